@@ -9,6 +9,7 @@ from prefect import flow
 from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for, with_pinned_model
 from tasks.gates.conclude import conclude_by
+from tasks.gates.early import decided_early
 from tasks.gates.gate import Gate
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress_artifact import marked
@@ -59,6 +60,8 @@ def evaluate(
     configs = [as_served(config) for config in configs]
     with marked(configs), end_reported():
         cells = plan_cells(configs, checkpoints)
+        if gate is not None and gate.decide == "early":
+            cells = decided_early(gate, cells)
         if any(config.sinks for config in configs):
             check_sinks(cells)
         run_pending(configs, cells, wait=True)
@@ -73,7 +76,7 @@ def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, w
     began = now()
     put_away(cells)
     import_plotting()
-    with ClaimedCells([cell for cell in cells if not cell.done], wait=wait) as claimed:
+    with ClaimedCells([cell for cell in cells if not cell.settled], wait=wait) as claimed:
         run_claimed(configs, claimed)
     publish_report(configs[0])
     raise_alerts(cells, since=began)

@@ -18,6 +18,7 @@ from flows.hooks import leave_nothing
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
 from resources.storage import storage
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
+from tasks.gates.early import require_whole
 from tasks.gates.gate import Gate
 from tasks.policies.batches import served_together
 from tasks.policies.cancelled_runs import stopping_if_cancelled
@@ -81,12 +82,14 @@ def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate:
         AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
         GateRefused: the gate says NO-GO; the policy's own one says it once of each checkpoint.
     """
+    require_whole(gate, by="a policy's runs")
     if deployment.id:
         collapse_waiting(deployment.id, beside=str(flow_run.id))
         settle_lost(deployment.id)
     with end_reported():
         wanted = load_policy(policy) if isinstance(policy, str) else policy
         own = own_gate(wanted) if gate is None else None
+        require_whole(own, by="a policy's runs")
         outcome = reconcile_once(wanted)
         if gate is not None:
             conclude_policy(gate, wanted, outcome.error)

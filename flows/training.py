@@ -13,6 +13,7 @@ from resources.errors import AssayError, NoCheckpoints
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.claims.files import claims_folder
 from tasks.gates.conclude import conclude_by
+from tasks.gates.early import require_whole
 from tasks.gates.gate import Gate
 from tasks.policies.events import emit
 from tasks.prefect_server.client import end_reported
@@ -59,6 +60,7 @@ def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None)
 
 def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) -> list[Record]:
     began = now()
+    require_whole(gate, by="a training")
     configs = [as_served(evaluation) for evaluation in config.asked()]
     if served := [evaluation for evaluation in configs if not evaluation.native]:
         served_alike(served)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.cli.gate import GateOptions, gate_of, show_verdict, write_summaries
+from flows.cli.gate import (
+    EarlyOptions,
+    GateOptions,
+    early_gate,
+    gate_of,
+    show_verdict,
+    undecided_steps,
+    write_summaries,
+)
 from flows.cli.options.groups import EvaluationOptions, SelectionOptions, WorkPoolOptions, flattened
 from flows.console.console import ERR, OUT, Json, print_json
 
@@ -29,6 +37,7 @@ def evaluate(
     selecting: SelectionOptions,
     sending: WorkPoolOptions,
     gating: GateOptions,
+    deciding: EarlyOptions,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be evaluated, on which machines, at what price.")
     ] = False,
@@ -44,7 +53,7 @@ def evaluate(
     from tasks.spec.evaluation import CheckpointSelection
     from tasks.spec.loading import build_config
 
-    judged_by = gate_of(gating)
+    judged_by = early_gate(gate_of(gating), deciding)
     selection = build_config(
         {
             "which": selecting.which,
@@ -73,6 +82,9 @@ def evaluate(
         wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
         configs = [with_pinned_model(wanted)]
         sinks = wanted.sinks
+    if deciding.finish:
+        steps = undecided_steps(configs[0].evaluation_path, configs[0].run_name)
+        selection = CheckpointSelection(steps=selection.steps or steps)
     if dry_run:
         _show_plan(configs, selection, egress_usd=egress_usd if sending.on_work_pool else None, as_json=as_json)
         return

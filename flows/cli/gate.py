@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tasks.gates.gate import Gate
     from tasks.gates.reasons import Verdict
     from tasks.gates.verdict import JudgedCheckpoint
+    from tasks.records.record import CheckpointReference
 
 _Summary = Annotated[
     Path | None, typer.Option(help="File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.")
@@ -32,6 +33,25 @@ class GateOptions:
     summary: _Summary = None
 
 
+@dataclass(frozen=True)
+class EarlyOptions:
+    """Options by which a gate's verdict is known before all questions are asked."""
+
+    early: Annotated[
+        bool,
+        typer.Option(
+            "--early",
+            help="Stop asking once --gate is decided: is the whole worse than the baseline by the margin?",
+        ),
+    ] = False
+    alpha: Annotated[
+        float | None, typer.Option(help="Largest probability that the whole contradicts a checkpoint's early verdicts.")
+    ] = None
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Ask the rest where an earlier run was decided early, and nothing else.")
+    ] = False
+
+
 def gate(
     file: Annotated[str, typer.Argument(help="YAML file with a gate.", metavar="GATE")],
     records: Annotated[str, typer.Option(help="Folder given as --output to evaluate.")] = "evaluations",
@@ -39,6 +59,9 @@ def gate(
     step: Annotated[
         int | None, typer.Option(help="Training step; as the gate says, the latest or every one, when left out.")
     ] = None,
+    early: Annotated[
+        bool, typer.Option("--early", help="Judge by early verdicts, too, where the whole is not recorded.")
+    ] = False,
     summary: _Summary = None,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +69,8 @@ def gate(
     from tasks.gates.verdict import judge
 
     wanted = load_gate(file)
-    verdict = judge(wanted, _checkpoints(records, run=run, step=step), evaluation_path=records)
+    early = early or wanted.decide == "early"
+    verdict = judge(wanted, _checkpoints(records, run=run, step=step, early=early), evaluation_path=records)
     write_summaries([verdict], summary)
     if as_json:
         print_json(verdict.as_dict())
@@ -80,6 +104,50 @@ def gate_of(options: GateOptions) -> Gate | None:
     return load_gate(options.gate) if options.gate is not None else None
 
 
+def early_gate(wanted: Gate | None, options: EarlyOptions) -> Gate | None:
+    """Returns the gate with what options say of early decisions.
+
+    Raises:
+        BadInput: they say what cannot be: without a gate, with rules that cannot be decided early, or both ways.
+    """
+    from resources.errors import BadInput
+    from tasks.gates.gate import Gate
+    from tasks.spec.loading import build_config
+
+    if wanted is None or (options.early and options.finish):
+        if not (options.early or options.finish or options.alpha is not None):
+            return None
+        raise BadInput(
+            expected="--gate beside --early, --alpha or --finish, and only one of --early and --finish",
+            found="no gate" if wanted is None else "both",
+            remedy="name a gate" if wanted is None else "decide early first, and finish then",
+        )
+    changes = {"decide": "early" if options.early else "whole" if options.finish else wanted.decide}
+    alpha = wanted.alpha if options.alpha is None else options.alpha
+    return build_config({**wanted.model_dump(), **changes, "alpha": alpha}, Gate, source="--gate with --early")
+
+
+def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
+    """Returns the steps of a run whose cells have early verdicts, and no succeeded record.
+
+    Raises:
+        BadInput: there are none.
+    """
+    from resources.errors import BadInput
+    from resources.storage import storage
+    from tasks.gates.early import early_below
+
+    folder = storage.join(evaluation_path, run)
+    steps = {verdict.checkpoint.step for verdict in early_below(folder)}
+    if not steps:
+        raise BadInput(
+            expected=f"early verdicts below {folder} whose rest is not asked yet",
+            found="none",
+            remedy="decide early first (--early), or leave --finish out to evaluate whole",
+        )
+    return tuple(sorted(steps))
+
+
 def show_verdict(verdict: Verdict) -> None:
     """Prints the verdict as a table, and at its end GO or NO-GO."""
     from tasks.gates.views import verdict_table
@@ -110,28 +178,35 @@ def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
         ) from error
 
 
-def _checkpoints(path: str, *, run: str | None, step: int | None) -> list[JudgedCheckpoint]:
-    """The checkpoints with records below a folder, of one run.
+def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -> list[JudgedCheckpoint]:
+    """The checkpoints with records below a folder, or with early verdicts, of one run.
 
     Raises:
         BadInput: there are none, or of several runs.
     """
     from resources.errors import BadInput
+    from tasks.gates.early import early_below
     from tasks.gates.verdict import judged_checkpoints
     from tasks.records.record import find_records
 
     found = find_records(path)
-    runs = sorted({recorded.record.checkpoint.run for recorded in found})
+    verdicts = early_below(path) if early else []
+    references = [*(item.record.checkpoint for item in found), *(verdict.checkpoint for verdict in verdicts)]
+    runs = sorted({reference.run for reference in references})
     if run is None and len(runs) > 1:
         raise BadInput(expected="--run, one of those recorded", found=", ".join(runs), remedy="name one of them")
-    found = [recorded for recorded in found if run is None or recorded.record.checkpoint.run == run]
-    steps = sorted({recorded.record.checkpoint.step for recorded in found})
-    found = [recorded for recorded in found if step is None or recorded.record.checkpoint.step == step]
-    if not found:
+
+    def is_wanted(reference: CheckpointReference) -> bool:
+        return (run is None or reference.run == run) and (step is None or reference.step == step)
+
+    wanted = [recorded for recorded in found if is_wanted(recorded.record.checkpoint)]
+    decided = [verdict for verdict in verdicts if is_wanted(verdict.checkpoint)]
+    if not wanted and not decided:
+        steps = sorted({reference.step for reference in references if run is None or reference.run == run})
         there = f"steps {', '.join(map(str, steps))}" if steps else f"runs {', '.join(runs)}" if runs else "none"
         raise BadInput(
             expected=f"records of {run or 'a run'}{'' if step is None else f' at step {step}'} below {path}",
             found=there,
             remedy="evaluate it, or name another --records, --run or --step",
         )
-    return judged_checkpoints(found)
+    return judged_checkpoints(wanted, decided)

@@ -12,6 +12,7 @@ from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments.environments import EnvironmentSpec
 from tasks.evaluators.isolation import ModelCode
 from tasks.records.details import Asking, BenchmarkDetails
+from tasks.records.early import EarlyScore
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvaluationConfig
@@ -65,6 +66,8 @@ class Parsed:
     """Questions written to `samples.jsonl.gz`; set by the runner."""
     samples_digest: str | None = None
     """SHA-256 of that file; set by the runner."""
+    early: tuple[EarlyScore, ...] = ()
+    """Verdicts that were known before all questions were asked, in place of metrics; set by the runner."""
 
 
 class Evaluator(Protocol):

@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,6 +35,7 @@ from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatu
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer
+from tasks.evaluators.early import WantedEarly, scores_decided
 from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress
 from tasks.evaluators.isolation import isolated
 from tasks.evaluators.outcome import with_samples
@@ -69,6 +71,7 @@ def run_harness(
     poll_seconds: float = 1.0,
     server: ForkServer | None = None,
     name: str | None = None,
+    early: WantedEarly | None = None,
 ) -> Parsed:
     """Runs one harness against an endpoint and reads its results; its log is kept in `output`, whatever happens.
 
@@ -85,6 +88,7 @@ def run_harness(
         poll_seconds: time between two looks at the job.
         server: runs it in a fork, see `warmed`; it starts cold when None.
         name: of the job; after the environment when None.
+        early: what is to be decided before all is asked, if anything; verdicts are in `Parsed.early` then.
 
     Raises:
         HarnessFailed: it ended with an error.
@@ -96,6 +100,8 @@ def run_harness(
     """
     output = output.absolute()
     command = evaluator.command(model, config, output, python=python, judge=judge)
+    if early is not None:
+        command = replace(command, files={**command.files, **early.files()})
     variables = {**cache_variables(), **command.variables, **_past_proxies(model, judge)}
     working_folder = prepare(command, output)
     argv = _isolated(command, config, output, python=python, variables=variables)
@@ -124,6 +130,8 @@ def run_harness(
         remedy = f"Run it by hand: {_by_hand(command, working_folder)}"
         late = time.monotonic() > deadline
         raise refusal_in(output) or job_failure(job, evaluator, config, log=log, remedy=remedy, late=late)
+    if early is not None and early.scores and (answered := early.stopped_after(output)) is not None:
+        return replace(evaluator.parse(output, config), early=scores_decided(answered, early))
     return read_output(evaluator, config, output, samples=output / SAMPLES_NAME)
 
 

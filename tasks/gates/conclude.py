@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resources.errors import EvaluationIncomplete
+from tasks.gates.early import standing_verdict
 from tasks.gates.gate import Gate
 from tasks.gates.reasons import Verdict
 from tasks.gates.verdict import JudgedCheckpoint, judge
 from tasks.gates.views import verdict_markdown
 from tasks.prefect_server.lazy import in_flow_run, step
 from tasks.prefect_server.progress import Judged, report, report_event
+from tasks.records.early import EarlyVerdict
 from tasks.records.record import Record
 from tasks.running.cells import Cell, conclude, standing_record
 from tasks.spec.names import artifact_key
@@ -19,16 +21,19 @@ from tasks.spec.names import artifact_key
 def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
     """The records that stand for some cells, if a gate says GO; it may tolerate some that failed or were withheld.
 
+    Cells that were decided early have none.
+
     Raises:
         GateRefused: it says NO-GO.
         EvaluationInterrupted: cells have no succeeded record, and running again may well give them one.
     """
     verdict = judge_cells(gate, cells)
     report(Judged(verdict))
+    whole = [cell for cell in cells if _early_verdict(cell) is None]
     try:
-        records = conclude(cells)
+        records = conclude(whole)
     except EvaluationIncomplete:
-        records = [found.record for found in map(standing_record, cells) if found is not None]
+        records = [found.record for found in map(standing_record, whole) if found is not None]
     verdict.raise_unless_go()
     return records
 
@@ -73,6 +78,14 @@ def _show(verdict: Verdict, gate: Gate, *, run: str) -> None:
 
 
 def _judged(name: str, cells: Sequence[Cell]) -> JudgedCheckpoint:
-    found = [standing_record(cell) for cell in cells]
+    early = {cell: verdict for cell in cells if (verdict := _early_verdict(cell)) is not None}
+    found = [standing_record(cell) for cell in cells if cell not in early]
     records = tuple(record for record in found if record is not None)
-    return JudgedCheckpoint(name, cells[0].reference.step, records, found.count(None))
+    return JudgedCheckpoint(name, cells[0].reference.step, records, found.count(None), early=tuple(early.values()))
+
+
+def _early_verdict(cell: Cell) -> EarlyVerdict | None:
+    """The verdict on what was to be decided early of a cell, unless the whole of it is recorded by now."""
+    if cell.early is None or ((found := standing_record(cell)) is not None and found.record.succeeded):
+        return None
+    return standing_verdict(cell)

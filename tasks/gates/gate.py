@@ -171,7 +171,22 @@ class Gate(Config):
     false_alarms: Literal["per run", "per checkpoint"] = "per run"
     """The unit of which 5 % at most are refused by chance where nothing is worse than the baseline: the run, with all
     of its checkpoints, or the checkpoint."""
+    decide: Literal["whole", "early"] = "whole"
+    """Judge whole evaluations, or stop asking once it is known whether the whole will be worse than the baseline by
+    more than the margin; rules with not_worse_than only."""
+    alpha: float = Field(default=0.05, gt=0, lt=0.5)
+    """Largest probability that the whole contradicts any early verdict on a checkpoint."""
     max_withheld: int = Field(default=0, ge=0)
     """Cells of a checkpoint whose score may be withheld."""
     max_failed: int = Field(default=0, ge=0)
     """Cells of a checkpoint that may have failed, or have no record."""
+
+    @model_validator(mode="after")
+    def _decidable(self) -> Gate:
+        bounds = [rule.words for rule in self.rules if not isinstance(rule, BaselineRule)]
+        if self.decide == "early" and (bounds or not self.rules):
+            raise ValueError(
+                "expected only rules with not_worse_than in a gate that decides early, "
+                f"found {'; '.join(bounds) or 'none'}"
+            )
+        return self

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resources.errors import GateRefused
+from tasks.records.early import EarlyScore
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,13 @@ class Reason:
     rule: str
     found: str
     go: bool
+    early: EarlyScore | None = None
+    """The verdict on a score that was decided before all questions were asked, if it was."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the reason for scripts."""
+        found = {name: value for name, value in vars(self).items() if name != "early"}
+        return found if self.early is None else {**found, "early": self.early.model_dump()}
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict for scripts."""
-        return {"gate": self.gate, "verdict": self.word, "reasons": [vars(reason) for reason in self.reasons]}
+        return {"gate": self.gate, "verdict": self.word, "reasons": [reason.as_dict() for reason in self.reasons]}
 
     def raise_unless_go(self) -> None:
         """Turns NO-GO into an error.

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from resources.errors import BadInput
 from tasks.gates.baselines import Baseline, Find, baseline_of, wanted_scores
+from tasks.gates.early import agreement, early_words
 from tasks.gates.gate import EVERYTHING, BaselineRule, BoundRule, Gate, NamedCheckpoint
 from tasks.gates.margin import false_alarms_of, judged_by_margin
 from tasks.gates.reasons import Reason, Verdict
 from tasks.records.current import current_records, newest_settings, told_apart
+from tasks.records.early import EarlyVerdict, read_early
 from tasks.records.record import Metric, Record, find_records
 from tasks.records.search import FoundRecord
 from tasks.records.verification import Verification, verified
@@ -35,6 +37,8 @@ class JudgedCheckpoint:
     records: tuple[FoundRecord, ...]
     without_record: int = 0
     other_settings: int = 0
+    early: tuple[EarlyVerdict, ...] = ()
+    """Verdicts on cells without a succeeded record that were decided early."""
 
 
 def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_path: str) -> Verdict:
@@ -55,8 +59,11 @@ def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_pat
     return Verdict(gate.name, tuple(dict.fromkeys(reasons)))  # two rules may find the same
 
 
-def judged_checkpoints(found: Sequence[FoundRecord]) -> list[JudgedCheckpoint]:
-    """Checkpoints by the newest records of their benchmarks; a quick look hides no full evaluation."""
+def judged_checkpoints(found: Sequence[FoundRecord], early: Sequence[EarlyVerdict] = ()) -> list[JudgedCheckpoint]:
+    """Checkpoints by the newest records of their benchmarks; a quick look hides no full evaluation.
+
+    Early verdicts are on cells without a succeeded record.
+    """
     current = current_records([item.record for item in found])
     judged = {id(record) for record in newest_settings(current)}
     others = {id(record) for record in current} - judged
@@ -68,9 +75,20 @@ def judged_checkpoints(found: Sequence[FoundRecord]) -> list[JudgedCheckpoint]:
         passed_over[name] += id(item.record) in others
         if id(item.record) in judged:
             by_name.setdefault(name, []).append(item)
+    decided: dict[str, list[EarlyVerdict]] = {}
+    for verdict in early:
+        decided.setdefault(verdict.checkpoint.name, []).append(verdict)
+    steps = {verdict.checkpoint.name: verdict.checkpoint.step for verdict in early}
+    steps |= {name: items[0].record.checkpoint.step for name, items in by_name.items()}
     return [
-        JudgedCheckpoint(name, items[0].record.checkpoint.step, tuple(items), other_settings=passed_over[name])
-        for name, items in by_name.items()
+        JudgedCheckpoint(
+            name,
+            step,
+            tuple(by_name.get(name, ())),
+            other_settings=passed_over[name],
+            early=tuple(decided.get(name, ())),
+        )
+        for name, step in steps.items()
     ]
 
 
@@ -80,9 +98,14 @@ def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str, *, 
     if checkpoint.other_settings:
         found = f"{how_many(checkpoint.other_settings, 'record')} of these benchmarks with other settings not judged"
         yield Reason(checkpoint.name, "the newest settings", found, go=True)
+    yield from _finished(checkpoint)
     compared: list[_Compared] = []
     scores = QuestionScores()
     for rule in gate.rules:
+        decided = list(_decided(rule, checkpoint))
+        yield from decided
+        if decided and not _scores(rule, checkpoint):
+            continue
         if isinstance(rule, BoundRule):
             yield from _bounded(rule, checkpoint)
         elif isinstance(found := _compared(rule, checkpoint, evaluation_path, find=find, scores=scores), Reason):
@@ -114,6 +137,22 @@ def _judged_by(item: _Compared, name: str, *, false_alarms: float, scores: Quest
         yield Reason(name, rule.words, f"{metric.benchmark} · {metric.metric}: {against}{found}", go)
 
 
+def _decided(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
+    """Yields what was decided early by a rule."""
+    for verdict in checkpoint.early:
+        for score in (score for score in verdict.scores if score.rule == rule.words):
+            go = score.verdict == "not worse" and not score.unlike
+            yield Reason(checkpoint.name, rule.words, early_words(score, verdict), go, score)
+
+
+def _finished(checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
+    """Yields what whole evaluations say of the early verdicts that they finish."""
+    for item in checkpoint.records:
+        if item.record.succeeded and (verdict := read_early(item.cell_uri)) is not None:
+            for score, found in agreement(verdict, item.record):
+                yield Reason(checkpoint.name, score.rule, found, go=True)
+
+
 def _verified(checkpoint: str, results: Iterable[Verification]) -> Iterator[Reason]:
     """Yields which records are not what was written, or cannot be known to be: only the former are NO-GO."""
     for result in results:
@@ -124,7 +163,7 @@ def _verified(checkpoint: str, results: Iterable[Verification]) -> Iterator[Reas
 def _cells(gate: Gate, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
     statuses = Counter(item.record.status for item in checkpoint.records)
     failed = statuses["failed"] + statuses["infra_failed"] + checkpoint.without_record
-    cells = len(checkpoint.records) + checkpoint.without_record
+    cells = len(checkpoint.records) + checkpoint.without_record + len(checkpoint.early)
     without = f", {checkpoint.without_record} of them without a record" if checkpoint.without_record else ""
     yield Reason(
         checkpoint.name,

@@ -15,9 +15,11 @@ from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.run_snapshot import listing_digest
+from tasks.evaluators.early import WantedEarly
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.lazy import deployment_id, step
 from tasks.prefect_server.progress import report_event
+from tasks.records.early import EarlyVerdict
 from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
 from tasks.spec.benchmarks import evaluation_hash
@@ -45,6 +47,15 @@ class Cell:
     uri: str
     record: Record | None
     levanter_fallback: Cell | None = None
+    early: WantedEarly | None = None
+    """Decisions wanted of it before all of it is asked, if any."""
+    early_verdict: EarlyVerdict | None = None
+    """The verdict on that, where it stands already."""
+
+    @property
+    def settled(self) -> bool:
+        """True if it is done, or was decided early as is wanted here."""
+        return self.done or self.early_verdict is not None
 
     @property
     def done(self) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import read_output, run_harness, verify_counts, verify_ends
 from tasks.evaluators.native import NativeEvaluation, output_here
 from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
+from tasks.records.early import write_early
 from tasks.records.index import note_record
 from tasks.records.record import (
     JOURNAL_FOLDER,
@@ -49,6 +51,7 @@ from tasks.records.samples import SAMPLES_NAME
 from tasks.running.attempt import Attempt
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
+from tasks.running.early import early_verdict, wanted_early
 from tasks.running.native_jobs import NativeJobs
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import Serving, same_model
@@ -112,8 +115,10 @@ def worth_another_try(_task: object, _run: object, state: Any) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Record:
+def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Record | None:
     """Evaluates one cell, publishes its record, whatever the outcome, and sends it to its sinks.
+
+    Where it was decided early, its verdict is published in place of a record, and None returned.
 
     Raises:
         AssayError: the cell did not succeed; its record says so too.
@@ -135,9 +140,19 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
         with attempt.noting_failure(), attempt.timed("publish"):
             if not storage.is_local(attempt.cell.uri) and output.is_dir():
                 storage.copy_from_local(output, storage.join(attempt.cell.uri, attempt.name))
+    done = partial(CellDone, attempt.cell.title, context.position, context.cells)
+    if attempt.failure is None and attempt.parsed is not None and attempt.parsed.early:
+        try:
+            if context.claimed is not None:
+                context.claimed.prove(cell)
+            write_early(attempt.cell.uri, early_verdict(attempt))
+        finally:
+            _close(attempt, finished=False)  # the rest may be asked later
+        report(done("decided early", time.monotonic() - began))
+        return None
     record = _write(attempt, context, wanted=cell)
     _tell(attempt, record)
-    report(CellDone(attempt.cell.title, context.position, context.cells, record.status, time.monotonic() - began))
+    report(done(record.status, time.monotonic() - began))
     if attempt.failure is not None and not record.succeeded:
         raise attempt.failure
     return record
@@ -195,7 +210,10 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                     on_progress=on_progress,
                     check_endpoint=check,
                     name=_job_name(cell, harness),
+                    early=wanted_early(cell),
                 )
+    if attempt.parsed.early:
+        return
     verify_counts(attempt.parsed)
     verify_ends(attempt.parsed, cell.config.max_at_limit)
 

@@ -25,7 +25,8 @@ from resources.environments.environments import ensure_environment
 from resources.errors import EvaluationInterrupted
 from resources.settings import process_environment
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.records.record import Record, read_records
+from tasks.records.early import find_early
+from tasks.records.record import SCOPE_NAME, Record, read_records
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900), pytest.mark.usefixtures("prefect_api")]
@@ -187,3 +188,36 @@ def test_two_runs_of_one_evaluation_at_once_leave_one_valid_record_per_cell(
     assert [Record.model_validate(each) for each in json.loads(printed)["records"]] == [record]
     attempts = [path.name for path in training_run.evaluations.rglob("attempt-*") if path.is_dir()]
     assert record.attempt in attempts
+
+
+def test_checkpoint_is_decided_early_without_a_record_and_finished_to_one(
+    tmp_path: Path, series: Callable[[str, list[int]], Series]
+):
+    gate = tmp_path / "gate.json"
+    rule = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "run@1", "by_more_than": 0.2}
+    gate.write_text(json.dumps({"rules": [rule]}))
+    with endpoint(tmp_path, "run-1", "run-2") as served:
+        training_run = series(served.base_url, [1, 2])
+        arguments = ["evaluate", "--model", training_run.run, "--output", training_run.evaluations, "--json"]
+        arguments += ["--eval", "demo_facts", "--base-url", served.base_url]
+        assert run_command(*arguments, "--step", "1").returncode == 0
+
+        arguments += ["--gate", gate]
+        decided = run_command(*arguments, "--step", "2", "--early")
+        assert decided.returncode == 0, decided.stderr
+        [(cell, verdict)] = find_early(str(training_run.evaluations))
+        [score] = verdict.scores
+        assert score.verdict == "not worse" and score.asked <= verdict.asked < verdict.questions == score.questions
+        assert [record.checkpoint.name for record in training_run.records().values()] == ["run-1"]
+        assert (Path(cell) / SCOPE_NAME).is_file(), "its answers would be lost"
+        words = f"decided early at {score.asked} of 120 questions (α = 0.05): not worse"
+        assert words in json.dumps(json.loads(decided.stdout)["gate"], ensure_ascii=False)
+        assert words in str(getattr(Artifact.get("run-gate"), "data", None))
+
+        asked = served.requests
+        assert run_command(*arguments, "--step", "2", "--early").returncode == 0
+        assert served.requests == asked and [early.created for _, early in find_early(cell)] == [verdict.created]
+
+        finished = run_command(*arguments, "--finish")
+        assert {record.checkpoint.name for record in training_run.records().values()} == {"run-1", "run-2"}
+        assert "agrees with the early verdict, not worse" in finished.stdout

@@ -20,9 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from benchmarks.alarms import alarmed_runs, compared_with_neighbours, distance, found_drops
 from benchmarks.bodies import KINDS, Kind
+from benchmarks.early_simulations import TABLE, Clusters, Outcome, Setting, simulated
 from benchmarks.load import Accounts, LoadPlan, Requests, percentile, run_load
 from benchmarks.side_by_side import Comparison, Contest, Phases, comparisons, cpu_seconds, interleaved
 from benchmarks.simulations import (
@@ -492,6 +494,28 @@ def test_gate_refuses_no_more_than_its_share_of_equal_checkpoints_by_a_relative_
 
 def test_best_would_refuse_many_equal_checkpoints_were_false_alarms_not_shared_among_those_before():
     assert refused_by_relative("best", trials=100, seed=1, earlier=15, questions=300, shared=False) > 0.15
+
+
+# The simulations of early.py, small
+
+
+@pytest.mark.parametrize("clusters", ["none", "of 5", "unequal"])
+@pytest.mark.parametrize("lost", [20, 21], ids=["at the margin", "beyond it"])
+def test_whole_contradicts_no_more_early_decisions_than_alpha(clusters: Clusters, lost: int):
+    outcome = simulated(Setting(1_000, 0.1, 0.02, lost / 1_000, clusters), decisions=150, seed=1)
+    assert outcome.contradicted <= 0.1 * 150  # of 0.05 the highest of 1,000 trials
+    assert not outcome.unlikely
+
+
+def test_unlikely_is_what_a_wrong_decision_would_be():
+    setting = Setting(1_000, 0.1, 0.02, 0.02)
+    assert Outcome(setting, np.ones(150), 30).unlikely and not Outcome(setting, np.ones(150), 15).unlikely
+
+
+@pytest.mark.parametrize(("truth", "most"), [("unchanged", 0.2), ("5 points worse", 0.1), ("2 points better", 0.08)])
+def test_early_decisions_take_a_small_part_of_so_many_questions(truth: str, most: float):
+    outcome = simulated(TABLE[truth], decisions=10, seed=1)
+    assert np.median(outcome.shares) < most and outcome.contradicted == 0
 
 
 def test_script_named_as_a_module_of_python_does_not_stand_in_for_it():

@@ -19,6 +19,7 @@ from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.lm_eval.asked import Asked, read_asked
 from tasks.evaluators.reading import invalid_results, read_result
 from tasks.records.details import BenchmarkDetails
+from tasks.records.early import ANSWERED_NAME
 from tasks.records.record import Counts, Metric
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -88,11 +89,13 @@ class _Counted:
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """Reads the metrics and counts of the run in `output`.
+    """Reads the metrics and counts of the run in `output`; no metrics where it stopped early.
 
     Raises:
         HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
     """
+    if (output / ANSWERED_NAME).exists() and not _results_in(output):
+        return _read_early(output)
     plan, results, stamped = read_files(output)
     wanted = {task.metric_key for task in config.evals}
     if set(plan.benchmarks) != wanted:
@@ -127,6 +130,21 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
             "transformers": results.transformers_version,
             **asked.versions,
         },
+    )
+
+
+def _read_early(output: Path) -> Parsed:
+    """Counts and details of a run that stopped once all that was to be decided was."""
+    plan, asked = read_result(_HARNESS, output / PLAN_NAME, Plan), read_asked(output)
+    answered = len((output / ANSWERED_NAME).read_text(encoding="utf-8").splitlines())
+    return Parsed(
+        metrics=(),
+        counts=Counts(
+            requested=sum(task.questions for task in plan.tasks.values()), answered=answered, scored=answered
+        ),
+        details={name: asked.detailed(name, task.details) for name, task in plan.tasks.items()},
+        asking=asked.way({}),
+        versions=asked.versions,
     )
 
 
@@ -257,8 +275,12 @@ def _is_score(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, int | float) and is_finite(value))
 
 
+def _results_in(output: Path) -> list[Path]:
+    return sorted((output / RESULTS_FOLDER).glob("*/results_*.json"), key=lambda path: path.name)
+
+
 def _newest_results(output: Path) -> Path:
-    found = sorted((output / RESULTS_FOLDER).glob("*/results_*.json"), key=lambda path: path.name)
+    found = _results_in(output)
     if not found:
         raise invalid_results(_HARNESS, output, f"no {RESULTS_FOLDER}/*/results_*.json")
     return found[-1]

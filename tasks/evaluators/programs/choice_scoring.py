@@ -209,10 +209,12 @@ class Scorer:
     echoed_at_once: int = 1
     on_weighed: Callable[[int], None] = lambda count: None
     outcome: Outcome = field(default_factory=Outcome)
+    _remembered: int = 0
+    """Audits of this evaluation that the memory knows by now: choices may be weighed in several batches."""
 
     async def weigh(self, choices: Sequence[Choice]) -> list[Sequence[Row]] | None:
         """Rows of all choices, in their order; None if they all have to be echoed, for the reason in `outcome`."""
-        known = self.trust.recall()
+        known, self._remembered = self.trust.recall(), self.outcome.audited
         if known["reason"]:
             self.outcome.reason = known["reason"]
             return None
@@ -234,7 +236,7 @@ class Scorer:
         except (Differing, NotTakenError) as finding:
             self._distrust(finding)
             return None
-        self.trust.remember(self.outcome.audited, None)
+        self.trust.remember(self.outcome.audited - self._remembered, None)
         self.outcome.way = CACHED
         return rows
 
@@ -319,7 +321,7 @@ class Scorer:
             f"a log-probability from the prefix cache differed from an echo's by {finding} nats, "
             f"where {self.trust.bound:g} is rounding in {kind}"
         )
-        self.trust.remember(self.outcome.audited, self.outcome.reason)
+        self.trust.remember(self.outcome.audited - self._remembered, self.outcome.reason)
 
 
 def is_audited_later(context: Sequence[int]) -> bool:

@@ -261,7 +261,8 @@ def test_attempt_goes_on_when_the_proxy_is_killed_under_it(tmp_path: Path):
         attempt = threads.submit(run_cell.fn, cell, PoolServing(session), CellContext(1, 1, lambda _: harness))
         first.process.wait(60)
         with running_proxy(tmp_path, port=first.address.port):
-            assert attempt.result(timeout=60).status == "succeeded"
+            record = attempt.result(timeout=60)
+        assert record is not None and record.status == "succeeded"
 
 
 def test_record_names_the_first_error_of_an_engine_that_died_meanwhile(tmp_path: Path):

@@ -68,6 +68,7 @@ class Questions:
         *,
         output: Path,
         on_settled: Callable[[], None],
+        on_planned: Callable[[], None] = lambda: None,
     ) -> None:
         self._job = job
         self._tasks = tasks
@@ -75,6 +76,7 @@ class Questions:
         self._tokenizer = tokenizer
         self._output = output
         self._on_settled = on_settled
+        self._on_planned = on_planned
         self._skipped: list[str] = []
         self._unbuilt = sum(len(items) for items in tasks.values())
         for task in (task for items in tasks.values() for task in items):
@@ -129,6 +131,7 @@ class Questions:
         if self._skipped:
             (self._output / SKIPPED_NAME).write_text("".join(self._skipped), encoding="utf-8")
         write_json(self._output / PLAN_NAME, {"benchmarks": planned})
+        self._on_planned()
 
     def _skip(self, task: Task, long: TooLong) -> None:
         """Takes questions out of what is asked and scored, and keeps what they were."""

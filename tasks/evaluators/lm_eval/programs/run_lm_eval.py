@@ -37,6 +37,7 @@ try:
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.utils import setup_logging
+    from lm_eval_early import WANTED_NAME, DecidedEarlyError, EarlyQuestions
     from lm_eval_index import RememberedIndex, built_in_index, listing, use_remembered_index
     from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
     from lm_eval_model import Completions, Conversations, EndpointFaultError, way_of_asking
@@ -136,11 +137,17 @@ def evaluate(job: dict[str, Any]) -> None:
         if isinstance(model, Completions) and job["prove_tokenizer"]:
             prove_tokenizer(job, model, output)
 
-    Questions(job, tasks, model, tokenizer, output=output, on_settled=settle)
+    def ask_early() -> None:
+        if Path(WANTED_NAME).exists():
+            room = job["model_args"]["num_concurrent"] * prompts_per_request
+            EarlyQuestions(tasks, model, output, room=room).ask(json.loads(Path(WANTED_NAME).read_text()))
+
+    Questions(job, tasks, model, tokenizer, output=output, on_settled=settle, on_planned=ask_early)
     label_progress(tasks, model, prompts_per_request)
     logging.getLogger("lm_eval.models.api_models").addFilter(few_of_each_kind(SAME_WARNINGS))
     tracker = EvaluationTracker(output_path=str(output / job["results_folder"]))
     in_chat = job["apply_chat_template"] or job["conversations"]
+    results = None
     try:
         results = simple_evaluate(
             model=model,
@@ -156,6 +163,8 @@ def evaluate(job: dict[str, Any]) -> None:
             fewshot_as_multiturn=in_chat,
             confirm_run_unsafe_code=True,  # what may not run has been refused
         )
+    except DecidedEarlyError:
+        logging.getLogger("lm_eval").info("Decided early: the rest is not asked")
     except EndpointFaultError as error:
         refuse(
             output,
@@ -170,6 +179,8 @@ def evaluate(job: dict[str, Any]) -> None:
         output / ASKED_NAME,
         {"asking": asking, "ends": model.ends, "groups": means(benchmarks), "versions": installed()},
     )
+    if results is None:
+        return
     samples = results.pop("samples")
     tracker.save_results_aggregated(results=results, samples=samples)
     for name in results["configs"]:

@@ -1,0 +1,259 @@
+"""Early decisions of a gate: what its rules ask of cells, and what became of that.
+
+Asked here is whether the whole benchmark will show the score to be worse than the baseline's by more than the margin.
+That is less than a gate asks of a whole evaluation, whose interval speaks of other questions, too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from resources.errors import BadInput
+from tasks.evaluators.early import NOT_EARLY, EarlyQuestion, WantedEarly, WantedScore
+from tasks.gates.baselines import Find, baseline_of
+from tasks.gates.gate import BaselineRule, Gate
+from tasks.gates.reasons import Reason
+from tasks.records.builds import build_of
+from tasks.records.early import NOT_COVERED, EarlyScore, EarlyVerdict, find_early, read_early
+from tasks.records.record import FoundRecord, Metric, Record, find_records, read_record
+from tasks.reports.comparison import mean_metric
+from tasks.reports.question_scores import QuestionScores
+from tasks.reports.table import measured
+from tasks.running.cells import Cell
+from tasks.spec.names import how_many
+from tasks.statistics.composition import Composition
+from tasks.statistics.early import unit_score
+
+_PER_CENT = ("bleu", "chrf", "rouge")
+"""Beginnings of metrics whose questions have scores up to 100."""
+
+
+@dataclass(frozen=True)
+class _Sought:
+    """A score that a rule is about, with the baseline's records and the questions that it is made of."""
+
+    rule: BaselineRule
+    metric: Metric
+    baseline: tuple[FoundRecord, ...]
+    composition: Composition
+
+
+def bound_of(metric: Metric) -> float:
+    """Largest score of a question."""
+    return 100.0 if metric.name.startswith(_PER_CENT) else 1.0
+
+
+def decided_early(gate: Gate, cells: Sequence[Cell]) -> list[Cell]:
+    """Cells with what is to be decided of them early, and with the verdicts on just that which stand already.
+
+    Raises:
+        BadInput: an evaluator, a rule or a score is none that can be decided early; says which, and why.
+        StorageError: records or samples cannot be read.
+    """
+    scores, find = QuestionScores(), cache(find_records)
+    sought = {cell: found for cell in cells if not cell.done and (found := _sought(gate, cell, scores, find))}
+    checkpoints: dict[str, int] = {}
+    for cell, found in sought.items():
+        checkpoints[cell.reference.name] = checkpoints.get(cell.reference.name, 0) + len(found)
+    return [
+        _wanting(cell, _wanted(gate, cell, sought[cell], alpha=gate.alpha / checkpoints[cell.reference.name]))
+        if cell in sought
+        else cell
+        for cell in cells
+    ]
+
+
+def _wanting(cell: Cell, wanted: WantedEarly) -> Cell:
+    cell = replace(cell, early=wanted)
+    return replace(cell, early_verdict=standing_verdict(cell))
+
+
+def standing_verdict(cell: Cell) -> EarlyVerdict | None:
+    """The verdict in a cell's folder on just what is to be decided of it early."""
+    standing = read_early(cell.uri)
+    wanted = cell.early.digest if cell.early is not None else None
+    return standing if standing is not None and standing.wanted == wanted else None
+
+
+def _sought(gate: Gate, cell: Cell, scores: QuestionScores, find: Find) -> list[_Sought]:
+    """The scores of a cell that rules are about; none for a first checkpoint, with nothing to compare it with."""
+    if reason := NOT_EARLY.get(cell.config.evaluator.name):
+        raise _refused(cell.config.evaluator.title, reason)
+    found: list[_Sought] = []
+    asked: set[str] = set()
+    for rule in gate.rules:
+        assert isinstance(rule, BaselineRule), "as gates that decide early are checked"
+        if rule.evaluator not in (None, cell.config.evaluator.name):
+            continue
+        path = cell.config.evaluation_path
+        baseline = baseline_of(rule, cell.reference, evaluation_path=path, hashes={cell.evaluation_hash}, find=find)
+        if isinstance(baseline, Reason):
+            if baseline.go:
+                return []
+            raise _refused(rule.words, baseline.found)
+        for key, score in baseline.scores.items():
+            if not _is_of(cell, score.records[0].record):
+                continue
+            _check_alike(rule, cell, score.records, scores)
+            metric = mean_metric(score.records, key)
+            found.append(_Sought(rule, metric, score.records, _composition(metric, score.questions(scores))))
+            asked |= {metric.benchmark for metric in score.records[0].record.metrics if not metric.parts}
+    covered = {part for item in found for part in item.composition.asked}
+    missing = sorted(asked - covered) if found else [task.metric_key for task in cell.config.evals]
+    if missing:
+        raise _refused(
+            ", ".join(missing), f"no rule of the gate {gate.name} is about a score of it that a baseline has"
+        )
+    return found
+
+
+def _is_of(cell: Cell, record: Record) -> bool:
+    """True if a record is of the benchmarks that a cell asks."""
+    asked = {task.metric_key for task in cell.config.evals}
+    return record.evaluator == cell.config.evaluator.name and set(record.benchmarks) == asked
+
+
+def _check_alike(rule: BaselineRule, cell: Cell, found: Sequence[FoundRecord], scores: QuestionScores) -> None:
+    """Refuses a baseline that was asked in another way, or whose records were changed."""
+    if rule.anyway:
+        return
+    names = [item.record.checkpoint.name for item in found if item.record.evaluation_hash != cell.evaluation_hash]
+    if names:
+        raise _refused(rule.words, f"{', '.join(names)} measured with other settings")
+    changed = [result.words for item in found if (result := scores.verified(item)).integrity == "changed"]
+    if changed:
+        raise _refused(rule.words, "; ".join(changed))
+
+
+def _composition(metric: Metric, composition: Composition | str) -> Composition:
+    """The questions of a score.
+
+    Raises:
+        BadInput: it is no mean over questions, its direction is unknown, or they have scores outside of [0, 1].
+    """
+    name = f"{metric.benchmark} · {metric.name}"
+    if isinstance(composition, str):
+        raise _refused(name, composition)
+    if composition.form is not None:
+        raise _refused(name, "it is a ratio of sums over tokens or bytes, no mean over questions")
+    if metric.higher_is_better is None:
+        raise _refused(name, "nothing says which direction is better")
+    bound = bound_of(metric)
+    values = [question.sum for asked in composition.asked.values() for question in asked.values()]
+    if min(values) < 0 or max(values) > bound:
+        raise _refused(name, f"its questions have scores from {min(values):g} to {max(values):g}, not from 0 to 1")
+    return composition
+
+
+def _refused(name: str, reason: str) -> BadInput:
+    return BadInput(
+        expected=f"scores that can be decided early, which {name} cannot",
+        found=reason,
+        remedy="leave it out, name another metric in the gate, or evaluate it whole: without --early",
+    )
+
+
+def _wanted(gate: Gate, cell: Cell, sought: Sequence[_Sought], *, alpha: float) -> WantedEarly:
+    """Decisions wanted of a cell: clusters in an order that its checkpoint seeds, known before any answer."""
+    asked: dict[tuple[str, str], str] = {}
+    prompts: dict[tuple[str, str], str | None] = {}
+    for item in sought:
+        for part, questions in item.composition.asked.items():
+            for name, question in questions.items():
+                asked[part, name] = f"{part}\0{question.cluster}"
+                prompts[part, name] = None if item.rule.anyway else question.prompt.hex()
+    clusters: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(asked):
+        clusters.setdefault(asked[key], []).append(key)
+    order = list(clusters)
+    random.Random(cell.uri.rstrip("/").rsplit("/", 1)[1]).shuffle(order)
+    questions = tuple(
+        EarlyQuestion(*key, draw, prompts[key]) for draw, name in enumerate(order) for key in clusters[name]
+    )
+    places = {(question.benchmark, question.id): place for place, question in enumerate(questions)}
+    scores = tuple(_score(item, places, alpha=alpha) for item in sought)
+    return WantedEarly(gate=gate.name, alpha=gate.alpha, questions=questions, scores=scores)
+
+
+def _score(item: _Sought, places: Mapping[tuple[str, str], int], *, alpha: float) -> WantedScore:
+    composition, higher, bound = item.composition, bool(item.metric.higher_is_better), bound_of(item.metric)
+    ordered = sorted(
+        (places[part, name], composition.weights[part] / len(asked), question.sum)
+        for part, asked in composition.asked.items()
+        for name, question in asked.items()
+    )
+    return WantedScore(
+        benchmark=item.metric.benchmark,
+        metric=item.metric.name,
+        rule=item.rule.words,
+        baseline=", ".join(found.record.checkpoint.name for found in item.baseline),
+        margin=item.rule.by_more_than,
+        higher_is_better=higher,
+        alpha=alpha,
+        scale=composition.scale * bound,
+        bound=bound,
+        questions=tuple(place for place, _, _ in ordered),
+        shares=tuple(share for _, share, _ in ordered),
+        predictions=tuple(unit_score(value, bound=bound, mirrored=not higher) for _, _, value in ordered),
+        builds=()
+        if item.rule.anyway
+        else tuple(build_of(found.record, item.metric.benchmark) for found in item.baseline),
+    )
+
+
+def early_below(evaluation_path: str) -> list[EarlyVerdict]:
+    """The early verdicts on cells below a folder that have no succeeded record.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    found = [(read_record(cell), verdict) for cell, verdict in find_early(evaluation_path)]
+    return [verdict for record, verdict in found if record is None or not record.succeeded]
+
+
+def require_whole(gate: Gate | None, *, by: str) -> None:
+    """Refuses a gate that decides early where that is not done.
+
+    Raises:
+        BadInput: it does.
+    """
+    if gate is not None and gate.decide == "early":
+        raise BadInput(
+            expected=f"a gate that decides by whole evaluations, for {by}",
+            found=f"decide: early in the gate {gate.name}",
+            remedy="take it out; assay evaluate --gate decides early",
+        )
+
+
+def early_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
+    """The verdict on a score in words, with what it does not cover."""
+    several = f" for {how_many(len(verdict.scores), 'score')} together" if score.alpha < verdict.alpha else ""
+    decided = f"decided early at {score.asked:,} of {score.questions:,} questions (α = {verdict.alpha:g}{several})"
+    if not score.early:
+        decided = f"all {how_many(score.questions, 'question')} asked"
+    ends = f"{measured(score.low, None)} to {measured(score.high, None)}"
+    found = (
+        f"{score.benchmark} · {score.metric}: {decided}: {score.verdict}; "
+        f"{measured(score.baseline_value, None)} → {measured(score.estimate, None)} ({ends}); "
+        f"speaks of {NOT_COVERED}"
+    )
+    return f"{found}; cannot be compared: {', '.join(score.unlike)}" if score.unlike else found
+
+
+def agreement(verdict: EarlyVerdict, record: Record) -> Iterator[tuple[EarlyScore, str]]:
+    """Words of the whole on each score that was decided early, in words."""
+    values = {(metric.benchmark, metric.name): metric.value for metric in record.metrics}
+    for score in verdict.scores:
+        value = values.get((score.benchmark, score.metric), math.nan)
+        loss = score.baseline_value - value if score.higher_is_better else value - score.baseline_value
+        word = "not worse" if loss <= score.margin + 1e-9 else "worse"
+        agrees = "agrees with" if word == score.verdict else "contradicts"
+        yield (
+            score,
+            f"{score.benchmark} · {score.metric}: the whole, {measured(value, None)} over {score.questions:,} "
+            f"questions, {agrees} the early verdict, {score.verdict} at {score.asked:,} of them",
+        )

@@ -1,0 +1,131 @@
+"""Early verdicts: what was decided of a cell's scores before all of its questions were asked.
+
+They lie beside where the record would, as `early.json`, and are no records: nothing that reads scores reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import AwareDatetime, FiniteFloat, ValidationError
+
+from resources.storage import storage
+from tasks.records.builds import Build
+from tasks.records.details import Part
+from tasks.records.record import CheckpointReference
+
+EARLY_NAME = "early.json"
+ANSWERED_NAME = "early.jsonl"
+"""File in an attempt's folder with the questions that were asked, in that order, their scores, and their batches."""
+NOT_COVERED = "the whole of these questions only: neither training's jitter nor other questions"
+"""The reach of a verdict, in words."""
+
+
+class EarlyScore(Part):
+    """The verdict on one score against a baseline, on the metric's own scale."""
+
+    benchmark: str
+    """Name it is published under."""
+    metric: str
+    """Metric as the harness calls it."""
+    rule: str
+    """Rule of the gate that asks for it, in words."""
+    baseline: str
+    """Checkpoints that it is compared with."""
+    baseline_value: FiniteFloat
+    """Their score, or its mean."""
+    margin: FiniteFloat
+    """The loss that is not worse."""
+    higher_is_better: bool
+    """Direction of improvement."""
+    alpha: FiniteFloat
+    """Largest probability that the whole contradicts this verdict: this score's part of the verdict's."""
+    verdict: Literal["not worse", "worse"]
+    """The whole's score against the baseline's, less the margin."""
+    asked: int
+    """Questions of it that were asked until the verdict was known."""
+    questions: int
+    """Questions of the whole."""
+    estimate: FiniteFloat
+    """The whole's score, estimated."""
+    low: FiniteFloat
+    """Lower end of its interval, which is wrong with probability alpha at most, whenever asking was stopped."""
+    high: FiniteFloat
+    """Upper end, likewise."""
+    unlike: tuple[str, ...] = ()
+    """Changes of engine, harness or data since the baseline that nothing qualifies: it cannot be compared then."""
+
+    @property
+    def early(self) -> bool:
+        """False if every question was asked, so that the verdict is that of the whole."""
+        return self.asked < self.questions
+
+
+class EarlyVerdict(Part):
+    """Verdicts on the scores of one cell, of which not all questions were asked."""
+
+    schema_version: Literal[1] = 1
+    """Version of this layout."""
+    cell: str
+    """Name of the cell's folder."""
+    checkpoint: CheckpointReference
+    """The model state that was asked."""
+    evaluator: str
+    """The harness."""
+    benchmarks: tuple[str, ...]
+    """The benchmarks, as they are published."""
+    evaluation_hash: str
+    """Over everything but the checkpoint that can change a score."""
+    wanted: str
+    """Digest over the scores, predictions, margins and probabilities that it was decided with."""
+    gate: str
+    """Name of the gate."""
+    alpha: FiniteFloat
+    """Largest probability that the whole contradicts any of these verdicts."""
+    scores: tuple[EarlyScore, ...]
+    """The verdicts."""
+    asked: int
+    """Questions that were asked in all, the last batch whole."""
+    questions: int
+    """Questions of the whole evaluation."""
+    requests: dict[str, int] = {}
+    """Requests of the attempt as the proxy counted them; empty for an endpoint of others."""
+    seconds: dict[str, FiniteFloat] = {}
+    """Wall seconds by phase."""
+    build: Build = Build()
+    """Versions of all that was asked with."""
+    flow_run: str | None = None
+    """Name of the flow run that wrote it."""
+    attempt: str
+    """Folder beside it that holds the harness's own output."""
+    created: AwareDatetime
+    """Time it was written, UTC."""
+
+
+def read_early(cell_uri: str) -> EarlyVerdict | None:
+    """The early verdict in a cell's folder; None if there is none, or none that can be read."""
+    try:
+        return EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def write_early(cell_uri: str, verdict: EarlyVerdict) -> None:
+    """Writes the early verdict of a cell over an earlier one.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    storage.write_bytes(storage.join(cell_uri, EARLY_NAME), verdict.model_dump_json(indent=2).encode())
+
+
+def find_early(evaluation_path: str) -> Iterator[tuple[str, EarlyVerdict]]:
+    """Every readable early verdict below a folder, with the folder of its cell.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    for file in storage.list_files(evaluation_path):
+        if storage.basename(file.uri) == EARLY_NAME and (found := read_early(storage.parent(file.uri))) is not None:
+            yield storage.parent(file.uri), found

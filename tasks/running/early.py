@@ -1,0 +1,63 @@
+"""A cell that is decided early: what was asked of it before, and the verdict that an attempt came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from resources.storage import storage
+from tasks.evaluators.early import WantedEarly, WantedScore, batches_in
+from tasks.records.builds import Build, Qualification, build_of, is_qualified, read_qualifications
+from tasks.records.early import ANSWERED_NAME, EarlyVerdict, read_early
+from tasks.running.attempt import Attempt
+from tasks.running.cells import Cell
+
+
+def wanted_early(cell: Cell) -> WantedEarly | None:
+    """Decisions wanted of a cell, with the batches of an early verdict that stands: the journal has their answers."""
+    before = read_early(cell.uri)
+    if before is None:
+        return cell.early
+    try:
+        content = storage.read_bytes(storage.join(cell.uri, before.attempt, ANSWERED_NAME)).decode()
+        return replace(cell.early or WantedEarly(), batches=batches_in(content))
+    except (FileNotFoundError, ValueError):
+        return cell.early
+
+
+def early_verdict(attempt: Attempt) -> EarlyVerdict:
+    """Returns what an attempt decided before all was asked."""
+    cell, parsed, record = attempt.cell, attempt.parsed, attempt.record()
+    assert parsed is not None and cell.early is not None, "decided early"
+    build, qualifications = build_of(record), read_qualifications(cell.config.evaluation_path)
+    return EarlyVerdict(
+        cell=record.cell,
+        checkpoint=record.checkpoint,
+        evaluator=record.evaluator,
+        benchmarks=record.benchmarks,
+        evaluation_hash=record.evaluation_hash,
+        wanted=cell.early.digest,
+        gate=cell.early.gate,
+        alpha=cell.early.alpha,
+        scores=tuple(
+            score.model_copy(update={"unlike": tuple(_unlike(wanted, build, record.evaluator, qualifications))})
+            for score, wanted in zip(parsed.early, cell.early.scores, strict=True)
+        ),
+        asked=parsed.counts.answered,
+        questions=parsed.counts.requested,
+        requests=record.requests,
+        seconds=record.seconds,
+        build=build,
+        flow_run=record.flow_run,
+        attempt=attempt.name,
+        created=record.created,
+    )
+
+
+def _unlike(
+    wanted: WantedScore, build: Build, evaluator: str, qualifications: Sequence[Qualification]
+) -> Iterator[str]:
+    """Changes since the builds of a score's baseline that nothing qualifies."""
+    for before in wanted.builds:
+        if not is_qualified(before, build, qualifications, evaluator=evaluator, benchmark=wanted.benchmark):
+            yield from before.changes(build)

@@ -1,0 +1,439 @@
+"""Early decisions: when they are made, with what error, what is refused, and that no verdict is taken for a score."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fakes.records import FIRST, make_metric, make_record, make_samples, publish
+from flows.cli.app import app
+from resources.errors import BadInput, CountsDisagree
+from tasks.evaluators.early import Answered, WantedEarly, batches_in, scores_decided
+from tasks.gates.early import decided_early
+from tasks.gates.gate import Gate
+from tasks.gates.verdict import JudgedCheckpoint, judge
+from tasks.gates.views import verdict_markdown
+from tasks.records.early import EarlyVerdict, read_early, write_early
+from tasks.records.index import indexed_records
+from tasks.records.record import FoundRecord, Metric, find_records
+from tasks.running.cells import Cell
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.statistics.early import EarlyAsking, EarlyDecision
+
+RULE = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "run-a@100", "by_more_than": 0.1}
+HASH = "5f0c2a7be1d94c36"
+RIGHT = [1.0, 1.0, 0.0, 1.0, 0.0] * 40
+
+
+def decision(
+    predictions: Sequence[float], *, margin: float, alpha: float = 0.05, draws: Sequence[int] | None = None
+) -> EarlyDecision:
+    """A decision on questions of equal weight against the mean of their predictions."""
+    number = len(predictions)
+    return EarlyDecision(
+        draws=range(number) if draws is None else draws,
+        shares=[1 / number] * number,
+        predictions=predictions,
+        threshold=sum(predictions) / number - margin,
+        alpha=alpha,
+    )
+
+
+def flipped(number: int, *, loss: float, flips: float = 0.1, seed: int = 0) -> tuple[list[float], list[float]]:
+    """Answers of a baseline and of a checkpoint that is worse by a loss, in random order."""
+    random = np.random.default_rng(seed)
+    before = (random.random(number) < 0.6).astype(float)
+    after = before.copy()
+    lost = round(number * (flips + loss) / 2)
+    after[random.permutation(np.flatnonzero(before == 1))[:lost]] = 0.0
+    after[random.permutation(np.flatnonzero(before == 0))[: lost - round(number * loss)]] = 1.0
+    return before.tolist(), after.tolist()
+
+
+# The decision
+
+
+@pytest.mark.parametrize(
+    ("loss", "margin", "word", "most"),
+    [(0.0, 0.02, "not worse", 0.4), (0.05, 0.02, "worse", 0.3), (-0.02, 0.02, "not worse", 0.2)],
+)
+def test_decision_is_that_of_the_whole_after_a_part_of_the_questions(
+    loss: float, margin: float, word: str, most: float
+):
+    before, after = flipped(10_000, loss=loss)
+    decided = decision(before, margin=margin)
+    decided.add(after)
+    assert decided.word == word
+    assert decided.asked < most * 10_000
+
+
+@pytest.mark.parametrize("lost", [20, 21])
+def test_decision_at_the_margin_takes_nearly_all_questions_and_is_exact_at_the_last(lost: int):
+    before, after = flipped(1_000, loss=lost / 1_000)
+    decided = decision(before, margin=0.02, alpha=1e-9)
+    decided.add(after)
+    assert decided.word == ("not worse" if lost == 20 else "worse")
+    assert decided.asked > 900
+
+
+def test_decision_does_not_depend_on_how_many_questions_are_asked_at_once():
+    before, after = flipped(2_000, loss=0.0)
+    at_once, in_batches = decision(before, margin=0.05), decision(before, margin=0.05)
+    at_once.add(after)
+    for start in range(0, 2_000, 7):
+        in_batches.add(after[start : start + 7] if in_batches.word is None else [])
+    assert (at_once.word, at_once.asked) == (in_batches.word, in_batches.asked)
+    assert at_once.estimate() == pytest.approx(in_batches.estimate())
+
+
+@pytest.mark.parametrize(("loss", "seed"), [(0.0, 1), (0.1, 2), (-0.05, 3), (0.05, 4)])
+def test_interval_at_the_verdict_holds_the_whole_and_agrees_with_the_verdict(loss: float, seed: int):
+    before, after = flipped(3_000, loss=loss, seed=seed)
+    decided = decision(before, margin=0.03)
+    decided.add(after)
+    value, low, high = decided.estimate()
+    threshold = sum(before) / 3_000 - 0.03
+    assert low <= value <= high and low <= sum(after) / 3_000 <= high
+    assert low >= threshold - 1e-6 if decided.word == "not worse" else high <= threshold + 1e-6
+
+
+def test_cluster_counts_as_a_single_draw_so_that_its_repeats_prove_nothing():
+    before, after = flipped(500, loss=0.0)
+    alone = decision(before, margin=0.1)
+    alone.add(after)
+    clusters = [number // 5 for number in range(2_500)]
+    repeated = decision(np.repeat(before, 5).tolist(), margin=0.1, draws=clusters)
+    repeated.add(np.repeat(after, 5).tolist())
+    assert repeated.asked == 5 * alone.asked
+
+
+def test_score_outside_of_its_range_is_refused():
+    with pytest.raises(ValueError, match=r"a score of 1\.5"):
+        decision([1.0, 0.0], margin=0.1).add([1.5])
+
+
+def test_questions_of_a_decided_score_are_not_asked_while_another_is_undecided():
+    wanted = {
+        "draws": list(range(400)),
+        "scores": [
+            {
+                "metric": "acc",
+                "bound": 1.0,
+                "mirrored": False,
+                "questions": list(range(start, 400, 2)),
+                "shares": [1 / 200] * 200,
+                "predictions": [1.0] * 200,
+                "threshold": threshold,
+                "alpha": 0.05,
+            }
+            for start, threshold in ((0, 0.5), (1, 0.999))
+        ],
+    }
+    asking = EarlyAsking(wanted)
+    while not asking.decisions[0].word:
+        asking.take({place: {"acc": 1.0} for place in asking.next(8)})
+    assert not asking.decided
+    assert all(place % 2 == 1 for place in asking.next(50)), "all room is the other one's"
+
+
+# What a gate asks for
+
+
+def early_gate(*rules: dict[str, Any], **fields: Any) -> Gate:
+    return Gate.model_validate({"rules": rules or (RULE,), "decide": "early", **fields})
+
+
+def cell_of(folder: Path, *, step: int = 200, evaluator: str = "lm_evaluation_harness", **fields: Any) -> Cell:
+    """A cell that is to be evaluated, of the benchmarks and the evaluation of `make_record`."""
+    benchmarks = fields.pop("benchmarks", ("demo_facts",))
+    given = {"model_path": "checkpoints/run-a", "evaluation_path": str(folder), "evaluator": evaluator}
+    config = EvaluationConfig.model_validate({**given, "evals": [{"name": name} for name in benchmarks]})
+    record = make_record(step=step)
+    uri = str(folder / "run-a" / f"step-{step}" / evaluator / record.cell)
+    return Cell(config, cast(Any, None), cast(Any, None), record.checkpoint, fields.get("hash", HASH), uri, None)
+
+
+def baseline(folder: Path, scores: Sequence[float] = RIGHT, *, metric: Metric | None = None, **fields: Any) -> None:
+    """A record of run-a@100 with samples."""
+    mean = sum(scores) / len(scores)
+    metric = metric or make_metric(value=mean, n=len(scores))
+    samples = fields.pop("samples", None) or make_samples(scores, metric=metric.name)
+    publish(folder, make_record(metrics=(metric,), **fields), samples)
+
+
+def wanted(folder: Path, gate: Gate | None = None, **fields: Any) -> WantedEarly:
+    [cell] = decided_early(gate or early_gate(), [cell_of(folder, **fields)])
+    assert cell.early is not None
+    return cell.early
+
+
+def answers(early: WantedEarly, score: float | None = None, *, metric: str = "acc") -> list[Answered]:
+    """An answer to each question in the order of asking: as predicted, or with one score."""
+    [asked] = early.scores
+    return [
+        Answered(
+            benchmark=question.benchmark,
+            id=question.id,
+            batch=place // 16,
+            scores={metric: asked.predictions[place] if score is None else score},
+        )
+        for place, question in enumerate(early.questions)
+    ]
+
+
+def test_gate_asks_all_questions_in_an_order_that_the_checkpoint_seeds(tmp_path: Path):
+    baseline(tmp_path)
+    first, again = wanted(tmp_path), wanted(tmp_path)
+    assert first.digest == again.digest
+    names = [question.id for question in first.questions]
+    assert sorted(names, key=int) == [str(number) for number in range(200)] != names
+    [score] = first.scores
+    assert [score.predictions[place] for place in range(200)] == [RIGHT[int(name)] for name in names]
+    assert sum(score.shares) == pytest.approx(1.0) and score.expected == pytest.approx(0.6)
+
+
+def test_questions_of_a_cluster_stand_side_by_side(tmp_path: Path):
+    samples = [
+        sample.model_copy(update={"cluster": f"passage-{number % 40}"})
+        for number, sample in enumerate(make_samples(RIGHT))
+    ]
+    baseline(tmp_path, samples=samples)
+    draws = [question.draw for question in wanted(tmp_path).questions]
+    assert draws == sorted(draws) and len(set(draws)) == 40
+
+
+def test_alpha_is_split_among_all_scores_of_a_checkpoint(tmp_path: Path):
+    baseline(tmp_path)
+    gate = early_gate(RULE, {**RULE, "by_more_than": 0.2}, alpha=0.04)
+    assert [score.alpha for score in wanted(tmp_path, gate).scores] == [0.02, 0.02]
+
+
+def test_metric_of_which_less_is_better_is_mirrored_and_per_cent_scaled(tmp_path: Path):
+    lower = make_metric(value=60.0, n=200, higher_is_better=False)
+    baseline(tmp_path, metric=lower)
+    gate = early_gate({**RULE, "by_more_than": 10})
+    early = wanted(tmp_path, gate)
+    [score] = scores_decided(answers(early, 1.0), early)
+    assert (score.verdict, score.baseline_value, score.higher_is_better) == ("worse", pytest.approx(60.0), False)
+    assert score.low > 70 and score.high == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "scores", "reason"),
+    [
+        (make_metric(value=0.3), RIGHT, "not the mean over single questions"),
+        (make_metric(value=0.6, higher_is_better=None), RIGHT, "which direction is better"),
+        (make_metric(value=-3.0), [-3.0] * 20, "not from 0 to 1"),
+        (make_metric(value=7.5), [5.0, 10.0], "not from 0 to 1"),
+    ],
+)
+def test_score_that_cannot_be_decided_early_is_refused_by_name_with_the_reason(
+    tmp_path: Path, metric: Metric, scores: list[float], reason: str
+):
+    baseline(tmp_path, scores, metric=metric)
+    with pytest.raises(BadInput, match=r"demo_facts · acc cannot[\s\S]*" + reason):
+        wanted(tmp_path)
+
+
+def test_perplexity_is_refused_as_a_ratio_over_tokens(tmp_path: Path):
+    samples = [
+        sample.model_copy(update={"scores": {}, "ratios": {"word_perplexity": (-2.0, 1.0)}})
+        for sample in make_samples([1.0] * 20)
+    ]
+    metric = make_metric(name="word_perplexity", value=float(np.exp(2.0)), higher_is_better=False)
+    baseline(tmp_path, metric=metric, samples=samples)
+    with pytest.raises(BadInput, match=r"word_perplexity cannot[\s\S]*ratio of sums over tokens"):
+        wanted(tmp_path, early_gate({**RULE, "metric": "word_perplexity"}))
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "reason"),
+    [("alpaca_eval", "length-corrected"), ("helm", "all questions at once"), ("levanter_lm_evaluation_harness", "all")],
+)
+def test_evaluator_that_cannot_decide_early_is_refused_by_name(tmp_path: Path, evaluator: str, reason: str):
+    baseline(tmp_path)
+    with pytest.raises(BadInput, match=reason):
+        wanted(tmp_path, evaluator=evaluator)
+
+
+def test_benchmark_without_a_rule_and_a_baseline_with_other_settings_are_refused(tmp_path: Path):
+    baseline(tmp_path)
+    with pytest.raises(BadInput, match="demo_facts, demo_backwards"):
+        wanted(tmp_path, benchmarks=("demo_facts", "demo_backwards"))
+    with pytest.raises(BadInput, match="other settings"):
+        wanted(tmp_path, hash="another")
+    assert wanted(tmp_path, early_gate({**RULE, "anyway": True}), hash="another").questions[0].prompt is None
+
+
+def test_baseline_that_has_only_an_early_verdict_is_refused(tmp_path: Path):
+    baseline(tmp_path)
+    decide(tmp_path, 200)
+    with pytest.raises(BadInput, match="run-a@200"):
+        wanted(tmp_path, early_gate({**RULE, "not_worse_than": "run-a@200"}), step=300)
+
+
+def test_first_checkpoint_of_a_run_has_nothing_to_be_compared_with_and_is_asked_whole(tmp_path: Path):
+    [cell] = decided_early(early_gate({**RULE, "not_worse_than": "previous"}), [cell_of(tmp_path)])
+    assert cell.early is None
+
+
+@pytest.mark.parametrize("rules", [(), ({"benchmark": "demo_facts", "metric": "acc", "at_least": 0.5},)])
+def test_gate_that_decides_early_needs_rules_with_baselines(rules: tuple[dict[str, Any], ...]):
+    with pytest.raises(ValueError, match="only rules with not_worse_than"):
+        Gate.model_validate({"rules": rules, "decide": "early"})
+
+
+# Answers, and what they decide
+
+
+def test_verdict_is_taken_from_the_answers_once_more(tmp_path: Path):
+    baseline(tmp_path)
+    early = wanted(tmp_path)
+    [score] = scores_decided(answers(early)[:120], early)
+    assert (score.verdict, score.questions, score.baseline) == ("not worse", 200, "run-a-100") and score.asked < 120
+    for few in (answers(early)[:5], [*answers(early)[:5], answers(early, metric="other")[5]]):
+        with pytest.raises(CountsDisagree):
+            scores_decided(few, early)
+
+
+def test_batches_are_read_as_they_were_asked(tmp_path: Path):
+    baseline(tmp_path)
+    asked = answers(wanted(tmp_path))
+    lines = "".join(answer.model_dump_json() + "\n" for answer in asked)
+    assert [len(batch) for batch in batches_in(lines)] == [16] * 12 + [8]
+    assert batches_in(lines)[1][0] == (asked[16].benchmark, asked[16].id)
+
+
+# What becomes of a verdict
+
+
+def decide(folder: Path, step: int, score: float | None = None) -> EarlyVerdict:
+    """Writes the early verdict of a checkpoint, all of whose answers are as predicted, or have one score."""
+    [cell] = decided_early(early_gate(), [cell_of(folder, step=step)])
+    assert cell.early is not None
+    verdict = EarlyVerdict(
+        cell=make_record().cell,
+        checkpoint=cell.reference,
+        evaluator="lm_evaluation_harness",
+        benchmarks=("demo_facts",),
+        evaluation_hash=HASH,
+        wanted=cell.early.digest,
+        gate="gate",
+        alpha=0.05,
+        scores=scores_decided(answers(cell.early, score), cell.early),
+        asked=128,
+        questions=200,
+        attempt="attempt-1",
+        created=FIRST,
+    )
+    write_early(cell.uri, verdict)
+    assert read_early(cell.uri) == verdict
+    return verdict
+
+
+def test_verdict_says_when_it_was_decided_with_what_error_and_what_it_does_not_cover(tmp_path: Path):
+    baseline(tmp_path)
+    verdict = decide(tmp_path, 200)
+    found = judge(
+        early_gate(), [JudgedCheckpoint("run-a-200", 200, (), early=(verdict,))], evaluation_path=str(tmp_path)
+    )
+    assert found.go
+    [reason] = [reason for reason in found.reasons if reason.early]
+    [score] = verdict.scores
+    assert f"decided early at {score.asked} of 200 questions (α = 0.05): not worse" in reason.found
+    assert "neither training's jitter nor other questions" in reason.found and "0.600 → 0.600 (" in reason.found
+    assert reason.found.replace("|", "\\|") in verdict_markdown(found)
+    shown = json.loads(json.dumps(found.as_dict()))["reasons"][-1]["early"]
+    assert (shown["asked"], shown["low"] <= shown["estimate"] <= shown["high"]) == (score.asked, True)
+
+
+def test_worse_or_another_build_is_no_go(tmp_path: Path):
+    baseline(tmp_path)
+    verdict = decide(tmp_path, 200, 0.0)
+    [score] = verdict.scores
+    unlike = score.model_copy(update={"verdict": "not worse", "unlike": ("engine vllm 1 → 2",)})
+    for scores in ((score,), (unlike,)):
+        early = (verdict.model_copy(update={"scores": scores}),)
+        judged = JudgedCheckpoint("run-a-200", 200, (), early=early)
+        assert not judge(early_gate(), [judged], evaluation_path=str(tmp_path)).go
+
+
+@pytest.mark.parametrize(("whole", "word"), [(RIGHT, "agrees with"), ([0.0] * 200, "contradicts")])
+def test_whole_says_whether_it_agrees_with_the_early_verdict(tmp_path: Path, whole: list[float], word: str):
+    baseline(tmp_path)
+    decide(tmp_path, 200)
+    metric = make_metric(value=sum(whole) / 200, n=200)
+    cell = publish(tmp_path, make_record(step=200, metrics=(metric,)), make_samples(whole))
+    [record] = [item.record for item in find_records(str(tmp_path)) if item.record.checkpoint.step == 200]
+    judged = JudgedCheckpoint("run-a-200", 200, (FoundRecord(cell, record),))
+    gate = early_gate().model_copy(update={"decide": "whole"})
+    found = judge(gate, [judged], evaluation_path=str(tmp_path))
+    assert any(f"{word} the early verdict" in reason.found for reason in found.reasons)
+
+
+def test_verdict_is_no_record_for_anybody_who_reads_scores(tmp_path: Path):
+    baseline(tmp_path)
+    run = CliRunner()
+
+    def read_by_everybody() -> list[Any]:
+        """The index, and what commands print and write of the records of a run."""
+        rows = indexed_records(str(tmp_path / "run-a"), use_index=False)
+        commands = (
+            ["records", str(tmp_path), "--json"],
+            ["records", str(tmp_path), "--format", "csv"],
+            ["records", str(tmp_path), "--verify"],
+            ["report", str(tmp_path), "--output", str(tmp_path / "page.html")],
+        )
+        done = [run.invoke(app, command) for command in commands]
+        assert {result.exit_code for result in done} == {0}
+        return [rows, find_records(str(tmp_path)), *(result.stdout for result in done[:-1])]
+
+    before = read_by_everybody()
+    decide(tmp_path, 200)
+    assert read_by_everybody() == before
+    assert "run-a-200" not in (tmp_path / "page.html").read_text()
+    compared = run.invoke(app, ["compare", "run-a@100", "run-a@200", "--path", str(tmp_path)])
+    assert isinstance(compared.exception, BadInput) and "run-a@200" in compared.exception.found
+
+
+# The command
+
+
+@pytest.mark.parametrize("score", [None, 0.0], ids=["not worse", "worse"])
+def test_gate_judges_by_early_verdicts_only_where_it_is_told_to(tmp_path: Path, score: float | None):
+    baseline(tmp_path)
+    decide(tmp_path, 200, score)
+    file = tmp_path / "gate.json"
+    file.write_text(json.dumps({"rules": [RULE]}))
+    arguments = ["gate", str(file), "--records", str(tmp_path), "--json"]
+    whole = CliRunner().invoke(app, arguments)
+    assert "early" not in whole.stdout
+    early = CliRunner().invoke(app, [*arguments, "--early"])
+    verdict = json.loads(early.stdout)
+    assert verdict["verdict"] == ("GO" if score is None else "NO-GO")
+    assert (early.exit_code == 0) is (score is None)
+    assert verdict["reasons"][-1]["checkpoint"] == "run-a-200" and verdict["reasons"][-1]["early"]["questions"] == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [(["--early"], "no gate"), (["--finish"], "no gate"), (["--gate", "GATE", "--early", "--finish"], "both")],
+)
+def test_options_of_early_decisions_that_cannot_be_right_are_refused(tmp_path: Path, options: list[str], found: str):
+    (tmp_path / "GATE").write_text(json.dumps({"rules": [RULE]}))
+    given = [str(tmp_path / "GATE") if option == "GATE" else option for option in options]
+    done = CliRunner().invoke(app, ["evaluate", "--model", "nowhere", "--eval", "demo_facts", *given])
+    assert isinstance(done.exception, BadInput) and done.exception.found == found
+
+
+def test_finishing_without_an_early_verdict_is_refused(tmp_path: Path):
+    (tmp_path / "GATE").write_text(json.dumps({"rules": [RULE]}))
+    arguments = ["--model", "nowhere", "--eval", "demo_facts", "--gate", str(tmp_path / "GATE"), "--finish"]
+    done = CliRunner().invoke(app, ["evaluate", *arguments, "--output", str(tmp_path)])
+    assert isinstance(done.exception, BadInput) and "early verdicts" in done.exception.expected
