@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from resources.errors import StorageError
 from resources.storage import storage
-from tasks.alerts.detection import Alert
-from tasks.records.record import FoundRecord, Metric
+from tasks.alerts.detection import Alert, alerts_in
+from tasks.alerts.files import read_acknowledgements
+from tasks.records.builds import Qualification
+from tasks.records.record import FoundRecord, Metric, Record
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.reports.question_scores import QuestionScores
 from tasks.reports.table import Column, Results, measured
@@ -68,6 +71,24 @@ def alert_parts(
         for alert in results.alerts_of(column)
     ]
     return sorted(parts, key=lambda part: (part.acknowledged is not None, -part.alert.step))
+
+
+def words_of_acknowledgements(
+    records: Sequence[Record], *, records_at: str, qualifications: Sequence[Qualification] = ()
+) -> dict[str, str]:
+    """Words of those who have acknowledged alerts, by the id of the alert; nothing is read where there is no alert.
+
+    Raises:
+        StorageError: they cannot be read.
+    """
+    if not alerts_in(records, qualifications=qualifications):
+        return {}
+    runs = dict.fromkeys(record.checkpoint.run for record in records)
+    return {
+        key: f"by {word.by}, {datetime.fromtimestamp(word.at, UTC):%Y-%m-%d}" + (f": {word.note}" if word.note else "")
+        for run in runs
+        for key, word in read_acknowledgements(storage.join(records_at, run)).items()
+    }
 
 
 def alert_lines(results: Results, column: Column) -> list[str]:

@@ -26,18 +26,18 @@ def fingerprint(
     records_at: str | None,
     page: str,
     qualifications: Sequence[Qualification],
-    flags: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> str:
     """Returns a digest of all that a page shows, and of the code that shows it; see `render_report` for the rest.
 
-    `flags` are digests of the files with flags of questions.
+    `others` are digests of the files with flags of questions, and words of acknowledgements.
     """
     digest = hashlib.sha256(_code())
     shown = [title]
     for record in records:
         links = links_of(record, records_at=records_at, page=page)
         shown += [record.model_dump_json(), integrity(record), repr(links)]
-    shown += [*(qualification.model_dump_json() for qualification in qualifications), *flags]
+    shown += [*(qualification.model_dump_json() for qualification in qualifications), *others]
     for text in shown:
         digest.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
     return digest.hexdigest()

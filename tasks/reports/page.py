@@ -22,7 +22,7 @@ from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.record import Record
 from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
-from tasks.reports.alert_parts import alert_lines, alert_parts
+from tasks.reports.alert_parts import alert_lines, alert_parts, words_of_acknowledgements
 from tasks.reports.freshness import fingerprint, is_fresh, marked
 from tasks.reports.noises import noise_note, summary_rows, wavering
 from tasks.reports.notes import CHANGED, mark, notes, remarks_on
@@ -268,9 +268,20 @@ def write_report(records: Sequence[Record], uri: str, *, title: str, records_at:
     """
     beside = read_qualifications(records_at) if records_at is not None else ()
     flags = read_flags(records_at) if records_at is not None else ()
-    digests = [each.digest for each in flags]
-    made_from = fingerprint(records, title=title, records_at=records_at, page=uri, qualifications=beside, flags=digests)
+    words = words_of_acknowledgements(records, records_at=records_at, qualifications=beside) if records_at else {}
+    beside_records = [*(each.digest for each in flags), *map(repr, sorted(words.items()))]
+    made_from = fingerprint(
+        records, title=title, records_at=records_at, page=uri, qualifications=beside, others=beside_records
+    )
     if not is_fresh(uri, made_from):
-        page = render_report(records, title=title, records_at=records_at, page=uri, qualifications=beside, flags=flags)
+        page = render_report(
+            records,
+            title=title,
+            records_at=records_at,
+            page=uri,
+            qualifications=beside,
+            flags=flags,
+            acknowledged=words,
+        )
         storage.write_bytes(uri, marked(page, made_from))
     return uri

@@ -21,6 +21,7 @@ from rich.console import Console
 from fakes.records import FIRST, REASONS, make_metric, make_qualification, make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
+from tasks.alerts.files import acknowledge
 from tasks.records.builds import Qualification, QualifiedBenchmark, build_of, write_qualification
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Record
@@ -788,3 +789,17 @@ def test_table_names_alerts_and_the_noise_of_training() -> None:
 
     assert "Alert: demo_facts · acc of run-a at step 1,900: expected 0.5" in lines
     assert "From checkpoint to checkpoint: demo_facts · acc ± 0.0" in lines and "mean of the last 5" in lines
+
+
+def test_written_page_says_who_acknowledged_an_alert_once_somebody_has(tmp_path: Path) -> None:
+    records = [record for record, _ in wavering_run(fallen=2)]
+    place, page = str(tmp_path / "evaluations"), tmp_path / "report.html"
+    write_report(records, str(page), title="t", records_at=place)
+    before = page.read_text()
+    [alert] = Results(records).alerts
+
+    acknowledge(storage.join(place, "run-a"), alert, note="an old checkpoint")
+    write_report(records, str(page), title="t", records_at=place)
+
+    assert ">open<" in before and ">open<" not in page.read_text()
+    assert re.search(r"acknowledged by [^<]*: an old checkpoint", page.read_text())
