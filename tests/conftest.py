@@ -23,6 +23,7 @@ from resources.settings import settings
 TOGETHER = {
     "one Prefect server": (
         *("integration/test_prefect_blocks.py", "integration/test_cli.py", "integration/test_evaluations_together.py"),
+        "integration/test_alerts.py",
         *("integration/test_flows.py", "integration/test_generation.py", "integration/test_suites_real.py"),
         "integration/test_wheel.py",
     ),

@@ -1,0 +1,49 @@
+"""A receiver of webhooks: a server that keeps what is posted to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Receiver:
+    """Its address, and the JSON that came, by path."""
+
+    port: int
+    posted: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def got(self, path: str, number: int) -> list[dict[str, Any]]:
+        """Contents that came to a path, once they are so many; none before."""
+        came = list(self.posted.get(path, ()))
+        return came if len(came) == number else []
+
+
+@contextmanager
+def receiver() -> Iterator[Receiver]:
+    """Listens while it lasts."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            started.posted.setdefault(self.path, []).append(content)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    started = Receiver(server.server_port)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield started
+    finally:
+        server.shutdown()
+        server.server_close()
