@@ -11,10 +11,11 @@ from datetime import datetime, timedelta
 from resources.storage import storage
 from tasks.alerts.detection import Alert, alerts_in
 from tasks.alerts.files import KnownAlert, alerts_on_file, write_first
-from tasks.alerts.lost_questions import LostQuestions
+from tasks.alerts.lost_questions import improvements
 from tasks.records.builds import read_qualifications
 from tasks.records.index import record_stamps
 from tasks.records.record import FoundRecord, now, read_record
+from tasks.statistics.question_scores import QuestionScores
 
 _RECENT = timedelta(hours=1)
 """Age of a record that is news although this pass did not write it: the pass that did may have died before its look."""
@@ -52,7 +53,7 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
     alerts = alerts_in([found.record for found in records], qualifications=qualifications)
     latest = {_curve(alert): alert.id for alert in sorted(alerts, key=lambda alert: alert.step)}
     known = alerts_on_file(run_folder)
-    lost = LostQuestions()
+    scores = QuestionScores()
     news: list[News] = []
     for alert in (alert for alert in alerts if alert.id not in known):
         record = _record_at(alert.step, alert, records)
@@ -60,7 +61,9 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
         found = KnownAlert(alert=alert, found_at=time.time(), announced=is_news)
         if write_first(run_folder, found) and is_news:
             before = _record_at(alert.before, alert, records)
-            news.append(News(found, record, lost.count(alert, before, record)))
+            changes = improvements(alert, before, record, scores=scores)
+            lost = None if isinstance(changes, str) else sum(change < 0 for change in changes.values())
+            news.append(News(found, record, lost))
     return news
 
 

@@ -1,41 +1,43 @@
-"""Questions that a checkpoint answered worse than the one before, for an alert to say how many there are."""
+"""Questions that a checkpoint answered worse than the one before an alert's drop."""
 
 from __future__ import annotations
 
 from tasks.alerts.detection import Alert
 from tasks.records.record import FoundRecord
-from tasks.records.scores import KeptSamples, kept_samples
-from tasks.statistics.composition import Composition, composition_of
+from tasks.statistics.question_scores import QuestionScores
+
+QuestionName = tuple[str, str]
+"""A benchmark that asks questions itself, and the id of one of them."""
 
 
-class LostQuestions:
-    """Counts them by the samples of two records, each of which is read once."""
+def improvements(
+    alert: Alert, before: FoundRecord, after: FoundRecord, *, scores: QuestionScores
+) -> dict[QuestionName, float] | str:
+    """The changes of the questions that two records have in common, below zero where worse; or why they are not known.
 
-    def __init__(self) -> None:
-        self._read: dict[tuple[str, str], KeptSamples | None] = {}
+    Args:
+        alert: whose curve they are on.
+        before: the record at the last checkpoint before the drop.
+        after: the record that it was found at.
+        scores: where samples are looked up.
 
-    def count(self, alert: Alert, before: FoundRecord, after: FoundRecord) -> int | None:
-        """The number of questions that both were asked and the later one has a worse score in; None if unknown.
-
-        Raises:
-            StorageError: samples are damaged, or cannot be read.
-        """
-        first, second = self._scores(alert, before), self._scores(alert, after)
-        if first is None or second is None or first.form is not None:
-            return None
-        sign = 1.0 if alert.higher_is_better else -1.0
-        return sum(
-            sign * (second.asked[part][name].sum - question.sum) < 0
-            for part, asked in first.asked.items()
-            for name, question in asked.items()
-            if name in second.asked.get(part, {})
-        )
-
-    def _scores(self, alert: Alert, found: FoundRecord) -> Composition | None:
-        place = found.cell_uri, found.record.attempt
-        if place not in self._read:
-            self._read[place] = kept_samples(found)
-        kept = self._read[place]
+    Raises:
+        StorageError: samples are damaged, or cannot be read.
+    """
+    asked = []
+    for found in (before, after):
         metric = next(m for m in found.record.metrics if (m.benchmark, m.name) == (alert.benchmark, alert.metric))
-        scores = composition_of(metric, kept.questions, found.record.metrics) if kept is not None else ""
-        return scores if isinstance(scores, Composition) else None
+        composition = scores.of(found, metric)
+        if isinstance(composition, str):
+            return composition
+        if composition.form is not None:
+            return "its value is a ratio over documents, not a mean of questions"
+        asked.append(composition.asked)
+    sign = 1.0 if alert.higher_is_better else -1.0
+    first, second = asked
+    return {
+        (part, name): sign * (second[part][name].sum - question.sum)
+        for part, questions in first.items()
+        for name, question in questions.items()
+        if name in second.get(part, {})
+    }

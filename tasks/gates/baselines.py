@@ -22,10 +22,10 @@ from tasks.records.current import told_apart
 from tasks.records.record import CheckpointReference, FoundRecord, find_records
 from tasks.records.search import RecordFilter, records_of_checkpoints
 from tasks.reports.comparison import Comparison, ScoreKey, by_metric, compare_chosen, mean_metric, metric_in
-from tasks.reports.question_scores import QuestionScores
 from tasks.reports.table import measured
 from tasks.spec.names import how_many
 from tasks.statistics.composition import Composition, composed, mean_composition
+from tasks.statistics.question_scores import QuestionScores
 
 TRAINER_STATE = "trainer_state.json"
 """File in which Hugging Face's trainer says how many tokens it had read, where it counts them."""

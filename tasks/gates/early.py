@@ -21,12 +21,12 @@ from tasks.records.builds import build_of
 from tasks.records.early import NOT_COVERED, EarlyScore, EarlyVerdict, find_early, read_early
 from tasks.records.record import FoundRecord, Metric, Record, find_records, read_record
 from tasks.reports.comparison import mean_metric
-from tasks.reports.question_scores import QuestionScores
 from tasks.reports.table import measured
 from tasks.running.cells import Cell
 from tasks.spec.names import how_many
 from tasks.statistics.composition import Composition
 from tasks.statistics.early import unit_score
+from tasks.statistics.question_scores import QuestionScores
 
 _PER_CENT = ("bleu", "chrf", "rouge")
 """Beginnings of metrics whose questions have scores up to 100."""

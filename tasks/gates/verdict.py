@@ -21,10 +21,10 @@ from tasks.records.record import Metric, Record, find_records
 from tasks.records.search import FoundRecord
 from tasks.records.verification import Verification, verified
 from tasks.reports.comparison import Comparison, ScoreKey
-from tasks.reports.question_scores import QuestionScores
 from tasks.reports.table import margin, measured
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many, suites_in
+from tasks.statistics.question_scores import QuestionScores
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from resources.errors import StorageError
 from resources.storage import storage
 from tasks.alerts.detection import Alert, alerts_in
 from tasks.alerts.files import read_acknowledgements
+from tasks.alerts.lost_questions import QuestionName, improvements
 from tasks.records.builds import Qualification
-from tasks.records.record import FoundRecord, Metric, Record
+from tasks.records.record import FoundRecord, Record
 from tasks.records.samples import SAMPLES_NAME, read_samples
-from tasks.reports.question_scores import QuestionScores
 from tasks.reports.table import Column, Results, measured
+from tasks.statistics.question_scores import QuestionScores
 
 SHOWN_QUESTIONS = 20
 """Questions of one alert that are shown by name."""
@@ -108,43 +109,30 @@ def _numbers(alert: Alert) -> str:
 def _lost(alert: Alert, results: Results, scores: QuestionScores, records_at: str | None) -> LostQuestions | str:
     if records_at is None:
         return "it is not known where their samples lie"
-    ends = [_measured_at(alert, results, step, records_at) for step in (alert.before, alert.step)]
+    before, after = (_record_at(alert, results, step, records_at) for step in (alert.before, alert.step))
     try:
-        before, after = (scores.of(*end) for end in ends)
-        if isinstance(before, str) or isinstance(after, str):
-            return before if isinstance(before, str) else str(after)
-        sign = 1.0 if alert.higher_is_better else -1.0
-        changes = {
-            (part, name): sign * (after.asked[part][name].sum - question.sum)
-            for part, asked in before.asked.items()
-            for name, question in asked.items()
-            if name in after.asked.get(part, {})
-        }
-        if before.form is not None:
-            return "its value is a ratio over documents, not a mean of questions"
+        changes = improvements(alert, before, after, scores=scores)
+        if isinstance(changes, str):
+            return changes
         lost = sorted(changes, key=lambda name: (changes[name], *name))[: sum(c < 0 for c in changes.values())]
-        return LostQuestions(
-            len(lost),
-            sum(change > 0 for change in changes.values()),
-            len(changes),
-            _with_prompts(lost[:SHOWN_QUESTIONS], ends[1][0]),
-        )
+        won = sum(change > 0 for change in changes.values())
+        return LostQuestions(len(lost), won, len(changes), _with_prompts(lost[:SHOWN_QUESTIONS], after))
     except StorageError as error:
         return error.found
 
 
-def _measured_at(alert: Alert, results: Results, step: int, records_at: str) -> tuple[FoundRecord, Metric]:
-    """The record of an alert's curve at a step, and the number there."""
+def _record_at(alert: Alert, results: Results, step: int, records_at: str) -> FoundRecord:
+    """The record of an alert's curve at a step."""
     [column] = [column for column in results.columns if alert in results.alerts_of(column)]
     checkpoints = [c for c in results.checkpoints if (c.run, c.step) == (alert.run, step)]
     outcome = results.outcome(checkpoints[-1], column)
-    assert outcome is not None and outcome.metric is not None
+    assert outcome is not None
     record = outcome.record
     place = record.checkpoint.run, f"step-{record.checkpoint.step}", record.evaluator, record.cell
-    return FoundRecord(storage.join(records_at, *place), record), outcome.metric
+    return FoundRecord(storage.join(records_at, *place), record)
 
 
-def _with_prompts(names: Sequence[tuple[str, str]], found: FoundRecord) -> tuple[tuple[str, str], ...]:
+def _with_prompts(names: Sequence[QuestionName], found: FoundRecord) -> tuple[tuple[str, str], ...]:
     """Questions with their first lines: behind examples, which stand in front of a blank line."""
     wanted = dict.fromkeys(names, "")
     uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)

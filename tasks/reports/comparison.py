@@ -16,13 +16,13 @@ from tasks.records.record import Metric, Record
 from tasks.records.search import FoundRecord, RecordFilter
 from tasks.records.series import flat, is_full
 from tasks.records.verification import Verification
-from tasks.reports.question_scores import QuestionScores
 from tasks.reports.table import evaluator_place
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import evaluator_title
 from tasks.statistics.adjustment import Adjustment, adjusted
 from tasks.statistics.composition import compare_compositions, mean_composition
 from tasks.statistics.paired import Finding, compare_means
+from tasks.statistics.question_scores import QuestionScores
 
 SIGNIFICANT = 0.05
 """Adjusted p below which a difference is called one."""

@@ -59,17 +59,6 @@ def clipped_spread(deviations: Sequence[float]) -> float:
     return math.sqrt(math.fsum(min(size, most) ** 2 for size in sizes) / len(sizes))
 
 
-def unshared(stddev: float, question_stderr: float, *, correlation: float) -> float:
-    """The jitter of training alone: what a curve wavers by, less what its questions' noise adds to that.
-
-    Args:
-        stddev: what it wavers by.
-        question_stderr: standard error of one of its values over questions.
-        correlation: of the scores of neighbouring checkpoints, question by question; 1 if they share all of it.
-    """
-    return math.sqrt(max(0.0, stddev**2 - (1 - correlation) * question_stderr**2))
-
-
 def together(question_stderr: float | None, noise: TrainingNoise | None) -> float | None:
     """Standard error of one value over draws of questions and of checkpoints; None where either is unknown.
 

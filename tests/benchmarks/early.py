@@ -57,10 +57,10 @@ from tasks.gates.early import decided_early
 from tasks.gates.gate import Gate
 from tasks.records.record import find_records
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
-from tasks.reports.question_scores import QuestionScores
 from tasks.running.cells import plan_cells
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.statistics.early import EarlyDecision
+from tasks.statistics.question_scores import QuestionScores
 
 WORK = BENCH / "early"
 QUESTIONS, FLIPPED, MARGIN, ROUNDS = 10_000, 0.1, 0.02, 5

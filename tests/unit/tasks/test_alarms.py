@@ -14,7 +14,7 @@ from tasks.records.builds import build_of
 from tasks.records.record import Metric, Record
 from tasks.statistics.alarms import FEWEST_BEFORE, Score, alarms, threshold
 from tasks.statistics.last_checkpoints import mean_of_last
-from tasks.statistics.training_noise import TrainingNoise, training_noise, unshared
+from tasks.statistics.training_noise import TrainingNoise, training_noise
 
 ERROR = 0.011
 """Standard error of half of 2,000 questions."""
@@ -132,7 +132,7 @@ def test_noise_of_training_is_not_told_from_four_checkpoints_but_from_those_of_s
     assert training_noise([values[:4], values[4:]]) is not None
 
 
-def test_jitter_of_training_is_what_questions_do_not_add_to_the_wavering():
+def test_wavering_is_jitter_and_the_noise_of_questions_that_neighbours_do_not_share():
     random = np.random.default_rng(0)
     questions, checkpoints, jitter, alike = 2_000, 400, 0.02, 0.7
     common = math.sqrt(alike) * random.normal(size=questions)
@@ -144,7 +144,7 @@ def test_jitter_of_training_is_what_questions_do_not_add_to_the_wavering():
     noise = training_noise([answers.mean(axis=1).tolist()])
 
     assert noise is not None
-    alone = unshared(noise.stddev, math.sqrt(0.25 / questions), correlation=correlation)
+    alone = math.sqrt(noise.stddev**2 - (1 - correlation) * 0.25 / questions)
     expected = float(np.std([np.mean(0.5 * (1 + math.erf(level / math.sqrt(2)))) for level in levels]))
     assert alone == pytest.approx(expected, rel=0.15)
     assert noise.stddev > 1.2 * expected

@@ -19,7 +19,7 @@ from tasks.gates.verdict import judge, judged_checkpoints
 from tasks.records.provenance import versions
 from tasks.records.record import find_records
 from tasks.reports.comparison import ScoreKey
-from tasks.reports.question_scores import QuestionScores
+from tasks.statistics.question_scores import QuestionScores
 
 FACTS = ScoreKey("lm_evaluation_harness", "demo_facts", "acc")
 
