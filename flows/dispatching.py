@@ -10,8 +10,10 @@ from tasks.policies.dispatch import Dispatcher
 from tasks.policies.dispatched import read_dispatches, with_dispatches
 from tasks.policies.policy import Policy, check_policy_paths
 from tasks.policies.reconciliation import Reconciliation, RunListing
+from tasks.policies.snapshot import Estimates
 from tasks.prefect_server.client import require_server
 from tasks.prefect_server.progress import report_event
+from tasks.running.expected import check_budget, tell
 from tasks.spec.names import how_many
 
 
@@ -28,6 +30,7 @@ def dispatch(
     Raises:
         BadInput: there is no server that stays, a path is relative, or a region has no deployment of the flow.
         PrefectUnavailable: the server does not answer.
+        OverBudget: the cells are expected to cost more than the policy allows, or nobody knows what.
     """
     require_server()
     check_policy_paths(policy)
@@ -39,7 +42,13 @@ def dispatch(
         report_event(f"nobody begins {before.name!r} at {before.work_pool}; {batch.described()}")
     cells = 0
     error: AssayError | None = None
-    for batch in dispatcher.batches(found.work[: policy.most_cells_at_once]):
+    taken = found.work[: policy.most_cells_at_once]
+    batches = dispatcher.batches(taken)
+    expected = Estimates(listings, batches).together(taken)
+    if expected.cells:
+        tell(expected)
+    check_budget(expected, policy.max_usd)
+    for batch in batches:
         report_event(batch.described())  # with its price, before anything is spent
         if batch.choice is not None:
             dispatcher.send(batch)

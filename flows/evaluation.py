@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from prefect import flow
 
 from flows.hooks import leave_nothing
+from resources.settings import settings
 from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for, with_pinned_model
 from tasks.gates.conclude import conclude_by
 from tasks.gates.early import decided_early
@@ -19,6 +20,7 @@ from tasks.reports.page import import_plotting
 from tasks.running.announce import announce, check_sinks, raise_alerts
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
+from tasks.running.expected import check_budget, tell, with_expectations
 from tasks.running.provisioning import provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.spec.evaluation import EvaluationConfig
@@ -53,8 +55,11 @@ def evaluate(
 ) -> list[Record]:
     """Makes one or several evaluations of checkpoints on one pool, leaving out cells that have a succeeded record.
 
+    What it is expected to cost is said before anything begins, and refused where it is more than `ASSAY_MAX_USD`.
+
     Raises:
         AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
+        OverBudget: it is expected to cost more than it may, or nobody knows what.
         GateRefused: the gate says NO-GO; it may let pass that a cell failed or was withheld.
     """
     configs = [as_served(config) for config in configs]
@@ -64,6 +69,10 @@ def evaluate(
             cells = decided_early(gate, cells)
         if any(config.sinks for config in configs):
             check_sinks(cells)
+        cells, expected = with_expectations(cells)
+        if expected.cells:
+            tell(expected)
+            check_budget(expected, settings().max_usd)
         run_pending(configs, cells, wait=True)
         return conclude(cells) if gate is None else conclude_by(gate, cells)
 

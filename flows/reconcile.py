@@ -25,13 +25,14 @@ from tasks.policies.cancelled_runs import stopping_if_cancelled
 from tasks.policies.gate import conclude_policy, conclude_settled, own_gate
 from tasks.policies.policy import Policy, check_policy_paths
 from tasks.policies.reconciliation import OpenCell, Reconciliation, reconcile
-from tasks.policies.snapshot import take_snapshot
+from tasks.policies.snapshot import Estimates, take_snapshot
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import now
 from tasks.running.cells import Cell, plan_cells, standing_record
+from tasks.running.expected import check_budget, tell, with_expectations
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
 
@@ -112,7 +113,7 @@ def load_policy(uri: str) -> Policy:
 def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda _: True) -> Pass:
     """One pass: looks, decides, evaluates what is to be done, group by group; a group that fails stops no other.
 
-    Where the policy says so, cells are sent to work pools instead.
+    Where the policy says so, cells are sent to work pools instead. What they are expected to cost is said before.
 
     Args:
         policy: the policy.
@@ -120,6 +121,7 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
 
     Raises:
         AssayError: nothing could be looked at, or the policy cannot be right.
+        OverBudget: the cells are expected to cost more than the policy allows, or nobody knows what.
     """
     if deployment.id:
         check_policy_paths(policy)
@@ -131,12 +133,16 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
     report_event(f"{how_many(found.done_count, 'cell')} done, {len(found.work):,} to do, {len(found.others):,} wait")
     began = now()
     taken = [cell for cell in found.work if only(cell)][: policy.most_cells_at_once]
+    expected = Estimates(listings).together(taken)
+    if expected.cells:
+        tell(expected)
+    check_budget(expected, policy.max_usd)
     cells: list[Cell] = []
     errors: list[AssayError] = []
     with stopping_if_cancelled(policy, taken):
         for group in served_together(taken):
             try:
-                planned = _planned(group)
+                planned, _ = with_expectations(_planned(group))
                 cells += planned
                 with marked(_configs(group)):
                     run_pending(_configs(group), planned, wait=False)

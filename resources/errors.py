@@ -100,6 +100,10 @@ class WrongRegion(BadInput):
     """A job would read, or write, data of another region."""
 
 
+class OverBudget(BadInput):
+    """An evaluation is expected to cost more than it may, or nobody knows what; nothing of it was begun."""
+
+
 class PrefectUnavailable(AssayError):
     """The Prefect server does not answer."""
 

@@ -32,7 +32,7 @@ POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
 POOL_DESCRIPTION_VARIABLE = "ASSAY_POOL_DESCRIPTION"
 _PLACE = ("REPLICA_INDEX", "HOST_INDEX", "HOST_COUNT")
 ENGINE_KEY_VARIABLE = "ASSAY_ENGINE_KEY"
-MAX_EGRESS_VARIABLE = "ASSAY_MAX_EGRESS_USD"
+MAX_EGRESS_VARIABLE, MAX_USD_VARIABLE, REGION_VARIABLE = "ASSAY_MAX_EGRESS_USD", "ASSAY_MAX_USD", "ASSAY_REGION"
 
 
 def _user_cache() -> Path:
@@ -78,6 +78,12 @@ class Settings(BaseSettings):
 
     max_egress_usd: float = Field(default=0.0, ge=0)
     """Most that reading the checkpoints of a pool, or of a job that loads them itself, from another region may cost."""
+
+    max_usd: float | None = Field(default=None, ge=0)
+    """Most that an evaluation may be expected to cost; else, or where nobody knows, nothing of it is begun."""
+
+    region: str | None = None
+    """Region of this machine in the regions file, where no VM's metadata says it; set for flow runs at work pools."""
 
     prefix: str | None = None
     """Place of this machine's data, such as `gs://marin-us-central2`, which says its region; else `MARIN_PREFIX`."""

@@ -8,12 +8,14 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from resources.environments.environments import ENVIRONMENTS, is_built
 from resources.errors import BadInput
 from resources.regions.regions import known_regions, regions_file, where_to_write
+from resources.regions.tariffs import STALE_DAYS
 from resources.settings import deployment_data, pip_find_links, settings
 from tasks.evaluators.evaluator import harness_environments
 from tasks.prefect_server.client import server_address
@@ -128,16 +130,26 @@ def _deployments() -> Finding:
 def _regions() -> list[Finding]:
     """The regions file; what its regions do not say, each with a line that says it for the first of them."""
     try:
-        regions = known_regions().regions
+        known = known_regions()
     except BadInput as error:
         return [Finding("Regions", "missing", error.found, error.remedy)]
-    kind = "" if settings().regions else ", a template"
-    findings = [Finding("Regions", "ok", f"{regions_file()}{kind}")]
+    regions, kind = known.regions, "" if settings().regions else ", a template"
+    findings = [Finding("Regions", "ok", f"{regions_file()}{kind}"), price_list_finding(known.prices.as_of)]
     for name in sorted({name for region in regions for name in region.unwritten()}):
         lacking = [region for region in regions if name in region.unwritten()]
         remedy = where_to_write(lacking[0].name, lacking[0].unwritten()[name])
         findings.append(Finding("Regions", "note", f"no {name} for {', '.join(each.name for each in lacking)}", remedy))
     return findings
+
+
+def price_list_finding(as_of: date, today: date | None = None) -> Finding:
+    """Returns whether the price list is old enough that its prices may have changed."""
+    days = ((today or datetime.now(UTC).date()) - as_of).days
+    seen = f"of {as_of}, {days:,} days old"
+    if days <= STALE_DAYS:
+        return Finding("Prices", "ok", seen)
+    remedy = f"look them up again, and write them with as_of and source into {settings().regions or 'a file of yours'}"
+    return Finding("Prices", "note", f"{seen}, more than {STALE_DAYS}", remedy)
 
 
 def _images() -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ from flows.cli.gate import (
     undecided_steps,
     write_summaries,
 )
-from flows.cli.options.groups import EvaluationOptions, SelectionOptions, WorkPoolOptions, flattened
+from flows.cli.options.groups import BudgetOptions, EvaluationOptions, SelectionOptions, WorkPoolOptions, flattened
 from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def evaluate(
     config: Annotated[str | None, typer.Option(help="YAML file with an EvaluationConfig, in place of options.")] = None,
     selecting: SelectionOptions,
     sending: WorkPoolOptions,
+    budget: BudgetOptions,
     gating: GateOptions,
     deciding: EarlyOptions,
     dry_run: Annotated[
@@ -48,7 +50,7 @@ def evaluate(
     from flows.console.finished import records_if_finished
     from flows.console.running import run_series
     from resources.errors import BadInput
-    from resources.settings import MAX_EGRESS_VARIABLE, settings, variable_set
+    from resources.settings import MAX_EGRESS_VARIABLE, MAX_USD_VARIABLE, settings, variable_set
     from tasks.checkpoints.discovery import with_pinned_model
     from tasks.spec.evaluation import CheckpointSelection
     from tasks.spec.loading import build_config
@@ -65,7 +67,13 @@ def evaluate(
         source="the options",
     )
     egress_usd = settings().max_egress_usd if sending.max_egress_usd is None else sending.max_egress_usd
-    there: dict[str, Any] = {"gate": judged_by, "max_egress_usd": egress_usd, "on_event": _tell}
+    max_usd = settings().max_usd if budget.max_usd is None else budget.max_usd
+    there: dict[str, Any] = {
+        "gate": judged_by,
+        "max_egress_usd": egress_usd,
+        "max_usd": max_usd,
+        "on_event": _tell,
+    }
     if sending.on_work_pool and gating.summary is not None:
         raise BadInput(
             expected="--summary where the gate is judged",
@@ -108,7 +116,10 @@ def evaluate(
         return evaluate_checkpoints(configs[0], selection, judged_by)
 
     place = {"evaluation_path": configs[0].evaluation_path, "run_name": configs[0].run_name}
-    with variable_set(MAX_EGRESS_VARIABLE, str(egress_usd)):
+    with ExitStack() as told:
+        told.enter_context(variable_set(MAX_EGRESS_VARIABLE, str(egress_usd)))
+        if max_usd is not None:
+            told.enter_context(variable_set(MAX_USD_VARIABLE, str(max_usd)))
         result = run_series(
             run,
             **place,
@@ -125,13 +136,19 @@ def _show_plan(
 ) -> None:
     """Shows what is wanted, and on which machines: those of a work pool where reading may cost so much."""
     if egress_usd is not None:
-        from flows.console.on_work_pool import choose
+        from flows.console.on_work_pool import choose, expected_there
         from tasks.spec.names import how_many
 
         choice, checkpoints = choose(configs, selection, max_egress_usd=egress_usd)
+        expected = expected_there(configs, checkpoints, choice)
         wanted = len(checkpoints) * len(configs)
-        content = {"wanted": wanted, **choice.as_dict()}
-        lines = [f"{how_many(wanted, 'cell')} wanted, less those that are recorded already", choice.described()]
+        content = {"wanted": wanted, **choice.as_dict(), "expected": expected.as_dict()}
+        recorded = wanted - expected.cells
+        lines = [
+            f"{how_many(wanted, 'cell')} wanted, {recorded} recorded already, {expected.cells} to evaluate",
+            choice.described(),
+            *(expected.lines() if expected.cells else ()),
+        ]
     else:
         from flows.console.dry_run import plan_of
 

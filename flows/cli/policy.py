@@ -37,6 +37,8 @@ def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> 
         return
     if found.work:
         OUT.print(plan_table(wanted, found, estimates))
+        for line in estimates.together(found.work).lines():
+            OUT.print(f"{line[:1].upper()}{line[1:]}", highlight=False, markup=False, soft_wrap=True)
     for batch in batches:
         OUT.print(batch.described(), highlight=False, markup=False, soft_wrap=True)
     OUT.print(_summary(found), highlight=False)
@@ -62,12 +64,12 @@ def status(
     no_index: _NoIndex = False,
     as_json: Json = False,
 ) -> None:
-    """Show how far each suite of a policy is with each checkpoint, and what the policy's own gate says of it."""
+    """Show how far each suite of a policy is with each checkpoint, what its own gate says, and what it costs."""
     from rich.console import Group
     from rich.live import Live
 
     from tasks.policies.gate import own_gate, verdict_words
-    from tasks.policies.views import status_json, status_tables
+    from tasks.policies.views import cost_lines, status_json, status_tables
 
     def look() -> tuple[dict[str, Any], Reconciliation]:
         wanted, listings, found = _snapshot(policy, use_index=not no_index)
@@ -77,7 +79,7 @@ def status(
 
     def look_now() -> Group:
         content, found = look()
-        return Group(*status_tables(content), _summary(found))
+        return Group(*status_tables(content), *cost_lines(content["cost"]), _summary(found))
 
     if as_json:
         print_json(look()[0])
@@ -177,7 +179,7 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
     from resources.errors import AssayError
     from tasks.gates.reasons import Verdict
     from tasks.prefect_server.client import prefect_errors_in_words, require_server
-    from tasks.prefect_server.progress import Event, Judged, Raised, Update, listening
+    from tasks.prefect_server.progress import Event, Judged, Notice, Raised, Update, listening
     from tasks.spec.names import how_many
 
     wanted, judged_by = load_policy(policy), gate_of(gating)
@@ -194,7 +196,9 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
                 verdicts.append(update.verdict)
             elif isinstance(update, Raised):
                 alert_lines.append(update.text)
-            if isinstance(update, Event) and wanted.dispatch == "work_pools":  # none is skipped: they name prices
+            if isinstance(update, Notice):
+                show(update)
+            elif isinstance(update, Event) and wanted.dispatch == "work_pools":  # none is skipped: they name prices
                 ERR.print(update.text, markup=False, highlight=False, soft_wrap=True)
             else:
                 show(update)

@@ -12,6 +12,7 @@ from resources.jobs.jobs import Client
 from resources.regions.regions import price_per_hour, regions_for
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.running.cells import as_served, plan_cells
+from tasks.running.expected import Expected, with_expectations
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.names import how_many
 
@@ -40,11 +41,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of cells, and machines that would be asked for; none where a pool or an endpoint is up already."""
+    """Numbers of cells, machines that would be asked for (none where a pool or an endpoint is up), expected cost."""
 
     wanted: int
     recorded: int
     machines: tuple[Asked, ...]
+    expected: Expected
 
     def lines(self) -> Iterator[str]:
         """The same for people."""
@@ -52,6 +54,8 @@ class Plan:
         yield f"{how_many(self.wanted, 'cell')} wanted, {self.recorded} recorded already, {left} to evaluate"
         for asked in self.machines:
             yield from asked.lines()
+        if self.expected.cells:
+            yield from self.expected.lines()
 
     def as_dict(self) -> dict[str, Any]:
         """The same for scripts."""
@@ -63,7 +67,8 @@ class Plan:
             }
             for asked in self.machines
         ]
-        return {"wanted": self.wanted, "recorded": self.recorded, "machines": machines}
+        counts = {"wanted": self.wanted, "recorded": self.recorded}
+        return {**counts, "machines": machines, "expected": self.expected.as_dict()}
 
 
 def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection) -> Plan:
@@ -80,7 +85,8 @@ def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection)
     cells = plan_cells([as_served(config) for config in configs], checkpoints)
     wanted = [found for config in configs if (found := _resources_of(config)) is not None]
     machines = [_asked(found, current_client()) for place, found in enumerate(wanted) if found not in wanted[:place]]
-    return Plan(len(cells), sum(cell.done for cell in cells), tuple(machines))
+    _, expected = with_expectations(cells)
+    return Plan(len(cells), sum(cell.done for cell in cells), tuple(machines), expected)
 
 
 def _resources_of(config: EvaluationConfig) -> ResourceConfig | None:

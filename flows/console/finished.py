@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resources.errors import StorageError
+from resources.errors import OverBudget, StorageError
+from resources.settings import settings
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.gates.conclude import conclude_by
 from tasks.gates.gate import Gate
@@ -29,6 +30,7 @@ def records_if_finished(
 
     Raises:
         AssayError: the request cannot be right.
+        OverBudget: what is left to do is expected to cost more than it may, or nobody knows what.
         GateRefused: the gate says NO-GO.
     """
     if server_named() or selection.wait_for_incomplete_seconds:
@@ -44,6 +46,8 @@ def records_if_finished(
         for update in updates if finished else ():  # else a flow run says the same
             report(update)
     if not finished:
+        if settings().max_usd is not None:
+            _check_budget(cells)
         return None
     try:
         put_away(cells)
@@ -51,6 +55,17 @@ def records_if_finished(
     except StorageError:
         return None  # a flow run tries again
     return conclude(cells) if gate is None else conclude_by(gate, cells)
+
+
+def _check_budget(cells: Sequence[Cell]) -> None:
+    from tasks.running.expected import check_budget, tell, with_expectations  # with all that starts pools
+
+    _, expected = with_expectations(cells)
+    try:
+        check_budget(expected, settings().max_usd)
+    except OverBudget:
+        tell(expected)  # where it may begin, its flow run says so
+        raise
 
 
 def _is_announced(cell: Cell) -> bool:

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tasks.prefect_server.progress import AnswersProgress, CellDone, CellProgress, Event, Update
+from tasks.prefect_server.progress import AnswersProgress, CellDone, CellProgress, Event, Notice, Update
 
 _SECONDS_BETWEEN_PLAIN_LINES = 5.0
 
@@ -122,14 +122,28 @@ def _minutes(seconds: float) -> str:
 def live_view(console: Console) -> Iterator[Callable[[Update], None]]:
     """Shows progress while the block runs: redrawn in place on a terminal, as lines now and then elsewhere."""
     progress = Progress()
+
+    def keep(update: Update) -> bool:
+        """Prints a notice, which stays; tells if it was one."""
+        if isinstance(update, Notice):
+            console.print(update.text, highlight=False, markup=False, soft_wrap=True)
+        return isinstance(update, Notice)
+
     if console.is_terminal:
+
+        def draw(update: Update) -> None:
+            if not keep(update):
+                progress.take(update)
+
         with Live(get_renderable=progress.render, console=console, refresh_per_second=4, transient=True):
-            yield progress.take
+            yield draw
         return
     printed_at = 0.0
 
     def take(update: Update) -> None:
         nonlocal printed_at
+        if keep(update):
+            return
         progress.take(update)
         same_stage_soon_again = time.monotonic() - printed_at < _SECONDS_BETWEEN_PLAIN_LINES
         if isinstance(update, CellDone) or not same_stage_soon_again:

@@ -18,17 +18,25 @@ from pools.config import is_address
 from resources.errors import AssayError, BadInput, EvaluationInterrupted
 from resources.regions.region_check import region_of_data
 from resources.regions.regions import known_regions
+from resources.regions.tariffs import tariff_in
 from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
-from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.checkpoints.discovery import Checkpoint, discover, layouts_for
+from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.gates.gate import Gate
 from tasks.policies.batches import resources_of
 from tasks.policies.dispatch import send_run, source_of, states_of
 from tasks.prefect_server.client import prefect_client, require_server
 from tasks.prefect_server.noted_errors import noted_error
+from tasks.records.cost import Predicted
 from tasks.records.current import current_records
+from tasks.records.index import RunRecords, indexed_records
 from tasks.records.record import now, read_records
 from tasks.reports.artifacts import report_uri
+from tasks.running.cells import as_served
+from tasks.running.expected import Expectations, Expected, check_budget, together
+from tasks.running.pricing import resources_of_replica, tariff_of_cell
+from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_of
 from tasks.spec.suites import Suite, SuiteRequest
 
@@ -43,6 +51,7 @@ def send_evaluation(
     *,
     gate: Gate | None,
     max_egress_usd: float,
+    max_usd: float | None,
     on_event: Callable[[str], None],
 ) -> SeriesResult:
     """Has one evaluation made at the work pool of the best region, and waits for it.
@@ -52,18 +61,20 @@ def send_evaluation(
         selection: which checkpoints.
         gate: what their scores must show; judged there.
         max_egress_usd: what reading the checkpoints from another region may cost.
+        max_usd: what all of it may be expected to cost; no bound when None.
         on_event: is told where it goes, at which price, before it is sent, and each state of the flow run.
 
     Raises:
         BadInput: the request cannot be right.
         NoUsableWorkPool: no work pool would begin it now.
+        OverBudget: it is expected to cost more than it may, or nobody knows what.
         PrefectUnavailable: the server does not answer.
     """
     whole = _with_whole_paths(config)
     parameters = {"config": whole.model_dump(mode="json")}
     name = f"evaluate {whole.place}{selection.words} · {whole.asked}"
     sent = _Series(evaluate_checkpoints.name, name, parameters, [whole], selection, gate)
-    return _sent(sent, max_egress_usd=max_egress_usd, on_event=on_event)
+    return _sent(sent, max_egress_usd=max_egress_usd, max_usd=max_usd, on_event=on_event)
 
 
 def send_suite(
@@ -73,6 +84,7 @@ def send_suite(
     selection: CheckpointSelection,
     gate: Gate | None,
     max_egress_usd: float,
+    max_usd: float | None,
     on_event: Callable[[str], None],
 ) -> SeriesResult:
     """Has a suite's evaluations made at a work pool; the suite travels whole.
@@ -80,13 +92,14 @@ def send_suite(
     Raises:
         BadInput: the request cannot be right.
         NoUsableWorkPool: no work pool would begin it now.
+        OverBudget: it is expected to cost more than it may, or nobody knows what.
         PrefectUnavailable: the server does not answer.
     """
     whole = _with_whole_paths(request)
     parameters = {"suite": suite.model_dump(mode="json"), "request": whole.model_dump(mode="json")}
     name = f"evaluate {whole.place}{selection.words} · {suite}"
     sent = _Series(evaluate_suite.name, name, parameters, suite.evaluations_of(whole), selection, gate)
-    return _sent(sent, max_egress_usd=max_egress_usd, on_event=on_event)
+    return _sent(sent, max_egress_usd=max_egress_usd, max_usd=max_usd, on_event=on_event)
 
 
 @dataclass(frozen=True)
@@ -110,10 +123,17 @@ def _with_whole_paths(request: _Request) -> _Request:
     return request.model_copy(update={name: storage.absolute(path) for name, path in paths.items() if path})
 
 
-def _sent(series: _Series, *, max_egress_usd: float, on_event: Callable[[str], None]) -> SeriesResult:
+def _sent(
+    series: _Series, *, max_egress_usd: float, max_usd: float | None, on_event: Callable[[str], None]
+) -> SeriesResult:
     require_server()
-    choice, checkpoints = choose(series.configs, series.selection, max_egress_usd=max_egress_usd)
+    choice, found = choose(series.configs, series.selection, max_egress_usd=max_egress_usd)
+    checkpoints = [(checkpoint.uri, checkpoint.modified) for checkpoint in found]
     on_event(choice.described())
+    expected = expected_there(series.configs, found, choice)
+    for line in expected.lines() if expected.cells else ():
+        on_event(line)
+    check_budget(expected, max_usd)
     began, parameters, run_name = now(), series.parameters(), series.configs[0].run_name
     run = send_run(
         series.flow,
@@ -136,7 +156,7 @@ def _sent(series: _Series, *, max_egress_usd: float, on_event: Callable[[str], N
 
 def choose(
     configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, max_egress_usd: float
-) -> tuple[WorkPoolChoice, list[tuple[str, float]]]:
+) -> tuple[WorkPoolChoice, list[Checkpoint]]:
     """Returns the work pool, and the checkpoints as they are now: an evaluation of others is another flow run.
 
     Raises:
@@ -161,7 +181,37 @@ def choose(
         ),
         max_egress_usd=Decimal(str(max_egress_usd)),
     )
-    return choice, [(checkpoint.uri, checkpoint.modified) for checkpoint in checkpoints]
+    return choice, checkpoints
+
+
+def expected_there(
+    configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint], choice: WorkPoolChoice
+) -> Expected:
+    """Returns the expected cost at a work pool of what has no record yet, by what the index says of that."""
+    first = configs[0]
+    known = indexed_records(storage.join(first.evaluation_path, first.run_name))
+    expectations = Expectations(first.evaluation_path, {first.run_name: known})
+    predictions: list[Predicted | None] = []
+    why_unpriced: str | None = None
+    for config in map(as_served, configs):
+        fallback = config.levanter_fallback()
+        hashes = [evaluation_hash(config), *([evaluation_hash(fallback)] if fallback else [])]
+        resources, tariff = resources_of_replica(config), tariff_of_cell(config)
+        if resources is not None and config.pool_name is None:
+            tariff = tariff_in(choice.region, resources, known_regions())
+        wanted = [checkpoint for checkpoint in checkpoints if not _is_recorded(checkpoint, config, hashes, known)]
+        if wanted and tariff.usd_per_hour is None:
+            why_unpriced = why_unpriced or tariff.why_unknown
+        predictions += [expectations.of(config, hashes, tariff)] * len(wanted)
+    return together(predictions, why_unpriced=why_unpriced)
+
+
+def _is_recorded(checkpoint: Checkpoint, config: EvaluationConfig, hashes: Sequence[str], known: RunRecords) -> bool:
+    folder = checkpoint.folder
+    assert folder is not None, "only complete checkpoints are selected"
+    listing = listing_digest(checkpoint.uri, folder.files.values(), reference=folder.reference)
+    states = known.done.get(f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}", ())
+    return any(state.listing == listing and state.hashes.intersection(hashes) for state in states)
 
 
 def _ended(run: UUID, on_event: Callable[[str], None]) -> FlowRun:

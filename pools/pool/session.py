@@ -37,7 +37,6 @@ class OpenCell:
     attempt: str
     proxy: str
     running: RunningModel
-    replica_seconds: float
     loads_before: dict[str, int]
 
 
@@ -170,7 +169,7 @@ class PoolSession:
         except BaseException:
             self.unwant(name)
             raise
-        return OpenCell(cell, attempt, status.instance, running, self.replica_seconds(name), loads_before)
+        return OpenCell(cell, attempt, status.instance, running, loads_before)
 
     def has_prompt_logprobs(self, name: str) -> bool:
         """True if a checkpoint answers with log-probabilities of its prompts; it is loaded where that is unknown.

@@ -180,22 +180,26 @@ def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> El
 
 
 def region_of_this_machine(metadata_address: str = _METADATA) -> str | None:
-    """The region this machine is in: the zone that a VM's metadata names, else what the data prefix says; or None."""
-    return _region_of_vm(metadata_address) or region_of_prefix(data_prefix(), known_regions())
+    """The region this machine is in: as the settings say, a VM's metadata, or else the data prefix; or None."""
+    zone = settings().region or vm_metadata("zone", metadata_address)
+    if zone is not None:
+        return settings().region or zone.rpartition("/")[2].rpartition("-")[0]  # projects/1/zones/us-east1-d
+    return region_of_prefix(data_prefix(), known_regions())
 
 
 @cache  # a machine that is no VM at Google takes a second to say so
-def _region_of_vm(metadata_address: str) -> str | None:
+def vm_metadata(name: str, metadata_address: str = _METADATA) -> str | None:
+    """Returns what the metadata of this VM at Google says of its instance; None where it is none, or says nothing."""
     request = urllib.request.Request(
-        f"{metadata_address}/computeMetadata/v1/instance/zone", headers={"Metadata-Flavor": "Google"}
+        f"{metadata_address}/computeMetadata/v1/instance/{name}", headers={"Metadata-Flavor": "Google"}
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # link-local: never through a proxy
     try:
         with opener.open(request, timeout=_METADATA_SECONDS) as answer:
             if answer.headers.get("Metadata-Flavor") == "Google":
-                return answer.read().decode().rpartition("/")[2].rpartition("-")[0]  # projects/1/zones/us-east1-d
+                return answer.read().decode().strip()
     except OSError:
-        pass  # not a VM at Google
+        pass  # not a VM at Google, or one that does not say
     return None
 
 

@@ -48,8 +48,10 @@ class Prices(Config):
 
     as_of: date
     """Date at which the prices were true."""
+    source: str = ""
+    """Place that they were taken from, such as the address of a price list or the name of a contract."""
     note: str = ""
-    """Source of the prices."""
+    """Remark on the prices, for people."""
     chip_hour: dict[str, Price] = {}
     """By TPU generation or GPU model; a TPU's price includes its VM."""
     vcpu_hour: Price

@@ -12,7 +12,7 @@ from resources.errors import NoUsableWorkPool, UnsatisfiableResources
 from resources.regions.region_table import Region, Regions
 from resources.regions.regions import known_regions, price_per_hour, regions_for
 from resources.regions.work_pool_variables import job_variables
-from resources.settings import MAX_EGRESS_VARIABLE
+from resources.settings import MAX_EGRESS_VARIABLE, REGION_VARIABLE
 
 _GB = 10**9
 
@@ -135,8 +135,10 @@ def choose_work_pool(
             nearest = nearest or f"{region.work_pool}, for {egress:.2f} USD of egress"
             passed_over[region.name] = f"would cost {egress:.2f} USD for reading the checkpoints from another region"
             continue
+        environment = {REGION_VARIABLE: region.name, **variables.get("env", {})}
         if egress:  # what begins there looks again
-            variables |= {"env": {**variables.get("env", {}), MAX_EGRESS_VARIABLE: str(max_egress_usd)}}
+            environment[MAX_EGRESS_VARIABLE] = str(max_egress_usd)
+        variables |= {"env": environment}
         price = price_per_hour(region, resources)
         return WorkPoolChoice(region.work_pool, region, variables, egress, price, passed_over)
     if impossible is not None and all(reason.startswith("cannot: ") for reason in passed_over.values()):

@@ -120,6 +120,9 @@ class Policy(PolicyServing):
     gate: Annotated[str, Field(title="file")] | Gate | None = None
     """Its own gate, or a YAML file with one: each reconciliation judges the checkpoints that are settled by then, once
     each with the same records."""
+    max_usd: float | None = Field(default=None, ge=0)
+    """Most that the cells of one reconciliation may be expected to cost; where they are expected to cost more, or
+    nobody knows, none of them is begun, and the flow run fails. No bound when unset."""
 
     def __str__(self) -> str:
         """Its name, for the names of flow runs."""

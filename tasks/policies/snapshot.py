@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from typing import NamedTuple
 
 from resources.config import ResourceConfig
-from resources.errors import BadInput
-from resources.regions.regions import price_per_hour, regions_for
+from resources.errors import AssayError
+from resources.regions.regions import known_regions
+from resources.regions.tariffs import Tariff, tariff_in
+from resources.regions.work_pools import choose_work_pool
 from resources.storage import storage
 from tasks.checkpoints.run_snapshot import expand_runs, snapshot_run, with_digests
 from tasks.claims.files import claims_folder, read_claims
@@ -17,7 +18,11 @@ from tasks.policies.batches import Batch
 from tasks.policies.overrides import read_overrides
 from tasks.policies.policy import Policy, WantedEvaluation, wanted_evaluations
 from tasks.policies.reconciliation import OpenCell, RunListing, undecided
+from tasks.records.cost import Predicted, Spent
 from tasks.records.index import indexed_records
+from tasks.running.expected import Expectations, Expected, together
+from tasks.running.pricing import resources_of_replica, tariff_of_cell
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import name_of
 
 
@@ -71,20 +76,22 @@ def run_folder(policy: Policy, run_name: str) -> str:
 
 
 class Estimate(NamedTuple):
-    """The cost expected of a cell, by what the same evaluation took of other checkpoints.
+    """The cost expected of a cell; see `Expectations`.
 
     `where` is the region of a work pool; else here, with the device, the endpoint or the pool that serves; `money` is
-    in USD, at the prices of the region, or of the first one that offers the device.
+    in USD, at the prices of where that is; `how` is measured, guess, or None where nothing is known.
     """
 
     seconds: float | None
     chip_hours: float | None
     where: str
     money: float | None
+    how: str | None = None
+    basis: str | None = None
 
 
 class Estimates:
-    """Estimates for cells, from what records say and from the table of prices.
+    """Estimates for cells of a policy, from what records say and from the table of prices.
 
     Args:
         listings: what the cells are of.
@@ -92,70 +99,89 @@ class Estimates:
     """
 
     def __init__(self, listings: Sequence[RunListing], batches: Sequence[Batch] | None = None) -> None:
-        self._typical: dict[str, tuple[float, float]] = {}
+        self._records = {listing.name: listing.records for listing in listings}
         self._sends = batches is not None
         self._batches = {id(cell): batch for batch in batches or () for cell in batch.cells}
-        for listing in listings:
-            self._typical |= listing.records.typical
-        self._places: dict[str, tuple[str, Decimal | None]] = {}
+        self._expectations: Expectations | None = None
+        self._tariffs: dict[tuple[str | None, str | None, str | None], Tariff] = {}
 
     def of(self, cell: OpenCell) -> Estimate:
         """The estimate for one cell."""
-        wanted = cell.evaluation
-        resources = _resources(wanted)
-        if self._sends:
-            where, hourly = _place_of(self._batches.get(id(cell)))
-        else:
-            where, hourly = self._place(wanted, resources)
-        known = self._typical.get(wanted.hash) or (
-            self._typical.get(wanted.native_hash) if wanted.native_hash else None
-        )
-        if known is None:
+        predicted = self._predicted(cell)
+        where = self._place(cell)
+        if predicted is None:
             return Estimate(None, None, where, None)
-        seconds, chip_seconds = known
-        chips = resources.chip_count() / resources.replicas if resources else 0
-        # A cell has a replica to itself for its chip-seconds, on a CPU for as long as it takes.
-        hours = (chip_seconds / chips if chips else seconds) / 3600
-        money = round(float(hourly) * hours, 4) if hourly is not None else None
-        return Estimate(seconds, round(chip_seconds / 3600, 4), where, money)
+        chips, usd = predicted.chip_seconds, predicted.usd
+        return Estimate(
+            predicted.seconds,
+            None if chips is None else round(chips / 3600, 4),
+            where,
+            None if usd is None else round(usd, 4),
+            predicted.how,
+            predicted.basis,
+        )
 
-    def _place(self, wanted: WantedEvaluation, resources: ResourceConfig | None) -> tuple[str, Decimal | None]:
-        config = wanted.config
+    def together(self, cells: Sequence[OpenCell]) -> Expected:
+        """The expected cost of some cells together."""
+        whys = [tariff.why_unknown for cell in cells if (tariff := self._tariff(cell)).usd_per_hour is None]
+        return together([self._predicted(cell) for cell in cells], why_unpriced=whys[0] if whys else None)
+
+    def _predicted(self, cell: OpenCell) -> Predicted | None:
+        wanted = cell.evaluation
+        if self._expectations is None:
+            self._expectations = Expectations(wanted.config.evaluation_path, self._records)
+        return self._expectations.of(wanted.config, (wanted.hash, wanted.native_hash), self._tariff(cell))
+
+    def _tariff(self, cell: OpenCell) -> Tariff:
+        config, batch = cell.evaluation.config, self._batches.get(id(cell))
+        resources = resources_of_replica(config)
+        region = batch.choice.region.name if batch is not None and batch.choice is not None else None
+        key = (resources.model_dump_json() if resources else None, config.pool_name or config.base_url, region)
+        if key not in self._tariffs:
+            self._tariffs[key] = self._priced(config, resources, batch)
+        return self._tariffs[key]
+
+    def _priced(self, config: EvaluationConfig, resources: ResourceConfig | None, batch: Batch | None) -> Tariff:
+        if not self._sends or resources is None or config.pool_name is not None:
+            return tariff_of_cell(config)
+        try:
+            choice = batch.choice if batch is not None and batch.choice is not None else choose_work_pool(resources)
+            return tariff_in(choice.region, resources, known_regions())
+        except AssayError as error:
+            return Tariff(why_unknown=error.found.splitlines()[0])
+
+    def _place(self, cell: OpenCell) -> str:
+        if self._sends:
+            return _place_of(self._batches.get(id(cell)))
+        config, resources = cell.evaluation.config, _resources(cell.evaluation)
         if resources is None:
-            return config.base_url or f"pool {config.pool_name}", None
-        key = resources.model_dump_json()
-        if key not in self._places:
-            replica = resources.model_copy(update={"replicas": 1})
-            if resources.device.kind == "cpu" and not resources.regions:
-                self._places[key] = ("cpu here", None)
-                return self._places[key]
-            name = getattr(resources.device, "variant", "cpu")
-            try:
-                region = regions_for(replica)[0]
-            except BadInput:
-                self._places[key] = (f"{name} here", None)
-            else:
-                name = getattr((region.offered(replica) or replica).device, "variant", name)
-                self._places[key] = (f"{name} here", price_per_hour(region, replica))
-        return self._places[key]
+            return config.base_url or f"pool {config.pool_name}"
+        return f"{getattr(resources.device, 'variant', 'cpu')} here"
 
 
-def _place_of(batch: Batch | None) -> tuple[str, Decimal | None]:
-    """The region of a batch's work pool, and an hour of one replica there."""
+def _place_of(batch: Batch | None) -> str:
+    """The region of a batch's work pool."""
     if batch is None:
-        return "in a later pass", None
+        return "in a later pass"
     if batch.choice is None:
-        return "when there is room" if batch.waits else "nowhere", None
-    region = batch.choice.region
-    hourly = price_per_hour(region, batch.resources.model_copy(update={"replicas": 1}))
-    return region.name, hourly
+        return "when there is room" if batch.waits else "nowhere"
+    return batch.choice.region.name
 
 
 def _resources(wanted: WantedEvaluation) -> ResourceConfig | None:
     """Returns what a cell runs on; None where somebody else serves it."""
-    config = wanted.config
-    if config.native:
-        return config.resource_config or ResourceConfig()
-    if config.pool_name is not None or config.pool_config is None:
-        return None
-    return config.pool_config.resource_config
+    served_by_others = wanted.config.pool_name is not None and not wanted.config.native
+    return None if served_by_others else resources_of_replica(wanted.config)
+
+
+def policy_spent(policy: Policy, listings: Sequence[RunListing]) -> dict[str, Spent]:
+    """Cost of a policy so far by month, in order: of the records that carry its name, failed attempts included.
+
+    The month is that in which a cell's record was written, UTC. Attempts that left no record are not counted.
+    """
+    months: dict[str, Spent] = {}
+    for listing in listings:
+        for found in listing.records.spent:
+            if policy.name in found.policies:
+                months[found.month] = months.get(found.month, Spent()) + found.spent
+    return dict(sorted(months.items()))

@@ -13,7 +13,9 @@ from rich.text import Text
 from tasks.policies.batches import Batch
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, moment
-from tasks.policies.snapshot import Estimates
+from tasks.policies.snapshot import Estimates, policy_spent
+from tasks.records.cost import Spent, sum_of
+from tasks.running.expected import Expected
 from tasks.spec.names import how_many
 
 _MOST_ROWS = 40
@@ -33,6 +35,7 @@ _TO_DO: dict[State, str] = {
     "retries_exhausted": "see its record, then assay retry",
     "stopped": "assay retry",
 }
+_TO_COME: frozenset[State] = frozenset(("work", "waiting", "backing_off", "claimed", "scheduled"))
 _STYLES: dict[State, str] = {
     "work": "cyan",
     "waiting": "dim",
@@ -51,19 +54,15 @@ def plan_json(
     policy: Policy, found: Reconciliation, estimates: Estimates, batches: Sequence[Batch] = ()
 ) -> dict[str, Any]:
     """Returns what would run, in order, and what it is expected to take; with what would be sent to work pools."""
-    cells = []
-    for cell in found.work:
-        estimate = estimates.of(cell)
-        cells.append({**_identity(cell), "note": cell.reason, **estimate._asdict()})
-    known = [cell for cell in cells if cell["seconds"] is not None]
+    cells = [{**_identity(cell), "note": cell.reason, **estimates.of(cell)._asdict()} for cell in found.work]
+    expected = estimates.together(found.work)
     total = {
         "cells": len(cells),
-        "with_estimate": len(known),
-        "seconds": round(sum(cell["seconds"] for cell in known), 1) if known else None,
-        "chip_hours": round(sum(cell["chip_hours"] for cell in known), 3) if known else None,
-        "money": round(sum(cell["money"] or 0.0 for cell in known), 2)
-        if any(cell["money"] is not None for cell in known)
-        else None,
+        "with_estimate": expected.measured + expected.guessed,
+        "seconds": expected.as_dict()["seconds"],
+        "chip_hours": _hours(expected),
+        "money": expected.as_dict()["usd"],
+        "expected": expected.as_dict(),
     }
     content = {"policy": policy.name, "done": found.done_count, "total": total, "cells": cells}
     return {**content, "batches": [_batch(batch) for batch in batches]} if policy.dispatch == "work_pools" else content
@@ -90,12 +89,13 @@ def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> T
     content = plan_json(policy, found, estimates)
     total, cells = content["total"], content["cells"]
     ranked = any(cell["priority"] for cell in cells)
-    columns = (*_named("Evaluation"), *(["Priority"] if ranked else []), "Where", "Seconds", "Chip-hours", "USD")
+    columns = (*_named("Evaluation"), *(["Priority"] if ranked else []), "Where", "Seconds", "Chip-hours", "USD", "How")
     table = Table("", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
     def add(number: str, checkpoint: str, evaluation: str, rank: str, where: str, costs: dict[str, Any]) -> None:
         numbers = (_number(costs["seconds"]), _number(costs["chip_hours"], 3), _number(costs["money"], 2))
-        table.add_row(number, checkpoint, evaluation, *([rank] if ranked else []), where, *numbers)
+        how = costs.get("how") or ""
+        table.add_row(number, checkpoint, evaluation, *([rank] if ranked else []), where, *numbers, how)
 
     for number, cell in enumerate(cells[:_MOST_ROWS], start=1):
         add(str(number), cell["checkpoint"], cell["evaluation"], str(cell["priority"]), cell["where"], cell)
@@ -103,8 +103,56 @@ def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> T
         table.add_row("…", f"and {len(cells) - _MOST_ROWS:,} more")
     unknown = total["cells"] - total["with_estimate"]
     table.add_section()
-    add("", how_many(total["cells"], "cell"), f"{unknown:,} never measured" if unknown else "", "", "", total)
+    # Of a sum in which something is unknown, the line below says what: it is at least so much.
+    shown = {**total, "money": None if total["expected"]["usd_unknown_cells"] else total["money"]}
+    add("", how_many(total["cells"], "cell"), f"{unknown:,} never measured" if unknown else "", "", "", shown)
     return table
+
+
+def cost_json(policy: Policy, listings: Sequence[RunListing], found: Reconciliation) -> dict[str, Any]:
+    """The cost of a policy so far, in all and by month, and what is expected of what is left."""
+    months = policy_spent(policy, listings)
+    left = [*found.work, *(cell for cell in found.others if cell.state in _TO_COME)]
+    estimates = Estimates(listings, () if policy.dispatch == "work_pools" else None)
+    return {
+        "spent": _spent(sum_of(months.values())),
+        "months": {month: _spent(spent) for month, spent in months.items()},
+        "expected": estimates.together(left).as_dict(),
+    }
+
+
+def cost_lines(content: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    spent, expected = content["spent"], content["expected"]
+    lines = [f"Spent so far: {_in_words(spent)}."] if spent["attempts"] else []
+    if len(content["months"]) > 1:
+        lines += [f"  {month}: {_in_words(found)}" for month, found in content["months"].items()]
+    if expected["cells"]:
+        guessed = f", {expected['guessed']:,} of them guessed" if expected["guessed"] else ""
+        never = f", {expected['never_measured']:,} never measured" if expected["never_measured"] else ""
+        chips = expected["chip_seconds"]
+        hours = "unknown" if chips is None else f"{chips / 3600:,.3f}"
+        of = f"{how_many(expected['cells'], 'cell')}{guessed}{never}"
+        lines.append(f"Expected for what is left: {hours} chip-hours, {expected['price']} ({of}).")
+    return lines
+
+
+def _spent(spent: Spent) -> dict[str, Any]:
+    return {
+        **spent.model_dump(),
+        "usd": spent.usd if spent.unpriced < spent.attempts or spent.usd else None,
+        "chip_hours": spent.chip_hours,
+        "price": spent.price,
+    }
+
+
+def _in_words(spent: dict[str, Any]) -> str:
+    return f"{how_many(spent['attempts'], 'attempt')}, {spent['chip_hours']} chip-hours, {spent['price']}"
+
+
+def _hours(expected: Expected) -> float | None:
+    known = expected.cost.without_chips < expected.cells
+    return round(expected.cost.chip_seconds / 3600, 3) if known else None
 
 
 def _named(*others: str) -> list[Column]:
@@ -201,7 +249,8 @@ def status_json(
             rows.append(row | judged)
         names = list(dict.fromkeys(wanted.suites[0] for wanted in listing.wanted))
         runs.append({"run": listing.name, "uri": listing.run, "suites": names, "checkpoints": rows})
-    return {"policy": policy.name, "done": found.done_count, "open": len(found.work) + len(found.others), "runs": runs}
+    counts = {"done": found.done_count, "open": len(found.work) + len(found.others)}
+    return {"policy": policy.name, **counts, "cost": cost_json(policy, listings, found), "runs": runs}
 
 
 def status_tables(content: dict[str, Any]) -> list[Table]:

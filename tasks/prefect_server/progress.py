@@ -27,6 +27,11 @@ class Raised(Event):
 
 
 @dataclass(frozen=True)
+class Notice(Event):
+    """An event that is to stay on the screen."""
+
+
+@dataclass(frozen=True)
 class CellProgress:
     """The progress of one cell: requests `done` of `total` in the present stage; cells are counted from 1.
 

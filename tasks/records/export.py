@@ -75,6 +75,29 @@ def _of_split(name: str) -> Callable[[Measured], Any]:
     return lambda row: row.split.get(name)
 
 
+def _cost(name: str) -> Callable[[Measured], Any]:
+    return lambda row: getattr(row.record.cost, name) if row.record.cost else None
+
+
+def _predicted(name: str) -> Callable[[Measured], Any]:
+    def value(row: Measured) -> Any:
+        predicted = row.record.cost.predicted if row.record.cost else None
+        return getattr(predicted, name) if predicted else None
+
+    return value
+
+
+def _date(row: Measured) -> str | None:
+    return row.record.cost.as_of.isoformat() if row.record.cost and row.record.cost.as_of else None
+
+
+def _chip_seconds(row: Measured) -> float | None:
+    """None where somebody else's endpoint answered, or nobody counted."""
+    cost, record = row.record.cost, row.record
+    unknown = cost.replica_seconds is None if cost else record.served.get("by") == "endpoint"
+    return None if unknown else record.chip_seconds
+
+
 COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "run": ("text", lambda row: row.record.checkpoint.run),
     "step": ("whole", lambda row: row.record.checkpoint.step),
@@ -104,7 +127,16 @@ COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "weights_digest": ("text", lambda row: row.record.checkpoint.weights_digest),
     "checkpoint_uri": ("text", lambda row: row.record.checkpoint.uri),
     "seconds": ("number", lambda row: round(math.fsum(row.record.seconds.values()), 3)),
-    "chip_seconds": ("number", lambda row: row.record.chip_seconds),
+    "chip_seconds": ("number", _chip_seconds),
+    **{name: ("number", _cost(name)) for name in ("replica_seconds", "usd", "known_usd", "usd_per_hour")},
+    "price_as_of": ("text", _date),
+    "price_source": ("text", _cost("source")),
+    "region": ("text", _cost("region")),
+    "zone": ("text", _cost("zone")),
+    "preemptible": ("yes or no", _cost("preemptible")),
+    **{f"predicted_{name}": ("number", _predicted(name)) for name in ("seconds", "chip_seconds", "usd")},
+    "predicted_how": ("text", _predicted("how")),
+    "attempts": ("whole", lambda row: row.record.spent.attempts),
     "tags": ("texts", lambda row: list(row.record.tags)),
     "sinks": (
         "texts",

@@ -22,8 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import orjson
@@ -31,13 +30,14 @@ import orjson
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.storage import FileInfo
+from tasks.records.cost import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
 from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_record
 from tasks.spec.names import step_of
 
 _FOLDER = "index"
 _SUMMARY = "summary.json"
 _ROWS = "records.json"
-_FORMAT = 3
+_FORMAT = 4
 _TRUSTED_PER_SECOND = 20.0
 _WORTH_TRUSTING_SECONDS = 1.0
 _TRUSTED_AT_MOST_SECONDS = 300.0  # a comparison may have read every record, and clocks are set while it lasts
@@ -65,6 +65,8 @@ class IndexedRecord(NamedTuple):
     chip_seconds: float
     infra_failures: int
     reason: str | None
+    usage: Sequence[Any] = ()
+    """Its `Usage`, as a list."""
 
     @property
     def succeeded(self) -> bool:
@@ -87,6 +89,7 @@ def row_of(cell: str, record: Record) -> IndexedRecord:
         record.chip_seconds,
         failures_in_a_row(record.infra_failures) if failed else 0,
         " ".join(record.reason.split())[:_REASON_CHARACTERS] if record.reason else None,
+        list(usage_of(record)),
     )
 
 
@@ -115,12 +118,15 @@ class Evaluated:
 class RunRecords:
     """The records of a run: successes by checkpoint, everything else record by record.
 
-    `typical` is what a success of each evaluation took: seconds, and chip-seconds (medians).
+    `typical` is what a success of each evaluation took, by its hash; `work` the same by benchmarks and engine; `spent`
+    what all records cost, by policies and month, as it was when the index was last compared with them.
     """
 
     done: Mapping[str, Sequence[Evaluated]]
     others: Sequence[IndexedRecord]
-    typical: Mapping[str, tuple[float, float]]
+    typical: Mapping[str, Typical]
+    work: Sequence[Work] = ()
+    spent: Sequence[MonthSpent] = ()
 
     def has(self, checkpoint: str, listing: str) -> bool:
         """Tells if a checkpoint has a success in the state that a listing shows."""
@@ -255,25 +261,21 @@ def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
     numbers: dict[str, int] = {}
     done: dict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     newest: dict[tuple[str, str, str | None], float] = defaultdict(float)
-    costs: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    others = []
+    others, costed = [], []
     for row in rows:
-        _, checkpoint, evaluation_hash, digest, listing, status, created, seconds, chip_seconds, *_ = row
-        if status == "succeeded":
+        _, checkpoint, evaluation_hash, digest, listing, status, created, seconds, chip_seconds, *_, content = row
+        success = status == "succeeded"
+        costed.append(Costed(evaluation_hash, success, created, seconds, chip_seconds, Usage._make(content)))
+        if success:
             newest[checkpoint, digest, listing] = max(created, newest[checkpoint, digest, listing])
             done[checkpoint, digest, listing].append(numbers.setdefault(evaluation_hash, len(numbers)))
-            costs[evaluation_hash].append((seconds, chip_seconds))
         else:
             others.append(tuple(row))
-    typical = {
-        key: (median(seconds for seconds, _ in found), median(chips for _, chips in found))
-        for key, found in costs.items()
-    }
     return {
         "hashes": list(numbers),
         "done": [(*key, sorted(found), newest[key]) for key, found in done.items()],
         "others": others,
-        "typical": typical,
+        **summed(costed),
     }
 
 
@@ -287,7 +289,7 @@ def _from_summary(content: Mapping[str, Any]) -> RunRecords:
             sets[key] = frozenset(hashes[number] for number in key)
         done[checkpoint].append(Evaluated(digest, listing, sets[key], newest))
     others = [IndexedRecord(*row) for row in content["others"]]
-    return RunRecords(done, others, {key: (cost[0], cost[1]) for key, cost in content["typical"].items()})
+    return RunRecords(done, others, *Sums.read(content))
 
 
 def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunRecords:
@@ -306,7 +308,7 @@ def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunReco
             done.setdefault(row.checkpoint, []).append(state)
     others = [row for row in records.others if row.cell not in rows]
     others += [row for row in rows.values() if not row.succeeded]
-    return RunRecords(done, others, records.typical)
+    return replace(records, done=done, others=others)
 
 
 def _news(run_folder: str, *, since: float) -> list[FileInfo]:

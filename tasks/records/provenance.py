@@ -71,4 +71,6 @@ def hardware(config: EvaluationConfig) -> dict[str, Any]:
     if pool is None:
         return {"device": "unknown: a foreign endpoint", **machine}
     resources = pool.resource_config
-    return {"device": resources.device.model_dump(), "replicas": resources.replicas, "cpu": resources.cpu, **machine}
+    hosts = {"hosts": resources.hosts} if resources.hosts > 1 else {}
+    described = {"device": resources.device.model_dump(), "replicas": resources.replicas, "cpu": resources.cpu}
+    return {**described, **hosts, **machine}

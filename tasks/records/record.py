@@ -20,6 +20,7 @@ from pydantic import AwareDatetime, Field, FiniteFloat, ValidationError
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.conditional_writes import read_version, replace_bytes
+from tasks.records.cost import Cost, Spent, spent_on
 from tasks.records.details import Asking, BenchmarkDetails, Part, together
 from tasks.records.seals import Digests, sealed
 
@@ -114,8 +115,8 @@ class SinkState(Part):
 class Record(Part):
     """The outcome of one cell."""
 
-    schema_version: Literal[1, 2, 3] = 3
-    """Version of this layout; 1 had no samples, links and sinks, 2 no details, asking and digests."""
+    schema_version: Literal[1, 2, 3, 4] = 4
+    """Version of this layout; 1 had no samples, links and sinks, 2 no details, asking and digests, 3 no cost."""
     status: RecordStatus
     """The outcome."""
     reason: str | None
@@ -153,7 +154,9 @@ class Record(Part):
     seconds: dict[str, FiniteFloat]
     """Wall seconds by phase."""
     chip_seconds: FiniteFloat
-    """Accelerators times seconds of this cell; 0 on CPU."""
+    """Accelerators times seconds of this cell; 0 on CPU, and where somebody else's endpoint answers."""
+    cost: Cost | None = None
+    """Its price, and what was expected; empty in records from before there was one."""
     requests: dict[str, int]
     """Requests of this cell as the proxy counted them; empty for a foreign endpoint."""
     tags: tuple[str, ...] = ()
@@ -181,6 +184,12 @@ class Record(Part):
     def succeeded(self) -> bool:
         """True if its numbers are published."""
         return self.status == "succeeded"
+
+    @property
+    def spent(self) -> Spent:
+        """Cost of this attempt and of the recorded ones before it."""
+        by_others = self.served.get("by") == "endpoint"
+        return spent_on(self.cost, chip_seconds=self.chip_seconds, by_others=by_others)
 
     def noticed(self, benchmark: str) -> BenchmarkDetails | None:
         """Details of a benchmark, or of a group those of its parts together; None where nothing is known of it."""
@@ -268,10 +277,17 @@ def write_record(cell_uri: str, record: Record) -> Record:
         if record.status == "infra_failed":
             earlier = failures_in_a_row(before.infra_failures) if before and before.status == "infra_failed" else 0
             record = record.model_copy(update={"infra_failures": earlier + (0 if record.interrupted else 1)})
-        record = sealed(record)
+        record = sealed(_with_earlier_cost(record, before))
         content = record.model_dump_json(indent=2).encode()
         if storage.create_bytes(uri, content) if standing is None else replace_bytes(uri, content, standing=standing):
             return record
+
+
+def _with_earlier_cost(record: Record, before: Record | None) -> Record:
+    """The record, with the cost of the attempts whose record it replaces."""
+    if record.cost is None or before is None or before.attempt == record.attempt:
+        return record
+    return record.model_copy(update={"cost": record.cost.model_copy(update={"earlier": before.spent})})
 
 
 def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:

@@ -23,6 +23,7 @@ from tasks.records.record import Record
 from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
 from tasks.reports.alert_parts import alert_lines, alert_parts, words_of_acknowledgements
+from tasks.reports.costs import cost_part
 from tasks.reports.freshness import fingerprint, is_fresh, marked
 from tasks.reports.noises import noise_note, summary_rows, wavering
 from tasks.reports.notes import CHANGED, mark, notes, remarks_on
@@ -235,6 +236,7 @@ def render_report(
         contamination=contamination_view(results.records, flags, evaluation_path=records_at) if records_at else None,
         alerts=alert_parts(results, records_at=records_at, acknowledged=acknowledged),
         whole=lambda columns, run: summary_rows(results, columns, run),
+        cost=cost_part(results.records),
         several_ways=asked_in_several_ways(results),
         remarks=remarks,
         remarks_on=remarks_on,

@@ -20,6 +20,7 @@ from tasks.records.record import Record, now
 from tasks.records.samples import encodable
 from tasks.records.seals import Digests
 from tasks.running.cells import Cell
+from tasks.running.pricing import cost_of, resources_of_replica
 from tasks.running.serving import ServedCell
 
 
@@ -88,6 +89,9 @@ class Attempt:
             served=self.served,
             seconds=self.seconds,
             chip_seconds=self._chip_seconds(),
+            cost=cost_of(
+                cell.config, self._replica_seconds(), judged=self.opened is not None, predicted=cell.predicted
+            ),
             requests=self.requests,
             tags=cell.config.wandb_tags,
             samples=parsed.samples if parsed else None,
@@ -109,13 +113,15 @@ class Attempt:
     def _harness_packages(self) -> dict[str, str]:
         return pinned_versions(evaluator_of(self.cell.config).environment(self.cell.config))
 
+    def _replica_seconds(self) -> float | None:
+        """Returns seconds that a replica was this cell's; its share, where it had one together with others."""
+        if self.cell.config.native:
+            return self.seconds.get("evaluate", 0.0)
+        if self.opened is None:  # it never came to ask for its checkpoint
+            return 0.0 if self.cell.config.pool_config else None
+        seconds = self.served.get("replica_seconds")
+        return None if seconds is None else float(seconds)
+
     def _chip_seconds(self) -> float:
-        """Returns accelerators times the seconds they were this cell's alone, or its checkpoint's."""
-        config = self.cell.config
-        if config.native:
-            chips = config.resource_config.chip_count() if config.resource_config else 0
-            return round(chips * self.seconds.get("evaluate", 0.0), 3)
-        pool = config.pool_config
-        # Replicas are given to one checkpoint at a time, so their seconds are what this one has cost.
-        chips = pool.resource_config.chip_count() / pool.resource_config.replicas if pool else 0
-        return round(chips * float(self.served.get("replica_seconds", 0.0)), 3)
+        resources = resources_of_replica(self.cell.config)
+        return round(resources.chip_count() * (self._replica_seconds() or 0.0), 3) if resources else 0.0

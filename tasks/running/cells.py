@@ -19,6 +19,7 @@ from tasks.evaluators.early import WantedEarly
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.lazy import deployment_id, step
 from tasks.prefect_server.progress import report_event
+from tasks.records.cost import Predicted
 from tasks.records.early import EarlyVerdict
 from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
@@ -51,6 +52,8 @@ class Cell:
     """Decisions wanted of it before all of it is asked, if any."""
     early_verdict: EarlyVerdict | None = None
     """The verdict on that, where it stands already."""
+    predicted: Predicted | None = None
+    """Expected cost, once somebody has reckoned that."""
 
     @property
     def settled(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -85,11 +86,41 @@ class Serving(Protocol):
         ...
 
 
+class SharedSeconds:
+    """Seconds of replicas, divided among the cells that have a checkpoint at the time, each moment in equal parts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: dict[str, float] = {}
+        self._parts: dict[str, dict[str, float]] = {}
+
+    def join(self, model: str, attempt: str, total: float) -> None:
+        """Lets an attempt have its part of a checkpoint from now on, when so many seconds were spent on it in all."""
+        with self._lock:
+            self._divide(model, total)
+            self._parts.setdefault(model, {})[attempt] = 0.0
+
+    def leave(self, model: str, attempt: str, total: float | None = None) -> float:
+        """Ends that; returns the attempt's part, 0 where it had none. Without a total nothing more is divided."""
+        with self._lock:
+            if total is not None:
+                self._divide(model, total)
+            return round(self._parts.get(model, {}).pop(attempt, 0.0), 3)
+
+    def _divide(self, model: str, total: float) -> None:
+        parts = self._parts.get(model, {})
+        spent = max(0.0, total - self._seen.get(model, 0.0))  # a proxy that was started again counts anew
+        self._seen[model] = total
+        for attempt in parts:
+            parts[attempt] += spent / len(parts)
+
+
 @dataclass(frozen=True, eq=False)
 class PoolServing:
     """A pool, through a session of ours."""
 
     session: PoolSession
+    shares: SharedSeconds = field(default_factory=SharedSeconds)
 
     @property
     def checkpoints_at_once(self) -> int:
@@ -107,8 +138,14 @@ class PoolServing:
     def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
         """See `Serving.open`."""
         deaths = _deaths(self.session)
-        opened = self.session.open(name, cell=cell, attempt=attempt, mirror=mirror)
-        return _PoolCell(self.session, opened, replace(opened.running, apply_chat_template=in_chat), deaths)
+        self.shares.join(name, attempt, self.session.replica_seconds(name))
+        try:
+            opened = self.session.open(name, cell=cell, attempt=attempt, mirror=mirror)
+        except BaseException:
+            self.shares.leave(name, attempt)
+            raise
+        running = replace(opened.running, apply_chat_template=in_chat)
+        return _PoolCell(self.session, opened, running, deaths, self.shares)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +154,7 @@ class _PoolCell:
     opened: OpenCell
     running: RunningModel
     deaths_before: frozenset[tuple[str, int, str | None]]
+    shares: SharedSeconds
     weighed: tuple[float, ...] = ()
 
     def check(self) -> None:
@@ -131,18 +169,19 @@ class _PoolCell:
     def asked_all(self) -> dict[str, Any]:
         name = self.running.model
         report = self.session.report_of(name, self.opened)
-        seconds = self.session.replica_seconds(name) - self.opened.replica_seconds
+        seconds = self.shares.leave(name, self.opened.attempt, self.session.replica_seconds(name))
         self.session.unwant(name)
         # Answered from the journal alone, a checkpoint needs no engine.
         loaded = (
             report.model_dump(exclude={"number", "model", "digest", "failure"}) if report else {"how": "not needed"}
         )
         engine = self.session.engine_identity()
-        served = {"by": "pool", **loaded, "replica_seconds": round(max(0.0, seconds), 3), "engine": engine}
+        served = {"by": "pool", **loaded, "replica_seconds": seconds, "engine": engine}
         errors = sorted({str(error) for _, _, error in _deaths(self.session) - self.deaths_before})
         return {**served, "engine_errors": errors} if errors else served
 
     def close(self, *, finished: bool) -> None:
+        self.shares.leave(self.running.model, self.opened.attempt)  # where the pool was gone before it had asked all
         self.session.close_cell(self.opened, finished=finished)
 
 

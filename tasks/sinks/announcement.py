@@ -150,6 +150,8 @@ def metric_values(record: Record) -> dict[str, float]:
     Of each benchmark, also questions with cut prompts (`benchmark/truncated`), left out (`…/skipped`) and with answers
     at the length limit (`…/at_limit`), and its metrics without the latter (`benchmark/completed/metric`). Parts of a
     benchmark, such as the 57 subjects of MMLU, have no smooth scores there.
+
+    Of the cost what is known: `cost/usd`, `cost/chip_seconds`, `cost/seconds`, and each with `predicted_`.
     """
     values: dict[str, float] = {}
     for metric in (m for m in record.metrics if not m.smooth or m.benchmark in record.benchmarks):
@@ -163,7 +165,20 @@ def metric_values(record: Record) -> dict[str, float]:
             numbers = {"truncated": details.truncated, "skipped": details.skipped, "at_limit": details.at_limit}
             values |= {f"{benchmark}/{name}": value for name, value in numbers.items() if value is not None}
             values |= {f"{benchmark}/completed/{name}": value for name, value in details.completed.items()}
-    return values
+    return values | _cost_values(record)
+
+
+def _cost_values(record: Record) -> dict[str, float]:
+    cost = record.cost
+    if cost is None:
+        return {}
+    chip_seconds = None if cost.replica_seconds is None else record.chip_seconds
+    known = {"usd": cost.usd, "chip_seconds": chip_seconds, "seconds": round(sum(record.seconds.values()), 3)}
+    if cost.predicted is not None:
+        predicted = cost.predicted
+        of_them = {"usd": predicted.usd, "chip_seconds": predicted.chip_seconds, "seconds": predicted.seconds}
+        known |= {f"predicted_{name}": value for name, value in of_them.items()}
+    return {f"cost/{name}": value for name, value in known.items() if value is not None}
 
 
 def alert_values(known: KnownAlert) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+from tasks.records.cost import Cost
 from tasks.records.record import Record
 from tasks.sinks.announcement import Announcement
 
@@ -46,9 +47,24 @@ def run_tags(announcement: Announcement) -> dict[str, str]:
         "image_tag": image_tag,
         "job_name": record.flow_run,
         "training_step": record.checkpoint.step,
+        **(_cost(record.cost) if record.cost else {}),
         **series_tags(announcement),
     }
     return {key: str(value) for key, value in tags.items()}
+
+
+def _cost(cost: Cost) -> dict[str, Any]:
+    """The price, with its list: metrics have no way to say that one is unknown, and why."""
+    return {
+        "cost_usd": "unknown" if cost.usd is None else cost.usd,
+        "cost_unknown_since": cost.why_unknown,
+        "cost_predicted": cost.predicted.how if cost.predicted else None,
+        "price_usd_per_hour": cost.usd_per_hour,
+        "price_list_date": cost.as_of,
+        "price_list_source": cost.source,
+        "region": cost.region,
+        "preemptible": cost.preemptible,
+    }
 
 
 def series_tags(announcement: Announcement) -> dict[str, str]:

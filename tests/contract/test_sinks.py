@@ -23,6 +23,7 @@ from resources.environments.environments import ensure_environment
 from tasks.alerts.files import KnownAlert, write_first
 from tasks.alerts.texts import sentence
 from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.records.cost import Cost, Predicted
 from tasks.records.record import Record, SinkState, note_sinks, read_record
 from tasks.sinks.backlog import publish_missing
 from tasks.sinks.hugging_face import HuggingFaceSink
@@ -115,7 +116,10 @@ def wandb_place(folder: Path, refusing: str) -> Place:
 
     def numbers() -> dict[int, dict[str, float]]:
         lines = [line for run in runs() for line in run.history]
-        return {line["training_step"]: {name: line[name] for name in NUMBERS if name in line} for line in lines}
+        return {
+            line["training_step"]: {name: line[name] for name in line if name in NUMBERS or name.startswith("cost/")}
+            for line in lines
+        }
 
     return Place(
         WeightsAndBiasesSink(project="p", mode="offline", folder=str(folder)),
@@ -217,6 +221,27 @@ def test_sink_shows_every_number_with_error_and_n_and_publishing_twice_is_the_sa
         name: (state.status, state.where) for name, state in first.items()
     }
     assert place.everything() == before
+
+
+@pytest.mark.parametrize("place", ["wandb", "mlflow"], indirect=True)
+def test_tracker_shows_the_price_with_its_list_and_no_number_for_an_unknown_one(
+    place: Place, senders: Senders, tmp_path: Path
+):
+    predicted = Predicted(how="guess", basis="a record", seconds=90.0, usd=0.1)
+    known = Cost(usd=0.12, replica_seconds=100.0, source="the contract of March", predicted=predicted)
+    unknown = Cost(why_unknown="the judge has no price", replica_seconds=5.0)
+    for step, cost in ((100, known), (200, unknown)):
+        record, cell = make_cell(tmp_path / "evaluations", step=step, cost=cost, chip_seconds=800.0)
+        states = publish_record(record, str(cell), (place.sink,), senders=senders)
+        assert states[place.sink.name].status == "published"
+    found = {
+        step: {name: number for name, number in numbers.items() if name.startswith("cost/")}
+        for step, numbers in place.numbers().items()
+    }
+    seconds = {"cost/chip_seconds": 800.0, "cost/seconds": pytest.approx(9.85)}
+    expected = {"cost/predicted_usd": 0.1, "cost/predicted_seconds": 90.0}
+    assert found == {100: {"cost/usd": 0.12, **seconds, **expected}, 200: seconds}
+    assert "the contract of March" in (shown := str(place.everything())) and "the judge has no price" in shown
 
 
 def test_cells_that_finish_at_once_and_out_of_order_stand_at_their_steps(

@@ -243,10 +243,11 @@ def test_cells_that_nobody_begins_or_whose_run_died_are_sent_again_and_not_for_e
     slices = {"device": {"kind": "tpu", "variant": "v5litepod-16"}}  # of several machines: a cluster's
     sent.write_policy("first", "second", "third", resource_config=slices)
     assert sent.reconcile()["scheduled"] == 1
-    may_read_from_elsewhere = {"env": {"ASSAY_MAX_EGRESS_USD": "1000.0"}}
-    assert [run["job_variables"] for run in sent.runs()] == [
-        *(may_read_from_elsewhere, {}, may_read_from_elsewhere, {}),
-        {"env": {"ASSAY_JOBS": "ray://head:10001"}},
+    here = {"ASSAY_REGION": "us-central1"}
+    may_read_from_elsewhere = {"ASSAY_REGION": "europe-west4", "ASSAY_MAX_EGRESS_USD": "1000.0"}
+    assert [run["job_variables"]["env"] for run in sent.runs()] == [
+        *(may_read_from_elsewhere, here, may_read_from_elsewhere, here),
+        {"ASSAY_JOBS": "ray://head:10001", **here},
     ]
     assert len(sent.ask("cancel")["flow_runs_cancelled"]) == 2
     assert Counter(state for _, state in sent.states()) == {"Moved": 1, "Crashed": 2, "Cancelled": 2}

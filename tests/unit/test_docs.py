@@ -57,6 +57,7 @@ from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.generation.config import GenerationConfig, PromptsConfig, SamplingConfig
 from tasks.policies.policy import Policy, PolicySuite, RetryBudget
+from tasks.records.cost import Cost, Predicted, Spent
 from tasks.records.details import Asking, BenchmarkDetails, LogLikelihood
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.records.samples import Sample
@@ -111,11 +112,39 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(Regions, Region, RayCluster, Prices, Price, EgressPrice),
     *(WeightsAndBiasesSink, MlflowSink, ObjectStoreSink, HuggingFaceSink),
     *(InferencePoolConfig, ModelConfig, ResourceConfig, CpuConfig, GpuConfig, TpuConfig),
-    *(Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, LogLikelihood, Digests, SinkState, Sample),
+    *(
+        Record,
+        CheckpointReference,
+        Metric,
+        Counts,
+        BenchmarkDetails,
+        Asking,
+        LogLikelihood,
+        Cost,
+        Predicted,
+        Spent,
+        Digests,
+        SinkState,
+        Sample,
+    ),
 )
 # Nobody has to fill these in.
 WRITTEN_BY_US = (
-    *(Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, LogLikelihood, Digests, SinkState, Sample),
+    *(
+        Record,
+        CheckpointReference,
+        Metric,
+        Counts,
+        BenchmarkDetails,
+        Asking,
+        LogLikelihood,
+        Cost,
+        Predicted,
+        Spent,
+        Digests,
+        SinkState,
+        Sample,
+    ),
 )
 HAND_DOWN = (EvaluationConfig, SuiteRequest, Policy, PolicySuite)  # what one leaves unset, the one before it says
 SINKS = (ObjectStoreSink, WeightsAndBiasesSink, MlflowSink, HuggingFaceSink)

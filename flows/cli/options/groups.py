@@ -132,6 +132,19 @@ class WorkPoolOptions:
 
 
 @dataclass(frozen=True)
+class BudgetOptions:
+    """The price that an evaluation may have."""
+
+    max_usd: Annotated[
+        float | None,
+        typer.Option(
+            help="Begin nothing that is expected to cost more, or of which nobody knows; ASSAY_MAX_USD when left out.",
+            min=0,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
 class PromptOptions:
     """Prompts, and how a row becomes one."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
-from flows.cli.doctor import commits_since, examine, image_finding
+from flows.cli.doctor import commits_since, examine, image_finding, price_list_finding
+from resources.regions.tariffs import STALE_DAYS
 from resources.settings import settings
 from tasks.records.provenance import versions
 
@@ -62,3 +64,11 @@ def test_images_of_settings_and_regions_are_examined_each_once(tmp_path: Path, m
     found = [each.subject for each in examine() if each.subject.startswith("Image ")]
     assert found == ["Image jobs:1.2", "Image cpu:1.2", "Image tpu:1.2"]
     settings.cache_clear()
+
+
+def test_price_list_that_is_old_is_to_be_looked_up_again() -> None:
+    written = date(2026, 1, 1)
+    assert price_list_finding(written, today=written + timedelta(days=STALE_DAYS)).level == "ok"
+    old = price_list_finding(written, today=written + timedelta(days=STALE_DAYS + 1))
+    assert (old.level, old.seen) == ("note", "of 2026-01-01, 181 days old, more than 180")
+    assert "as_of and source" in old.remedy

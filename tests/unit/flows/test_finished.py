@@ -9,17 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from fakes.command import run_command
 from fakes.models import write_run
 from fakes.records import make_record
+from flows.cli.options.evaluations import evaluation_from_options
+from flows.cli.options.groups import EvaluationOptions
 from flows.console.console import ERR
 from flows.console.finished import records_if_finished
 from flows.console.running import run_series
+from resources.backends.current import set_current_client
+from resources.backends.local.client import LocalClient
 from resources.errors import GateRefused
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.gates.gate import Gate
 from tasks.prefect_server.progress import Event, Judged, Update, listening
+from tasks.records.cost import Cost
 from tasks.records.record import record_uri, write_record
-from tasks.running.cells import Cell, plan_cells
+from tasks.running.cells import Cell, as_served, plan_cells
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 
 ALL = CheckpointSelection()
@@ -151,3 +157,45 @@ def test_server_is_named_where_prefect_finds_one(place: str, text: str, tmp_path
     )
     expected = place == "variable" or "mine" in text or "tool.prefect" in text
     assert asked.stdout.strip() == str(expected)
+
+
+def test_evaluation_that_may_cost_less_than_is_expected_is_refused_before_anything_starts(
+    config: EvaluationConfig, recorded: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cell is open, of which the record of another lets expect an hour of a slice, for 3.84 USD."""
+    monkeypatch.setenv("ASSAY_REGION", "us-central1")
+    arguments = ["evaluate", "--model", config.model_path, "--output", str(tmp_path / "priced"), "--eval", "demo_facts"]
+    arguments += ["--tpu", "v5litepod-8"]
+    with set_current_client(LocalClient(device_root=slices(tmp_path))):
+        asked = evaluation_from_options(
+            EvaluationOptions(
+                model=config.model_path, output=str(tmp_path / "priced"), evals=("demo_facts",), tpu="v5litepod-8"
+            )
+        )
+        first, *_ = planned(as_served(asked))
+        measured = make_record(
+            checkpoint=first.reference, evaluation_hash=first.evaluation_hash, cost=Cost(replica_seconds=3600.0)
+        )
+        write_record(first.uri, measured)
+        dear = run_command(*arguments, "--max-usd", "3")
+        nothing = run_command(*arguments, "--which", "first", "--max-usd", "0")
+    unknown = run_command(
+        *("evaluate", "--model", config.model_path, "--output", tmp_path / "there", "--eval", "demo_facts"),
+        *("--base-url", "http://127.0.0.1:9/v1", "--max-usd", "100"),
+    )
+    assert (dear.returncode, unknown.returncode) == (3, 3), dear.stderr + unknown.stderr
+    words = "expected for 1 cell: 9.8 s, 8.000 chip-hours, 3.84 USD; as measured before"
+    assert words in " ".join(dear.stderr.split())
+    assert "an evaluation that is expected to cost at most 3.00 USD" in " ".join(dear.stderr.split())
+    assert "3.84 USD expected for 1 cell" in " ".join(dear.stderr.split())
+    assert "unknown for 2 cells: an endpoint of others answers" in " ".join(unknown.stderr.split())
+    assert nothing.returncode == 0 and "Nothing to evaluate: 1 cell recorded already." in nothing.stdout
+    assert not list((tmp_path / "there").rglob("*.json")), "nothing was begun"
+
+
+def slices(folder: Path) -> Path:
+    """A root of a machine with the chips of a slice."""
+    (folder / "machine" / "dev").mkdir(parents=True)
+    for number in range(8):
+        (folder / "machine" / "dev" / f"accel{number}").touch()
+    return folder / "machine"

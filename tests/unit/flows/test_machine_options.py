@@ -30,6 +30,8 @@ from resources.jobs.jobs import Command, JobRequest
 from resources.regions.regions import known_regions, price_per_hour
 from resources.regions.work_pool_variables import job_variables
 from tasks.checkpoints.discovery import find_checkpoints
+from tasks.records.cost import Cost
+from tasks.records.provenance import hardware
 from tasks.records.record import write_record
 from tasks.running.cells import as_served, plan_cells
 from tasks.spec.evaluation import CheckpointSelection
@@ -97,7 +99,7 @@ def test_machines_of_a_replica_reach_its_jobs_its_price_and_its_cluster(tmp_path
     with pytest.raises(UnsatisfiableResources, match="2 machines each"):
         job_variables(given, region)
     with set_current_client(CloudClient()):
-        _, machine, _ = planned(*ON_DEMAND, "--hosts", "2", folder=tmp_path).lines()
+        _, machine, *_ = planned(*ON_DEMAND, "--hosts", "2", folder=tmp_path).lines()
     assert machine.startswith("3 × 2 × 2 H100 GPUs, 11 cores")
     with pytest.raises(BadInput, match="one machine for each replica of a job"):
         JobRequest("job", Command("true"), resources=given)
@@ -200,18 +202,27 @@ class CloudClient(FakeClient):
 
 
 def planned(*arguments: str, folder: Path) -> Plan:
-    """The plan for two checkpoints, of which the first has been evaluated."""
+    """The plan for two checkpoints with all questions and with two; the first has been asked all, for an hour."""
     run, output = write_run(folder / "run-a", [100, 200]), str(folder / "out")
     config = evaluation_from_options(options_of(*arguments, model=str(run), evals=("demo_facts",), output=output))
     first = plan_cells.fn([as_served(config)], find_checkpoints(str(run)))[0]
-    write_record(first.uri, make_record(checkpoint=first.reference))
+    measured = make_record(
+        checkpoint=first.reference,
+        evaluation_hash=first.evaluation_hash,
+        evaluation=first.config.model_dump(mode="json"),
+        hardware=hardware(first.config),
+        seconds={"evaluate": 3600.0},
+        cost=Cost(replica_seconds=3600.0),
+        requests={"answered": 120, "prompt_tokens": 12_000},
+    )
+    write_record(first.uri, measured)
     return plan_of([config, config.model_copy(update={"max_eval_instances": 2})], CheckpointSelection())
 
 
 def test_dry_run_says_what_would_be_asked_for_where_and_at_what_price(tmp_path: Path) -> None:
     with set_current_client(CloudClient()):
         found = planned(*ON_DEMAND, folder=tmp_path)
-    first, machine, price = found.lines()
+    first, machine, price, expected, guess = found.lines()
     assert first == "4 cells wanted, 1 recorded already, 3 to evaluate"
     assert machine == (
         "3 × 2 H100 GPUs, 11 cores, 77g of memory, 200g of disk, on demand, zone us-central1-a, image team/image:1; "
@@ -223,11 +234,18 @@ def test_dry_run_says_what_would_be_asked_for_where_and_at_what_price(tmp_path: 
     (asked,) = found.as_dict()["machines"]
     assert (asked["resources"]["cpu"], asked["backend"]) == (11, "iris://controller:10000")
     assert asked["usd_per_hour"] == {"us-central1": pytest.approx(float(usd), abs=1e-4)}
+    hours = 1 + 2 * 2 / 120
+    assert f"{2 * hours:.3f} chip-hours, {float(usd) / 3 * hours:.2f} USD; partly a guess" in expected
+    assert expected.endswith("(1 measured, 2 guess)")
+    assert guess.startswith("  guess: 2 questions × 100 tokens (1 record of demo_facts) ÷ 3 tokens/s")
+    assert found.as_dict()["expected"]["usd"] == pytest.approx(float(usd) / 3 * hours, rel=1e-4)
 
 
 def test_dry_run_on_this_machine_costs_nothing_and_refuses_what_it_has_not(tmp_path: Path) -> None:
     found = planned("--replicas", "2", folder=tmp_path)
-    assert list(found.lines())[1:] == ["2 × 2 cores, 4g of memory, 16g of disk, preemptible; on this machine"]
+    _, machine, expected, _ = found.lines()
+    assert machine == "2 × 2 cores, 4g of memory, 16g of disk, preemptible; on this machine"
+    assert "0.000 chip-hours, unknown (this machine is in no region that has prices)" in expected
     client = LocalClient(tmp_path / "jobs", device_root=tmp_path)
     with set_current_client(client), pytest.raises(UnsatisfiableResources, match="2 NVIDIA GPUs"):
         planned("--gpu", "H100:2", folder=tmp_path / "other")

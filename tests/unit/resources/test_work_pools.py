@@ -115,7 +115,8 @@ def test_failover_costs_egress_which_is_shown_and_refused_above_the_limit() -> N
         choose_work_pool(V6E, regions=THREE, states=paused, source=source)
     choice = choose_work_pool(V6E, regions=THREE, states=paused, source=source, max_egress_usd=Decimal(10))
     assert (choice.work_pool, choice.egress_usd) == ("pool-us-central1", Decimal("10.00"))
-    assert choice.job_variables["env"] == {"ASSAY_MAX_EGRESS_USD": "10"}  # or it would be refused there
+    # The first, or it would be refused there; the second, for the price in its records.
+    assert choice.job_variables["env"] == {"ASSAY_MAX_EGRESS_USD": "10", "ASSAY_REGION": "us-central1"}
     assert "10.00 USD for reading from another region" in choice.described()
 
 
@@ -166,7 +167,7 @@ def test_every_tpu_type_becomes_a_node_on_kubernetes_or_a_run_that_reaches_the_c
             choose_work_pool(wanted, regions=THREE)
         near = regions(region("us-east5", ray_address="ray://10.0.0.2:10001"))
         variables = choose_work_pool(wanted, regions=near).job_variables
-        assert variables["env"] == {"ASSAY_JOBS": "ray://10.0.0.2:10001"}
+        assert variables["env"] == {"ASSAY_JOBS": "ray://10.0.0.2:10001", "ASSAY_REGION": "us-east5"}
         assert "tpu_chips" not in variables
     elif variant == "v5litepod-2":  # Compute Engine has it, GKE has no node pool of it
         with pytest.raises(UnsatisfiableResources):

@@ -25,7 +25,9 @@ from fakes.records import make_record
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.weights.model_files import digest_model_folder
-from resources.backends.current import current_client
+from resources.backends.current import current_client, set_current_client
+from resources.backends.local.client import LocalClient
+from resources.config import ResourceConfig
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import (
     AssayError,
@@ -38,6 +40,8 @@ from resources.errors import (
     RecordUnwritten,
     UnexpectedError,
 )
+from resources.regions.regions import known_regions, price_per_hour
+from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.records.record import (
@@ -53,8 +57,9 @@ from tasks.records.record import (
 from tasks.records.samples import Sample
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, standing_record
+from tasks.running.pricing import cost_of
 from tasks.running.run_cell import CellContext, Interruption, run_cell
-from tasks.running.serving import EndpointServing, PoolServing
+from tasks.running.serving import EndpointServing, PoolServing, Serving
 from tasks.running.warm import Harness
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
@@ -247,6 +252,112 @@ def test_attempt_at_what_was_changed_since_it_was_planned_does_not_succeed(
         run_cell.fn(replace(cell, uri=f"{cell.uri}-b"), None, context(Changing(change=change)))
     record = read_record(f"{cell.uri}-b")
     assert record is not None and (record.status, record.metrics) == (kind.record_status, ())
+
+
+SLICES = {"device": {"kind": "tpu", "variant": "v5litepod-8"}, "replicas": 3}
+GANGS = {"device": {"kind": "gpu", "variant": "H100", "count": 2}, "hosts": 2, "replicas": 2, "preemptible": False}
+
+
+@pytest.fixture
+def priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this machine be in a region that the price list has."""
+    monkeypatch.setenv("ASSAY_REGION", "us-central1")
+    settings.cache_clear()
+
+
+@pytest.fixture
+def chips(tmp_path: Path) -> Iterator[None]:
+    """Lets the jobs of this machine have a slice, which nothing computes on."""
+    (tmp_path / "machine" / "dev").mkdir(parents=True)
+    for number in range(8):
+        (tmp_path / "machine" / "dev" / f"accel{number}").touch()
+    with set_current_client(LocalClient(device_root=tmp_path / "machine")):
+        yield
+
+
+def recorded(cell: Cell, serving: Serving | None, context: CellContext) -> Record:
+    """The record of an attempt, which has one where nothing is to be decided early."""
+    record = run_cell.fn(cell, serving, context)
+    assert record is not None
+    return record
+
+
+@pytest.mark.usefixtures("priced")
+def test_cell_costs_the_chips_of_one_replica_for_the_seconds_that_it_had_it_at_the_price_of_its_region(tmp_path: Path):
+    first = make_cell(tmp_path, evaluator="lm_evaluation_harness", pool_config={"model": {"name": "run-a"}})
+    checkpoint = Servable.from_uri(first.reference.name, first.reference.uri)
+    harness = Harness(Changing(needs_endpoint=True), Path(sys.executable), None)
+    prices = known_regions().prices
+    several = {"device": {"kind": "tpu", "variant": "v5litepod-16"}}
+    with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session:
+        serving = PoolServing(session)
+
+        def run(name: str, resources: dict[str, Any]) -> Record:
+            content = first.config.model_dump(exclude={"pool_config"})
+            pool = {"model": {"name": "run-a"}, "resource_config": resources}
+            config = EvaluationConfig.model_validate({**content, "pool_config": pool})
+            cell = replace(first, config=config, evaluation_hash=evaluation_hash(config), uri=f"{first.uri}-{name}")
+            return recorded(cell, serving, CellContext(1, 1, lambda _: harness))
+
+        for number, (resources, count) in enumerate([(SLICES, 8), (several, 16), (GANGS, 4), ({"cpu": 2}, 0)]):
+            record = run(str(number), resources)
+            seconds, cost = record.served["replica_seconds"], record.cost
+            assert seconds > 0 and record.chip_seconds == pytest.approx(count * seconds, abs=1e-3)
+            replica = ResourceConfig.model_validate({**resources, "replicas": 1})
+            hourly = price_per_hour(known_regions().named("us-central1"), replica)
+            assert hourly and cost is not None and cost.usd is not None and cost.usd > 0
+            assert cost.usd == pytest.approx(float(hourly) * seconds / 3600, rel=1e-3, abs=1e-8)
+            assert (cost.region, cost.as_of, cost.source) == ("us-central1", prices.as_of, prices.source)
+            assert cost.preemptible is resources.get("preemptible", True)
+        before = session.replica_seconds(checkpoint.name)
+        with ThreadPoolExecutor(2) as threads:
+            both = list(threads.map(run, ("b", "c"), (SLICES, SLICES)))
+        whole = session.replica_seconds(checkpoint.name) - before
+    assert sum(each.served["replica_seconds"] for each in both) <= whole + 0.01, "none of its seconds is paid twice"
+
+
+@pytest.mark.usefixtures("priced", "chips")
+def test_cell_that_loads_its_checkpoint_itself_costs_the_chips_of_its_job_and_those_of_failed_attempts(tmp_path: Path):
+    cell = make_cell(tmp_path, resource_config=SLICES)
+    records: list[Record] = []
+    for harness in (Crashing(), Crashing(), Changing()):
+        context = CellContext(1, 1, lambda _, harness=harness: Harness(harness, Path(sys.executable), None))
+        with nullcontext() if isinstance(harness, Changing) else pytest.raises(UnexpectedError):
+            run_cell.fn(cell, None, context)
+        records.append(read_record(cell.uri) or make_record())
+    for record in records:
+        assert record.chip_seconds == pytest.approx(8 * record.seconds["evaluate"]) and record.chip_seconds > 0
+    own = [record.cost.usd for record in records if record.cost is not None and record.cost.usd]
+    assert records[-1].succeeded and records[-1].spent.attempts == len(own) == 3
+    assert records[-1].spent.usd == pytest.approx(sum(own)) and records[-1].spent.unpriced == 0
+
+
+def test_cost_that_nobody_knows_is_unknown_at_an_endpoint_of_others_and_on_a_machine_without_a_price(tmp_path: Path):
+    cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", base_url="http://there/v1")
+    name = cell.reference.name
+    harness = Harness(Changing(needs_endpoint=True), Path(sys.executable), None)
+    with endpoint(tmp_path, name) as engine:
+        serving = EndpointServing(engine.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
+        record = recorded(cell, serving, CellContext(1, 1, lambda _: harness))
+    assert record.cost is not None and record.cost.usd is None and record.spent.price == "unknown"
+    assert record.spent.chip_hours == "unknown" and "endpoint of others" in (record.cost.why_unknown or "")
+    itself = Harness(Changing(), Path(sys.executable), None)
+    here = recorded(make_cell(tmp_path / "own"), None, CellContext(1, 1, lambda _: itself))
+    assert here.cost is not None and (here.cost.usd, here.spent.price) == (None, "unknown")
+    assert here.spent.chip_hours == "0.000", "there are no chips"
+
+
+@pytest.mark.usefixtures("priced")
+def test_price_with_a_judge_elsewhere_is_at_least_that_of_the_engine(tmp_path: Path):
+    judge = {"base_url": "http://judge.test/v1", "model": "judge-70b"}
+    pool = {"model": {"name": "run-a"}, "resource_config": SLICES}
+    cell = make_cell(tmp_path, evaluator={"name": "alpaca_eval", "judge": judge}, pool_config=pool)
+    judged = cost_of(cell.config, 3600.0, judged=True, predicted=None)
+    alone = cost_of(cell.config, 3600.0, judged=False, predicted=None)
+    assert alone.usd == judged.known_usd and judged.usd is None
+    assert "judge-70b at http://judge.test/v1" in (judged.why_unknown or "")
+    spent = make_record(cost=judged).spent + make_record(cost=alone).spent
+    assert alone.usd is not None and spent.price == f"at least {2 * alone.usd:.2f} USD, 1 unknown"
 
 
 def test_attempt_goes_on_when_the_proxy_is_killed_under_it(tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fakes.records import FIRST, make_metric, make_record, of_every_evaluator, p
 from fakes.stores import folder_store
 from flows.cli.records import records
 from resources.errors import BadInput
+from tasks.records.cost import Cost, Predicted
 from tasks.records.details import BenchmarkDetails
 from tasks.records.export import COLUMNS, exported, measured_rows
 from tasks.records.search import RecordFilter
@@ -239,3 +240,32 @@ def test_rows_say_what_was_noticed_of_their_benchmark_and_if_the_record_is_what_
     found = [tuple(row[name] for name in names) for row in measured_rows([record, changed], wanted=RecordFilter())]
     assert found[:2] == [("a", 2, 1, 3, 0.75, "intact"), ("b", None, None, None, None, "intact")]
     assert [row[-1] for row in found[2:]] == ["changed", "changed"]
+
+
+def test_row_tells_price_and_expectation_and_leaves_empty_what_is_unknown(tmp_path: Path):
+    predicted = Predicted(how="guess", basis="a record", seconds=90.0, chip_seconds=720.0, usd=0.1)
+    cost = Cost(
+        usd=0.12, replica_seconds=100.0, usd_per_hour=4.32, as_of=date(2026, 3, 1), source="the contract of March",
+        region="us-east5", preemptible=True, predicted=predicted,
+    )  # fmt: skip
+    records = [
+        make_record(step=100, cost=cost, chip_seconds=800.0),
+        make_record(step=200, cost=Cost(why_unknown="nobody says"), served={"by": "endpoint"}),
+        make_record(step=300),
+    ]
+    for record in records:
+        publish(tmp_path, record)
+    priced, unknown, older = rows(tmp_path)
+    names = ("usd", "usd_per_hour", "price_as_of", "price_source", "region", "preemptible", "predicted_usd")
+    assert [priced[name] for name in names] == [
+        0.12,
+        4.32,
+        "2026-03-01",
+        "the contract of March",
+        "us-east5",
+        True,
+        0.1,
+    ]
+    assert (priced["chip_seconds"], priced["predicted_how"], priced["predicted_seconds"]) == (800.0, "guess", 90.0)
+    assert {unknown[name] for name in (*names, "chip_seconds", "replica_seconds", "predicted_how")} == {None}
+    assert {older[name] for name in names} == {None} and older["chip_seconds"] == 0.0

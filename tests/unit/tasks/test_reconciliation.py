@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
@@ -26,9 +27,10 @@ from fakes.records import make_record
 from flows import hooks
 from flows.cli.app import app
 from flows.hooks import leave_nothing
-from flows.reconcile import load_policy, reconcile_policy
+from flows.reconcile import load_policy, reconcile_once, reconcile_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
-from resources.errors import RecordStatus
+from resources.errors import OverBudget, RecordStatus
+from resources.settings import variable_set
 from resources.storage import storage
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.rules import CheckpointRule
@@ -43,6 +45,7 @@ from tasks.policies.overrides import Override, Overrides, write_override
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
+from tasks.records.cost import Cost, Spent, Typical
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
 from tasks.records.record import record_uri, write_record
 from tasks.running.cells import plan_cells
@@ -289,13 +292,13 @@ def asked(command: str, watched: Path, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-def publish(watched: Path, step: int, status: RecordStatus = "succeeded") -> Path:
+def publish(watched: Path, step: int, status: RecordStatus = "succeeded", **fields: Any) -> Path:
     """A record as an evaluation of that checkpoint leaves it."""
     [listing] = take_snapshot(load_policy(str(watched)))
     [evaluation] = listing.wanted
     [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
     digests = digest_model_folder(inspect_model_folder(seen.uri))
-    record = make_record(step=step, run="run", status=status, evaluation_hash=evaluation.hash)
+    record = make_record(step=step, run="run", status=status, evaluation_hash=evaluation.hash, **fields)
     reference = record.checkpoint.model_copy(update={"digest": digests.checkpoint, "listing": seen.listing})
     cell = watched.parent / "out" / "run" / f"step-{step}" / "lm_evaluation_harness" / f"facts-{status}"
     write_record(str(cell), record.model_copy(update={"checkpoint": reference}))
@@ -320,6 +323,52 @@ def test_commands_tell_plan_gaps_and_grid(watched: Path):
         shown = CliRunner().invoke(app, [command, str(watched)], env={"COLUMNS": "200"})
         assert shown.exit_code == 0
         assert "run-200" in shown.stdout
+
+
+@pytest.fixture
+def priced(watched: Path) -> Iterator[Path]:
+    """The policy on slices with a price, an hour of which a success of October took, and a failure of November more."""
+    content = yaml.safe_load(watched.read_text())
+    del content["base_url"]
+    content["resource_config"] = {"device": {"kind": "tpu", "variant": "v5litepod-8"}}
+    watched.write_text(yaml.safe_dump(content))
+    with variable_set("ASSAY_REGION", "us-central1"):
+        first = Cost(usd=1.5, replica_seconds=3600.0, earlier=Spent(attempts=1, usd=0.5, chip_seconds=1800.0))
+        october, november = datetime(2025, 10, 31, 23, 59, 59, tzinfo=UTC), datetime(2025, 11, 1, tzinfo=UTC)
+        ours = {"tags": ("policy=p",), "chip_seconds": 7200.0}
+        publish(watched, 100, cost=first, created=october, **ours)
+        unknown = Cost(replica_seconds=60.0, why_unknown="nobody says")
+        publish(watched, 200, "infra_failed", cost=unknown, created=november, **ours)
+        publish(watched, 100, "failed", cost=Cost(usd=99.0), created=november, tags=("policy=other",))
+        yield watched
+
+
+def test_status_tells_what_a_policy_has_cost_by_month_and_what_is_expected_of_what_is_left(priced: Path):
+    cost = asked("status", priced)["cost"]
+    assert {month: spent["price"] for month, spent in cost["months"].items()} == {
+        "2025-10": "2.00 USD",
+        "2025-11": "unknown",
+    }
+    assert (cost["spent"]["attempts"], cost["spent"]["price"]) == (3, "at least 2.00 USD, 1 unknown")
+    assert cost["spent"]["chip_seconds"] == 7200.0 + 1800.0 + 7200.0
+    assert (cost["expected"]["cells"], cost["expected"]["measured"]) == (2, 2)
+    assert cost["expected"]["usd"] == pytest.approx(2 * 8 * 0.48)
+    shown = CliRunner().invoke(app, ["status", str(priced)], env={"COLUMNS": "200"}).stdout
+    assert "Spent so far: 3 attempts, 4.500 chip-hours, at least 2.00 USD, 1 unknown." in shown
+    assert "2025-10: 2 attempts, 2.500 chip-hours, 2.00 USD" in shown
+    assert "Expected for what is left: 16.000 chip-hours, 7.68 USD (2 cells)." in shown
+
+
+def test_plan_tells_the_price_of_each_cell_and_a_policy_that_may_cost_less_begins_nothing(priced: Path):
+    plan = asked("plan", priced)
+    [cell] = plan["cells"]
+    assert (cell["checkpoint"], cell["how"], cell["money"]) == ("run-200", "measured", pytest.approx(8 * 0.48))
+    assert (plan["total"]["money"], plan["total"]["expected"]["price"]) == (pytest.approx(3.84), "3.84 USD")
+    wanted = load_policy(str(priced))
+    with pytest.raises(OverBudget, match=r"3\.84 USD expected for 1 cell"):
+        reconcile_once(wanted.model_copy(update={"max_usd": 3.8}))
+    with variable_set("ASSAY_REGION", "nowhere"), pytest.raises(OverBudget, match="has no region nowhere"):
+        reconcile_once(wanted.model_copy(update={"max_usd": 100.0}))
 
 
 def test_failed_cell_waits_until_somebody_asks_for_another_try(watched: Path):
@@ -518,10 +567,12 @@ def test_estimate_is_what_the_same_evaluation_took_at_the_price_of_its_machine(w
     watched.write_text(yaml.safe_dump(content))
     [listing] = take_snapshot(load_policy(str(watched)))
     [hash_] = [evaluation.hash for evaluation in listing.wanted]
-    measured = replace(listing, records=RunRecords({}, (), {hash_: (120.0, 8 * 90.0)}))
+    measured = replace(listing, records=RunRecords({}, (), {hash_: Typical(120.0, 8 * 90.0, 90.0)}))
     [cell, _] = reconcile([measured], policy(), now=NOW).work
-    estimate = Estimates([measured]).of(cell)
-    assert (estimate.seconds, estimate.chip_hours) == (120.0, 0.2)
+    assert Estimates([measured]).of(cell).money is None, "this machine is in no region that has prices"
+    with variable_set("ASSAY_REGION", "us-central1"):
+        estimate = Estimates([measured]).of(cell)
+    assert (estimate.seconds, estimate.chip_hours, estimate.how) == (120.0, 0.2, "measured")
     assert estimate.where == "v5litepod-8 here"
-    assert estimate.money is not None and estimate.money > 0
+    assert estimate.money == pytest.approx(8 * 0.48 * 90 / 3600)
     assert Estimates([listing]).of(cell).seconds is None

@@ -54,7 +54,7 @@ def test_rows_say_what_the_records_say(tmp_path: Path):
         lambda content: json.dumps([json.loads(content)]),
         lambda content: json.dumps({**json.loads(content), "status": "splendid"}),
         lambda content: json.dumps({**json.loads(content), "of_a_later_version": 1}),
-        lambda content: json.dumps({**json.loads(content), "schema_version": 4}),
+        lambda content: json.dumps({**json.loads(content), "schema_version": 5}),
         lambda content: json.dumps({name: value for name, value in json.loads(content).items() if name != "metrics"}),
         lambda content: json.dumps({**json.loads(content), "created": "yesterday"}),
         lambda content: json.dumps({**json.loads(content), "created": "2026-01-02T03:04:05"}),
@@ -118,7 +118,7 @@ def test_index_without_its_rows_is_right_while_nothing_changes_and_after(tmp_pat
 
 
 @pytest.mark.parametrize("name", INDEX)
-@pytest.mark.parametrize("content", [{}, {"format": 2}, {"format": 2, "rows": [[]], "stamps": [], "compared": "no"}])
+@pytest.mark.parametrize("content", [{}, {"format": 4}, {"format": 4, "rows": [[]], "stamps": [], "compared": "no"}])
 def test_damaged_index_is_made_anew(tmp_path: Path, name: str, content: dict[str, Any]):
     place(tmp_path, make_record())
     run = tmp_path / "run-a"

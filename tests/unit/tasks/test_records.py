@@ -77,7 +77,7 @@ def test_half_written_record_is_not_taken_for_done(tmp_path: Path) -> None:
     assert read_record(str(tmp_path)) == record
 
 
-@pytest.mark.parametrize("newer", [{"schema_version": 4}, {"power_watts": 1}])
+@pytest.mark.parametrize("newer", [{"schema_version": 5}, {"power_watts": 1}])
 def test_success_of_a_newer_version_stands_and_its_failure_does_not(tmp_path: Path, newer: dict[str, int]) -> None:
     file = tmp_path / "record.json"
     file.write_text(json.dumps(make_record().model_dump(mode="json") | newer))

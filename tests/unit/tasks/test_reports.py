@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from datetime import date, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
 from tasks.alerts.files import acknowledge
 from tasks.records.builds import Qualification, QualifiedBenchmark, build_of, write_qualification
+from tasks.records.cost import Cost, Predicted, Spent
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample
@@ -803,3 +804,23 @@ def test_written_page_says_who_acknowledged_an_alert_once_somebody_has(tmp_path:
 
     assert ">open<" in before and ">open<" not in page.read_text()
     assert re.search(r"acknowledged by [^<]*: an old checkpoint", page.read_text())
+
+
+def test_report_says_what_it_cost_against_what_was_expected_and_what_is_unknown():
+    predicted = Predicted(how="guess", basis="a record", seconds=9.0, chip_seconds=72.0, usd=1.0)
+    priced = Cost(
+        usd=1.25, replica_seconds=900.0, usd_per_hour=5.0, as_of=date(2026, 3, 1), source="the contract of March",
+        region="us-east5", preemptible=True, predicted=predicted, earlier=Spent(attempts=2, usd=0.5),
+    )  # fmt: skip
+    records = [
+        make_record(step=100, cost=priced, chip_seconds=7200.0, seconds={"evaluate": 18.0}, tags=("suite=demo",)),
+        make_record(step=200, cost=Cost(why_unknown="nobody says"), served={"by": "endpoint"}),
+    ]
+    text = " ".join(re.sub(r"<[^>]*>", " ", render_report(records, title="run-a")).split())
+    part = text[text.index("Cost at least") if "Cost at least" in text else text.index(" Cost ") :]
+    assert "at least 2.000, 1 unknown chip-hours, at least 1.75 USD, 1 unknown , for 4 attempts, failed ones" in part
+    assert "Expected were 9.0 s, 1 USD, 1 of 1 cell a guess; it took 18.0 s, 1.25 USD, 2.00 times as long." in part
+    assert "demo · lm-eval: demo_facts" in part
+    assert "5.00 USD an hour of a replica in us-east5, preemptible: the contract of March, 2026-03-01" in part
+    assert "Price unknown, 1 cell: nobody says" in part
+    assert "chip-hours" not in render_report([make_record()], title="of a time without prices")

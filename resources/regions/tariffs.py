@@ -1,0 +1,96 @@
+"""Price of an hour of one replica where it runs: its place, whether it can be taken away, and the list it is from."""
+
+from __future__ import annotations
+
+from datetime import date
+
+from resources.config import Config, ResourceConfig
+from resources.errors import BadInput
+from resources.regions.region_check import vm_metadata
+from resources.regions.region_table import Region, Regions
+from resources.regions.regions import known_regions, price_per_hour
+from resources.settings import settings
+
+STALE_DAYS = 180
+"""Age of a price list from which on `assay doctor` asks for a newer one; list prices move about once a year."""
+
+
+class Tariff(Config):
+    """Price of one replica for an hour, as far as it is known."""
+
+    usd_per_hour: float | None = None
+    """USD for an hour of one replica, at all of its hosts; empty where it is unknown."""
+    region: str | None = None
+    """Region that it runs in."""
+    zone: str | None = None
+    """Zone that it runs in, where that is known."""
+    preemptible: bool | None = None
+    """True if the machine can be taken away, which is cheaper."""
+    as_of: date | None = None
+    """Date of the price list."""
+    source: str | None = None
+    """Source of the price list."""
+    why_unknown: str | None = None
+    """Reason that there is no price."""
+
+
+def tariff_in(region: Region, resources: ResourceConfig, regions: Regions, *, zone: str | None = None) -> Tariff:
+    """The tariff of one replica in a region.
+
+    Args:
+        region: where it runs.
+        resources: what it runs on.
+        regions: the table that has the price.
+        zone: where in the region, if that is known.
+    """
+    hourly = price_per_hour(region, resources.model_copy(update={"replicas": 1}))
+    place = {"region": region.name, "zone": zone or resources.zone, "preemptible": resources.preemptible}
+    if hourly is None:
+        kind = "preemptible" if resources.preemptible else "on demand"
+        return Tariff(**place, why_unknown=f"the price list has no price for it in {region.name}, {kind}")
+    prices = regions.prices
+    source = prices.source or prices.note or None
+    return Tariff(**place, usd_per_hour=round(float(hourly), 6), as_of=prices.as_of, source=source)
+
+
+def tariff_of(resources: ResourceConfig, *, backend: str | None, regions: Regions | None = None) -> Tariff:
+    """The tariff of one replica of a job, as far as it is known where that runs.
+
+    On this machine that is the region in the settings, or of the zone that the metadata of a VM at Google names;
+    elsewhere the region of the backend, or the only one that the job allows.
+
+    Args:
+        resources: what the job asks for.
+        backend: its address, as in `Client.url`; None is this machine.
+        regions: the table of prices; `known_regions()` when None.
+    """
+    try:
+        known = regions or known_regions()
+        if backend is None:
+            return _tariff_here(resources, known)
+        at = (region for region in known.regions if backend in (region.ray_address, region.iris_address))
+        region = next(at, None)
+        match resources.regions:
+            case (only,) if region is None:
+                region = known.named(only)
+    except BadInput as error:
+        return Tariff(why_unknown=f"{error.expected}: {error.found}".splitlines()[0])
+    if region is None:
+        return Tariff(why_unknown="neither the backend nor resources.regions says which region it runs in")
+    return tariff_in(region, resources, known)
+
+
+def _tariff_here(resources: ResourceConfig, known: Regions) -> Tariff:
+    zone, preemptible = None, None
+    if (name := settings().region) is None and (place := vm_metadata("zone")) is not None:
+        zone = place.rpartition("/")[2]
+        name = zone.rpartition("-")[0]
+    if name is None:
+        return Tariff(why_unknown="this machine is in no region that has prices")
+    if zone is not None and (told := vm_metadata("scheduling/preemptible")) is not None:
+        preemptible = told.upper() == "TRUE"
+    region = next((region for region in known.regions if name in (region.name, *region.aliases)), None)
+    if region is None:
+        return Tariff(zone=zone, why_unknown=f"the price list has no region {name}")
+    asked = resources if preemptible is None else resources.model_copy(update={"preemptible": preemptible})
+    return tariff_in(region, asked, known, zone=zone)

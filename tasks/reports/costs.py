@@ -1,0 +1,101 @@
+"""The cost part of the report page: by checkpoint and by evaluation, and what was expected against what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tasks.records.cost import Spent, sum_of
+from tasks.records.record import Record
+from tasks.reports.table import NOTHING
+from tasks.spec.evaluators import evaluator_title
+from tasks.spec.names import how_many, in_few_words, suites_in
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """Cost of some records together, in words."""
+
+    title: str
+    spent: Spent
+    predicted: str
+    """Expected seconds and price of the records that had an expectation."""
+    guesses: str
+    """Number of guesses among these; empty without any."""
+    took: str
+    """Seconds and price of the same records."""
+    ratio: str
+    """The latter divided by the former."""
+
+
+@dataclass(frozen=True)
+class CostPart:
+    """Cost of all records of a page."""
+
+    total: CostRow
+    checkpoints: tuple[CostRow, ...]
+    evaluations: tuple[CostRow, ...]
+    lists: tuple[str, ...]
+    """Price lists, with dates, sources and places."""
+    unknown: tuple[str, ...]
+    """Reasons for which prices are unknown."""
+
+
+def cost_part(records: Sequence[Record]) -> CostPart | None:
+    """The cost of some records; None where none of them is of a time that had prices."""
+    if all(record.cost is None for record in records):
+        return None
+    whys = [record.cost.why_unknown if record.cost else "older records have no price" for record in records]
+    return CostPart(
+        total=_row("all", records),
+        checkpoints=_rows(records, lambda record: record.checkpoint.name),
+        evaluations=_rows(records, _evaluation),
+        lists=tuple(dict.fromkeys(filter(None, map(_list_of, records)))),
+        unknown=tuple(f"{how_many(whys.count(why), 'cell')}: {why}" for why in dict.fromkeys(filter(None, whys))),
+    )
+
+
+def _rows(records: Sequence[Record], title_of: Callable[[Record], str]) -> tuple[CostRow, ...]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(title_of(record), []).append(record)
+    return tuple(_row(title, found) for title, found in groups.items())
+
+
+def _evaluation(record: Record) -> str:
+    suites = suites_in(record.tags)
+    asked = f"{evaluator_title(record.evaluator)}: {in_few_words(record.benchmarks)}"
+    return f"{', '.join(suites)} · {asked}" if suites else asked
+
+
+def _row(title: str, records: Sequence[Record]) -> CostRow:
+    both = [(record, cost.predicted) for record in records if (cost := record.cost) and cost.predicted is not None]
+    expected = sum(predicted.seconds for _, predicted in both)
+    seconds = sum(sum(record.seconds.values()) for record, _ in both)
+    priced = [
+        (predicted.usd, record.cost.usd)
+        for record, predicted in both
+        if predicted.usd is not None and record.cost is not None and record.cost.usd is not None
+    ]
+    usd = (sum(expected for expected, _ in priced), sum(actual for _, actual in priced)) if priced else None
+    guesses = sum(predicted.how == "guess" for _, predicted in both)
+    return CostRow(
+        title=title,
+        spent=sum_of(record.spent for record in records),
+        predicted=_amount(expected, usd and usd[0]) if both else NOTHING,
+        guesses=f"{guesses:,} of {how_many(len(both), 'cell')} a guess" if guesses else "",
+        took=_amount(seconds, usd and usd[1]) if both else NOTHING,
+        ratio=f"{seconds / expected:.2f}" if both and expected else NOTHING,
+    )
+
+
+def _amount(seconds: float, usd: float | None) -> str:
+    return f"{seconds:,.1f} s" + (f", {usd:.3g} USD" if usd is not None else "")
+
+
+def _list_of(record: Record) -> str | None:
+    cost = record.cost
+    if cost is None or cost.usd_per_hour is None or cost.as_of is None:
+        return None
+    place = f"{cost.zone or cost.region}, {'preemptible' if cost.preemptible else 'on demand'}"
+    return f"{cost.usd_per_hour:.2f} USD an hour of a replica in {place}: {cost.source or 'no source'}, {cost.as_of}"

@@ -1,0 +1,325 @@
+"""Expected cost of cells: by what the same evaluation took of other checkpoints, else guessed from other evaluations.
+
+A guess is tokens to be asked by the rate that the engine was measured at. Tokens are those of records of the same
+benchmarks, with other settings or of other models; rates are those of records on the same kind of engine. Where either
+was never measured there is no guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from resources.errors import OverBudget, StorageError
+from resources.regions.tariffs import Tariff
+from resources.storage import storage
+from tasks.prefect_server.progress import Notice, report_event
+from tasks.records.cost import Predicted, Spent, Typical, Work, asked_of, engine_of, in_usd
+from tasks.records.index import RunRecords, indexed_records
+from tasks.records.provenance import hardware
+from tasks.running.cells import Cell
+from tasks.running.pricing import resources_of_replica, tariff_of_cell
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import how_many
+
+NEVER_MEASURED = "unknown: never measured"
+_MOST_RUNS = 64
+"""Other runs that are looked into for a guess; each is a read of its index."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Expected cost of some cells together."""
+
+    cells: int
+    measured: int
+    """Cells that are expected to take what was measured."""
+    guessed: int
+    """Cells of which it is a guess."""
+    seconds: float
+    """Of cells with an expectation, one after the other."""
+    cost: Spent
+    """Expected cost; what is unknown of it is counted there."""
+    basis: tuple[str, ...] = ()
+    """Records and reckoning behind guesses."""
+    why_unpriced: str | None = None
+    """Reason that a price is unknown, of the first cell without one."""
+
+    @property
+    def price(self) -> str:
+        """USD in words."""
+        return self.cost.price
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        known = self.measured + self.guessed
+        if not known:
+            return [f"expected for {how_many(self.cells, 'cell')}: {NEVER_MEASURED}"]
+        ways = {"measured": self.measured, "guess": self.guessed, "never measured": self.cells - known}
+        counted = ", ".join(f"{number:,} {way}" for way, number in ways.items() if number)
+        way = "a guess" if not self.measured else "partly a guess" if self.guessed else "as measured before"
+        took = _duration(self.seconds) + (" one after the other" if known > 1 else "")
+        numbers = f"{took}, {self.cost.chip_hours} chip-hours, {self.price}"
+        why = f" ({self.why_unpriced})" if self.why_unpriced else ""
+        lines = [f"expected for {how_many(self.cells, 'cell')}: {numbers}{why}; {way} ({counted})"]
+        return [*lines, *(f"  guess: {basis}" for basis in self.basis)]
+
+    def as_dict(self) -> dict[str, object]:
+        """The same for scripts; numbers are those of what is known, None where nothing is."""
+        known = self.measured + self.guessed
+        return {
+            "cells": self.cells,
+            "measured": self.measured,
+            "guessed": self.guessed,
+            "never_measured": self.cells - known,
+            "seconds": round(self.seconds, 1) if known else None,
+            "chip_seconds": self.cost.chip_seconds if self.cost.without_chips < self.cells else None,
+            "usd": self.cost.usd if self.cost.unpriced < self.cells else None,
+            "usd_unknown_cells": self.cost.unpriced,
+            "price": self.price,
+            "basis": list(self.basis),
+        }
+
+
+def check_budget(expected: Expected, max_usd: float | None) -> None:
+    """Passes if some cells are expected to cost no more than that; without a bound, or without cells, always.
+
+    Raises:
+        OverBudget: they are expected to cost more, or nobody knows.
+    """
+    if max_usd is None or not expected.cells:
+        return
+    cost, bound = expected.cost, f"an evaluation that is expected to cost at most {in_usd(max_usd)}"
+    if cost.usd > max_usd:
+        raise OverBudget(
+            expected=bound,
+            found=f"{cost.price} expected for {how_many(expected.cells, 'cell')}, of which nothing was begun",
+            remedy="ask fewer checkpoints, benchmarks or questions (--which, --eval, --limit), or allow more: "
+            "--max-usd, or max_usd of the policy",
+        )
+    if cost.unpriced:
+        why = f": {expected.why_unpriced}" if expected.why_unpriced else ""
+        raise OverBudget(
+            expected=bound,
+            found=f"{cost.price} for {how_many(expected.cells, 'cell')}{why}; nothing was begun",
+            remedy="evaluate one checkpoint first without --max-usd, so that there is something to expect from; "
+            "where the price is missing, name the region (ASSAY_REGION) and its prices (ASSAY_REGIONS)",
+        )
+
+
+class Expectations:
+    """Expected costs below one evaluation path.
+
+    Args:
+        evaluation_path: folder of the records.
+        known: what the indices of some runs say, by run; the others are looked into when a guess needs them.
+    """
+
+    def __init__(self, evaluation_path: str, known: Mapping[str, RunRecords]) -> None:
+        self._path = evaluation_path
+        self._known = known
+        self._typical: dict[str, Typical] = {}
+        for records in known.values():
+            self._typical |= records.typical
+
+    def of(self, config: EvaluationConfig, hashes: Iterable[str | None], tariff: Tariff) -> Predicted | None:
+        """The expected cost of one cell; None where it was never measured, and cannot be guessed.
+
+        Args:
+            config: its evaluation, as `as_served` has it.
+            hashes: of the evaluation, and of the same by Levanter where that may be.
+            tariff: price of its replica.
+        """
+        resources = resources_of_replica(config)
+        chips = resources.chip_count() if resources else None
+
+        def priced(how: str, basis: str, seconds: float, replica_seconds: float | None) -> Predicted:
+            hourly = tariff.usd_per_hour
+            usd = None if hourly is None or replica_seconds is None else round(hourly * replica_seconds / 3600, 8)
+            spent = None if chips is None or replica_seconds is None else round(chips * replica_seconds, 3)
+            return Predicted.model_validate(
+                {"how": how, "basis": basis, "seconds": seconds, "chip_seconds": spent, "usd": usd}
+            )
+
+        for hash_ in filter(None, hashes):
+            if (typical := self._typical.get(hash_)) is not None:
+                replica = typical.replica_seconds
+                if replica is None and chips:
+                    replica = typical.chip_seconds / chips or None
+                basis = f"the median of {how_many(typical.records, 'record')} with these settings"
+                return priced("measured", basis, typical.seconds, replica)
+        if (guessed := guess(config, self._work)) is None:
+            return None
+        return priced("guess", guessed[1], guessed[0], guessed[0])
+
+    @cached_property
+    def _work(self) -> list[Work]:
+        work = [work for records in self._known.values() for work in records.work]
+        for folder in self._others():
+            try:
+                work += indexed_records(folder).work
+            except StorageError:
+                continue  # a guess has less to go by
+        return work
+
+    def _others(self) -> list[str]:
+        """Folders of other runs with an index, or with news of a record."""
+        try:
+            files = storage.matching_files(storage.join(self._path, "*", "index", "*.json"))
+        except StorageError:
+            return []
+        folders = dict.fromkeys(storage.parent(storage.parent(file)) for file in files)
+        return [folder for folder in folders if storage.basename(folder) not in self._known][:_MOST_RUNS]
+
+
+def guess(config: EvaluationConfig, work: Sequence[Work]) -> tuple[float, str] | None:
+    """Seconds of a replica that an evaluation may take, and the reckoning; None where too little was measured."""
+    engine = engine_of(hardware(config), config.evaluator.name if config.native else "pool")
+    if engine is None:
+        return None
+    mine = [found for found in work if found.evaluator == config.evaluator.name]
+    asked = tuple(asked_of(task.model_dump() for task in config.evals))
+    parts = [asked] if _like(mine, asked) or len(asked) == 1 else [(name,) for name in asked]
+    found = [_guessed(_like(mine, part), work, engine=engine, limit=config.max_eval_instances) for part in parts]
+    known = [part for part in found if part is not None]
+    if len(known) < len(found):
+        return None
+    return round(sum(seconds for seconds, _ in known), 1), "; ".join(dict.fromkeys(basis for _, basis in known))
+
+
+def _like(work: Sequence[Work], asked: tuple[str, ...]) -> list[Work]:
+    """Work on the same benchmarks: with as many worked examples, else with others."""
+    same = [found for found in work if found.asked == asked and found.asked_questions]
+    names = [name.partition(":")[0] for name in asked]
+    others = [found for found in work if [name.partition(":")[0] for name in found.asked] == names]
+    return same or [found for found in others if found.asked_questions]
+
+
+def _guessed(like: Sequence[Work], work: Sequence[Work], *, engine: str, limit: int | None) -> tuple[float, str] | None:
+    if not like or (questions := _questions(like, limit)) is None:
+        return None
+    asked, records = sum(found.asked_questions for found in like), sum(found.records for found in like)
+    tokens = sum(found.prompt_tokens + found.completion_tokens for found in like) / asked
+    source = f"{how_many(records, 'record')} of {', '.join(like[0].asked)}"
+    here = [found for found in like if found.engine == engine]
+    if not tokens:  # an evaluator that loads the checkpoint itself counts no tokens
+        if not any(found.engine_seconds for found in here):
+            return None
+        each = sum(found.engine_seconds for found in here) / sum(found.asked_questions for found in here)
+        return questions * each, f"{questions:,} questions × {each:.2g} s ({source} on {engine})"
+    alike = [found for found in work if found.engine == engine and found.generates == like[0].generates]
+    if (rated := _rate(here) or _rate(alike) or _rate(here, journaled=True) or _rate(alike, journaled=True)) is None:
+        return None
+    rate, measured = rated
+    return questions * tokens / rate, (
+        f"{questions:,} questions × {tokens:,.0f} tokens ({source}) ÷ {rate:,.0f} tokens/s "
+        f"({how_many(measured, 'record')} on {engine})"
+    )
+
+
+def _rate(work: Sequence[Work], *, journaled: bool = False) -> tuple[float, int] | None:
+    """Tokens a second, and of how many records; None where no engine counted any.
+
+    Args:
+        work: on one kind of engine.
+        journaled: takes records too of which the journal answered much.
+    """
+    found = [
+        (each.all_tokens, each.all_seconds) if journaled else (each.engine_tokens, each.engine_seconds) for each in work
+    ]
+    tokens, seconds = sum(tokens for tokens, _ in found), sum(seconds for _, seconds in found)
+    records = sum(each.records for each, (counted, _) in zip(work, found, strict=True) if counted)
+    return (tokens / seconds, records) if tokens and seconds else None
+
+
+def _questions(like: Sequence[Work], limit: int | None) -> int | None:
+    """Questions of some benchmarks with a limit; None where they were only asked with one, and now without."""
+    total = 0
+    for name in {name for found in like for name in found.questions}:
+        seen = [(found, found.questions[name]) for found in like if name in found.questions]
+        parts = len(like[0].asked) if not name else 1  # together, where a record does not say how many each asks
+        most = max(count for _, count in seen)
+        whole = any(found.limit is None or count < found.limit * parts for found, count in seen)
+        if limit is None:
+            if not whole:
+                return None
+            total += most
+        else:
+            total += min(most, limit * parts) if whole else limit * parts
+    return total
+
+
+def together(
+    predictions: Sequence[Predicted | None], *, without_chips: bool = False, why_unpriced: str | None = None
+) -> Expected:
+    """The expected cost of cells together, by those of each.
+
+    Args:
+        predictions: one of each cell; None where nothing is known.
+        without_chips: that nobody knows what answers them.
+        why_unpriced: reason that an hour of theirs has no price.
+    """
+    known = [predicted for predicted in predictions if predicted is not None]
+    guesses = [predicted for predicted in known if predicted.how == "guess"]
+    unpriced = sum(predicted is None or predicted.usd is None for predicted in predictions)
+    cost = Spent(
+        attempts=len(predictions),
+        chip_seconds=round(sum(predicted.chip_seconds or 0.0 for predicted in known), 3),
+        without_chips=sum(predicted is None or predicted.chip_seconds is None for predicted in predictions),
+        usd=round(sum(predicted.usd or 0.0 for predicted in known), 8),
+        unpriced=unpriced,
+    )
+    never = NEVER_MEASURED.partition(": ")[2] if len(known) < len(predictions) else None
+    return Expected(
+        cells=len(predictions),
+        measured=len(known) - len(guesses),
+        guessed=len(guesses),
+        seconds=sum(predicted.seconds for predicted in known),
+        cost=cost,
+        basis=tuple(dict.fromkeys(predicted.basis for predicted in guesses)),
+        why_unpriced=(why_unpriced or never) if unpriced else None,
+    )
+
+
+def with_expectations(
+    cells: Sequence[Cell], *, tariff_of: Callable[[EvaluationConfig], Tariff] = tariff_of_cell
+) -> tuple[list[Cell], Expected]:
+    """Cells of one run, each open one with what it is expected to cost, and that of all open ones together.
+
+    Where records cannot be listed, nothing is known of them.
+    """
+    open_cells = [cell for cell in cells if not cell.settled]
+    if not open_cells:
+        return list(cells), together([])
+    run, path = open_cells[0].reference.run, open_cells[0].config.evaluation_path
+    try:
+        known = indexed_records(storage.join(path, run))
+    except StorageError:
+        known = RunRecords({}, (), {})
+    expectations = Expectations(path, {run: known})
+    tariffs = {id(cell.config): tariff_of(cell.config) for cell in open_cells}
+
+    def expecting(cell: Cell) -> Cell:
+        tariff = tariffs.get(id(cell.config)) or tariff_of(cell.config)
+        return replace(cell, predicted=expectations.of(cell.config, [cell.evaluation_hash], tariff))
+
+    found: dict[int, Cell] = {}
+    for cell in open_cells:
+        fallback = expecting(cell.levanter_fallback) if cell.levanter_fallback is not None else None
+        found[id(cell)] = replace(expecting(cell), levanter_fallback=fallback)
+    whys = [tariff.why_unknown for tariff in tariffs.values() if tariff.usd_per_hour is None]
+    expected = together([cell.predicted for cell in found.values()], why_unpriced=whys[0] if whys else None)
+    return [found.get(id(cell), cell) for cell in cells], expected
+
+
+def tell(expected: Expected) -> None:
+    """Says what some cells are expected to cost, before they begin."""
+    for line in expected.lines():
+        report_event(line, Notice)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.1f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

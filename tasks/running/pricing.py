@@ -1,0 +1,80 @@
+"""Price of cells: an hour of the replica that one has, what it has cost, and what cannot be known of it."""
+
+from __future__ import annotations
+
+from pools.config import is_address
+from resources.backends.current import current_client
+from resources.config import ResourceConfig
+from resources.errors import AssayError
+from resources.jobs.addresses import is_loopback
+from resources.regions.tariffs import Tariff, tariff_of
+from tasks.records.cost import Cost, Predicted
+from tasks.running.kept_pools import access_of
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import JudgedOptions
+
+
+def resources_of_replica(config: EvaluationConfig) -> ResourceConfig | None:
+    """Resources of one replica of an evaluation, with all that says how it is served; None where nobody says."""
+    if config.native:
+        return (config.resource_config or ResourceConfig()).model_copy(update={"replicas": 1})
+    return config.pool_config.resource_config.model_copy(update={"replicas": 1}) if config.pool_config else None
+
+
+def tariff_of_cell(config: EvaluationConfig) -> Tariff:
+    """The tariff of the replica that an evaluation begun here would have.
+
+    Args:
+        config: the evaluation, as `as_served` has it.
+    """
+    resources = resources_of_replica(config)
+    if resources is None:
+        return Tariff(why_unknown="an endpoint of others answers, which has no price here")
+    try:
+        if config.native or config.pool_name is None:
+            client = current_client()
+            return tariff_of(resources, backend=None if client.is_local else client.url)
+        if not resources.regions and not is_address(config.pool_name):
+            host = access_of(config.pool_name, config.pool_key_block).address.host
+            if is_loopback(host):
+                return tariff_of(resources, backend=None)
+        return tariff_of(resources, backend=config.pool_name)
+    except AssayError as error:
+        return Tariff(why_unknown=error.found.splitlines()[0])
+
+
+def cost_of(
+    config: EvaluationConfig, replica_seconds: float | None, *, judged: bool, predicted: Predicted | None
+) -> Cost:
+    """The cost of a cell at the prices of now.
+
+    Args:
+        config: its evaluation.
+        replica_seconds: that a replica was the cell's; None where nobody counted.
+        judged: True if a judge was, or may have been, asked.
+        predicted: what was expected.
+    """
+    tariff = tariff_of_cell(config)
+    usd, why = None, tariff.why_unknown
+    if tariff.usd_per_hour is not None and replica_seconds is not None:
+        usd = round(tariff.usd_per_hour * replica_seconds / 3600, 8)
+    elif why is None:
+        why = "nobody counted the seconds of its replica"
+    known = None
+    if judged and usd is not None and (judge := _judge_elsewhere(config)) is not None:
+        usd, known, why = None, usd, f"the share of the judge, {judge}, is not known"
+    place = tariff.model_dump(exclude={"why_unknown"})
+    return Cost(
+        usd=usd, known_usd=known, replica_seconds=replica_seconds, why_unknown=why, predicted=predicted, **place
+    )
+
+
+def _judge_elsewhere(config: EvaluationConfig) -> str | None:
+    """The judge, where that is not the checkpoint itself on its own replica."""
+    if not isinstance(config.evaluator, JudgedOptions):
+        return None
+    judge = config.evaluator.judge
+    if judge.pool_name is None and judge.base_url is None and judge.model is None:
+        return None
+    place = judge.base_url or (f"pool {judge.pool_name}" if judge.pool_name else "the same pool")
+    return f"{judge.model or 'a model'} at {place}"
