@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tasks.records.build_changes import build_changes
-from tasks.records.builds import Qualification
+from tasks.records.builds import Qualification, build_changes
 from tasks.records.current import current_records, told_apart
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.statistics.alarms import CHECKPOINTS_BETWEEN_FALSE_ALARMS, FEWEST_BEFORE, Score, alarms

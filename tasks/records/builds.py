@@ -5,7 +5,8 @@ A qualification lies in `<evaluation_path>/qualifications/verdicts/`, beside the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
@@ -244,3 +245,38 @@ def write_qualification(evaluation_path: str, qualification: Qualification) -> s
     stem = f"{qualification.created:%Y%m%dT%H%M%S%f}-{qualification.checkpoint.name}"
     uris = (storage.join(folder, f"{stem}-{number}.json") for number in count(1))
     return next(uri for uri in uris if storage.create_bytes(uri, content))
+
+
+@dataclass(frozen=True)
+class BuildChange:
+    """A change of versions inside a series, at the first checkpoint with the new ones."""
+
+    run: str
+    step: int
+    words: tuple[str, ...]
+    qualified: bool
+
+    @property
+    def text(self) -> str:
+        """The change in a line."""
+        judged = "qualified" if self.qualified else "not qualified, so the line is broken"
+        return f"{'; '.join(self.words)} ({judged})"
+
+
+def build_changes(
+    numbers: Iterable[tuple[CheckpointReference, Record]],
+    *,
+    evaluator: str,
+    benchmark: str,
+    qualifications: Sequence[Qualification],
+) -> list[BuildChange]:
+    """Returns changes between neighbouring checkpoints of each run; `numbers` are those of one series, by step."""
+    found: list[BuildChange] = []
+    builds: dict[str, Build] = {}
+    for checkpoint, record in numbers:
+        later, build = build_of(record, benchmark), builds.get(checkpoint.run)
+        if build is not None and (words := build.changes(later)):
+            qualified = is_qualified(build, later, qualifications, evaluator=evaluator, benchmark=benchmark)
+            found.append(BuildChange(checkpoint.run, checkpoint.step, words, qualified))
+        builds[checkpoint.run] = build.updated(later) if build is not None else later
+    return found

@@ -30,8 +30,8 @@ import orjson
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.storage import FileInfo
-from tasks.records.cost import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
 from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_record
+from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
 from tasks.spec.names import step_of
 
 _FOLDER = "index"

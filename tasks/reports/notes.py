@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from tasks.records.build_changes import BuildChange
+from tasks.records.builds import BuildChange
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import CheckpointReference, Record
 from tasks.records.seals import broken_seal

@@ -12,8 +12,7 @@ from functools import cached_property
 from itertools import groupby
 
 from tasks.alerts.detection import Alert, alerts_in
-from tasks.records.build_changes import BuildChange, build_changes
-from tasks.records.builds import Qualification
+from tasks.records.builds import BuildChange, Qualification, build_changes
 from tasks.records.current import current_records, told_apart
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.records.search import RecordFilter

@@ -15,9 +15,10 @@ from resources.errors import OverBudget, StorageError
 from resources.regions.tariffs import Tariff
 from resources.storage import storage
 from tasks.prefect_server.progress import Notice, report_event
-from tasks.records.cost import Predicted, Spent, Typical, Work, asked_of, engine_of, in_usd
+from tasks.records.cost import Predicted, Spent, in_usd
 from tasks.records.index import RunRecords, indexed_records
 from tasks.records.provenance import hardware
+from tasks.records.usage import Typical, Work, asked_of, engine_of
 from tasks.running.cells import Cell
 from tasks.running.pricing import resources_of_replica, tariff_of_cell
 from tasks.spec.evaluation import EvaluationConfig

@@ -45,9 +45,10 @@ from tasks.policies.overrides import Override, Overrides, write_override
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
-from tasks.records.cost import Cost, Spent, Typical
+from tasks.records.cost import Cost, Spent
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
 from tasks.records.record import record_uri, write_record
+from tasks.records.usage import Typical
 from tasks.running.cells import plan_cells
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -1,0 +1,249 @@
+"""Usage that a guess of costs, and sums of them, go by: what records asked, of which engine, in how many seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from math import fsum
+from statistics import median
+from typing import Any, NamedTuple
+
+from tasks.records.cost import Spent
+from tasks.records.record import Record
+
+_POLICY = "policy="
+_REPLAYED = 0.1  # share of answers from the journal up to which a record says how fast its engine is
+_WHOLE = ""
+"""Stands for all benchmarks of a record together, where it does not say how many questions each asks."""
+
+
+class Usage(NamedTuple):
+    """One record as sums need it. Lists, not tuples, inside: as JSON has it."""
+
+    policies: list[str]
+    spent: list[float]
+    """The numbers of its `Spent`, in the order of the fields."""
+    replica_seconds: float | None
+    engine: str | None
+    evaluator: str
+    asked: list[str]
+    limit: int | None
+    questions: dict[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    requests: int
+    replayed: int
+
+
+class Typical(NamedTuple):
+    """Medians of what successes of one evaluation took; `replica_seconds` is None where nobody counted them."""
+
+    seconds: float
+    chip_seconds: float
+    replica_seconds: float | None = None
+    records: int = 1
+
+
+class MonthSpent(NamedTuple):
+    """Cost of the records of a month that some policies asked for; of `assay evaluate` where those are none."""
+
+    policies: tuple[str, ...]
+    month: str
+    spent: Spent
+
+
+class Work(NamedTuple):
+    """Succeeded records of the same benchmarks by one evaluator on one kind of engine, added up."""
+
+    engine: str
+    evaluator: str
+    asked: tuple[str, ...]
+    """Benchmarks, as `asked_of` names them."""
+    limit: int | None
+    records: int
+    asked_questions: int
+    """Over all records, as are tokens and seconds."""
+    questions: Mapping[str, int]
+    """Questions of each benchmark in one record."""
+    prompt_tokens: float
+    """Tokens, those of answers from the journal included as far as the others tell."""
+    completion_tokens: float
+    requests: int
+    engine_tokens: int
+    """Tokens that engines counted in records of which the journal answered a tenth at most."""
+    engine_seconds: float
+    """Seconds of a replica for these."""
+    all_tokens: int
+    """Tokens that engines counted in all records with some; where the journal answered most, an engine seems slower."""
+    all_seconds: float
+    """Seconds of a replica for these."""
+
+    @property
+    def generates(self) -> bool:
+        """True if engines write answers, rather than weigh given ones, which goes many times as fast."""
+        return self.completion_tokens > 2 * self.requests
+
+
+def usage_of(record: Record) -> Usage:
+    """Reads a record's usage from it."""
+    cost, requests = record.cost, record.requests
+    native = record.served.get("by") == "the evaluator itself"
+    seconds = cost.replica_seconds if cost else record.served.get("replica_seconds")
+    if cost is None and native:
+        seconds = record.seconds.get("evaluate")
+    questions = {name: details.questions for name, details in record.details.items()}
+    if not questions and record.counts:
+        questions = {_WHOLE: record.counts.requested}
+    return Usage(
+        policies=[tag.removeprefix(_POLICY) for tag in record.tags if tag.startswith(_POLICY)],
+        spent=list(record.spent.model_dump().values()),
+        replica_seconds=seconds,
+        engine=engine_of(record.hardware, record.evaluator if native else "pool"),
+        evaluator=record.evaluator,
+        asked=asked_of(record.evaluation.get("evals") or [{"name": name} for name in record.benchmarks]),
+        limit=record.evaluation.get("max_eval_instances"),
+        questions=questions,
+        prompt_tokens=requests.get("prompt_tokens", 0),
+        completion_tokens=requests.get("completion_tokens", 0),
+        requests=requests.get("answered", 0),
+        replayed=requests.get("journal_hits", 0),
+    )
+
+
+def engine_of(hardware: Mapping[str, Any], by: str) -> str | None:
+    """Words for what answers and what it computes on, the same for what is about as fast; None where that is unknown.
+
+    Args:
+        hardware: as records have it.
+        by: `pool`, or the evaluator that loads checkpoints itself.
+    """
+    match hardware.get("device"):
+        case {"kind": "tpu", "variant": variant}:
+            device = str(variant)
+        case {"kind": "gpu", "variant": variant, "count": count}:
+            device = f"{count} × {variant}"
+        case {"kind": "cpu"}:
+            device = f"{hardware.get('cpu', 1)} CPU cores"
+        case _:
+            return None
+    hosts = hardware.get("hosts", 1)
+    return f"{by} on {f'{hosts} hosts with ' if hosts > 1 else ''}{device}"
+
+
+def asked_of(evals: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Benchmarks of a configuration by name and worked examples, such as mmlu:5."""
+    shots = ((str(task["name"]), task.get("num_fewshot")) for task in evals)
+    return sorted(name if number is None else f"{name}:{number}" for name, number in shots)
+
+
+def month_of(created: float) -> str:
+    """The month of a time in seconds since the epoch, in UTC, such as 2026-11."""
+    return datetime.fromtimestamp(created, UTC).strftime("%Y-%m")
+
+
+class Costed(NamedTuple):
+    """A record as sums are made of it."""
+
+    evaluation_hash: str
+    succeeded: bool
+    created: float
+    seconds: float
+    chip_seconds: float
+    usage: Usage
+
+
+class Sums(NamedTuple):
+    """Records of a run added up: what a success of each evaluation took, by its hash and by what it asked, and cost."""
+
+    typical: Mapping[str, Typical]
+    work: Sequence[Work]
+    spent: Sequence[MonthSpent]
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Sums:
+        """Reads what `summed` made, from JSON."""
+        return cls(
+            {key: Typical(*cost) for key, cost in content["typical"].items()},
+            [Work(*found)._replace(asked=tuple(found[2])) for found in content["work"]],
+            [month_spent(*found) for found in content["spent"]],
+        )
+
+
+def summed(records: Sequence[Costed]) -> dict[str, Any]:
+    """Adds records up, as JSON has it."""
+    succeeded = [record for record in records if record.succeeded]
+    costs: dict[str, list[tuple[float, float, float | None]]] = {}
+    for record in succeeded:
+        cost = (record.seconds, record.chip_seconds, record.usage.replica_seconds)
+        costs.setdefault(record.evaluation_hash, []).append(cost)
+    return {
+        "typical": {key: tuple(typical_of(found)) for key, found in costs.items()},
+        "work": [tuple(work) for work in worked(record.usage for record in succeeded)],
+        "spent": spent_by_month((record.usage, record.created) for record in records),
+    }
+
+
+def typical_of(costs: Sequence[tuple[float, float, float | None]]) -> Typical:
+    """Medians of seconds, chip-seconds and, as far as they are known, seconds of a replica."""
+    counted = [replica for _, _, replica in costs if replica is not None]
+    return Typical(
+        median(seconds for seconds, *_ in costs),
+        median(chips for _, chips, _ in costs),
+        median(counted) if counted else None,
+        len(costs),
+    )
+
+
+def worked(usages: Iterable[Usage]) -> list[Work]:
+    """Adds up the usage of succeeded records."""
+    groups: dict[tuple[str, str, tuple[str, ...], int | None], list[Usage]] = {}
+    for usage in usages:
+        if usage.engine is not None and usage.questions:
+            key = (usage.engine, usage.evaluator, tuple(usage.asked), usage.limit)
+            groups.setdefault(key, []).append(usage)
+    return [_together(found, *key) for key, found in groups.items()]
+
+
+def _together(found: Sequence[Usage], engine: str, evaluator: str, asked: tuple[str, ...], limit: int | None) -> Work:
+    sizes: dict[str, int] = {}
+    for usage in found:
+        for name, questions in usage.questions.items():
+            sizes[name] = max(questions, sizes.get(name, 0))
+    # What the journal answered has no tokens: the rest of a record says how many it would have had.
+    fresh = [(usage, usage.requests / max(1, usage.requests - usage.replayed)) for usage in found]
+    fresh = [(usage, scale) for usage, scale in fresh if usage.requests > usage.replayed or not usage.requests]
+    by_engine = [usage for usage, _ in fresh if usage.replica_seconds]
+    mostly = [usage for usage in by_engine if usage.replayed <= usage.requests * _REPLAYED]
+    return Work(
+        engine=engine,
+        evaluator=evaluator,
+        asked=asked,
+        limit=limit,
+        records=len(fresh),
+        asked_questions=sum(sum(usage.questions.values()) for usage, _ in fresh),
+        questions=sizes,
+        prompt_tokens=round(sum(usage.prompt_tokens * scale for usage, scale in fresh), 1),
+        completion_tokens=round(sum(usage.completion_tokens * scale for usage, scale in fresh), 1),
+        requests=sum(usage.requests for usage, _ in fresh),
+        engine_tokens=sum(usage.prompt_tokens + usage.completion_tokens for usage in mostly),
+        engine_seconds=round(sum(usage.replica_seconds or 0.0 for usage in mostly), 3),
+        all_tokens=sum(usage.prompt_tokens + usage.completion_tokens for usage in by_engine),
+        all_seconds=round(sum(usage.replica_seconds or 0.0 for usage in by_engine), 3),
+    )
+
+
+def spent_by_month(rows: Iterable[tuple[Usage, float]]) -> list[tuple[list[str], str, list[float]]]:
+    """Cost by the policies that asked, and by month: of usage with the time that its record was written."""
+    groups: dict[tuple[tuple[str, ...], str], list[list[float]]] = {}
+    for usage, created in rows:
+        groups.setdefault((tuple(usage.policies), month_of(created)), []).append(usage.spent)
+    return [
+        (list(policies), month, [round(fsum(numbers), 8) for numbers in zip(*found, strict=True)])
+        for (policies, month), found in groups.items()
+    ]
+
+
+def month_spent(policies: Sequence[str], month: str, numbers: Sequence[float]) -> MonthSpent:
+    """One of those from its parts."""
+    spent = Spent.model_validate(dict(zip(Spent.model_fields, numbers, strict=True)))
+    return MonthSpent(tuple(policies), month, spent)
