@@ -268,8 +268,8 @@ def _rewrite_reports(run_folders: Iterable[str]) -> None:
     for folder in run_folders:
         page = storage.join(folder, REPORT_NAME)
         if storage.exists(page):
-            records_at = storage.parent(folder)
-            write_report(read_records(folder), page, title=storage.basename(folder), records_at=records_at)
+            records_at, run = storage.parent(folder), storage.basename(folder)
+            write_report(read_records(folder), page, title=run, records_at=records_at, run=run)
 
 
 def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], Reconciliation]:

@@ -18,12 +18,11 @@ from tasks.gates.baselines import Find, baseline_of
 from tasks.gates.gate import BaselineRule, Gate
 from tasks.gates.reasons import Reason
 from tasks.records.builds import build_of
-from tasks.records.early import NOT_COVERED, EarlyScore, EarlyVerdict, find_early, read_early
+from tasks.records.early import NOT_COVERED, EarlyScore, EarlyVerdict, decided_words, find_early, read_early
 from tasks.records.record import FoundRecord, Metric, Record, find_records, read_record
 from tasks.reports.comparison import mean_metric
 from tasks.reports.table import measured
 from tasks.running.cells import Cell
-from tasks.spec.names import how_many
 from tasks.statistics.composition import Composition
 from tasks.statistics.early import unit_score
 from tasks.statistics.question_scores import QuestionScores
@@ -231,13 +230,9 @@ def require_whole(gate: Gate | None, *, by: str) -> None:
 
 def early_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
     """The verdict on a score in words, with what it does not cover."""
-    several = f" for {how_many(len(verdict.scores), 'score')} together" if score.alpha < verdict.alpha else ""
-    decided = f"decided early at {score.asked:,} of {score.questions:,} questions (α = {verdict.alpha:g}{several})"
-    if not score.early:
-        decided = f"all {how_many(score.questions, 'question')} asked"
     ends = f"{measured(score.low, None)} to {measured(score.high, None)}"
     found = (
-        f"{score.benchmark} · {score.metric}: {decided}: {score.verdict}; "
+        f"{score.benchmark} · {score.metric}: {decided_words(score, verdict)}: {score.verdict}; "
         f"{measured(score.baseline_value, None)} → {measured(score.estimate, None)} ({ends}); "
         f"speaks of {NOT_COVERED}"
     )
@@ -249,9 +244,7 @@ def agreement(verdict: EarlyVerdict, record: Record) -> Iterator[tuple[EarlyScor
     values = {(metric.benchmark, metric.name): metric.value for metric in record.metrics}
     for score in verdict.scores:
         value = values.get((score.benchmark, score.metric), math.nan)
-        loss = score.baseline_value - value if score.higher_is_better else value - score.baseline_value
-        word = "not worse" if loss <= score.margin + 1e-9 else "worse"
-        agrees = "agrees with" if word == score.verdict else "contradicts"
+        agrees = "agrees with" if score.agrees_with(value) else "contradicts"
         yield (
             score,
             f"{score.benchmark} · {score.metric}: the whole, {measured(value, None)} over {score.questions:,} "

@@ -1,6 +1,7 @@
 """Early verdicts: what was decided of a cell's scores before all of its questions were asked.
 
-They lie beside where the record would, as `early.json`, and are no records: nothing that reads scores reads them.
+They lie beside where the record would, as `early.json`, and are no records: nothing that reads scores reads them, and
+the report shows them apart.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from resources.storage import storage
 from tasks.records.builds import Build
 from tasks.records.details import Part
 from tasks.records.record import CheckpointReference
+from tasks.spec.names import how_many
 
 EARLY_NAME = "early.json"
 ANSWERED_NAME = "early.jsonl"
@@ -61,6 +63,11 @@ class EarlyScore(Part):
         """False if every question was asked, so that the verdict is that of the whole."""
         return self.asked < self.questions
 
+    def agrees_with(self, value: float) -> bool:
+        """True if a score of the whole is on the side of the margin that the verdict says."""
+        loss = self.baseline_value - value if self.higher_is_better else value - self.baseline_value
+        return (loss <= self.margin + 1e-9) is (self.verdict == "not worse")
+
 
 class EarlyVerdict(Part):
     """Verdicts on the scores of one cell, of which not all questions were asked."""
@@ -101,6 +108,14 @@ class EarlyVerdict(Part):
     """Folder beside it that holds the harness's own output."""
     created: AwareDatetime
     """Time it was written, UTC."""
+
+
+def decided_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
+    """The number of questions that a score was decided by, and with what error, in words."""
+    if not score.early:
+        return f"all {how_many(score.questions, 'question')} asked"
+    several = f" for {how_many(len(verdict.scores), 'score')} together" if score.alpha < verdict.alpha else ""
+    return f"decided early at {score.asked:,} of {score.questions:,} questions (α = {verdict.alpha:g}{several})"
 
 
 def read_early(cell_uri: str) -> EarlyVerdict | None:

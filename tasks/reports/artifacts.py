@@ -40,7 +40,7 @@ def publish_report(config: EvaluationConfig) -> str:
     run, uri = config.run_name, report_uri(config.evaluation_path, config.run_name)
     report_event(f"writing {uri}")
     records = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == run]
-    write_report(records, uri, title=run, records_at=config.evaluation_path)
+    write_report(records, uri, title=run, records_at=config.evaluation_path, run=run)
     if in_flow_run():
         from tasks.prefect_server.client import show
 

@@ -30,7 +30,7 @@ def fingerprint(
 ) -> str:
     """Returns a digest of all that a page shows, and of the code that shows it; see `render_report` for the rest.
 
-    `others` are digests of the files with flags of questions, and words of acknowledgements.
+    `others` are digests of the files with flags of questions, words of acknowledgements, and early verdicts.
     """
     digest = hashlib.sha256(_code())
     shown = [title]

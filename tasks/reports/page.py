@@ -19,6 +19,7 @@ from resources.storage import storage
 from tasks.contamination.flags import Flags, read_flags
 from tasks.contamination.view import contamination_view, searched
 from tasks.records.builds import Qualification, read_qualifications
+from tasks.records.early import NOT_COVERED, EarlyVerdict, find_early
 from tasks.records.record import Record
 from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
@@ -27,7 +28,7 @@ from tasks.reports.costs import cost_part
 from tasks.reports.freshness import fingerprint, is_fresh, marked
 from tasks.reports.noises import noise_note, summary_rows, wavering
 from tasks.reports.notes import CHANGED, mark, notes, remarks_on
-from tasks.reports.parts import asked_in_several_ways, evaluator_parts, remarks, same, sink_parts
+from tasks.reports.parts import asked_in_several_ways, early_parts, evaluator_parts, remarks, same, sink_parts
 from tasks.reports.table import NOTHING, ColumnResult, Results, change_of, margin, measured, questions
 from tasks.reports.texts import PROVENANCE, counted, flat, pretty, served
 from tasks.spec.evaluators import evaluator_title
@@ -188,6 +189,7 @@ def render_report(
     qualifications: Sequence[Qualification] = (),
     flags: Sequence[Flags] = (),
     acknowledged: Mapping[str, str] | None = None,
+    early: Sequence[EarlyVerdict] = (),
 ) -> str:
     """One self-contained HTML page: curves, numbers, what did not succeed, and where everything comes from.
 
@@ -201,6 +203,7 @@ def render_report(
         qualifications: verdicts on changes of versions.
         flags: searches for questions in training texts; scores are split by them if `records_at` is known.
         acknowledged: words of those who have acknowledged an alert, by its id.
+        early: verdicts from before all was asked.
     """
     from tasks.reports import plots
     from tasks.reports.charts import chart_of
@@ -235,6 +238,8 @@ def render_report(
         sinks=sink_parts(results.records),
         contamination=contamination_view(results.records, flags, evaluation_path=records_at) if records_at else None,
         alerts=alert_parts(results, records_at=records_at, acknowledged=acknowledged),
+        early=early_parts(early, records),
+        not_covered=NOT_COVERED,
         whole=lambda columns, run: summary_rows(results, columns, run),
         cost=cost_part(results.records),
         several_ways=asked_in_several_ways(results),
@@ -260,10 +265,19 @@ def render_report(
     )
 
 
-def write_report(records: Sequence[Record], uri: str, *, title: str, records_at: str | None = None) -> str:
-    """Writes the page to a path or object store, and returns where; `records_at` is the folder of the records.
+def write_report(
+    records: Sequence[Record], uri: str, *, title: str, records_at: str | None = None, run: str | None = None
+) -> str:
+    """Writes the page to a path or object store, and returns where.
 
     A page that is there already, and would be the same, is left as it is.
+
+    Args:
+        records: all that are to be shown.
+        uri: where the page is to lie.
+        title: heading.
+        records_at: folder that the records lie below.
+        run: the only run that it is about.
 
     Raises:
         StorageError: the place is not writable, or full.
@@ -271,7 +285,10 @@ def write_report(records: Sequence[Record], uri: str, *, title: str, records_at:
     beside = read_qualifications(records_at) if records_at is not None else ()
     flags = read_flags(records_at) if records_at is not None else ()
     words = words_of_acknowledgements(records, records_at=records_at, qualifications=beside) if records_at else {}
-    beside_records = [*(each.digest for each in flags), *map(repr, sorted(words.items()))]
+    below = storage.join(records_at, run) if records_at and run else records_at
+    early = [verdict for _, verdict in find_early(below)] if below else []
+    beside_records = [each.digest for each in flags] + [repr(word) for word in sorted(words.items())]
+    beside_records += [verdict.model_dump_json() for verdict in early]
     made_from = fingerprint(
         records, title=title, records_at=records_at, page=uri, qualifications=beside, others=beside_records
     )
@@ -284,6 +301,7 @@ def write_report(records: Sequence[Record], uri: str, *, title: str, records_at:
             qualifications=beside,
             flags=flags,
             acknowledged=words,
+            early=early,
         )
         storage.write_bytes(uri, marked(page, made_from))
     return uri

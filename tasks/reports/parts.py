@@ -1,4 +1,4 @@
-"""Parts of the report page beside numbers: evaluators with judges and pages of their own, and sinks."""
+"""Parts of the report page beside numbers: evaluators with judges and pages of their own, sinks, early verdicts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.records.record import Counts, Record
-from tasks.reports.table import Results, evaluator_place
+from tasks.records.early import EarlyScore, EarlyVerdict, decided_words
+from tasks.records.record import CheckpointReference, Counts, Record
+from tasks.records.seals import integrity
+from tasks.reports.table import Results, evaluator_place, measured
 from tasks.reports.texts import judge_of, links_of
 from tasks.spec.evaluators import evaluator_title
 
@@ -71,6 +73,32 @@ class SinkPart:
     reasons: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class EarlyPart:
+    """An early verdict on one score; `newest` is the last checkpoint of its run that has one.
+
+    `whole` is what a whole evaluation has found since, None without one; `agrees` is None where that says nothing.
+    """
+
+    checkpoint: CheckpointReference
+    evaluator: str
+    score: EarlyScore
+    decided: str
+    newest: bool
+    whole: str | None
+    agrees: bool | None
+
+    @property
+    def label(self) -> str:
+        """Benchmark and metric."""
+        return f"{self.score.benchmark} · {self.score.metric}"
+
+    @property
+    def interval(self) -> str:
+        """The ends of the estimate's interval."""
+        return f"[{measured(self.score.low, None)}, {measured(self.score.high, None)}]"
+
+
 def evaluator_parts(records: Sequence[Record], *, records_at: str | None, page: str | None) -> list[EvaluatorPart]:
     """Every evaluator of some records; see `links_of` for the other two."""
     return [
@@ -103,6 +131,43 @@ def sink_parts(records: Sequence[Record]) -> list[SinkPart]:
         reasons = dict.fromkeys(state.reason for state in failed if state.reason)
         parts.append(SinkPart(name, len(states) - len(failed), len(failed), tuple(places), tuple(reasons)))
     return parts
+
+
+def early_parts(verdicts: Sequence[EarlyVerdict], records: Sequence[Record]) -> list[EarlyPart]:
+    """A part for each score that was decided early, by run and step, held against the whole where a record has it."""
+    ordered = sorted(verdicts, key=lambda verdict: (verdict.checkpoint.run, verdict.checkpoint.step, verdict.created))
+    wholes = {_state(record): record for record in records if record.succeeded}
+    scores = [(verdict, score) for verdict in ordered for score in verdict.scores]
+    last = {_curve(verdict, score): verdict.checkpoint.step for verdict, score in scores}
+    return [
+        EarlyPart(
+            verdict.checkpoint,
+            verdict.evaluator,
+            score,
+            decided_words(score, verdict),
+            verdict.checkpoint.step == last[_curve(verdict, score)],
+            *_whole(score, wholes.get(_state(verdict))),
+        )
+        for verdict, score in scores
+    ]
+
+
+def _state(of: Record | EarlyVerdict) -> tuple[str, ...]:
+    """A cell, and the state of the checkpoint that was asked for it."""
+    return of.checkpoint.run, str(of.checkpoint.step), of.evaluator, of.cell, of.checkpoint.digest
+
+
+def _curve(verdict: EarlyVerdict, score: EarlyScore) -> tuple[str, ...]:
+    return verdict.checkpoint.run, verdict.evaluator, verdict.evaluation_hash, score.benchmark, score.metric
+
+
+def _whole(score: EarlyScore, record: Record | None) -> tuple[str | None, bool | None]:
+    if record is None:
+        return None, None
+    if integrity(record) == "changed":
+        return "its record was changed since it was written", None
+    values = [each.value for each in record.metrics if (each.benchmark, each.name) == (score.benchmark, score.metric)]
+    return (measured(values[0], None), score.agrees_with(values[0])) if values else ("without this score", None)
 
 
 def remarks(counts: Sequence[Counts | None]) -> list[str]:

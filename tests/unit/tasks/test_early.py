@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +20,11 @@ from tasks.gates.early import decided_early
 from tasks.gates.gate import Gate
 from tasks.gates.verdict import JudgedCheckpoint, judge
 from tasks.gates.views import verdict_markdown
-from tasks.records.early import EarlyVerdict, read_early, write_early
+from tasks.records.early import EarlyVerdict, find_early, read_early, write_early
 from tasks.records.index import indexed_records
-from tasks.records.record import FoundRecord, Metric, find_records
+from tasks.records.record import FoundRecord, Metric, Record, find_records, read_records
+from tasks.reports.page import write_report
+from tasks.reports.parts import early_parts
 from tasks.running.cells import Cell
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.statistics.early import EarlyAsking, EarlyDecision
@@ -388,18 +391,105 @@ def test_verdict_is_no_record_for_anybody_who_reads_scores(tmp_path: Path):
             ["records", str(tmp_path), "--json"],
             ["records", str(tmp_path), "--format", "csv"],
             ["records", str(tmp_path), "--verify"],
-            ["report", str(tmp_path), "--output", str(tmp_path / "page.html")],
         )
         done = [run.invoke(app, command) for command in commands]
         assert {result.exit_code for result in done} == {0}
-        return [rows, find_records(str(tmp_path)), *(result.stdout for result in done[:-1])]
+        return [rows, find_records(str(tmp_path)), *(result.stdout for result in done)]
 
     before = read_by_everybody()
     decide(tmp_path, 200)
     assert read_by_everybody() == before
-    assert "run-a-200" not in (tmp_path / "page.html").read_text()
     compared = run.invoke(app, ["compare", "run-a@100", "run-a@200", "--path", str(tmp_path)])
     assert isinstance(compared.exception, BadInput) and "run-a@200" in compared.exception.found
+
+
+# The page
+
+
+def page_of(folder: Path, *, run: str | None = None) -> tuple[str, str]:
+    """The section of the written page with early verdicts, and all the rest but its last line."""
+    file = folder / "page.html"
+    write_report(read_records(str(folder)), str(file), title="t", records_at=str(folder), run=run)
+    page = file.read_text().partition("\n<!-- made from")[0]
+    before, start, rest = page.partition('<section aria-labelledby="early">')
+    section, end, after = rest.partition("</section>\n")
+    return start + section + end, before + after
+
+
+def words_of(section: str) -> str:
+    return " ".join(re.sub(r"<[^>]*>", " ", section).split())
+
+
+def test_page_shows_an_early_verdict_in_a_section_of_its_own_and_nowhere_else(tmp_path: Path):
+    baseline(tmp_path)
+    without, page = page_of(tmp_path)
+    assert (without, page.count("arly")) == ("", 0)
+    [score] = decide(tmp_path, 200).scores
+    section, rest = page_of(tmp_path)
+    assert rest == page, "no curve, no table, no sum has it"
+    shown = words_of(section)
+    assert f"run-a-200 demo_facts · acc not worse decided early at {score.asked} of 200 questions (α = 0.05)" in shown
+    assert f"0.600 [{score.low:.3f}, {score.high:.3f}] 0.600 run-a-100 margin 0.100 not asked" in shown
+    assert "neither training" in shown and "--finish" in shown and "badge" not in section
+    again = decide(tmp_path, 200, 0.0)
+    assert 'failed">worse<' in page_of(tmp_path)[0], "a verdict that changed is news to the page"
+    assert f"{again.scores[0].asked} of 200" in page_of(tmp_path, run="run-a")[0]
+    assert page_of(tmp_path, run="run-b")[0] == "", "the page of a run is about that run"
+
+
+@pytest.mark.parametrize(
+    ("whole", "words"),
+    [(RIGHT, "0.600 agrees"), ([0.0] * 200, "0.000 contradicts"), (None, "without this score")],
+    ids=["agrees", "contradicts", "without"],
+)
+def test_page_says_what_the_whole_has_found_of_an_early_verdict_since(
+    tmp_path: Path, whole: list[float] | None, words: str
+):
+    baseline(tmp_path)
+    decide(tmp_path, 200)
+    page_of(tmp_path)
+    metric = make_metric(value=sum(whole) / 200, n=200) if whole else make_metric(name="another")
+    record = make_record(step=200, metrics=(metric,))
+    publish(tmp_path, record)
+    shown = words_of(page_of(tmp_path)[0])
+    assert shown.endswith(f"margin 0.100 {words}")
+    publish(tmp_path, make_record(step=200, metrics=(make_metric(value=0.2, n=200),), cell="other"))
+    assert words_of(page_of(tmp_path)[0]) == shown, "another cell is no whole of it"
+
+
+def test_whole_of_another_state_of_the_checkpoint_or_changed_by_hand_confirms_nothing(tmp_path: Path):
+    baseline(tmp_path)
+    decide(tmp_path, 200)
+    record = make_record(step=200, metrics=(make_metric(value=0.6, n=200),))
+    state = record.checkpoint.model_copy(update={"digest": "f" * 64})
+    verdicts = [verdict for _, verdict in find_early(str(tmp_path))]
+
+    def said(of: Record) -> list[tuple[str | None, bool | None]]:
+        return [(part.whole, part.agrees) for part in early_parts(verdicts, [of])]
+
+    assert said(record) == [("0.600", True)]
+    assert said(make_record(step=200, metrics=record.metrics, checkpoint=state)) == [(None, None)]
+    assert said(make_record(step=200, status="withheld")) == [(None, None)]
+    changed = record.model_copy(update={"metrics": (make_metric(value=0.9, n=200),)})
+    assert said(changed) == [("its record was changed since it was written", None)]
+
+
+def test_page_shows_the_newest_verdicts_first_and_escapes_what_others_named(tmp_path: Path):
+    baseline(tmp_path)
+    hostile = "<script>alert(1)</script>"
+    for step in (200, 300):
+        verdict = decide(tmp_path, step)
+        named = {"benchmark": hostile, "metric": hostile, "baseline": hostile, "unlike": (hostile,)}
+        scores = tuple(score.model_copy(update=named) for score in verdict.scores)
+        checkpoint = verdict.checkpoint.model_copy(update={"name": f"{step}{hostile}"})
+        update = {"scores": scores, "checkpoint": checkpoint, "evaluator": hostile}
+        write_early(cell_of(tmp_path, step=step).uri, verdict.model_copy(update=update))
+    section, _ = page_of(tmp_path)
+    assert "<script" not in section and section.count("&lt;script&gt;") >= 8
+    newest, _, earlier = section.partition("<details>")
+    assert ("300&lt;" in newest, "200&lt;" in newest) == (True, False)
+    assert ("300&lt;" in earlier, "200&lt;" in earlier) == (False, True)
+    assert "cannot be compared" in newest
 
 
 # The command
