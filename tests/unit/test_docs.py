@@ -100,6 +100,11 @@ MADE_BY_READERS = re.compile(r"exact[-_]answers|/background")  # what a how-to h
 TREE = re.compile(r"<!-- tree -->\n+```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 GENERATED = re.compile(r"(<!--generated:(?P<name>[\w-]+)-->\n)(?P<table>.*?)(<!--/generated-->)", re.DOTALL)
 
+# Nobody has to fill these in.
+WRITTEN_BY_US = (
+    *(Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, LogLikelihood, Cost, Predicted, Spent),
+    *(Digests, SinkState, Sample),
+)
 MODELS: tuple[type[BaseModel], ...] = (
     *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
     *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterComputation, LevanterOptions),
@@ -112,39 +117,7 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(Regions, Region, RayCluster, Prices, Price, EgressPrice),
     *(WeightsAndBiasesSink, MlflowSink, ObjectStoreSink, HuggingFaceSink),
     *(InferencePoolConfig, ModelConfig, ResourceConfig, CpuConfig, GpuConfig, TpuConfig),
-    *(
-        Record,
-        CheckpointReference,
-        Metric,
-        Counts,
-        BenchmarkDetails,
-        Asking,
-        LogLikelihood,
-        Cost,
-        Predicted,
-        Spent,
-        Digests,
-        SinkState,
-        Sample,
-    ),
-)
-# Nobody has to fill these in.
-WRITTEN_BY_US = (
-    *(
-        Record,
-        CheckpointReference,
-        Metric,
-        Counts,
-        BenchmarkDetails,
-        Asking,
-        LogLikelihood,
-        Cost,
-        Predicted,
-        Spent,
-        Digests,
-        SinkState,
-        Sample,
-    ),
+    *WRITTEN_BY_US,
 )
 HAND_DOWN = (EvaluationConfig, SuiteRequest, Policy, PolicySuite)  # what one leaves unset, the one before it says
 SINKS = (ObjectStoreSink, WeightsAndBiasesSink, MlflowSink, HuggingFaceSink)
