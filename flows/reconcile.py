@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any
@@ -22,9 +23,9 @@ from tasks.gates.early import require_whole
 from tasks.gates.gate import Gate
 from tasks.policies.batches import served_together
 from tasks.policies.cancelled_runs import stopping_if_cancelled
-from tasks.policies.gate import conclude_policy, conclude_settled, own_gate
-from tasks.policies.policy import Policy, check_policy_paths
-from tasks.policies.reconciliation import OpenCell, Reconciliation, reconcile
+from tasks.policies.gate import conclude_policy, conclude_settled, decided_cells, with_early
+from tasks.policies.policy import Policy, check_policy_paths, own_gate
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
@@ -47,6 +48,7 @@ class Pass:
     left: int
     error: AssayError | None
     scheduled: int = 0
+    decided: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`, and as what the flow returns."""
@@ -56,6 +58,7 @@ class Pass:
             "open_before": states,
             "succeeded": self.succeeded,
             "failed": self.failed,
+            "decided_early": self.decided,
             "left_to_others": self.left,
             "scheduled": self.scheduled,
             "error": str(self.error) if self.error else None,
@@ -83,14 +86,15 @@ def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate:
         AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
         GateRefused: the gate says NO-GO; the policy's own one says it once of each checkpoint.
     """
-    require_whole(gate, by="a policy's runs")
+    require_whole(gate, by="--gate on a policy's runs")
     if deployment.id:
         collapse_waiting(deployment.id, beside=str(flow_run.id))
         settle_lost(deployment.id)
     with end_reported():
         wanted = load_policy(policy) if isinstance(policy, str) else policy
-        own = own_gate(wanted) if gate is None else None
-        require_whole(own, by="a policy's runs")
+        own = own_gate(wanted)
+        if gate is not None:
+            require_whole(own, by=f"a policy that is judged by another gate, {gate.name}")
         outcome = reconcile_once(wanted)
         if gate is not None:
             conclude_policy(gate, wanted, outcome.error)
@@ -113,7 +117,9 @@ def load_policy(uri: str) -> Policy:
 def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda _: True) -> Pass:
     """One pass: looks, decides, evaluates what is to be done, group by group; a group that fails stops no other.
 
-    Where the policy says so, cells are sent to work pools instead. What they are expected to cost is said before.
+    Where the policy's gate decides early there are rounds: what the whole ones of before are needed for follows them,
+    and what an early verdict asks to be evaluated whole follows that. Where the policy says so, cells are sent to work
+    pools instead. What they are expected to cost, each of them whole, is said before.
 
     Args:
         policy: the policy.
@@ -132,36 +138,74 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
         return Pass(found, 0, 0, 0, error, scheduled)
     report_event(f"{how_many(found.done_count, 'cell')} done, {len(found.work):,} to do, {len(found.others):,} wait")
     began = now()
-    taken = [cell for cell in found.work if only(cell)][: policy.most_cells_at_once]
-    expected = Estimates(listings).together(taken)
+    held = [cell for cell in found.others if cell.state == "held"]
+    meant = [cell for cell in (*found.work, *held) if only(cell)][: policy.most_cells_at_once]
+    expected = Estimates(listings).together(meant)
     if expected.cells:
         tell(expected)
     check_budget(expected, policy.max_usd)
     cells: list[Cell] = []
     errors: list[AssayError] = []
-    with stopping_if_cancelled(policy, taken):
-        for group in served_together(taken):
-            try:
-                planned, _ = with_expectations(_planned(group))
-                cells += planned
-                with marked(_configs(group)):
-                    run_pending(_configs(group), planned, wait=False)
-            except AssayError as error:
-                errors.append(error)
-                report_event(f"{group[0].title} and {len(group) - 1} more: {error.found}")
+    with stopping_if_cancelled(policy, meant):
+        todo, begun = found.work, set[tuple[str, str, bool]]()
+        while fresh := _of_this_pass(todo, meant, begun):
+            begun |= set(map(_way, fresh))
+            for group in served_together(fresh):
+                [listing] = [listing for listing in listings if listing.name == group[0].run]
+                try:
+                    planned, _ = with_expectations(_planned(group, listing))
+                    cells += planned
+                    with marked(_configs(group)), _keeping_verdicts(listing, planned):
+                        run_pending(_configs(group), planned, wait=False)
+                except AssayError as error:
+                    errors.append(error)
+                    report_event(f"{group[0].title} and {len(group) - 1} more: {error.found}")
+            if not any(listing.early for listing in listings):
+                break
+            listings = take_snapshot(policy)
+            todo = reconcile(listings, policy, now=time.time()).work
     return _concluded(found, cells, errors, since=began)
+
+
+def _of_this_pass(
+    work: Sequence[OpenCell], meant: Sequence[OpenCell], begun: Collection[tuple[str, str, bool]]
+) -> list[OpenCell]:
+    """The cells of a pass that are to be done now, and were not begun in the same way in a round before."""
+    cells = {_way(cell)[:2] for cell in meant}
+    return [cell for cell in work if _way(cell)[:2] in cells and _way(cell) not in begun]
+
+
+def _way(cell: OpenCell) -> tuple[str, str, bool]:
+    return cell.checkpoint.uri, cell.evaluation.hash, cell.early
 
 
 def _configs(group: Sequence[OpenCell]) -> list[Any]:
     return list({cell.evaluation.hash: cell.evaluation.config for cell in group}.values())
 
 
-def _planned(group: Sequence[OpenCell]) -> list[Cell]:
-    """The cells of a group, whole: with digests, folders and what stands there by now."""
+def _planned(group: Sequence[OpenCell], listing: RunListing) -> list[Cell]:
+    """The cells of a group: with digests, folders and what stands there by now, and what is to be decided early."""
     wanted = {(storage.behind_link(cell.checkpoint.uri), cell.evaluation.hash) for cell in group}
     checkpoints = [_as_it_is(cell) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
     planned = plan_cells(_configs(group), [checkpoint for checkpoint in checkpoints if checkpoint is not None])
-    return [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in wanted]
+    planned = [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in wanted]
+    if listing.early is None:
+        return planned
+    meant = {(storage.behind_link(cell.checkpoint.uri), cell.evaluation.hash) for cell in group if cell.early}
+    early = [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in meant]
+    whole = [cell for cell in planned if cell not in early]
+    return [*whole, *with_early(listing.early, early, evaluations=len(listing.wanted))]
+
+
+@contextmanager
+def _keeping_verdicts(listing: RunListing, cells: Sequence[Cell]) -> Iterator[None]:
+    """Keeps the early verdicts that are there after a block, however it ends."""
+    try:
+        yield
+    finally:
+        if listing.early is not None:
+            for _, verdict in decided_cells(cells):
+                listing.early.keep(verdict)
 
 
 def _as_it_is(cell: OpenCell) -> Checkpoint | None:
@@ -176,6 +220,9 @@ def _as_it_is(cell: OpenCell) -> Checkpoint | None:
 
 
 def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:
+    latest = list({cell.uri: cell for cell in cells}.values())  # one that was worse early was planned again, whole
+    decided = {cell.uri for cell, _ in decided_cells(latest)}
+    cells = [cell for cell in latest if cell.uri not in decided]
     records = [found.record for found in map(standing_record, cells) if found is not None]
     succeeded = sum(record.succeeded for record in records)
     failed = [record for record in records if not record.succeeded and record.created >= since]
@@ -188,4 +235,5 @@ def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[As
             found=f"{len(failed)} failed. The first, {failed[0].checkpoint.name}:\n{failed[0].reason}",
             remedy="see why with `assay gaps`; failures of machines are tried again by themselves",
         )
-    return Pass(found, succeeded, len(failed), len(cells) - succeeded - len(failed), error)
+    left = len(cells) - succeeded - len(failed)
+    return Pass(found, succeeded, len(failed), left, error, decided=len(decided))

@@ -122,7 +122,8 @@ def early_gate(wanted: Gate | None, options: EarlyOptions) -> Gate | None:
             found="no gate" if wanted is None else "both",
             remedy="name a gate" if wanted is None else "decide early first, and finish then",
         )
-    changes = {"decide": "early" if options.early else "whole" if options.finish else wanted.decide}
+    decide = "early" if options.early else "whole" if options.finish else wanted.decide
+    changes = {"decide": decide, "whole_every": None}  # every so many-th of a policy's checkpoints
     alpha = wanted.alpha if options.alpha is None else options.alpha
     return build_config({**wanted.model_dump(), **changes, "alpha": alpha}, Gate, source="--gate with --early")
 

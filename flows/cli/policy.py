@@ -68,7 +68,8 @@ def status(
     from rich.console import Group
     from rich.live import Live
 
-    from tasks.policies.gate import own_gate, verdict_words
+    from tasks.policies.gate import verdict_words
+    from tasks.policies.policy import own_gate
     from tasks.policies.views import cost_lines, status_json, status_tables
 
     def look() -> tuple[dict[str, Any], Reconciliation]:
@@ -229,7 +230,8 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
         return
     evaluated, left = outcome["succeeded"], outcome["left_to_others"]
     others = f", {left} left to other runs" if left else ""
-    OUT.print(f"Evaluated {evaluated}{others}; {outcome['done_before']:,} were done before.", highlight=False)
+    decided = f", decided {early} early" if (early := outcome["decided_early"]) else ""
+    OUT.print(f"Evaluated {evaluated}{decided}{others}; {outcome['done_before']:,} were done before.", highlight=False)
 
 
 def _record_folders(where: str) -> list[str]:
@@ -315,6 +317,8 @@ def _summary(found: Reconciliation) -> str:
     from tasks.spec.names import how_many
 
     done, left_out = how_many(found.done_count, "cell"), found.left_out
-    words = f"{done} done, {len(found.work):,} to do, {len(found.others):,} waiting for something."
+    early = sum(cell.state == "decided_early" for cell in found.others)
+    done += f" done, {early:,} decided early" if early else " done"
+    words = f"{done}, {len(found.work):,} to do, {len(found.others) - early:,} waiting for something."
     not_wanted = f" {how_many(left_out, 'checkpoint')} {'is' if left_out == 1 else 'are'} not wanted."
     return words + (not_wanted if left_out else "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -46,15 +46,32 @@ def bound_of(metric: Metric) -> float:
     return 100.0 if metric.name.startswith(_PER_CENT) else 1.0
 
 
-def decided_early(gate: Gate, cells: Sequence[Cell]) -> list[Cell]:
+def decided_early(
+    gate: Gate, cells: Sequence[Cell], *, unfit: Callable[[Cell, BadInput], None] | None = None
+) -> list[Cell]:
     """Cells with what is to be decided of them early, and with the verdicts on just that which stand already.
+
+    Args:
+        gate: its rules decide.
+        cells: those meant; the scores of a checkpoint share the gate's error.
+        unfit: is told of a cell that cannot be decided early, which is left as it is; refused when None.
 
     Raises:
         BadInput: an evaluator, a rule or a score is none that can be decided early; says which, and why.
         StorageError: records or samples cannot be read.
     """
     scores, find = QuestionScores(), cache(find_records)
-    sought = {cell: found for cell in cells if not cell.done and (found := _sought(gate, cell, scores, find))}
+    sought: dict[Cell, list[_Sought]] = {}
+    for cell in (cell for cell in cells if not cell.done):
+        try:
+            found = _sought(gate, cell, scores, find)
+        except BadInput as error:
+            if unfit is None:
+                raise
+            unfit(cell, error)
+            continue
+        if found:
+            sought[cell] = found
     checkpoints: dict[str, int] = {}
     for cell, found in sought.items():
         checkpoints[cell.reference.name] = checkpoints.get(cell.reference.name, 0) + len(found)
@@ -224,7 +241,7 @@ def require_whole(gate: Gate | None, *, by: str) -> None:
         raise BadInput(
             expected=f"a gate that decides by whole evaluations, for {by}",
             found=f"decide: early in the gate {gate.name}",
-            remedy="take it out; assay evaluate --gate decides early",
+            remedy="take it out; assay evaluate --gate decides early, and so does a policy's own gate",
         )
 
 

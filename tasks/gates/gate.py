@@ -176,6 +176,9 @@ class Gate(Config):
     more than the margin; rules with not_worse_than only."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Largest probability that the whole contradicts any early verdict on a checkpoint."""
+    whole_every: int | None = Field(default=None, ge=2)
+    """In a policy's own gate that decides early, of the checkpoints of a run that an evaluation is wanted of, by step:
+    the first and each so many-th after it is evaluated whole; 10 when unset."""
     max_withheld: int = Field(default=0, ge=0)
     """Cells of a checkpoint whose score may be withheld."""
     max_failed: int = Field(default=0, ge=0)
@@ -189,4 +192,11 @@ class Gate(Config):
                 "expected only rules with not_worse_than in a gate that decides early, "
                 f"found {'; '.join(bounds) or 'none'}"
             )
+        if self.whole_every is not None and self.decide == "whole":
+            raise ValueError("expected `decide: early` beside whole_every, found `decide: whole`")
         return self
+
+    @property
+    def looks_back(self) -> bool:
+        """True if a rule compares with earlier checkpoints of the same run."""
+        return any(isinstance(getattr(rule, "baseline", None), EarlierCheckpoints) for rule in self.rules)

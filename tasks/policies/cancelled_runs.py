@@ -64,7 +64,7 @@ def stop_unfinished(policy: Policy, cells: Sequence[OpenCell] = (), *, flow_run_
     for cell in (*found.work, *found.others):
         key = _key(cell)
         ours = key in begun or (key in taken and cell.state != "claimed")
-        if ours and cell.state not in ("failed", "stopped"):
+        if ours and cell.state not in ("failed", "stopped", "decided_early"):
             by_run[cell.run].append(key[1:])
     for run, keys in by_run.items():
         write_override(run_folder(policy, run), "stop", keys, policy=policy.name, flow_run=name)

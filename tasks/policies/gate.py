@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from resources.errors import AssayError, EvaluationIncomplete, EvaluationInterrupted, GateRefused
+from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from resources.storage import storage
 from tasks.checkpoints.rules import eligible_steps
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gates.conclude import judge_checkpoints
-from tasks.gates.gate import EarlierCheckpoints, Gate
+from tasks.gates.early import decided_early, standing_verdict
+from tasks.gates.gate import Gate
 from tasks.gates.reasons import Reason, Verdict
 from tasks.gates.verdict import JudgedCheckpoint
+from tasks.policies.early import EarlyDecisions
 from tasks.policies.events import emit_verdict
 from tasks.policies.policy import Policy, WantedEvaluation
-from tasks.policies.reconciliation import RunListing, State, reconcile
+from tasks.policies.reconciliation import ON_ITS_WAY, RunListing, State, reconcile
 from tasks.policies.snapshot import run_folder, take_snapshot
 from tasks.policies.verdicts import KeptVerdicts, as_kept, kept_verdicts, known_digests, records_digest, state_of
-from tasks.prefect_server.progress import Judged, report
+from tasks.prefect_server.progress import Judged, report, report_event
+from tasks.records.early import EarlyVerdict
 from tasks.records.record import find_records
 from tasks.records.search import FoundRecord
-from tasks.spec.loading import load_config
-
-_ON_ITS_WAY: frozenset[State] = frozenset({"work", "backing_off", "claimed", "scheduled"})
-"""States of cells that get a record without anybody's doing."""
+from tasks.running.cells import Cell, standing_record
 
 
 def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:
@@ -67,20 +67,12 @@ def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> Non
         raise refused[0]
 
 
-def own_gate(policy: Policy) -> Gate | None:
-    """The gate of a policy itself, read where it is a file.
-
-    Raises:
-        BadInput: the file is not there, or not valid.
-    """
-    return load_config(policy.gate, Gate) if isinstance(policy.gate, str) else policy.gate
-
-
 def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> None:
     """Has a policy's own gate judge what is settled by now and was not judged yet; verdicts are kept, shown and told.
 
-    A checkpoint is settled once each of its wanted cells has succeeded, or failed by itself. Of several runs that judge
-    it at once, one keeps its verdict and tells it; NO-GO is said once, so it comes before other errors.
+    A checkpoint is settled once each of its wanted cells has succeeded, failed by itself, or was decided early and is
+    not worse; one that is worse is judged by the whole. Of several runs that judge it at once, one keeps its verdict
+    and tells it; NO-GO is said once, so it comes before other errors.
 
     Args:
         gate: the gate; it may tolerate cells that failed or were withheld.
@@ -98,6 +90,44 @@ def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> No
         Verdict(gate.name, tuple(judged)).raise_unless_go()
     if error is not None and not (judged and isinstance(error, EvaluationIncomplete)):
         raise error
+
+
+def with_early(early: EarlyDecisions, cells: Sequence[Cell], *, evaluations: int) -> list[Cell]:
+    """Cells with what is to be decided of them early; one that cannot be is evaluated whole, and the reason is said.
+
+    Args:
+        early: whose gate decides.
+        cells: all of which are to be decided early.
+        evaluations: number of those wanted of the run, each of which has the same part of the gate's error: others of
+            the checkpoint may be decided in another pass.
+
+    Raises:
+        StorageError: records or samples cannot be read.
+    """
+    gate = early.gate.model_copy(update={"alpha": early.gate.alpha / evaluations})
+    found: list[Cell] = []
+    for hash_ in dict.fromkeys(cell.evaluation_hash for cell in cells):
+        same = [cell for cell in cells if cell.evaluation_hash == hash_]
+        found += decided_early(gate, same, unfit=_tell_unfit)
+    return found
+
+
+def _tell_unfit(cell: Cell, error: BadInput) -> None:
+    report_event(f"{cell.title}: evaluated whole, not decided early: {error.found}")
+
+
+def decided_cells(cells: Iterable[Cell]) -> list[tuple[Cell, EarlyVerdict]]:
+    """Those of some cells that have no succeeded record, and the early verdict that was wanted, with it.
+
+    Raises:
+        StorageError: a record cannot be read.
+    """
+    found = []
+    for cell in cells:
+        verdict = standing_verdict(cell) if cell.early is not None else None
+        if verdict is not None and ((record := standing_record(cell)) is None or not record.record.succeeded):
+            found.append((cell, verdict))
+    return found
 
 
 def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reason]:
@@ -127,7 +157,7 @@ def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, 
     """
     kept = kept_verdicts(run_folder(policy, listing.name), gate)
     words = {
-        checkpoint.name: kept.word(checkpoint.step, state_of(checkpoint, evaluations, listing.records))
+        checkpoint.name: kept.word(checkpoint.step, _state(listing, checkpoint, evaluations))
         for checkpoint, evaluations in _wanted_of(policy, listing).items()
     }
     return {name: word for name, word in words.items() if word is not None}
@@ -142,13 +172,12 @@ def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpo
     found = reconcile([listing], policy, now=time.time())
     for cell in (*found.work, *found.others):
         states[cell.checkpoint.uri].add(cell.state)
-    looks_back = any(isinstance(getattr(rule, "baseline", None), EarlierCheckpoints) for rule in gate.rules)
     ready: list[SeenCheckpoint] = []
     for checkpoint in sorted(_wanted_of(policy, listing), key=lambda checkpoint: checkpoint.step):
         open_states = states[checkpoint.uri]
-        if open_states <= {"failed"}:
+        if open_states <= {"failed", "decided_early"}:
             ready.append(checkpoint)
-        elif looks_back and open_states & _ON_ITS_WAY:
+        elif gate.looks_back and open_states & ON_ITS_WAY:
             break
     return ready if gate.checkpoints == "every" else ready[-1:]
 
@@ -160,7 +189,7 @@ def _not_judged(
     wanted = _wanted_of(policy, listing)
     found = []
     for checkpoint in settled(gate, policy, listing):
-        state = state_of(checkpoint, wanted[checkpoint], listing.records)
+        state = _state(listing, checkpoint, wanted[checkpoint])
         if kept.word(checkpoint.step, state) is not None:
             continue
         judged = _judged(policy, listing, checkpoint, wanted[checkpoint])
@@ -171,6 +200,11 @@ def _not_judged(
             continue
         found.append((checkpoint, judged, state))
     return found
+
+
+def _state(listing: RunListing, checkpoint: SeenCheckpoint, wanted: Sequence[WantedEvaluation]) -> str:
+    decided = [(each.hash, listing.early.word(checkpoint, each)) for each in wanted] if listing.early else []
+    return state_of(checkpoint, wanted, listing.records, [f"{hash_} {word}" for hash_, word in decided if word])
 
 
 def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:
@@ -209,11 +243,21 @@ def _judged(
         if found.record.checkpoint.digest in digests:
             by_hash[found.record.evaluation_hash].append(found)
     standing: list[FoundRecord] = []
+    decided: list[EarlyVerdict] = []
     for evaluation in wanted:
         ways = [*by_hash[evaluation.hash], *by_hash[evaluation.native_hash or ""]]
-        standing += sorted(ways, key=lambda found: (found.record.succeeded, found.record.created))[-1:]
+        newest = sorted(ways, key=lambda found: (found.record.succeeded, found.record.created))[-1:]
+        early = listing.early.verdict(checkpoint, evaluation) if listing.early else None
+        if early is not None and not (newest and newest[0].record.succeeded):
+            decided.append(early)
+        else:
+            standing += newest
     return JudgedCheckpoint(
-        checkpoint.name, checkpoint.step, tuple(standing), without_record=len(wanted) - len(standing)
+        checkpoint.name,
+        checkpoint.step,
+        tuple(standing),
+        without_record=len(wanted) - len(standing) - len(decided),
+        early=tuple(decided),
     )
 
 

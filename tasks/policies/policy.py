@@ -15,6 +15,7 @@ from tasks.running.cells import as_served
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import Judge
+from tasks.spec.loading import load_config
 from tasks.spec.names import name_of
 from tasks.spec.paths import check_deployed_paths
 from tasks.spec.sinks import Sinks
@@ -229,6 +230,15 @@ def _request(policy: Policy, suite: PolicySuite, run: str) -> SuiteRequest:
             **{name: getattr(suite, name) for name in (*asked, "timeout_seconds")},
         }
     )
+
+
+def own_gate(policy: Policy) -> Gate | None:
+    """The gate of a policy itself, read where it is a file.
+
+    Raises:
+        BadInput: the file is not there, or not valid.
+    """
+    return load_config(policy.gate, Gate) if isinstance(policy.gate, str) else policy.gate
 
 
 def check_policy_paths(policy: Policy) -> None:

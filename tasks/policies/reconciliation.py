@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
 from tasks.checkpoints.rules import eligible_steps, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
+from tasks.policies.early import NOT_WORSE, EarlyDecisions
 from tasks.policies.overrides import Overrides
 from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
@@ -18,7 +19,17 @@ from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 _ANY_TIME_BEFORE = 1.0  # later than where nobody asked for another try, which is 0
 
 State = Literal[
-    "work", "waiting", "failed", "backing_off", "retries_exhausted", "claimed", "scheduled", "stopped", "not_served"
+    "work",
+    "waiting",
+    "failed",
+    "backing_off",
+    "retries_exhausted",
+    "claimed",
+    "scheduled",
+    "stopped",
+    "not_served",
+    "held",
+    "decided_early",
 ]
 """The state of a cell that is wanted and not done: what it is waiting for.
 
@@ -26,8 +37,11 @@ work: nothing; waiting: the checkpoint, which is not whole; failed: `assay retry
 was at fault; backing_off: a moment, after a failure of machines; retries_exhausted: `assay retry`, since there were
 too many of those; claimed: whoever evaluates it; scheduled: its flow run at a work pool; stopped: `assay retry`,
 after `assay cancel`; not_served: an export of a checkpoint in Levanter's own layout, or an evaluation by Levanter; or
-for one of two checkpoints of one name to go.
+for one of two checkpoints of one name to go; held: an earlier checkpoint's whole evaluation, with which it is compared
+early; decided_early: nothing, it was found not worse and is evaluated whole on an alarm alone.
 """
+ON_ITS_WAY: frozenset[State] = frozenset({"work", "backing_off", "claimed", "scheduled", "held"})
+"""States of cells that get a record, or an early verdict, without anybody's doing."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +55,15 @@ class RunListing:
     records: RunRecords
     claims: Sequence[SeenClaim] = ()
     overrides: Overrides = field(default_factory=Overrides)
+    early: EarlyDecisions | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenCell:
-    """A cell that is wanted and not done; `until` is when that changes by itself, in seconds since the epoch."""
+    """A cell that is wanted and not done; `until` is when that changes by itself, in seconds since the epoch.
+
+    `early` says that it is to be decided early, or was.
+    """
 
     run: str
     checkpoint: SeenCheckpoint
@@ -53,6 +71,7 @@ class OpenCell:
     state: State
     reason: str | None = None
     until: float | None = None
+    early: bool = False
 
     @property
     def title(self) -> str:
@@ -159,7 +178,49 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
     for hashes, times in finished.items():
         for hash_ in hashes:
             done[listing.name, hash_] += times
+    if listing.early is not None:
+        open_cells = _early_or_whole(listing, listing.early, open_cells, wanted_at)
     return _Part(done, open_cells, sum(checkpoint.step not in wanted_at for checkpoint in complete))
+
+
+def _early_or_whole(
+    listing: RunListing, early: EarlyDecisions, cells: Sequence[OpenCell], wanted_at: _WantedAtStep
+) -> list[OpenCell]:
+    """Open cells with those that are to be decided early, those that were, and those that an alarm has made whole."""
+    steps: dict[str, set[int]] = defaultdict(set)
+    for step, (_, hashes) in wanted_at.items():
+        for hash_ in hashes:
+            steps[hash_].add(step)
+    for name, recorded in listing.records.done.items():  # of checkpoints that were deleted, too
+        number = name.rpartition("-")[2]
+        for hash_ in frozenset().union(*(state.hashes for state in recorded)) if number.isdecimal() else ():
+            steps[hash_].add(int(number))
+    whole_at = {wanted.hash: early.whole_steps(steps[wanted.hash], wanted.hash) for wanted in listing.wanted}
+    found: list[OpenCell] = []
+    for cell in cells:
+        if cell.state in ("waiting", "not_served"):
+            found.append(cell)
+        elif why := early.whole_because(cell.checkpoint, cell.evaluation):
+            found.append(replace(cell, reason=cell.reason or why))
+        elif early.word(cell.checkpoint, cell.evaluation) is not None:
+            found.append(replace(cell, state="decided_early", reason=NOT_WORSE, until=None, early=True))
+        else:
+            found.append(replace(cell, early=cell.checkpoint.step not in whole_at[cell.evaluation.hash]))
+    if not early.gate.looks_back:
+        return found
+    first_whole: dict[str, int] = {}
+    for cell in found:
+        if not cell.early and cell.state in ON_ITS_WAY:
+            hash_, step = cell.evaluation.hash, cell.checkpoint.step
+            first_whole[hash_] = min(step, first_whole.get(hash_, step))
+    return [
+        replace(cell, state="held", reason=f"step {first_whole[cell.evaluation.hash]} is evaluated whole first")
+        if cell.early
+        and cell.state == "work"
+        and first_whole.get(cell.evaluation.hash, cell.checkpoint.step) < cell.checkpoint.step
+        else cell
+        for cell in found
+    ]
 
 
 def _wanted_at_steps(

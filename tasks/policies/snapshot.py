@@ -15,6 +15,7 @@ from resources.storage import storage
 from tasks.checkpoints.run_snapshot import expand_runs, snapshot_run, with_digests
 from tasks.claims.files import claims_folder, read_claims
 from tasks.policies.batches import Batch
+from tasks.policies.early import early_decisions
 from tasks.policies.overrides import read_overrides
 from tasks.policies.policy import Policy, WantedEvaluation, wanted_evaluations
 from tasks.policies.reconciliation import OpenCell, RunListing, undecided
@@ -49,14 +50,16 @@ def take_snapshot(
         folder = run_folder(policy, name)
         claims = read_claims(claims_folder(policy.evaluation_path, name))  # first: what ends meanwhile has a record
         records = indexed_records(folder, use_index=use_index)
+        wanted = evaluations_of(policy, run)
         listing = RunListing(
             run=run,
             name=name,
-            wanted=evaluations_of(policy, run),
+            wanted=wanted,
             checkpoints=snapshot_run(run, reference=policy.native_reference, evaluated=records.has),
             records=records,
             claims=claims,
             overrides=read_overrides(folder),
+            early=early_decisions(policy, folder, wanted),
         )
         if unclear := undecided(listing):
             known = {

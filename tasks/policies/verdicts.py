@@ -19,12 +19,12 @@ from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gates.gate import Gate
 from tasks.gates.reasons import Verdict
 from tasks.gates.verdict import JudgedCheckpoint
+from tasks.policies.early import gate_folder
 from tasks.policies.policy import WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 from tasks.records.record import CheckpointReference, now
 from tasks.spec.evaluation import digest_of
 
-_FOLDER = "gates"
 _NAME = re.compile(r"step-(\d+)\.(go|no-go)\.([0-9a-f]{16})\.json")
 
 
@@ -69,7 +69,7 @@ def kept_verdicts(run_folder: str, gate: Gate) -> KeptVerdicts:
     Raises:
         StorageError: the folder cannot be listed.
     """
-    folder = storage.join(run_folder, _FOLDER, digest_of(gate.model_dump(mode="json")))
+    folder = gate_folder(run_folder, gate)
     names = [storage.basename(file.uri) for file in storage.list_files(folder) if file.regular]
     matched = [match for name in names if (match := _NAME.fullmatch(name))]
     return KeptVerdicts(folder, {(int(match[1]), match[3]): match[0] for match in matched})
@@ -87,8 +87,10 @@ def known_digests(
     return {item.digest for item in recorded if item.listing == checkpoint.listing}
 
 
-def state_of(checkpoint: SeenCheckpoint, wanted: Iterable[WantedEvaluation], records: RunRecords) -> str:
-    """Digest of what the index tells of the records of a checkpoint; other records, another digest.
+def state_of(
+    checkpoint: SeenCheckpoint, wanted: Iterable[WantedEvaluation], records: RunRecords, early: Iterable[str] = ()
+) -> str:
+    """Digest of what the index tells of the records of a checkpoint, and of its early verdicts; others, another digest.
 
     Records that nothing wants here change it too: see `KeptVerdicts.same_records`.
     """
@@ -102,13 +104,14 @@ def state_of(checkpoint: SeenCheckpoint, wanted: Iterable[WantedEvaluation], rec
         for record in failures
         if record.evaluation_hash in hashes and record.digest in digests
     ]
-    return digest_of([sorted(hashes), sorted(done), sorted(others)])
+    return digest_of([sorted(hashes), sorted(done), sorted(others), sorted(early)])
 
 
 def records_digest(judged: JudgedCheckpoint) -> str:
-    """Digest of the very records that a verdict is on."""
-    records = (found.record for found in judged.records)
-    return digest_of(sorted((r.evaluation_hash, r.attempt, r.status, r.created.isoformat()) for r in records))
+    """Digest of the very records, and early verdicts, that a verdict is on."""
+    records = [(r.evaluation_hash, r.attempt, r.status, r.created) for r in (found.record for found in judged.records)]
+    early = [(v.evaluation_hash, v.attempt, "decided early", v.created) for v in judged.early]
+    return digest_of(sorted((*first, created.isoformat()) for *first, created in (*records, *early)))
 
 
 def as_kept(verdict: Verdict, judged: JudgedCheckpoint, *, run: str, policy: str) -> bytes:

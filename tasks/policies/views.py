@@ -29,6 +29,8 @@ _WORDS: dict[State, str] = {
     "scheduled": "scheduled",
     "stopped": "cancelled",
     "not_served": "cannot be served",
+    "held": "waits for a baseline",
+    "decided_early": "decided early: not worse",
 }
 _TO_DO: dict[State, str] = {
     "failed": "see its record, then assay retry",
@@ -46,6 +48,8 @@ _STYLES: dict[State, str] = {
     "scheduled": "blue",
     "stopped": "magenta",
     "not_served": "dim",
+    "held": "dim",
+    "decided_early": "green",
 }
 _VERDICTS = {"GO": "[green]GO[/]", "NO-GO": "[red]NO-GO[/]", None: "[dim]·[/]"}
 
@@ -294,6 +298,7 @@ def _identity(cell: OpenCell) -> dict[str, Any]:
         "evaluation": cell.evaluation.title,
         "evaluation_hash": cell.evaluation.hash,
         "priority": cell.evaluation.priority,
+        "decide": "early" if cell.early else "whole",
     }
 
 

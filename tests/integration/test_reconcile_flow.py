@@ -22,14 +22,17 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 from typer.testing import CliRunner
 
+from fakes.alerts import known_alert
 from fakes.endpoints import Endpoint, endpoint
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
+from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
 from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import EvaluationIncomplete, EvaluationInterrupted, GateRefused
+from tasks.alerts.files import write_first
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.evaluators.lm_eval.environment import LM_EVAL
@@ -174,6 +177,31 @@ def verdicts_told(client: SyncPrefectClient) -> list[dict[str, Any]]:
     """The events that said NO-GO for the gate of the policy."""
     named = {"event": {"name": ["gate.no-go"]}, "resource": {"labels": {"assay.gate": ["own"]}}}
     return client.request("POST", "/events/filter", json={"filter": named, "limit": 50}).json()["events"]
+
+
+def test_policy_decides_early_after_a_whole_checkpoint_and_asks_the_rest_on_an_alert(tmp_path: Path):
+    with watched(tmp_path) as run:
+        for step in (1, 2):
+            run.write_checkpoint(step)
+        evaluation = {"label": "facts", "evals": ["demo_facts"]}
+        suite = run.folder / "facts.yaml"
+        suite.write_text(yaml.safe_dump({"name": "facts", "description": "facts", "evaluations": [evaluation]}))
+        rule = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "previous", "by_more_than": 0.2}
+        run.write_policy(str(suite), gate={"decide": "early", "checkpoints": "every", "rules": [rule]})
+
+        outcome = run.reconcile()
+        assert (outcome["succeeded"], outcome["decided_early"], outcome["left_to_others"]) == (1, 1, 0)
+        [whole] = run.records()
+        assert whole.checkpoint.step == 1 and run.missing() == {"decided_early": 1}
+        [grid] = run.ask("status")["runs"]
+        assert [row["gate"] for row in grid["checkpoints"]] == ["GO", "GO"]
+        asked = run.engine.requests
+        assert run.reconcile()["succeeded"] == 0 and run.engine.requests == asked
+
+        decided = make_record(step=2, run="run", metrics=(make_metric(value=0.1),))
+        assert write_first(str(run.folder / "out" / "run"), known_alert(decided))
+        assert run.reconcile()["succeeded"] == 1 and run.missing() == {}
+        assert sorted(record.checkpoint.step for record in run.records()) == [1, 2]
 
 
 def test_failure_of_the_benchmark_waits_for_a_person_and_a_record_stays(tmp_path: Path):

@@ -20,6 +20,9 @@ from tasks.gates.early import decided_early
 from tasks.gates.gate import Gate
 from tasks.gates.verdict import JudgedCheckpoint, judge
 from tasks.gates.views import verdict_markdown
+from tasks.policies.early import EarlyDecisions
+from tasks.policies.gate import with_early
+from tasks.prefect_server.progress import listening
 from tasks.records.early import EarlyVerdict, find_early, read_early, write_early
 from tasks.records.index import indexed_records
 from tasks.records.record import FoundRecord, Metric, Record, find_records, read_records
@@ -284,6 +287,17 @@ def test_baseline_that_has_only_an_early_verdict_is_refused(tmp_path: Path):
 def test_first_checkpoint_of_a_run_has_nothing_to_be_compared_with_and_is_asked_whole(tmp_path: Path):
     [cell] = decided_early(early_gate({**RULE, "not_worse_than": "previous"}), [cell_of(tmp_path)])
     assert cell.early is None
+
+
+def test_cell_of_a_policy_that_cannot_be_decided_early_is_asked_whole_and_the_reason_said(tmp_path: Path):
+    baseline(tmp_path)
+    early, said = EarlyDecisions(early_gate(alpha=0.04)), list[str]()
+    cells = [cell_of(tmp_path), cell_of(tmp_path, hash="another")]
+    with listening(lambda update: said.append(str(update))):
+        fit, unfit = with_early(early, cells, evaluations=4)
+    assert fit.early is not None and fit.early.alpha == 0.01, "others of the checkpoint may be decided elsewhere"
+    assert unfit.early is None
+    assert any("evaluated whole, not decided early" in line and "other settings" in line for line in said)
 
 
 @pytest.mark.parametrize("rules", [(), ({"benchmark": "demo_facts", "metric": "acc", "at_least": 0.5},)])

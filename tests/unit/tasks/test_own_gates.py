@@ -28,8 +28,8 @@ from resources.errors import (
     GateRefused,
     RecordStatus,
 )
-from tasks.policies.gate import conclude_settled, own_gate
-from tasks.policies.policy import check_policy_paths
+from tasks.policies.gate import conclude_settled
+from tasks.policies.policy import check_policy_paths, own_gate
 from tasks.policies.snapshot import take_snapshot
 from tasks.prefect_server.progress import Judged, Update, listening
 from tasks.records.index import indexed_records

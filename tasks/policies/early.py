@@ -1,0 +1,141 @@
+"""Early decisions by a policy's own gate: what is evaluated whole all the same, and the verdicts that settle cells.
+
+    <evaluation_path>/<run>/gates/<hash of the gate>/early/step-<N>.<evaluation>.<listing>.<word>.json
+
+The names say all that reconciling has to know, so that it lists one folder and reads nothing. Each is a copy of the
+early verdict in the cell's folder, which a gate with other rules may replace.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.alerts.files import read_alerts
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
+from tasks.evaluators.early import NOT_EARLY
+from tasks.gates.gate import Gate
+from tasks.policies.policy import Policy, WantedEvaluation, own_gate
+from tasks.records.early import EarlyVerdict
+from tasks.spec.evaluation import digest_of
+
+NOT_WORSE = "not worse"
+_WHOLE_EVERY = 10
+_GATES, _FOLDER = "gates", "early"
+_NAME = re.compile(r"step-(\d+)\.(\S+)\.([0-9a-f]+)\.(not-worse|unlike|worse)\.json")
+
+
+class EarlyKey(NamedTuple):
+    """A cell by what a listing tells of it."""
+
+    step: int
+    evaluation_hash: str
+    listing: str | None
+
+
+@dataclass(frozen=True)
+class EarlyDecisions:
+    """A gate that decides the cells of a run early: its verdicts by cell, and the checkpoints with an open alert."""
+
+    gate: Gate
+    folder: str = ""
+    words: Mapping[EarlyKey, str] = field(default_factory=dict)
+    alerted: frozenset[str] = frozenset()
+
+    def word(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> str | None:
+        """The early verdict on a cell in its present state: not worse, worse, or cannot be compared."""
+        word = self.words.get(EarlyKey(checkpoint.step, wanted.hash, checkpoint.listing))
+        return None if word is None else _shown(word)
+
+    def whole_because(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> str | None:
+        """The alarm for which a cell is evaluated whole, in words; None without one."""
+        word = self.word(checkpoint, wanted)
+        if word not in (None, NOT_WORSE):
+            return f"decided early: {word}; to be evaluated whole"
+        return "an alert is open, to be evaluated whole" if checkpoint.name in self.alerted else None
+
+    def whole_steps(self, steps: Iterable[int], evaluation_hash: str) -> set[int]:
+        """The steps at which an evaluation is made whole in any case: the first of all and every so many-th.
+
+        Args:
+            steps: those at which it is wanted, or was made; what comes later with a higher step changes none.
+            evaluation_hash: of the evaluation; steps with an early verdict count, though their checkpoint be deleted.
+        """
+        decided = {key.step for key in self.words if key.evaluation_hash == evaluation_hash}
+        return set(sorted({*steps, *decided})[:: self.gate.whole_every or _WHOLE_EVERY])
+
+    def verdict(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> EarlyVerdict | None:
+        """The early verdict on a cell as it was kept.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        key = EarlyKey(checkpoint.step, wanted.hash, checkpoint.listing)
+        if key not in self.words:
+            return None
+        return EarlyVerdict.model_validate_json(
+            storage.read_bytes(storage.join(self.folder, _name(key, self.words[key])))
+        )
+
+    def keep(self, verdict: EarlyVerdict) -> None:
+        """Keeps a verdict, unless it was kept before.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        key = EarlyKey(verdict.checkpoint.step, verdict.evaluation_hash, verdict.checkpoint.listing)
+        uri = storage.join(self.folder, _name(key, _word_of(verdict)))
+        storage.create_bytes(uri, verdict.model_dump_json(indent=2).encode())
+
+
+def gate_folder(run_folder: str, gate: Gate) -> str:
+    """Returns where the verdicts of a gate on a run lie; another gate, or one that was changed, has others."""
+    return storage.join(run_folder, _GATES, digest_of(gate.model_dump(mode="json")))
+
+
+def early_decisions(policy: Policy, run_folder: str, wanted: Sequence[WantedEvaluation]) -> EarlyDecisions | None:
+    """The early decisions on a run; None where the policy has no gate that decides early.
+
+    Raises:
+        BadInput: cells go to work pools, or an evaluator cannot decide early.
+        StorageError: verdicts or alerts cannot be read.
+    """
+    gate = own_gate(policy)
+    if gate is None or gate.decide == "whole":
+        return None
+    if policy.dispatch == "work_pools":
+        raise _refused(gate, "dispatch: work_pools", "a gate with `decide: whole`, or `dispatch: here`")
+    for evaluation in wanted:
+        if reason := NOT_EARLY.get(evaluation.config.evaluator.name):
+            found = f"{evaluation.title} by {evaluation.config.evaluator.title}: {reason}"
+            raise _refused(gate, found, "a policy of its own for it, or a gate with `decide: whole`")
+    folder = storage.join(gate_folder(run_folder, gate), _FOLDER)
+    names = sorted(storage.basename(file.uri) for file in storage.list_files(folder) if file.regular)
+    matched = [match for name in names if (match := _NAME.fullmatch(name))]  # of two words the graver one comes last
+    words = {EarlyKey(int(match[1]), match[2], match[3]): match[4] for match in matched}
+    known = (known for known in read_alerts(run_folder).values() if known.acknowledged is None)
+    return EarlyDecisions(gate, folder, words, frozenset(each.alert.checkpoint for each in known))
+
+
+def _refused(gate: Gate, found: str, remedy: str) -> BadInput:
+    return BadInput(
+        expected=f"cells that can be decided early, as the policy's gate {gate.name} does", found=found, remedy=remedy
+    )
+
+
+def _word_of(verdict: EarlyVerdict) -> str:
+    if any(score.verdict == "worse" for score in verdict.scores):
+        return "worse"
+    return "unlike" if any(score.unlike for score in verdict.scores) else "not-worse"
+
+
+def _shown(word: str) -> str:
+    return {"not-worse": NOT_WORSE, "unlike": "cannot be compared"}.get(word, word)
+
+
+def _name(key: EarlyKey, word: str) -> str:
+    return f"step-{key.step}.{key.evaluation_hash}.{key.listing}.{word}.json"

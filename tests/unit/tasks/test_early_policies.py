@@ -1,0 +1,313 @@
+"""Policies whose own gate decides early: what is evaluated whole all the same, and how a verdict settles a cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fakes.alerts import known_alert
+from fakes.models import write_run
+from fakes.records import make_metric, make_record, make_samples, publish
+from flows.cli.app import app
+from flows.reconcile import load_policy, reconcile_policy
+from resources.errors import BadInput, GateRefused
+from tasks.alerts.files import acknowledge, write_first
+from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
+from tasks.gates.gate import Gate
+from tasks.policies.early import EarlyDecisions, EarlyKey
+from tasks.policies.gate import conclude_settled
+from tasks.policies.policy import Policy, WantedEvaluation, own_gate
+from tasks.policies.reconciliation import Reconciliation, RunListing, reconcile
+from tasks.policies.snapshot import take_snapshot
+from tasks.prefect_server.progress import Judged, Update, listening
+from tasks.records.early import EarlyScore, EarlyVerdict
+from tasks.records.index import Evaluated, RunRecords
+from tasks.spec.evaluation import EvaluationConfig
+
+RULE = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "previous", "by_more_than": 0.1}
+NAMED = {**RULE, "not_worse_than": "other@100"}
+NOTHING = RunRecords({}, (), {})
+
+
+def early_gate(rule: dict[str, Any] = RULE, **fields: Any) -> Gate:
+    return Gate.model_validate({"decide": "early", "whole_every": 3, "rules": [rule], **fields})
+
+
+def checkpoint(step: int, **changes: Any) -> SeenCheckpoint:
+    seen = SeenCheckpoint(f"/runs/run/hf/step-{step}", f"run-{step}", step, "huggingface", f"listing-{step}", ())
+    return replace(seen, **changes)
+
+
+def wanted(name: str = "a", *rules: CheckpointRule) -> WantedEvaluation:
+    content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
+    config = EvaluationConfig.model_validate(content)
+    return WantedEvaluation((name,), 0, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
+
+
+def done(*steps: int) -> RunRecords:
+    states = {f"run-{n}": [Evaluated(f"digest-{n}", f"listing-{n}", frozenset({"hash-a"}))] for n in steps}
+    return RunRecords(states, (), {})
+
+
+def decide(
+    steps: Iterable[int],
+    *evaluations: WantedEvaluation,
+    gate: Gate | None = None,
+    records: RunRecords = NOTHING,
+    words: dict[int, str] | None = None,
+    alerted: Sequence[str] = (),
+) -> Reconciliation:
+    content = {"name": "p", "runs": ["/runs/run"], "suites": ["demo"], "evaluation_path": "/out"}
+    kept = {EarlyKey(step, "hash-a", f"listing-{step}"): word for step, word in (words or {}).items()}
+    early = EarlyDecisions(gate or early_gate(), "/out", kept, frozenset(alerted))
+    checkpoints = [checkpoint(step) for step in steps]
+    listing = RunListing("/runs/run", "run", evaluations or (wanted(),), checkpoints, records, early=early)
+    return reconcile([listing], Policy.model_validate(content), now=1e6)
+
+
+def ways(found: Reconciliation) -> dict[int, str]:
+    """Each open cell by its step: its state, and early or whole."""
+    cells = (*found.work, *found.others)
+    return {cell.checkpoint.step: f"{cell.state} {'early' if cell.early else 'whole'}" for cell in cells}
+
+
+def test_first_checkpoint_and_each_so_many_th_after_it_is_whole():
+    found = decide(range(10, 80, 10), gate=early_gate(NAMED))
+    whole, early = "work whole", "work early"
+    assert ways(found) == {10: whole, 20: early, 30: early, 40: whole, 50: early, 60: early, 70: whole}
+    tenth = decide(range(1, 23), gate=early_gate(NAMED, whole_every=None))
+    assert [cell.checkpoint.step for cell in tenth.work if not cell.early] == [1, 11, 21]
+
+
+def test_checkpoints_are_counted_for_each_evaluation_by_its_own_rules():
+    found = decide(range(1, 10), wanted("a", CheckpointRule(every_n_steps=2)), gate=early_gate(NAMED))
+    assert {step for step, way in ways(found).items() if way == "work whole"} == {2, 8}
+
+
+@pytest.mark.parametrize("there", [range(5, 8), range(1, 8), range(5, 12)])
+def test_choice_stays_where_checkpoints_are_deleted_or_come_later(there: range):
+    found = decide(there, gate=early_gate(NAMED), records=done(1, 4), words={2: "not-worse", 3: "not-worse"})
+    assert [ways(found)[step] for step in (5, 6, 7)] == ["work early", "work early", "work whole"]
+
+
+def test_cell_whose_gate_looks_back_is_held_until_the_whole_ones_before_it_are_done():
+    held = ways(decide([1, 2, 3, 4, 5]))
+    assert held == {1: "work whole", 2: "held early", 3: "held early", 4: "work whole", 5: "held early"}
+    assert ways(decide([1, 2, 3, 4, 5], records=done(1))) | {4: ""} == {
+        2: "work early",
+        3: "work early",
+        4: "",
+        5: "held early",
+    }
+
+
+def test_early_verdict_settles_a_cell_unless_it_is_an_alarm():
+    words = {2: "not-worse", 3: "worse", 5: "unlike", 6: "not-worse"}
+    found = decide(range(1, 7), gate=early_gate(NAMED), records=done(1, 4), words=words, alerted=["run-6"])
+    assert ways(found) == {2: "decided_early early", 3: "work whole", 5: "work whole", 6: "work whole"}
+    reasons = {cell.checkpoint.step: cell.reason for cell in (*found.work, *found.others)}
+    assert reasons == {
+        2: "not worse",
+        3: "decided early: worse; to be evaluated whole",
+        5: "decided early: cannot be compared; to be evaluated whole",
+        6: "an alert is open, to be evaluated whole",
+    }
+    assert ways(decide([1, 2], records=done(1), alerted=["run-2"])) == {2: "work whole"}, "without a verdict, too"
+
+
+def test_verdict_is_on_the_checkpoint_as_it_was():
+    listing = RunListing("/runs/run", "run", (wanted(),), [checkpoint(2, listing="again")], done(1))
+    kept = {EarlyKey(2, "hash-a", "listing-2"): "not-worse"}
+    content = {"name": "p", "runs": ["/runs/run"], "suites": ["demo"], "evaluation_path": "/out"}
+    early = replace(listing, early=EarlyDecisions(early_gate(), "/out", kept))
+    assert ways(reconcile([early], Policy.model_validate(content), now=1e6)) == {2: "work early"}
+
+
+def test_gate_with_whole_every_must_decide_early():
+    with pytest.raises(ValueError, match=r"decide: early. beside whole_every, found .decide: whole"):
+        Gate.model_validate({"rules": [RULE], "whole_every": 10})
+    with pytest.raises(ValueError, match="only rules with not_worse_than"):
+        Gate.model_validate({"decide": "early", "whole_every": 10})
+
+
+# On disk
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A policy with a gate that decides early, about a run with three complete checkpoints."""
+
+    folder: Path
+
+    @property
+    def policy(self) -> str:
+        return str(self.folder / "policy.yaml")
+
+    @property
+    def run(self) -> str:
+        return str(self.folder / "out" / "run")
+
+    def write(self, *, evaluation: dict[str, Any] | None = None, **fields: Any) -> None:
+        suite = {"name": "s", "description": "d", "evaluations": [{"label": "s", "evals": ["demo_facts"]}]}
+        suite["evaluations"][0] |= evaluation or {}
+        (self.folder / "s.yaml").write_text(yaml.safe_dump(suite))
+        content = {
+            "name": "p",
+            "runs": [str(self.folder / "run")],
+            "suites": [str(self.folder / "s.yaml")],
+            "evaluation_path": str(self.folder / "out"),
+            "base_url": "http://127.0.0.1:9/v1",
+            "gate": {"decide": "early", "whole_every": 3, "checkpoints": "every", "rules": [RULE]},
+            **fields,
+        }
+        Path(self.policy).write_text(yaml.safe_dump(content))
+
+    def listing(self) -> RunListing:
+        [listing] = take_snapshot(load_policy(self.policy))
+        return listing
+
+    def publish(self, step: int, right: int, *, early: bool = False) -> None:
+        """A record of a checkpoint, of 200 questions, or an early verdict on it after 40 of them."""
+        listing = self.listing()
+        [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
+        hash_ = listing.wanted[0].hash
+        record = make_record(
+            step=step, run="run", metrics=(make_metric(value=right / 200, n=200),), evaluation_hash=hash_
+        )
+        reference = record.checkpoint.model_copy(update={"listing": seen.listing})
+        record = record.model_copy(update={"checkpoint": reference})
+        if not early:
+            publish(self.folder / "out", record, make_samples([1.0] * right + [0.0] * (200 - right)))
+            return
+        value = right / 200
+        score = EarlyScore(
+            benchmark="demo_facts",
+            metric="acc",
+            rule=early_gate().rules[0].words,
+            baseline="run-100",
+            baseline_value=0.9,
+            margin=0.1,
+            higher_is_better=True,
+            alpha=0.05,
+            verdict="not worse" if value > 0.8 else "worse",
+            asked=40,
+            questions=200,
+            estimate=value,
+            low=value - 0.05,
+            high=value + 0.05,
+        )
+        verdict = EarlyVerdict(
+            cell=record.cell,
+            checkpoint=reference,
+            evaluator=record.evaluator,
+            benchmarks=record.benchmarks,
+            evaluation_hash=hash_,
+            wanted="wanted",
+            gate="gate",
+            alpha=0.05,
+            scores=(score,),
+            asked=40,
+            questions=200,
+            attempt="attempt-1",
+            created=record.created,
+        )
+        assert listing.early is not None
+        listing.early.keep(verdict)
+        listing.early.keep(verdict)  # whoever is second leaves it
+
+    def judge(self) -> list[str]:
+        """Words of the verdicts of one pass, by checkpoint, and `refused` where NO-GO is raised."""
+        words: list[str] = []
+
+        def take(update: Update) -> None:
+            if isinstance(update, Judged):
+                names = dict.fromkeys(reason.checkpoint for reason in update.verdict.reasons)
+                words.extend(f"{name} {update.verdict.about(name).word}" for name in names)
+
+        policy = load_policy(self.policy)
+        gate = own_gate(policy)
+        assert gate is not None
+        with listening(take):
+            try:
+                conclude_settled(gate, policy, None)
+            except GateRefused:
+                words.append("refused")
+        return words
+
+    def ask(self, command: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, [command, self.policy, "--json"], catch_exceptions=False)
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    write_run(tmp_path / "run", [100, 200, 300])
+    found = Watched(tmp_path)
+    found.write()
+    return found
+
+
+def test_gate_takes_an_early_verdict_once_and_the_whole_where_it_comes_later(watched: Watched):
+    watched.publish(100, 180)
+    watched.publish(200, 190, early=True)
+    assert watched.judge() == ["run-100 GO", "run-200 GO"]
+    assert watched.judge() == []
+    [_, kept] = sorted((watched.folder / "out" / "run" / "gates").glob("*/step-*.json"))
+    words = "decided early at 40 of 200 questions (α = 0.05): not worse"
+    assert any(words in reason["found"] for reason in json.loads(kept.read_bytes())["reasons"])
+    watched.publish(200, 100)
+    assert watched.judge() == ["run-200 NO-GO", "refused"], "the whole has other things to say"
+
+
+def test_checkpoint_that_is_worse_early_is_judged_once_by_the_whole(watched: Watched):
+    watched.publish(100, 180)
+    watched.publish(200, 80, early=True)
+    assert watched.judge() == ["run-100 GO"]
+    watched.publish(200, 80)
+    assert watched.judge() == ["run-200 NO-GO", "refused"]
+    assert watched.judge() == []
+
+
+def test_views_show_what_was_decided_early_with_its_word(watched: Watched):
+    watched.publish(100, 180)
+    watched.publish(200, 190, early=True)
+    [row] = [row for row in watched.ask("status")["runs"][0]["checkpoints"] if row["step"] == 200]
+    assert row["suites"] == {"s": {"decided_early": 1}}
+    [gap] = [cell for cell in watched.ask("gaps")["cells"] if cell["step"] == 200]
+    assert (gap["state"], gap["reason"], gap["decide"]) == ("decided_early", "not worse", "early")
+    assert [(cell["step"], cell["decide"]) for cell in watched.ask("plan")["cells"]] == [(300, "early")]
+    shown = CliRunner().invoke(app, ["status", watched.policy], env={"COLUMNS": "120"}).stdout
+    assert "decided early: not worse" in shown
+    assert "1 cell done, 1 decided early, 1 to do, 0 waiting for something." in shown
+
+
+def test_open_alert_has_a_decided_cell_evaluated_whole_until_it_is_acknowledged(watched: Watched):
+    watched.publish(100, 180)
+    watched.publish(200, 190, early=True)
+    known = known_alert(make_record(step=200, run="run"))
+    assert write_first(watched.run, known)
+    assert [(cell["step"], cell["decide"]) for cell in watched.ask("plan")["cells"]] == [(200, "whole")]
+    acknowledge(watched.run, known.alert, note=None)
+    assert [(cell["step"], cell["decide"]) for cell in watched.ask("plan")["cells"]] == [(300, "early")]
+
+
+def test_evaluator_and_work_pools_are_refused_by_name(watched: Watched):
+    watched.write(dispatch="work_pools")
+    with pytest.raises(BadInput, match="dispatch: work_pools"):
+        watched.listing()
+    watched.write(evaluation={"evaluator": "levanter_lm_evaluation_harness"}, base_url=None)
+    with pytest.raises(BadInput, match=r"s: demo_facts by Levanter.*: its program asks all questions at once"):
+        watched.listing()
+
+
+def test_another_gate_does_not_judge_a_policy_that_decides_early(watched: Watched):
+    with pytest.raises(BadInput, match=r"judged by another gate, strict[\s\S]*decide: early"):
+        reconcile_policy.fn(load_policy(watched.policy), Gate(name="strict"))
