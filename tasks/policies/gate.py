@@ -204,7 +204,9 @@ def _not_judged(
 
 def _state(listing: RunListing, checkpoint: SeenCheckpoint, wanted: Sequence[WantedEvaluation]) -> str:
     decided = [(each.hash, listing.early.word(checkpoint, each)) for each in wanted] if listing.early else []
-    return state_of(checkpoint, wanted, listing.records, [f"{hash_} {word}" for hash_, word in decided if word])
+    return state_of(
+        checkpoint, wanted, listing.records, [f"{hash_} {checkpoint.listing} {word}" for hash_, word in decided if word]
+    )
 
 
 def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -216,7 +217,7 @@ class Watched:
             scores=(score,),
             asked=40,
             questions=200,
-            attempt="attempt-1",
+            attempt=f"attempt-{right}",
             created=record.created,
         )
         assert listing.early is not None
@@ -265,6 +266,17 @@ def test_gate_takes_an_early_verdict_once_and_the_whole_where_it_comes_later(wat
     assert any(words in reason["found"] for reason in json.loads(kept.read_bytes())["reasons"])
     watched.publish(200, 100)
     assert watched.judge() == ["run-200 NO-GO", "refused"], "the whole has other things to say"
+
+
+def test_checkpoint_that_was_written_again_is_judged_again_by_its_own_early_verdict(watched: Watched):
+    watched.publish(100, 180)
+    watched.publish(200, 190, early=True)
+    assert watched.judge() == ["run-100 GO", "run-200 GO"]
+    for file in (watched.folder / "run" / "hf" / "step-200").iterdir():
+        os.utime(file, (1, 1))
+    assert watched.judge() == [] and watched.ask("status")["runs"][0]["checkpoints"][1]["gate"] is None
+    watched.publish(200, 195, early=True)
+    assert watched.judge() == ["run-200 GO"]
 
 
 def test_checkpoint_that_is_worse_early_is_judged_once_by_the_whole(watched: Watched):
