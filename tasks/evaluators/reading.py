@@ -11,6 +11,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from resources.errors import HarnessOutputInvalid
 from tasks.spec.names import how_many
 
+PLAN_NAME = "plan.json"
+"""Written by our programs before the first request, each in a form of its own."""
 _Content = TypeVar("_Content")
 
 
@@ -27,6 +29,30 @@ class Unanswered(BaseModel):
         if self.refused or not self.failed:
             return None
         return f"{how_many(self.failed, 'request')} had no answer, the first for: {self.first_failure}"
+
+
+class TokensToAsk(BaseModel):
+    """Tokens that a benchmark is going to ask, by its plan."""
+
+    questions: int
+    generates: bool
+    """True if answers are written, rather than given ones weighed."""
+    prompt_tokens: int
+    """As engines count them: of each request, what they have in their cache included."""
+    answer_tokens: int
+    """At most."""
+
+
+class _Planned(BaseModel):
+    to_be_asked: dict[str, TokensToAsk]
+
+
+def tokens_to_ask(output: Path) -> list[TokensToAsk] | None:
+    """Tokens of each benchmark by the plan in a folder; None while there is none, and where it does not say."""
+    try:
+        return list(_Planned.model_validate_json((output / PLAN_NAME).read_bytes()).to_be_asked.values())
+    except (OSError, ValidationError):
+        return None
 
 
 def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:

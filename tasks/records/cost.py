@@ -12,10 +12,10 @@ from tasks.records.details import Part
 
 
 class Predicted(Part):
-    """Expected cost of a cell, as it was said before it began."""
+    """Expected cost of a cell, as it was said before it asked."""
 
     how: Literal["measured", "guess"]
-    """measured: by what the same evaluation took of other checkpoints; guess: by other evaluations."""
+    """measured: by what the same evaluation took of other checkpoints; guess: by other evaluations, or by its plan."""
     basis: str
     """Records that it is taken from, and the reckoning, in words."""
     seconds: FiniteFloat

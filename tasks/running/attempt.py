@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from prefect.context import FlowRunContext
@@ -14,12 +15,14 @@ from resources.environments.environments import pinned_versions
 from resources.errors import AssayError, EvaluationInterrupted, UnexpectedError
 from resources.storage import storage
 from tasks.evaluators.evaluator import Parsed, evaluator_of
+from tasks.evaluators.reading import tokens_to_ask
 from tasks.records.details import Asking
 from tasks.records.provenance import git_state, hardware, versions
 from tasks.records.record import Record, now
 from tasks.records.samples import encodable
 from tasks.records.seals import Digests
 from tasks.running.cells import Cell
+from tasks.running.expected import expected_by_plan
 from tasks.running.pricing import cost_of, resources_of_replica
 from tasks.running.serving import ServedCell
 
@@ -38,19 +41,20 @@ class Attempt:
     opened: ServedCell | None = None
     machine: dict[str, str] = field(default_factory=dict)
     """The system that the evaluator ran on, where that is not this process's."""
+    _expected_by_plan: bool = False
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
         """Notes what escapes the block as the attempt's failure, unless it has one; only an interruption passes."""
         try:
             yield
-        except AssayError as error:
-            self.failure = self.failure or error
         except Exception as error:  # noqa: BLE001 - the boundary: every attempt ends with a record, counted
-            self.failure = self.failure or self.unexpected(error)
+            self.failure = self.failure or self.failure_of(error)
 
-    def unexpected(self, error: Exception) -> UnexpectedError:
-        """Returns the failure that stands for an exception nobody foresaw."""
+    def failure_of(self, error: Exception) -> AssayError:
+        """Returns the error itself, or the failure that stands for an exception nobody foresaw."""
+        if isinstance(error, AssayError):
+            return error
         return UnexpectedError.of(error, expected=f"a result of {self.cell.title}, or an error that says what is wrong")
 
     @contextmanager
@@ -61,6 +65,16 @@ class Attempt:
             yield
         finally:
             self.seconds[phase] = round(self.seconds.get(phase, 0.0) + time.monotonic() - began, 3)
+
+    def expect_by_plan(self, output: Path) -> None:
+        """Expects the cost of its plan, and says so, once there is one in the harness's folder.
+
+        Does nothing where something was expected before, and a second time.
+        """
+        if self._expected_by_plan or self.cell.predicted is not None or (asked := tokens_to_ask(output)) is None:
+            return
+        self._expected_by_plan = True
+        self.cell = replace(self.cell, predicted=expected_by_plan(self.cell, asked))
 
     def record(self) -> Record:
         """Returns the record of the attempt as it stands; scores only of a success."""

@@ -1,8 +1,9 @@
 """Expected cost of cells: by what the same evaluation took of other checkpoints, else guessed from other evaluations.
 
 A guess is tokens to be asked by the rate that the engine was measured at. Tokens are those of records of the same
-benchmarks, with other settings or of other models; rates are those of records on the same kind of engine. Where either
-was never measured there is no guess.
+benchmarks, with other settings or of other models, or, where these were never asked, those of the plan that a harness
+writes before its first request; rates are those of records on the same kind of engine. Where either is not known there
+is no guess.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from functools import cached_property
 from resources.errors import OverBudget, StorageError
 from resources.regions.tariffs import Tariff
 from resources.storage import storage
-from tasks.prefect_server.progress import Notice, report_event
+from tasks.evaluators.reading import TokensToAsk
+from tasks.prefect_server.progress import Event, Notice, report_event
 from tasks.records.cost import Predicted, Spent, in_usd
 from tasks.records.index import RunRecords, indexed_records
 from tasks.records.provenance import hardware
@@ -132,27 +134,22 @@ class Expectations:
             hashes: of the evaluation, and of the same by Levanter where that may be.
             tariff: price of its replica.
         """
-        resources = resources_of_replica(config)
-        chips = resources.chip_count() if resources else None
-
-        def priced(how: str, basis: str, seconds: float, replica_seconds: float | None) -> Predicted:
-            hourly = tariff.usd_per_hour
-            usd = None if hourly is None or replica_seconds is None else round(hourly * replica_seconds / 3600, 8)
-            spent = None if chips is None or replica_seconds is None else round(chips * replica_seconds, 3)
-            return Predicted.model_validate(
-                {"how": how, "basis": basis, "seconds": seconds, "chip_seconds": spent, "usd": usd}
-            )
-
         for hash_ in filter(None, hashes):
             if (typical := self._typical.get(hash_)) is not None:
                 replica = typical.replica_seconds
-                if replica is None and chips:
+                if replica is None and (chips := _chips(config)):
                     replica = typical.chip_seconds / chips or None
                 basis = f"the median of {how_many(typical.records, 'record')} with these settings"
-                return priced("measured", basis, typical.seconds, replica)
+                return _priced(config, tariff, "measured", basis, typical.seconds, replica)
         if (guessed := guess(config, self._work)) is None:
             return None
-        return priced("guess", guessed[1], guessed[0], guessed[0])
+        return _priced(config, tariff, "guess", guessed[1], guessed[0], guessed[0])
+
+    def of_tokens(self, config: EvaluationConfig, asked: Sequence[TokensToAsk], tariff: Tariff) -> Predicted | None:
+        """A guess from the tokens that an engine is going to be asked; None where its rate was never measured."""
+        if (guessed := guess_of_tokens(config, asked, self._work)) is None:
+            return None
+        return _priced(config, tariff, "guess", guessed[1], guessed[0], guessed[0])
 
     @cached_property
     def _work(self) -> list[Work]:
@@ -174,6 +171,20 @@ class Expectations:
         return [folder for folder in folders if storage.basename(folder) not in self._known][:_MOST_RUNS]
 
 
+def _chips(config: EvaluationConfig) -> int | None:
+    resources = resources_of_replica(config)
+    return resources.chip_count() if resources else None
+
+
+def _priced(
+    config: EvaluationConfig, tariff: Tariff, how: str, basis: str, seconds: float, replica_seconds: float | None
+) -> Predicted:
+    hourly, chips = tariff.usd_per_hour, _chips(config)
+    usd = None if hourly is None or replica_seconds is None else round(hourly * replica_seconds / 3600, 8)
+    spent = None if chips is None or replica_seconds is None else round(chips * replica_seconds, 3)
+    return Predicted.model_validate({"how": how, "basis": basis, "seconds": seconds, "chip_seconds": spent, "usd": usd})
+
+
 def guess(config: EvaluationConfig, work: Sequence[Work]) -> tuple[float, str] | None:
     """Seconds of a replica that an evaluation may take, and the reckoning; None where too little was measured."""
     engine = engine_of(hardware(config), config.evaluator.name if config.native else "pool")
@@ -187,6 +198,36 @@ def guess(config: EvaluationConfig, work: Sequence[Work]) -> tuple[float, str] |
     if len(known) < len(found):
         return None
     return round(sum(seconds for seconds, _ in known), 1), "; ".join(dict.fromkeys(basis for _, basis in known))
+
+
+def guess_of_tokens(
+    config: EvaluationConfig, asked: Sequence[TokensToAsk], work: Sequence[Work]
+) -> tuple[float, str] | None:
+    """Seconds of a replica that tokens may take, and the reckoning; None where the engine's rate was never measured.
+
+    Answers that are written count as many tokens as the mean of those of other benchmarks, or their limit if less.
+    """
+    engine = engine_of(hardware(config), "pool")
+    seconds, bases = 0.0, list[str]()
+    for generates in sorted({part.generates for part in asked}):
+        parts = [part for part in asked if part.generates is generates]
+        alike = [found for found in work if found.engine == engine and found.generates is generates]
+        if (rated := _rate(alike) or _rate(alike, journaled=True)) is None:
+            return None
+        rate, measured = rated
+        source = f"{how_many(measured, 'record')} on {engine}"
+        prompts, answers = sum(part.prompt_tokens for part in parts), sum(part.answer_tokens for part in parts)
+        words = "of answers"
+        if generates:
+            each = sum(found.completion_tokens for found in alike) / sum(found.asked_questions for found in alike)
+            usual = round(each * sum(part.questions for part in parts))
+            words = "of answers, their limit" if answers <= usual else f"of answers, {each:,.0f} a question as there"
+            answers = min(answers, usual)
+        seconds += (prompts + answers) / rate
+        bases.append(
+            f"the plan's {prompts:,} tokens of prompts and {answers:,} {words} ÷ {rate:,.0f} tokens/s ({source})"
+        )
+    return round(seconds, 1), "; ".join(bases)
 
 
 def _like(work: Sequence[Work], asked: tuple[str, ...]) -> list[Work]:
@@ -312,6 +353,28 @@ def with_expectations(
     whys = [tariff.why_unknown for tariff in tariffs.values() if tariff.usd_per_hour is None]
     expected = together([cell.predicted for cell in found.values()], why_unpriced=whys[0] if whys else None)
     return [found.get(id(cell), cell) for cell in cells], expected
+
+
+def expected_by_plan(cell: Cell, asked: Sequence[TokensToAsk]) -> Predicted | None:
+    """The expected cost of a cell that has begun, by the tokens of its plan, or by records that came meanwhile.
+
+    Says so, as `tell` does; None where no rate of its engine is known, which it says too.
+    """
+    path, run, tariff = cell.config.evaluation_path, cell.reference.run, tariff_of_cell(cell.config)
+    try:
+        known = {run: indexed_records(storage.join(path, run))}
+    except StorageError:
+        known = {}
+    expectations = Expectations(path, known)
+    predicted = expectations.of(cell.config, [cell.evaluation_hash], tariff)
+    predicted = predicted or expectations.of_tokens(cell.config, asked, tariff)
+    tokens = sum(part.prompt_tokens for part in asked)
+    lines = [f"expected for 1 cell: unknown: {tokens:,} tokens of prompts, and no rate of such an engine is known"]
+    if predicted is not None:
+        lines = together([predicted], why_unpriced=tariff.why_unknown).lines()
+    for line in lines:
+        report_event(f"{cell.title}: {line.strip()}", Event if predicted and predicted.how == "measured" else Notice)
+    return predicted
 
 
 def tell(expected: Expected) -> None:

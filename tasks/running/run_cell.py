@@ -188,6 +188,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
         context.interruption.raise_if_interrupted()
         if attempt.opened is not None:
             attempt.opened.check()
+            attempt.expect_by_plan(output)
 
     context.interruption.raise_if_interrupted()
     model, judge = (None, None) if cell.config.native else _open(attempt, serving, context)
@@ -212,6 +213,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                     name=_job_name(cell, harness),
                     early=wanted_early(cell),
                 )
+            attempt.expect_by_plan(output)  # it may have ended between two looks
     if attempt.parsed.early:
         return
     verify_counts(attempt.parsed)
@@ -352,14 +354,14 @@ def _write(attempt: Attempt, context: CellContext, *, wanted: Cell) -> Record:
         except AssayError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary: the failure at least is to be known
-            attempt.failure = attempt.failure or attempt.unexpected(error)
+            attempt.failure = attempt.failure or attempt.failure_of(error)
             attempt.parsed, attempt.served, attempt.requests = None, {}, {}
             return _prove_and_write(attempt, context, wanted=wanted)
     except Exception as error:
         _close(attempt, finished=False)
         if isinstance(error, ClaimLost):
             raise
-        cause = error if isinstance(error, AssayError) else attempt.unexpected(error)
+        cause = attempt.failure_of(error)
         raise RecordUnwritten(
             expected=f"to write the record of {attempt.cell.title}", found=cause.found, remedy=cause.remedy
         ) from error
@@ -381,8 +383,7 @@ def _tell(attempt: Attempt, record: Record) -> None:
         if cell.config.sinks:
             note_sinks(cell.uri, publish_record(record, cell.uri, cell.config.sinks))
     except Exception as error:  # noqa: BLE001 - the boundary: the record stands, and the next run tells of it
-        cause = error if isinstance(error, AssayError) else attempt.unexpected(error)
-        report_event(f"{cell.title}: not everyone was told of its record: {cause.found}")
+        report_event(f"{cell.title}: not everyone was told of its record: {attempt.failure_of(error).found}")
 
 
 def _close(attempt: Attempt, *, finished: bool) -> None:
@@ -395,5 +396,4 @@ def _close(attempt: Attempt, *, finished: bool) -> None:
         elif finished:  # the journal of a pool deletes its copy itself
             end_scope(attempt.cell.uri)
     except Exception as error:  # noqa: BLE001 - the boundary: its record stands
-        cause = error if isinstance(error, AssayError) else attempt.unexpected(error)
-        report_event(f"{attempt.cell.reference.name}: its answers stay in the journal: {cause.found}")
+        report_event(f"{attempt.cell.title}: its answers stay in the journal: {attempt.failure_of(error).found}")

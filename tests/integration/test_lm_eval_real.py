@@ -36,6 +36,7 @@ from tasks.evaluators.harness import Progress, verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.index import listed_benchmarks
 from tasks.evaluators.lm_eval.options import LmEvalOptions
+from tasks.evaluators.reading import tokens_to_ask
 from tasks.records.record import Counts
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -154,6 +155,14 @@ async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
         parsed = await lm_eval.evaluate(make_model(engine, tokenizer), config, output, on_progress=seen.append)
     assert seen[-1].done == seen[-1].total
     assert parsed.counts == Counts(requested=42, answered=42, scored=42)
+    planned, bodies = tokens_to_ask(output), [json.loads(body) for body in engine.bodies]
+    assert planned is not None and [part.questions for part in planned] == [6] * 7
+    assert sum(part.prompt_tokens for part in planned) == sum(
+        len(tokens) for body in bodies for tokens in body["prompt"]
+    )
+    assert sum(part.answer_tokens for part in planned) == sum(
+        body["max_tokens"] * len(body["prompt"]) for body in bodies
+    )
     for metric in parsed.metrics:
         found = by_question(output, metric.benchmark)
         assert len(found) == len({sample.id for sample in found}) == 6

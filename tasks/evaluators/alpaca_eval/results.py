@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.evaluator import Parsed
-from tasks.evaluators.reading import Unanswered, invalid_results, is_unclosed, read_result
+from tasks.evaluators.reading import PLAN_NAME, Unanswered, invalid_results, is_unclosed, read_result
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
@@ -27,7 +27,6 @@ from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "AlpacaEval"
 
-PLAN_NAME = "plan.json"
 RESULTS_NAME = "results.json"
 OUTPUTS_NAME = "model_outputs.json"
 REFERENCES_NAME = "reference_outputs.json"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from tasks.evaluators.evaluator import Parsed
-from tasks.evaluators.reading import Unanswered, finish_of, invalid_results, is_unclosed, read_result
+from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, invalid_results, is_unclosed, read_result
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
@@ -28,7 +28,6 @@ from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "HELM"
 
-PLAN_NAME = "plan.json"
 RESULTS_FOLDER = "helm"
 SITE = f"{RESULTS_FOLDER}/index.html"
 _CORRECT = "correct"

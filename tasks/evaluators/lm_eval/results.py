@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.lm_eval.asked import Asked, read_asked
-from tasks.evaluators.reading import invalid_results, read_result
+from tasks.evaluators.reading import PLAN_NAME, invalid_results, read_result
 from tasks.records.details import BenchmarkDetails
 from tasks.records.early import ANSWERED_NAME
 from tasks.records.record import Counts, Metric
@@ -25,7 +25,6 @@ from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "lm-eval"
 
-PLAN_NAME = "plan.json"
 RESULTS_FOLDER = "lm_eval"
 NO_ANSWER = "[[no answer came back]]"
 """Text that stands for an answer without any text; the harness's own default would be scored as an empty one."""

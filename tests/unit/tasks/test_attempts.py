@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from fakes.endpoints import endpoint
 from fakes.models import write_run, write_safetensors
 from fakes.polling import eventually, is_alive
 from fakes.proxy import JOIN_TOKEN, running_proxy, session_of
-from fakes.records import make_record
+from fakes.records import make_record, publish
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.weights.model_files import digest_model_folder
@@ -44,6 +45,11 @@ from resources.regions.regions import known_regions, price_per_hour
 from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.prefect_server.progress import Notice, Update, listening
+from tasks.records.cost import Cost
+from tasks.records.details import BenchmarkDetails
+from tasks.records.index import note_record
+from tasks.records.provenance import hardware
 from tasks.records.record import (
     SCOPE_NAME,
     CheckpointReference,
@@ -314,6 +320,74 @@ def test_cell_costs_the_chips_of_one_replica_for_the_seconds_that_it_had_it_at_t
             both = list(threads.map(run, ("b", "c"), (SLICES, SLICES)))
         whole = session.replica_seconds(checkpoint.name) - before
     assert sum(each.served["replica_seconds"] for each in both) <= whole + 0.01, "none of its seconds is paid twice"
+
+
+@dataclass(frozen=True)
+class Planning(Killing):
+    """A harness that plans its tokens, and asks nothing before a file allows it."""
+
+    name: str = "planning"
+    go: Path = Path()
+    plan: str = ""
+
+    def command(self, model: EvaluatedModel, config: EvaluationConfig, output: Path, **_: Any) -> HarnessCommand:
+        wait = f"while not Path({str(self.go)!r}).exists(): time.sleep(0.02)"
+        write = f"Path({str(output / 'plan.json')!r}).write_text({self.plan!r})"
+        return HarnessCommand(
+            argv=(sys.executable, "-c", f"import time\nfrom pathlib import Path\n{write}\n{wait}"),
+            variables={},
+            files={},
+        )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("priced")
+@pytest.mark.parametrize("rated", [True, False])
+def test_cell_of_a_benchmark_that_was_never_asked_says_what_its_plan_lets_expect_before_it_asks(
+    tmp_path: Path, *, rated: bool
+):
+    cell = make_cell(
+        tmp_path,
+        evaluator="lm_evaluation_harness",
+        pool_config={"model": {"name": "run-a"}, "resource_config": SLICES},
+    )
+    if rated:
+        before = make_record(
+            run="run-a",
+            hardware=hardware(cell.config),
+            cost=Cost(replica_seconds=10.0),
+            evaluation={"evals": [{"name": "arc"}]},
+            details={"arc": BenchmarkDetails(questions=10)},
+            requests={"answered": 10, "prompt_tokens": 990, "completion_tokens": 10},
+        )
+        out = cell.config.evaluation_path
+        note_record(f"{out}/run-a", publish(Path(out), before), before)
+    asked = {"questions": 5, "generates": False, "prompt_tokens": 490, "answer_tokens": 10}
+    planned = json.dumps({"benchmarks": {}, "to_be_asked": {"demo_facts": asked}})
+    harness = Harness(Planning(go=tmp_path / "go", plan=planned), Path(sys.executable), None)
+    notices: list[str] = []
+
+    def hear(update: Update) -> None:
+        if isinstance(update, Notice):
+            notices.append(update.text)
+            (tmp_path / "go").touch()  # without a word it is never allowed to ask
+
+    checkpoint = Servable.from_uri(cell.reference.name, cell.reference.uri)
+    with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session, listening(hear):
+        record = recorded(cell, PoolServing(session), CellContext(1, 1, lambda _: harness))
+    assert record.cost is not None
+    if rated:
+        predicted = record.cost.predicted
+        assert predicted is not None and (predicted.how, predicted.seconds) == ("guess", 5.0)
+        assert predicted.chip_seconds == 40.0 and predicted.usd == pytest.approx(
+            5 * (record.cost.usd_per_hour or 0) / 3600
+        )
+        assert notices[0].startswith(f"{cell.title}: expected for 1 cell: 5.0 s, 0.011 chip-hours, ")
+        assert notices[0].endswith("; a guess (1 guess)") and notices[1].endswith(predicted.basis)
+    else:
+        assert record.cost.predicted is None
+        [words] = notices
+        assert words.endswith("unknown: 490 tokens of prompts, and no rate of such an engine is known")
 
 
 @pytest.mark.usefixtures("priced", "chips")

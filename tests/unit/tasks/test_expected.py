@@ -10,6 +10,7 @@ import pytest
 from fakes.records import make_metric, make_record, publish
 from resources.errors import OverBudget
 from resources.regions.tariffs import Tariff
+from tasks.evaluators.reading import TokensToAsk
 from tasks.records.cost import Cost, Predicted, Spent, sum_of
 from tasks.records.details import BenchmarkDetails
 from tasks.records.index import indexed_records, note_record
@@ -134,6 +135,43 @@ def test_nothing_is_expected_where_tokens_or_rate_were_never_measured(
     found = expectations(tmp_path, record).of(config, ["new"], TARIFF)
     assert found is None
     assert together([found]).lines() == ["expected for 1 cell: unknown: never measured"]
+
+
+def test_benchmark_that_was_never_asked_is_guessed_by_its_plan_each_kind_at_its_own_rate(tmp_path: Path):
+    """Prompts are weighed at 1,000 tokens a second; answers are written at 50, of 200 tokens each."""
+    weighed = measured("arc", tokens=(200_000, 0), seconds=200.0, run="run-a")
+    written = measured("gsm8k", tokens=(30_000, 20_000), seconds=1000.0, run="run-a", step=200)
+    known = expectations(tmp_path, weighed, written)
+    choices = TokensToAsk(questions=50, generates=False, prompt_tokens=9_800, answer_tokens=200)
+    texts = TokensToAsk(questions=10, generates=True, prompt_tokens=500, answer_tokens=10 * 512)
+    config = wanted("never", "neither")
+    assert known.of(config, ["new"], TARIFF) is None
+    found = known.of_tokens(config, [choices, texts], TARIFF)
+    assert found is not None and found.how == "guess"
+    assert found.seconds == pytest.approx(10_000 / 1000 + (500 + 10 * 200) / 50)
+    assert found.chip_seconds == pytest.approx(8 * 60.0) and found.usd == pytest.approx(4.0 * 60 / 3600)
+    assert found.basis == (
+        "the plan's 9,800 tokens of prompts and 200 of answers ÷ 1,000 tokens/s (1 record on pool on v5litepod-8); "
+        "the plan's 500 tokens of prompts and 2,000 of answers, 200 a question as there ÷ 50 tokens/s "
+        "(1 record on pool on v5litepod-8)"
+    )
+    short = known.of_tokens(config, [texts.model_copy(update={"answer_tokens": 10 * 8})], TARIFF)
+    assert (
+        short is not None
+        and short.seconds == pytest.approx((500 + 80) / 50)
+        and "80 of answers, their limit" in short.basis
+    )
+
+
+def test_plan_gives_no_guess_where_the_engine_was_never_measured_at_such_a_benchmark(tmp_path: Path):
+    known = expectations(tmp_path, measured("arc", run="run-a"))
+    texts = TokensToAsk(questions=10, generates=True, prompt_tokens=500, answer_tokens=80)
+    choices = texts.model_copy(update={"generates": False})
+    assert known.of_tokens(wanted("never"), [choices], TARIFF) is not None
+    assert known.of_tokens(wanted("never"), [choices, texts], TARIFF) is None
+    assert known.of_tokens(wanted("never", variant="v5p-8"), [choices], TARIFF) is None
+    others = wanted("never", pool_config=None, base_url="http://there/v1")
+    assert known.of_tokens(others, [choices], TARIFF) is None
 
 
 def test_limited_benchmark_is_guessed_for_more_questions_than_it_was_asked(tmp_path: Path):

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lm_eval.api.group import Group
-from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 from lm_eval.models import api_models
 from lm_eval.utils import handle_non_serializable, hash_string
 from lm_eval_control import control, evidence
 from lm_eval_data import revision_of
+from lm_eval_lengths import TooLong, request_type, to_be_asked, too_long
 from lm_eval_loading import name_of, seed
 from lm_eval_refusal import refuse, write_json
 from lm_eval_smooth import add_smooth_scores
@@ -29,31 +28,8 @@ from lm_eval_smooth import add_smooth_scores
 PLAN_NAME = "plan.json"
 SKIPPED_NAME = "skipped.jsonl"
 CONTROL_NAME = "control.json"
-REQUEST_TYPES = {"multiple_choice": "loglikelihood"}  # what a benchmark of that output type asks for
 DOCUMENTS = ("rank", "limit", "world_size", "samples")  # arguments that say which are asked
-SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
-BATCH = 1000
 _log = logging.getLogger("lm_eval")
-
-
-@dataclass(frozen=True)
-class Text:
-    """Parts of one request: the text that counts, tokens it must leave free, and tokens that may not be cut."""
-
-    instance: Instance
-    prompt: str
-    kept: str
-    reserved: int
-
-
-@dataclass
-class TooLong:
-    """Questions of one benchmark with a prompt that does not fit."""
-
-    needed: dict[int, int] = field(default_factory=dict)
-    """Tokens by question."""
-    hopeless: set[int] = field(default_factory=set)
-    """Questions of which nothing would be left in front of the answer."""
 
 
 class Questions:
@@ -130,7 +106,8 @@ class Questions:
         self._on_settled()
         if self._skipped:
             (self._output / SKIPPED_NAME).write_text("".join(self._skipped), encoding="utf-8")
-        write_json(self._output / PLAN_NAME, {"benchmarks": planned})
+        asked = {name_of(task): to_be_asked(task, self._model, self._tokenizer) for task in everything}
+        write_json(self._output / PLAN_NAME, {"benchmarks": planned, "to_be_asked": asked})
         self._on_planned()
 
     def _skip(self, task: Task, long: TooLong) -> None:
@@ -232,75 +209,6 @@ def groups_in(benchmarks: dict[str, list[Any]]) -> list[Group]:
     return [below for part in top for below in (part, *part.get_all_groups())]
 
 
-def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:
-    """The questions with a prompt that lm-eval would cut, or an endpoint refuse.
-
-    Whole texts are never too long: they are weighed in windows.
-    """
-    found = TooLong()
-    texts = [text for instance in task.instances if (text := _text(instance, model, tokenizer)) is not None]
-    candidates = _candidates(texts, model, tokenizer)
-    for text, length in zip(candidates, _lengths([text.prompt for text in candidates], model, tokenizer), strict=True):
-        needed = length + text.reserved
-        if needed <= model.max_length:
-            continue
-        number = text.instance.doc_id
-        found.needed[number] = max(needed, found.needed.get(number, 0))
-        if len(text.kept.encode()) + SPECIAL_TOKENS >= model.longest_window:
-            [before] = _lengths([text.prompt.removesuffix(text.kept)], model, tokenizer)
-            if length - before >= model.longest_window:
-                found.hopeless.add(number)
-    return found
-
-
-def _text(instance: Instance, model: Any, tokenizer: Any) -> Text | None:
-    if instance.request_type == "loglikelihood":
-        context, continuation = instance.args
-        # Log-probabilities may have more room than an answer, or less: see the model's window.
-        reserved = model.max_length - model.longest_window + (0 if context or model.adds_bos else 1)
-        return Text(instance, context + continuation, continuation, reserved)
-    if instance.request_type != "generate_until":
-        return None
-    prompt, options = instance.args[:2]
-    if not isinstance(prompt, str):  # messages, as JSON; without a template nobody can say how long they get
-        if not tokenizer.chat_template:
-            return None
-        prompt = tokenizer.apply_chat_template(json.loads(prompt.prompt), tokenize=False, add_generation_prompt=True)
-    return Text(instance, prompt, "", options.get("max_gen_toks", model._max_gen_toks))
-
-
-def _candidates(texts: Sequence[Text], model: Any, tokenizer: Any) -> list[Text]:
-    """Those that might not fit; most can be told to fit without counting their tokens.
-
-    A tokenizer makes at most one token of an ASCII character. Of several answers behind one context, the longest is
-    counted, and the others only if there is little room beside it.
-    """
-    several: dict[tuple[Any, str], list[Text]] = defaultdict(list)
-    for text in texts:
-        short = text.prompt.isascii() and len(text.prompt) + SPECIAL_TOKENS + text.reserved <= model.max_length
-        if not short:
-            several[(text.instance.doc_id, text.prompt.removesuffix(text.kept) if text.kept else "")].append(text)
-    groups = [sorted(group, key=lambda text: len(text.kept.encode())) for group in several.values()]
-    longest = [group[-1] for group in groups]
-    candidates = list[Text]()
-    for group, length in zip(groups, _lengths([text.prompt for text in longest], model, tokenizer), strict=True):
-        room = model.max_length - length - group[-1].reserved
-        slack = max(len(text.kept.encode()) for text in group) + SPECIAL_TOKENS
-        if room < slack:
-            candidates += group
-    return candidates
-
-
-def _lengths(texts: Sequence[str], model: Any, tokenizer: Any) -> Iterator[int]:
-    """Tokens of each text, as lm-eval counts them."""
-    for start in range(0, len(texts), BATCH):
-        batch = list(texts[start : start + BATCH])
-        ids = model.tok_encode(batch)
-        if ids is batch:  # an endpoint's own template takes texts
-            ids = tokenizer(batch, add_special_tokens=False, return_attention_mask=False).input_ids
-        yield from map(len, ids)
-
-
 def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request: int) -> None:
     """Lets lm-eval's progress bars say which benchmarks they are about, and how much there is in all.
 
@@ -333,11 +241,6 @@ def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request
 
     logging.getLogger("lm_eval.evaluator").addFilter(note)
     api_models.tqdm_asyncio = LabelledBar
-
-
-def request_type(task: Task) -> str:
-    """Returns the kind of requests that a task makes."""
-    return REQUEST_TYPES.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
 
 
 def few_of_each_kind(same_warnings: int) -> logging.Filter:

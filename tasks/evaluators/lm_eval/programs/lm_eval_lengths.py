@@ -1,0 +1,161 @@
+"""Tokens of prompts, for `lm_eval_prompts.py`: which are too long, and how many are to be asked in all."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from choice_scoring import LEAST_CONTEXT
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import Task
+
+REQUEST_TYPES = {"multiple_choice": "loglikelihood"}  # what a benchmark of that output type asks for
+SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
+BATCH = 1000
+COUNTED = 32
+"""Questions of a benchmark whose tokens are counted for a guess: all of MMLU's would take a minute."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Parts of one request: the text that counts, tokens it must leave free, and tokens that may not be cut."""
+
+    instance: Instance
+    prompt: str
+    kept: str
+    reserved: int
+
+
+@dataclass
+class TooLong:
+    """Questions of one benchmark with a prompt that does not fit."""
+
+    needed: dict[int, int] = field(default_factory=dict)
+    """Tokens by question."""
+    hopeless: set[int] = field(default_factory=set)
+    """Questions of which nothing would be left in front of the answer."""
+
+
+def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:
+    """The questions with a prompt that lm-eval would cut, or an endpoint refuse.
+
+    Whole texts are never too long: they are weighed in windows.
+    """
+    found = TooLong()
+    texts = [text for instance in task.instances if (text := _text(instance, model, tokenizer)) is not None]
+    candidates = _candidates(texts, model, tokenizer)
+    for text, length in zip(candidates, _lengths([text.prompt for text in candidates], model, tokenizer), strict=True):
+        needed = length + text.reserved
+        if needed <= model.max_length:
+            continue
+        number = text.instance.doc_id
+        found.needed[number] = max(needed, found.needed.get(number, 0))
+        if len(text.kept.encode()) + SPECIAL_TOKENS >= model.longest_window:
+            [before] = _lengths([text.prompt.removesuffix(text.kept)], model, tokenizer)
+            if length - before >= model.longest_window:
+                found.hopeless.add(number)
+    return found
+
+
+def _text(instance: Instance, model: Any, tokenizer: Any) -> Text | None:
+    if instance.request_type == "loglikelihood":
+        context, continuation = instance.args
+        # Log-probabilities may have more room than an answer, or less: see the model's window.
+        reserved = model.max_length - model.longest_window + (0 if context or model.adds_bos else 1)
+        return Text(instance, context + continuation, continuation, reserved)
+    if instance.request_type != "generate_until":
+        return None
+    prompt, options = instance.args[:2]
+    if not isinstance(prompt, str):  # messages, as JSON; without a template nobody can say how long they get
+        if not tokenizer.chat_template:
+            return None
+        prompt = tokenizer.apply_chat_template(json.loads(prompt.prompt), tokenize=False, add_generation_prompt=True)
+    return Text(instance, prompt, "", options.get("max_gen_toks", model._max_gen_toks))
+
+
+def _candidates(texts: Sequence[Text], model: Any, tokenizer: Any) -> list[Text]:
+    """Those that might not fit; most can be told to fit without counting their tokens.
+
+    A tokenizer makes at most one token of an ASCII character. Of several answers behind one context, the longest is
+    counted, and the others only if there is little room beside it.
+    """
+    several: dict[tuple[Any, str], list[Text]] = defaultdict(list)
+    for text in texts:
+        short = text.prompt.isascii() and len(text.prompt) + SPECIAL_TOKENS + text.reserved <= model.max_length
+        if not short:
+            several[(text.instance.doc_id, text.prompt.removesuffix(text.kept) if text.kept else "")].append(text)
+    groups = [sorted(group, key=lambda text: len(text.kept.encode())) for group in several.values()]
+    longest = [group[-1] for group in groups]
+    candidates = list[Text]()
+    for group, length in zip(groups, _lengths([text.prompt for text in longest], model, tokenizer), strict=True):
+        room = model.max_length - length - group[-1].reserved
+        slack = max(len(text.kept.encode()) for text in group) + SPECIAL_TOKENS
+        if room < slack:
+            candidates += group
+    return candidates
+
+
+def _lengths(texts: Sequence[str], model: Any, tokenizer: Any) -> Iterator[int]:
+    """Tokens of each text, as lm-eval counts them."""
+    for start in range(0, len(texts), BATCH):
+        batch = list(texts[start : start + BATCH])
+        ids = model.tok_encode(batch)
+        if ids is batch:  # an endpoint's own template takes texts
+            ids = tokenizer(batch, add_special_tokens=False, return_attention_mask=False).input_ids
+        yield from map(len, ids)
+
+
+def to_be_asked(task: Task, model: Any, tokenizer: Any) -> dict[str, Any] | None:
+    """Tokens of a task's requests as engines count them, cached ones too; answers have as many at most.
+
+    Of more than `COUNTED` questions every so many are counted, and the others by their characters. None where nobody
+    can say.
+    """
+    questions: dict[Any, list[Instance]] = defaultdict(list)
+    for instance in task.instances:
+        questions[instance.doc_id].append(instance)
+    several = list(questions.values())
+    counted = [instance for asked in several[:: -(-len(several) // COUNTED) or 1] for instance in asked]
+    generates, whole = task.OUTPUT_TYPE == "generate_until", request_type(task) == "loglikelihood_rolling"
+    texts = [Text(i, i.args[0], i.args[0], 0) if whole else _text(i, model, tokenizer) for i in counted]
+    if not texts or None in texts:
+        return None
+    lengths = list(_lengths([text.prompt for text in texts], model, tokenizer))
+    if not whole:
+        lengths = [min(length, model.max_length - text.reserved) for text, length in zip(texts, lengths, strict=True)]
+    if whole or not (generates or model.adds_bos):  # lm-eval puts a token in front of what has nothing there
+        lengths = [length + (text.prompt == text.kept) for text, length in zip(texts, lengths, strict=True)]
+    repeats = [instance.repeats for instance in counted]
+    asked = [length for length, times in zip(lengths, repeats, strict=True) for _ in range(times)]
+    if request_type(task) == "loglikelihood" and getattr(model, "scoring", {}).get("scores_from_cache"):
+        asked = _by_way_of_the_cache(texts, lengths, model, tokenizer)
+    answers = sum(t.reserved * n for t, n in zip(texts, repeats, strict=True)) if generates else len(asked)
+    share = _characters(task.instances) / (_characters(counted) or 1)
+    tokens = {"prompt_tokens": round(sum(asked) * share), "answer_tokens": round(answers * share)}
+    return {"questions": len(questions), "generates": generates, **tokens}
+
+
+def _by_way_of_the_cache(texts: Sequence[Text], lengths: Sequence[int], model: Any, tokenizer: Any) -> list[int]:
+    """Tokens of each request: of contexts, and of choices of several tokens with theirs; see `choice_scoring.py`."""
+    behind: dict[str, list[int]] = defaultdict(list)
+    for text, length in zip(texts, lengths, strict=True):
+        behind[text.prompt.removesuffix(text.kept)].append(length)
+    requests: list[int] = []
+    for context, wholes in zip(_lengths(list(behind), model, tokenizer), behind.values(), strict=True):
+        longer = [length for length in wholes if length > context + 1]
+        requests += wholes if longer and context < LEAST_CONTEXT else [context, *longer]
+    return requests
+
+
+def _characters(instances: Sequence[Instance]) -> int:
+    """Length of prompts and choices, of messages as JSON."""
+    parts = [part for i in instances for part in i.args[: 2 if i.request_type == "loglikelihood" else 1]]
+    return sum(len(part if isinstance(part, str) else part.prompt) for part in parts)
+
+
+def request_type(task: Task) -> str:
+    """Returns the kind of requests that a task makes."""
+    return REQUEST_TYPES.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
