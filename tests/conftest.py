@@ -34,7 +34,7 @@ TOGETHER = {
     "jobs on slurm": ("integration/test_slurm_jobs.py",),
     "one lm-eval": (
         *("integration/test_lm_eval_real.py", "integration/test_lm_eval_refusals.py"),
-        *("integration/test_truth.py", "integration/test_warm_lm_eval.py"),
+        *("integration/test_truth.py", "integration/test_warm_lm_eval.py", "integration/test_early_decisions.py"),
     ),
     "one MLflow": (
         "e2e/test_eval_job.py",

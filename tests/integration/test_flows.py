@@ -194,7 +194,7 @@ def test_checkpoint_is_decided_early_without_a_record_and_finished_to_one(
     tmp_path: Path, series: Callable[[str, list[int]], Series]
 ):
     gate = tmp_path / "gate.json"
-    rule = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "run@1", "by_more_than": 0.2}
+    rule = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "run@1", "by_more_than": 0.1}
     gate.write_text(json.dumps({"rules": [rule]}))
     with endpoint(tmp_path, "run-1", "run-2") as served:
         training_run = series(served.base_url, [1, 2])
@@ -207,7 +207,7 @@ def test_checkpoint_is_decided_early_without_a_record_and_finished_to_one(
         assert decided.returncode == 0, decided.stderr
         [(cell, verdict)] = find_early(str(training_run.evaluations))
         [score] = verdict.scores
-        assert score.verdict == "not worse" and score.asked <= verdict.asked < verdict.questions == score.questions
+        assert score.verdict == "not worse" and 0 < score.asked <= verdict.asked < verdict.questions == score.questions
         assert [record.checkpoint.name for record in training_run.records().values()] == ["run-1"]
         assert (Path(cell) / SCOPE_NAME).is_file(), "its answers would be lost"
         words = f"decided early at {score.asked} of 120 questions (α = 0.05): not worse"
