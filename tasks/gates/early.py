@@ -6,7 +6,6 @@ That is less than a gate asks of a whole evaluation, whose interval speaks of ot
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -257,10 +256,12 @@ def early_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
 
 
 def agreement(verdict: EarlyVerdict, record: Record) -> Iterator[tuple[EarlyScore, str]]:
-    """Words of the whole on each score that was decided early, in words."""
+    """Words of the whole on each score that was decided early and that it has."""
     values = {(metric.benchmark, metric.name): metric.value for metric in record.metrics}
     for score in verdict.scores:
-        value = values.get((score.benchmark, score.metric), math.nan)
+        value = values.get((score.benchmark, score.metric))
+        if value is None:
+            continue
         agrees = "agrees with" if score.agrees_with(value) else "contradicts"
         yield (
             score,

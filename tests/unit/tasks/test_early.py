@@ -16,7 +16,7 @@ from fakes.records import FIRST, make_metric, make_record, make_samples, publish
 from flows.cli.app import app
 from resources.errors import BadInput, CountsDisagree
 from tasks.evaluators.early import Answered, WantedEarly, batches_in, scores_decided
-from tasks.gates.early import decided_early
+from tasks.gates.early import agreement, decided_early
 from tasks.gates.gate import Gate
 from tasks.gates.verdict import JudgedCheckpoint, judge
 from tasks.gates.views import verdict_markdown
@@ -481,6 +481,8 @@ def test_whole_of_another_state_of_the_checkpoint_or_changed_by_hand_confirms_no
     def said(of: Record) -> list[tuple[str | None, bool | None]]:
         return [(part.whole, part.agrees) for part in early_parts(verdicts, [of])]
 
+    assert len(list(agreement(verdicts[0], record))) == 1
+    assert not list(agreement(verdicts[0], make_record(step=200, metrics=(make_metric(name="another"),))))
     assert said(record) == [("0.600", True)]
     assert said(make_record(step=200, metrics=record.metrics, checkpoint=state)) == [(None, None)]
     assert said(make_record(step=200, status="withheld")) == [(None, None)]
