@@ -204,8 +204,8 @@ def _keeping_verdicts(listing: RunListing, cells: Sequence[Cell]) -> Iterator[No
         yield
     finally:
         if listing.early is not None:
-            for _, verdict in decided_cells(cells):
-                listing.early.keep(verdict)
+            for cell, verdict in decided_cells(cells):  # of the same weights, though files may have been touched since
+                listing.early.keep(verdict.model_copy(update={"checkpoint": cell.reference}))
 
 
 def _as_it_is(cell: OpenCell) -> Checkpoint | None:

@@ -108,6 +108,8 @@ def write_first(run_folder: str, known: KnownAlert, *, sleep: Callable[[float], 
 def forget(run_folder: str, known: KnownAlert) -> None:
     """Deletes the file of an alert that nobody could be told of, for the next look to find it; one that changed stays.
 
+    A mark stays, by which that look knows that it is to be told, however late it comes.
+
     Raises:
         StorageError: the folder cannot be written.
     """
@@ -115,6 +117,20 @@ def forget(run_folder: str, known: KnownAlert) -> None:
     standing = read_version(uri)
     if standing is not None and standing.content == _content(known):
         delete_version(uri, standing=standing)
+        storage.write_bytes(_untold(run_folder, known.alert.id), b"")
+
+
+def take_untold(run_folder: str, alert: Alert) -> bool:
+    """True if an alert was found before and nobody could be told of it; its mark is removed.
+
+    Raises:
+        StorageError: the folder cannot be read or written.
+    """
+    mark = _untold(run_folder, alert.id)
+    if not storage.exists(mark):
+        return False
+    storage.delete(mark)
+    return True
 
 
 def acknowledge(run_folder: str, alert: Alert, *, note: str | None) -> KnownAlert:
@@ -152,6 +168,10 @@ def _files(run_folder: str) -> list[str]:
 
 def _uri(run_folder: str, identifier: str) -> str:
     return storage.join(run_folder, _FOLDER, f"{identifier}.json")
+
+
+def _untold(run_folder: str, identifier: str) -> str:
+    return storage.join(run_folder, _FOLDER, f"{identifier}.untold")
 
 
 def _content(known: KnownAlert) -> bytes:

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from resources.errors import StorageError
 from resources.storage import storage
 from tasks.alerts.detection import Alert, alerts_in
-from tasks.alerts.files import KnownAlert, alerts_on_file, write_first
+from tasks.alerts.files import KnownAlert, alerts_on_file, take_untold, write_first
 from tasks.alerts.lost_questions import improvements
 from tasks.records.builds import read_qualifications
 from tasks.records.index import record_stamps
@@ -57,11 +58,16 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
     news: list[News] = []
     for alert in (alert for alert in alerts if alert.id not in known):
         record = _record_at(alert.step, alert, records)
-        is_news = alert.id == latest[_curve(alert)] and record.record.created >= min(since, now() - _RECENT)
+        is_latest = alert.id == latest[_curve(alert)]
+        is_recent = record.record.created >= min(since, now() - _RECENT)
+        is_news = take_untold(run_folder, alert) or (is_latest and is_recent)
         found = KnownAlert(alert=alert, found_at=time.time(), announced=is_news)
         if write_first(run_folder, found) and is_news:
             before = _record_at(alert.before, alert, records)
-            changes = improvements(alert, before, record, scores=scores)
+            try:
+                changes = improvements(alert, before, record, scores=scores)
+            except StorageError as error:  # the alert is told without the number of questions
+                changes = error.found
             lost = None if isinstance(changes, str) else sum(change < 0 for change in changes.values())
             news.append(News(found, record, lost))
     return news

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import re
@@ -112,8 +113,10 @@ def own_texts(prompts: Sequence[str], *, shots: int | None) -> list[str]:
     the line that all end with, are labels and instructions. Choices by letter belong to the question only where what
     stands above them is short.
     """
-    texts = [_last_turn(prompt) for prompt in prompts]
-    texts = _without_examples(texts, shots=shots)
+    conversations = [_turns(prompt) for prompt in prompts]
+    texts = [turns[-1] for turns in conversations]
+    if all(len(turns) == 1 for turns in conversations):  # else examples are turns of their own
+        texts = _without_examples(texts, shots=shots)
     if len(texts) >= _FEW:
         texts = _without_labels(texts)
     return [_stem(text) for text in texts]
@@ -144,15 +147,16 @@ def _shots(evaluation: Mapping[str, Any]) -> dict[str, int | None]:
     }
 
 
-def _last_turn(prompt: str) -> str:
+def _turns(prompt: str) -> list[str]:
+    """The user's turns of a conversation, as JSON or as lm-eval's samples have it; else the prompt alone."""
     if not prompt.startswith("["):
-        return prompt
+        return [prompt]
     try:
-        turns = json.loads(prompt)
+        turns = json.loads(prompt if prompt.startswith("[{") else ast.literal_eval(prompt)[0])
         asked = [turn["content"] for turn in turns if turn["role"] == "user"]
-    except (ValueError, TypeError, KeyError):
-        return prompt
-    return asked[-1] if asked and isinstance(asked[-1], str) else prompt
+    except (ValueError, TypeError, KeyError, IndexError, SyntaxError, RecursionError, MemoryError):
+        return [prompt]
+    return asked if asked and all(isinstance(turn, str) for turn in asked) else [prompt]
 
 
 def _without_examples(texts: list[str], *, shots: int | None) -> list[str]:

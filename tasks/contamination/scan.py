@@ -200,7 +200,8 @@ def _scanned(
     try:
         futures = {workers.submit(_work, part): part for part in parts}
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            part = futures.pop(future)  # a result is kept no longer than it is read
+            yield part, future.result()
     finally:
         workers.shutdown(wait=True, cancel_futures=True)
 

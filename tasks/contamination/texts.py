@@ -106,6 +106,12 @@ def texts_in(part: Part, reading: Reading) -> Iterator[str]:
             found=f"the fields {', '.join(reading.keys) or 'of no document'}",
             remedy="name the field with --field",
         )
+    if reading.documents == 0 and reading.unreadable > 0:
+        raise BadInput(
+            expected=f"a document as JSON in each line of {part.uri}",
+            found=f"{reading.unreadable:,} lines, none of which is one",
+            remedy="write a document a line, in UTF-8; an array of documents is not read",
+        )
 
 
 def _without_braces(location: str) -> list[str]:
@@ -118,7 +124,8 @@ def _without_braces(location: str) -> list[str]:
 def _choices(inside: str) -> list[str]:
     first, dots, last = inside.partition("..")
     if dots and first.isdecimal() and last.isdecimal():
-        return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        low, high = sorted((int(first), int(last)))
+        return [str(number).zfill(len(first)) for number in range(low, high + 1)]
     return inside.split(",")
 
 

@@ -196,7 +196,8 @@ def verify_ends(parsed: Parsed, max_at_limit: float | None) -> None:
 
     Args:
         parsed: details of whose benchmarks are looked at; answers whose reasoning never closed count as well.
-        max_at_limit: largest share of a benchmark's questions; no bound when None.
+        max_at_limit: largest share of a benchmark's questions, of an early decision of those answered; no bound when
+            None.
 
     Raises:
         AnswersCutOff: more did.
@@ -204,7 +205,8 @@ def verify_ends(parsed: Parsed, max_at_limit: float | None) -> None:
     if max_at_limit is None:
         return
     cut = {name: max(part.at_limit or 0, part.unclosed) for name, part in parsed.details.items()}
-    many = [name for name, count in cut.items() if count > max_at_limit * parsed.details[name].questions]
+    answered = parsed.counts.answered / parsed.counts.requested if parsed.early else 1.0  # of several, as if alike
+    many = [name for name, count in cut.items() if count > max_at_limit * answered * parsed.details[name].questions]
     if many:
         shown = ", ".join(f"{cut[name]} of {parsed.details[name].questions} of {name}" for name in many)
         raise AnswersCutOff(

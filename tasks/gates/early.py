@@ -221,13 +221,18 @@ def _score(item: _Sought, places: Mapping[tuple[str, str], int], *, alpha: float
 
 
 def early_below(evaluation_path: str) -> list[EarlyVerdict]:
-    """The early verdicts on cells below a folder that have no succeeded record.
+    """The early verdicts on cells below a folder that have no succeeded record; of a checkpoint's states, the newest's.
 
     Raises:
         StorageError: the folder cannot be listed.
     """
     found = [(read_record(cell), verdict) for cell, verdict in find_early(evaluation_path)]
-    return [verdict for record, verdict in found if record is None or not record.succeeded]
+    left = [verdict for record, verdict in found if record is None or not record.succeeded]
+    newest = {
+        (verdict.checkpoint.name, verdict.evaluator, verdict.evaluation_hash): verdict
+        for verdict in sorted(left, key=lambda verdict: verdict.created)
+    }
+    return list(newest.values())
 
 
 def require_whole(gate: Gate | None, *, by: str) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from tasks.records.current import current_records, newest_settings, told_apart
 from tasks.records.early import EarlyVerdict, read_early
 from tasks.records.record import Metric, Record, find_records
 from tasks.records.search import FoundRecord
+from tasks.records.series import is_full
 from tasks.records.verification import Verification, verified
 from tasks.reports.comparison import Comparison, ScoreKey
 from tasks.reports.table import margin, measured
@@ -62,8 +64,13 @@ def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_pat
 def judged_checkpoints(found: Sequence[FoundRecord], early: Sequence[EarlyVerdict] = ()) -> list[JudgedCheckpoint]:
     """Checkpoints by the newest records of their benchmarks; a quick look hides no full evaluation.
 
-    Early verdicts are on cells without a succeeded record.
+    Early verdicts are on cells without a succeeded record; those of a checkpoint that was evaluated whole since, in
+    another state, are left out.
     """
+    since: dict[tuple[str, str, tuple[str, ...]], datetime] = {}
+    for record in (item.record for item in found if item.record.succeeded and is_full(item.record)):
+        since[_asked(record)] = max(record.created, since.get(_asked(record), record.created))
+    early = [verdict for verdict in early if (at := since.get(_asked(verdict))) is None or verdict.created > at]
     current = current_records([item.record for item in found])
     judged = {id(record) for record in newest_settings(current)}
     others = {id(record) for record in current} - judged
@@ -92,6 +99,10 @@ def judged_checkpoints(found: Sequence[FoundRecord], early: Sequence[EarlyVerdic
     ]
 
 
+def _asked(by: Record | EarlyVerdict) -> tuple[str, str, tuple[str, ...]]:
+    return by.checkpoint.name, by.evaluator, by.benchmarks
+
+
 def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str, *, find: Find) -> Iterator[Reason]:
     yield from _cells(gate, checkpoint)
     yield from _verified(checkpoint.name, map(verified, checkpoint.records))
@@ -117,15 +128,25 @@ def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str, *, 
     decisions = max(1, sum(len(item.comparison.metrics) for item in compared))
     false_alarms = false_alarms_of(gate, checkpoint.records[0].record.checkpoint, evaluation_path) / decisions
     for item in compared:
-        yield from _judged_by(item, checkpoint.name, false_alarms=false_alarms, scores=scores)
+        yield from _judged_by(item, checkpoint, false_alarms=false_alarms, scores=scores)
 
 
-def _judged_by(item: _Compared, name: str, *, false_alarms: float, scores: QuestionScores) -> Iterator[Reason]:
-    rule, baseline, comparison = item
+def _judged_by(
+    item: _Compared, checkpoint: JudgedCheckpoint, *, false_alarms: float, scores: QuestionScores
+) -> Iterator[Reason]:
+    (rule, baseline, comparison), name = item, checkpoint.name
+    early = {
+        ScoreKey(verdict.evaluator, score.benchmark, score.metric)
+        for verdict in checkpoint.early
+        for score in verdict.scores
+        if score.rule == rule.words
+    }
     yield from _verified(name, comparison.unverified)
     for benchmark, changes in comparison.qualified.items():
         yield Reason(name, rule.words, f"{benchmark}: {', '.join(changes)}, which is qualified", go=True)
     for key in comparison.only_first:
+        if key in early:
+            continue
         yield Reason(name, rule.words, f"{key}: only the baseline has this score", go=False)
     for key in comparison.only_second:
         yield Reason(name, rule.words, *baseline.without(key))

@@ -13,6 +13,7 @@ from pydantic import AwareDatetime, FiniteFloat, ValidationError
 
 from resources.storage import storage
 from tasks.records.builds import Build
+from tasks.records.cost import Cost, Spent, spent_on
 from tasks.records.details import Part
 from tasks.records.record import CheckpointReference
 from tasks.spec.names import how_many
@@ -100,6 +101,10 @@ class EarlyVerdict(Part):
     """Requests of the attempt as the proxy counted them; empty for an endpoint of others."""
     seconds: dict[str, FiniteFloat] = {}
     """Wall seconds by phase."""
+    cost: Cost | None = None
+    """Price of the attempt, and of those before it."""
+    chip_seconds: FiniteFloat = 0.0
+    """Accelerators times seconds of the attempt; 0 on CPU."""
     build: Build = Build()
     """Versions of all that was asked with."""
     flow_run: str | None = None
@@ -124,6 +129,15 @@ def read_early(cell_uri: str) -> EarlyVerdict | None:
         return EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
     except (FileNotFoundError, ValidationError):
         return None
+
+
+def spent_early(cell_uri: str) -> Spent:
+    """The cost of what was asked of a cell for its early verdict, and before; nothing where it has none."""
+    verdict = read_early(cell_uri)
+    if verdict is None or verdict.cost is None:
+        return Spent()
+    by_others = verdict.cost.replica_seconds is None
+    return spent_on(verdict.cost, chip_seconds=verdict.chip_seconds, by_others=by_others)
 
 
 def write_early(cell_uri: str, verdict: EarlyVerdict) -> None:

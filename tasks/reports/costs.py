@@ -77,7 +77,8 @@ def _row(title: str, records: Sequence[Record]) -> CostRow:
         for record, predicted in both
         if predicted.usd is not None and record.cost is not None and record.cost.usd is not None
     ]
-    usd = (sum(expected for expected, _ in priced), sum(actual for _, actual in priced)) if priced else None
+    whole = bool(priced) and len(priced) == len(both)  # else USD would be of fewer cells than the seconds beside them
+    usd = (sum(expected for expected, _ in priced), sum(actual for _, actual in priced)) if whole else None
     guesses = sum(predicted.how == "guess" for _, predicted in both)
     return CostRow(
         title=title,

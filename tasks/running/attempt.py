@@ -17,6 +17,7 @@ from resources.storage import storage
 from tasks.evaluators.evaluator import Parsed, evaluator_of
 from tasks.evaluators.reading import tokens_to_ask
 from tasks.records.details import Asking
+from tasks.records.early import spent_early
 from tasks.records.provenance import git_state, hardware, versions
 from tasks.records.record import Record, now
 from tasks.records.samples import encodable
@@ -104,7 +105,11 @@ class Attempt:
             seconds=self.seconds,
             chip_seconds=self._chip_seconds(),
             cost=cost_of(
-                cell.config, self._replica_seconds(), judged=self.opened is not None, predicted=cell.predicted
+                cell.config,
+                self._replica_seconds(),
+                judged=self.opened is not None,
+                predicted=cell.predicted,
+                earlier=spent_early(cell.uri),
             ),
             requests=self.requests,
             tags=cell.config.wandb_tags,

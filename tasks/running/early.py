@@ -47,6 +47,8 @@ def early_verdict(attempt: Attempt) -> EarlyVerdict:
         questions=parsed.counts.requested,
         requests=record.requests,
         seconds=record.seconds,
+        cost=record.cost,
+        chip_seconds=record.chip_seconds,
         build=build,
         flow_run=record.flow_run,
         attempt=attempt.name,

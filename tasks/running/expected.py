@@ -22,11 +22,12 @@ from tasks.records.index import RunRecords, indexed_records
 from tasks.records.provenance import hardware
 from tasks.records.usage import Typical, Work, asked_of, engine_of
 from tasks.running.cells import Cell
-from tasks.running.pricing import resources_of_replica, tariff_of_cell
+from tasks.running.pricing import judge_elsewhere, resources_of_replica, tariff_of_cell
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
 
 NEVER_MEASURED = "unknown: never measured"
+_UNCOUNTED = "the share of a judge elsewhere, or the seconds of a replica, are not known"
 _MOST_RUNS = 64
 """Other runs that are looked into for a guess; each is a read of its index."""
 
@@ -107,7 +108,8 @@ def check_budget(expected: Expected, max_usd: float | None) -> None:
             expected=bound,
             found=f"{cost.price} for {how_many(expected.cells, 'cell')}{why}; nothing was begun",
             remedy="evaluate one checkpoint first without --max-usd, so that there is something to expect from; "
-            "where the price is missing, name the region (ASSAY_REGION) and its prices (ASSAY_REGIONS)",
+            "where the price is missing, name the region (ASSAY_REGION) and its prices (ASSAY_REGIONS); for "
+            "an endpoint of others and a judge elsewhere, whose price is never known, leave out --max-usd",
         )
 
 
@@ -179,7 +181,7 @@ def _chips(config: EvaluationConfig) -> int | None:
 def _priced(
     config: EvaluationConfig, tariff: Tariff, how: str, basis: str, seconds: float, replica_seconds: float | None
 ) -> Predicted:
-    hourly, chips = tariff.usd_per_hour, _chips(config)
+    hourly, chips = None if judge_elsewhere(config) else tariff.usd_per_hour, _chips(config)
     usd = None if hourly is None or replica_seconds is None else round(hourly * replica_seconds / 3600, 8)
     spent = None if chips is None or replica_seconds is None else round(chips * replica_seconds, 3)
     return Predicted.model_validate({"how": how, "basis": basis, "seconds": seconds, "chip_seconds": spent, "usd": usd})
@@ -312,7 +314,7 @@ def together(
         usd=round(sum(predicted.usd or 0.0 for predicted in known), 8),
         unpriced=unpriced,
     )
-    never = NEVER_MEASURED.partition(": ")[2] if len(known) < len(predictions) else None
+    never = NEVER_MEASURED.partition(": ")[2] if len(known) < len(predictions) else _UNCOUNTED
     return Expected(
         cells=len(predictions),
         measured=len(known) - len(guesses),

@@ -8,7 +8,7 @@ from resources.config import ResourceConfig
 from resources.errors import AssayError
 from resources.jobs.addresses import is_loopback
 from resources.regions.tariffs import Tariff, tariff_of
-from tasks.records.cost import Cost, Predicted
+from tasks.records.cost import Cost, Predicted, Spent
 from tasks.running.kept_pools import access_of
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import JudgedOptions
@@ -44,7 +44,12 @@ def tariff_of_cell(config: EvaluationConfig) -> Tariff:
 
 
 def cost_of(
-    config: EvaluationConfig, replica_seconds: float | None, *, judged: bool, predicted: Predicted | None
+    config: EvaluationConfig,
+    replica_seconds: float | None,
+    *,
+    judged: bool,
+    predicted: Predicted | None,
+    earlier: Spent | None = None,
 ) -> Cost:
     """The cost of a cell at the prices of now.
 
@@ -53,6 +58,7 @@ def cost_of(
         replica_seconds: that a replica was the cell's; None where nobody counted.
         judged: True if a judge was, or may have been, asked.
         predicted: what was expected.
+        earlier: cost of attempts before it that left no record.
     """
     tariff = tariff_of_cell(config)
     usd, why = None, tariff.why_unknown
@@ -61,16 +67,22 @@ def cost_of(
     elif why is None:
         why = "nobody counted the seconds of its replica"
     known = None
-    if judged and usd is not None and (judge := _judge_elsewhere(config)) is not None:
+    if judged and usd is not None and (judge := judge_elsewhere(config)) is not None:
         usd, known, why = None, usd, f"the share of the judge, {judge}, is not known"
     place = tariff.model_dump(exclude={"why_unknown"})
     return Cost(
-        usd=usd, known_usd=known, replica_seconds=replica_seconds, why_unknown=why, predicted=predicted, **place
+        usd=usd,
+        known_usd=known,
+        replica_seconds=replica_seconds,
+        why_unknown=why,
+        predicted=predicted,
+        earlier=earlier or Spent(),
+        **place,
     )
 
 
-def _judge_elsewhere(config: EvaluationConfig) -> str | None:
-    """The judge, where that is not the checkpoint itself on its own replica."""
+def judge_elsewhere(config: EvaluationConfig) -> str | None:
+    """The judge, where that is not the checkpoint itself on its own replica; None without such a one."""
     if not isinstance(config.evaluator, JudgedOptions):
         return None
     judge = config.evaluator.judge

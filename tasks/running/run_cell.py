@@ -214,9 +214,8 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                     early=wanted_early(cell),
                 )
             attempt.expect_by_plan(output)  # it may have ended between two looks
-    if attempt.parsed.early:
-        return
-    verify_counts(attempt.parsed)
+    if not attempt.parsed.early:
+        verify_counts(attempt.parsed)
     verify_ends(attempt.parsed, cell.config.max_at_limit)
 
 

@@ -109,7 +109,8 @@ class SharedSeconds:
 
     def _divide(self, model: str, total: float) -> None:
         parts = self._parts.get(model, {})
-        spent = max(0.0, total - self._seen.get(model, 0.0))  # a proxy that was started again counts anew
+        seen = self._seen.get(model, 0.0)
+        spent = total - seen if total >= seen else total  # a proxy that was started again counts anew
         self._seen[model] = total
         for attempt in parts:
             parts[attempt] += spent / len(parts)

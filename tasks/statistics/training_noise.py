@@ -55,7 +55,7 @@ def clipped_spread(deviations: Sequence[float]) -> float:
     Of few deviations the middle one is itself uncertain, so they are left more room.
     """
     sizes = [abs(deviation) for deviation in deviations]
-    most = _REACH * (1 + 4 / len(sizes)) * median(sizes) / _NORMAL
+    most = _REACH * (1 + 4 / len(sizes)) * median(sizes) / _NORMAL or math.inf  # most are 0: nothing to clip by
     return math.sqrt(math.fsum(min(size, most) ** 2 for size in sizes) / len(sizes))
 
 

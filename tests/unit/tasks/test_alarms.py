@@ -132,6 +132,11 @@ def test_noise_of_training_is_not_told_from_four_checkpoints_but_from_those_of_s
     assert training_noise([values[:4], values[4:]]) is not None
 
 
+def test_noise_of_a_coarse_curve_that_mostly_stands_still_is_not_zero():
+    noise = training_noise([[0.25] * 6 + [0.30] + [0.25] * 3])
+    assert noise is not None and noise.stddev > 0.01
+
+
 def test_wavering_is_jitter_and_the_noise_of_questions_that_neighbours_do_not_share():
     random = np.random.default_rng(0)
     questions, checkpoints, jitter, alike = 2_000, 400, 0.02, 0.7

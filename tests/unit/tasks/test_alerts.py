@@ -166,7 +166,16 @@ def test_alert_that_the_server_could_not_be_told_is_news_again(tmp_path: Path, m
         pytest.raises(PrefectUnavailable),
     ):
         tell_server([news], run_folder=str(tmp_path / "run-a"), report="")
-    assert [again.known.alert for again in look(tmp_path)] == [news.known.alert]
+    assert [again.known.alert for again in look(tmp_path, since=now())] == [news.known.alert], "however late"
+    assert look(tmp_path, since=now()) == []
+
+
+def test_alert_whose_samples_are_damaged_is_news_without_its_questions(tmp_path: Path):
+    publish_drop(tmp_path)
+    for file in tmp_path.rglob("samples.jsonl.gz"):
+        file.write_bytes(b"damaged")
+    [news] = look(tmp_path)
+    assert news.lost_questions is None and news.known.announced
 
 
 def test_look_that_cannot_be_finished_fails_nothing_and_is_reported(tmp_path: Path):

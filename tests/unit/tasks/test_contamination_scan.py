@@ -137,6 +137,19 @@ def test_own_text_of_a_conversation_is_the_last_turn_of_its_user() -> None:
     assert own_texts([json.dumps(turns)], shots=None) == ["Who built it?"]
 
 
+@pytest.mark.parametrize("shots", [0, 1, 5, None])
+def test_own_text_of_a_conversation_as_lm_eval_logs_it_is_its_last_turn_whole(shots: int | None) -> None:
+    asked = [f"Where does {name} live?\nA. here\nB. there\nAnswer:" for name in NAMES]
+    turns = [[{"role": "user", "content": "Where is Xan?\nAnswer:"}, {"role": "assistant", "content": "here"},
+              {"role": "user", "content": text}] for text in asked]  # fmt: skip
+    logged = [str([json.dumps(conversation)]) for conversation in turns]
+
+    found = own_texts(logged, shots=shots)
+
+    assert found == own_texts([json.dumps(conversation) for conversation in turns], shots=shots)
+    assert all(f"{name} live?" in text for name, text in zip(NAMES, found, strict=True)), found
+
+
 def test_choices_by_letter_belong_to_a_question_only_below_a_short_stem() -> None:
     choices = "\nA. the first of them\nB. the second"
 
@@ -199,6 +212,20 @@ def test_texts_in_another_field_are_refused_with_the_fields_there_are(tmp_path: 
 
     with pytest.raises(BadInput, match=r"'text' of .*a.jsonl\n.*the fields content"):
         read(tmp_path / "a.jsonl")
+
+
+def test_file_of_which_no_line_is_a_document_is_refused_and_makes_no_question_clean(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one two three"}], indent=2))
+
+    with pytest.raises(BadInput, match=r"each line of .*a.json\n.*none of which"):
+        read(tmp_path / "a.json")
+
+
+def test_numbers_in_braces_may_run_down(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"t{number}.jsonl").write_bytes(lines([f"text {number}"]))
+
+    assert sorted(read(f"{tmp_path}/t{{2..1}}.jsonl")) == ["text 1", "text 2"]
 
 
 def test_texts_that_are_no_parquet_are_refused_with_their_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,9 @@ from fakes.records import FIRST, make_metric, make_record, make_samples, publish
 from flows.cli.app import app
 from resources.errors import BadInput, CountsDisagree
 from tasks.evaluators.early import Answered, WantedEarly, batches_in, scores_decided
-from tasks.gates.early import agreement, decided_early
+from tasks.gates.early import agreement, decided_early, early_below
 from tasks.gates.gate import Gate
-from tasks.gates.verdict import JudgedCheckpoint, judge
+from tasks.gates.verdict import JudgedCheckpoint, judge, judged_checkpoints
 from tasks.gates.views import verdict_markdown
 from tasks.policies.early import EarlyDecisions
 from tasks.policies.gate import with_early
@@ -509,6 +510,32 @@ def test_page_shows_the_newest_verdicts_first_and_escapes_what_others_named(tmp_
 
 
 # The command
+
+
+def test_rule_over_a_score_decided_early_and_one_of_a_whole_record_judges_each(tmp_path: Path):
+    baseline(tmp_path)
+    other = make_metric("demo_more", value=0.6, n=200)
+    more = {"benchmarks": ("demo_more",), "cell": "more"}
+    samples = [sample.model_copy(update={"benchmark": "demo_more"}) for sample in make_samples(RIGHT)]
+    publish(tmp_path, make_record(metrics=(other,), **more), samples)
+    publish(tmp_path, make_record(step=200, metrics=(other,), **more), samples)
+    gate = early_gate({**RULE, "benchmark": "demo_*"})
+    verdict = decide(tmp_path, 200)
+    scores = tuple(score.model_copy(update={"rule": gate.rules[0].words}) for score in verdict.scores)
+    records = [item for item in find_records(str(tmp_path)) if item.record.checkpoint.step == 200]
+    early = (verdict.model_copy(update={"scores": scores}),)
+    found = judge(gate, judged_checkpoints(records, early), evaluation_path=str(tmp_path))
+    assert found.go, found.refusals
+    assert {"demo_facts", "demo_more"} <= set(re.findall(r"demo_[a-z]+", " ".join(r.found for r in found.reasons)))
+
+
+def test_early_verdict_on_a_checkpoint_that_was_written_again_and_evaluated_whole_says_nothing(tmp_path: Path):
+    baseline(tmp_path)
+    decide(tmp_path, 200, 0.0)
+    later = {"cell": "again", "created": FIRST + timedelta(hours=1), "benchmarks": ("demo_facts",)}
+    publish(tmp_path, make_record(step=200, metrics=(make_metric(value=0.6, n=200),), **later), make_samples(RIGHT))
+    judged = judged_checkpoints(find_records(str(tmp_path)), early_below(str(tmp_path)))
+    assert judge(early_gate(), judged, evaluation_path=str(tmp_path)).go
 
 
 @pytest.mark.parametrize("score", [None, 0.0], ids=["not worse", "worse"])

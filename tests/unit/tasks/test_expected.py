@@ -81,6 +81,16 @@ def test_evaluation_that_was_measured_is_expected_to_take_its_median_at_the_pric
     assert unpriced is None or unpriced.usd is None
 
 
+def test_price_of_what_a_judge_elsewhere_compares_is_not_expected(tmp_path: Path):
+    judge = {"base_url": "http://judge.test/v1", "model": "judge-70b"}
+    record = measured("demo_facts", run="run-b", step=100, evaluation_hash="h")
+    config = wanted("demo_facts", evaluator={"name": "alpaca_eval", "judge": judge})
+    found = expectations(tmp_path, record).of(config, ["h"], TARIFF)
+    assert found is not None and found.usd is None and found.how == "measured"
+    with pytest.raises(OverBudget, match="a judge elsewhere"):
+        check_budget(together([found]), 100.0)
+
+
 def test_evaluation_that_never_was_is_guessed_by_tokens_of_its_benchmark_and_the_rate_of_its_engine(tmp_path: Path):
     """Another model was asked 100 questions of 500 tokens each on another slice; this slice makes 1,000 a second."""
     elsewhere = measured("mmlu", tokens=(50_000, 0), device={**SLICE, "variant": "v4-8"}, run="run-a")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -286,6 +286,15 @@ def test_verify_more_answers_cut_than_may_be_are_withheld(cut: dict[str, Any]):
     with pytest.raises(AnswersCutOff, match="3 of 10 of words") as caught:
         verify_ends(parsed, 0.29)
     assert caught.value.record_status == "withheld"
+
+
+def test_answers_that_an_early_decision_has_seen_cut_count_among_those_that_were_asked():
+    details = {"words": BenchmarkDetails(questions=100, at_limit=3)}
+    counts = Counts(requested=100, answered=10, scored=10)
+    parsed = Parsed(metrics=(), counts=counts, versions={}, details=details, early=cast(Any, ("a verdict",)))
+    verify_ends(parsed, 0.31)
+    with pytest.raises(AnswersCutOff):
+        verify_ends(parsed, 0.29)
 
 
 def test_harness_command_does_not_show_its_variables():
