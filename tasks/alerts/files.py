@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -35,6 +36,13 @@ class Acknowledgement(Config):
     """Time, seconds since the epoch."""
     note: str | None = None
     """A few words about it."""
+
+    @property
+    def words(self) -> str:
+        """The person, the day, and what was said, for people."""
+        return f"by {self.by}, {datetime.fromtimestamp(self.at, UTC):%Y-%m-%d}" + (
+            f": {self.note}" if self.note else ""
+        )
 
 
 class KnownAlert(Config):

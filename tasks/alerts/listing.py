@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from rich.table import Table
@@ -51,10 +50,7 @@ class ListedAlert:
     def words(self) -> str:
         """Its state for people: who acknowledged it, and what they said."""
         word = self.known.acknowledged if self.known is not None else None
-        if word is None:
-            return self.state
-        note = f": {word.note}" if word.note else ""
-        return f"acknowledged by {word.by}, {datetime.fromtimestamp(word.at, UTC):%Y-%m-%d}{note}"
+        return self.state if word is None else f"acknowledged {word.words}"
 
 
 def list_alerts(paths: Iterable[str]) -> list[ListedAlert]:

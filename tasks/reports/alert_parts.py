@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from resources.errors import StorageError
 from resources.storage import storage
-from tasks.alerts.detection import Alert, alerts_in
+from tasks.alerts.detection import Alert
 from tasks.alerts.files import read_acknowledgements
 from tasks.alerts.lost_questions import QuestionName, improvements
-from tasks.records.builds import Qualification
 from tasks.records.record import FoundRecord, Record
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.reports.table import Column, Results, measured
@@ -74,20 +72,15 @@ def alert_parts(
     return sorted(parts, key=lambda part: (part.acknowledged is not None, -part.alert.step))
 
 
-def words_of_acknowledgements(
-    records: Sequence[Record], *, records_at: str, qualifications: Sequence[Qualification] = ()
-) -> dict[str, str]:
-    """Words of those who have acknowledged alerts, by the id of the alert; nothing is read where there is no alert.
+def words_of_acknowledgements(records: Sequence[Record], *, records_at: str) -> dict[str, str]:
+    """Words of those who have acknowledged alerts, by the id of the alert; a listing for each run that has none.
 
     Raises:
         StorageError: they cannot be read.
     """
-    if not alerts_in(records, qualifications=qualifications):
-        return {}
-    runs = dict.fromkeys(record.checkpoint.run for record in records)
     return {
-        key: f"by {word.by}, {datetime.fromtimestamp(word.at, UTC):%Y-%m-%d}" + (f": {word.note}" if word.note else "")
-        for run in runs
+        key: word.words
+        for run in dict.fromkeys(record.checkpoint.run for record in records)
         for key, word in read_acknowledgements(storage.join(records_at, run)).items()
     }
 

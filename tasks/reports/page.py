@@ -284,7 +284,7 @@ def write_report(
     """
     beside = read_qualifications(records_at) if records_at is not None else ()
     flags = read_flags(records_at) if records_at is not None else ()
-    words = words_of_acknowledgements(records, records_at=records_at, qualifications=beside) if records_at else {}
+    words = words_of_acknowledgements(records, records_at=records_at) if records_at else {}
     below = storage.join(records_at, run) if records_at and run else records_at
     early = [verdict for _, verdict in find_early(below)] if below else []
     beside_records = [each.digest for each in flags] + [repr(word) for word in sorted(words.items())]

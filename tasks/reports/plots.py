@@ -310,10 +310,9 @@ def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
 
 def _draw_training(axes: Axes, curve: Curve, transform: Transform, colour: str, *, fine: bool) -> None:
     """Bars of both noises, thinner and behind; the mean of the last checkpoints with its band; rings at alerts."""
-    both = [point for point in curve.points if point.outer and point.shown]
-    for point in both:
-        axes.plot([point.step] * 2, point.outer or (), color=colour, linewidth=0.7 if fine else 1, alpha=0.55,
-                  transform=transform, clip_on=False, zorder=2, solid_capstyle="butt")  # fmt: skip
+    if both := [(point.step, *point.outer) for point in curve.points if point.outer and point.shown]:
+        axes.vlines(*zip(*both, strict=True), color=colour, linewidth=0.7 if fine else 1, alpha=0.55,
+                    transform=transform, clip_on=False, zorder=2)  # fmt: skip
     pieces: list[list[Point]] = [[]]
     for point in curve.points:
         pieces += [[]] if point.broken else []
