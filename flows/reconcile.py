@@ -19,11 +19,11 @@ from flows.hooks import leave_nothing
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
 from resources.storage import storage
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
-from tasks.gates.early import require_whole
+from tasks.gates.early import require_whole, unfinished_verdict
 from tasks.gates.gate import Gate
 from tasks.policies.batches import served_together
 from tasks.policies.cancelled_runs import stopping_if_cancelled
-from tasks.policies.gate import conclude_policy, conclude_settled, decided_cells, with_early
+from tasks.policies.gate import conclude_policy, conclude_settled, with_early
 from tasks.policies.policy import Policy, check_policy_paths, own_gate
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
@@ -204,8 +204,9 @@ def _keeping_verdicts(listing: RunListing, cells: Sequence[Cell]) -> Iterator[No
         yield
     finally:
         if listing.early is not None:
-            for cell, verdict in decided_cells(cells):  # of the same weights, though files may have been touched since
-                listing.early.keep(verdict.model_copy(update={"checkpoint": cell.reference}))
+            for cell in cells:
+                if (verdict := unfinished_verdict(cell)) is not None:  # files may have been touched since, not weights
+                    listing.early.keep(verdict.model_copy(update={"checkpoint": cell.reference}))
 
 
 def _as_it_is(cell: OpenCell) -> Checkpoint | None:
@@ -221,8 +222,7 @@ def _as_it_is(cell: OpenCell) -> Checkpoint | None:
 
 def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:
     latest = list({cell.uri: cell for cell in cells}.values())  # one that was worse early was planned again, whole
-    decided = {cell.uri for cell, _ in decided_cells(latest)}
-    cells = [cell for cell in latest if cell.uri not in decided]
+    cells = [cell for cell in latest if unfinished_verdict(cell) is None]
     records = [found.record for found in map(standing_record, cells) if found is not None]
     succeeded = sum(record.succeeded for record in records)
     failed = [record for record in records if not record.succeeded and record.created >= since]
@@ -236,4 +236,4 @@ def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[As
             remedy="see why with `assay gaps`; failures of machines are tried again by themselves",
         )
     left = len(cells) - succeeded - len(failed)
-    return Pass(found, succeeded, len(failed), left, error, decided=len(decided))
+    return Pass(found, succeeded, len(failed), left, error, decided=len(latest) - len(cells))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from resources.errors import EvaluationIncomplete
-from tasks.gates.early import standing_verdict
+from tasks.gates.early import unfinished_verdict
 from tasks.gates.gate import Gate
 from tasks.gates.reasons import Verdict
 from tasks.gates.verdict import JudgedCheckpoint, judge
 from tasks.gates.views import verdict_markdown
 from tasks.prefect_server.lazy import in_flow_run, step
 from tasks.prefect_server.progress import Judged, report, report_event
-from tasks.records.early import EarlyVerdict
 from tasks.records.record import Record
 from tasks.running.cells import Cell, conclude, standing_record
 from tasks.spec.names import artifact_key
@@ -29,7 +28,7 @@ def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
     """
     verdict = judge_cells(gate, cells)
     report(Judged(verdict))
-    whole = [cell for cell in cells if _early_verdict(cell) is None]
+    whole = [cell for cell in cells if unfinished_verdict(cell) is None]
     try:
         records = conclude(whole)
     except EvaluationIncomplete:
@@ -78,14 +77,7 @@ def _show(verdict: Verdict, gate: Gate, *, run: str) -> None:
 
 
 def _judged(name: str, cells: Sequence[Cell]) -> JudgedCheckpoint:
-    early = {cell: verdict for cell in cells if (verdict := _early_verdict(cell)) is not None}
+    early = {cell: verdict for cell in cells if (verdict := unfinished_verdict(cell)) is not None}
     found = [standing_record(cell) for cell in cells if cell not in early]
     records = tuple(record for record in found if record is not None)
     return JudgedCheckpoint(name, cells[0].reference.step, records, found.count(None), early=tuple(early.values()))
-
-
-def _early_verdict(cell: Cell) -> EarlyVerdict | None:
-    """The verdict on what was to be decided early of a cell, unless the whole of it is recorded by now."""
-    if cell.early is None or ((found := standing_record(cell)) is not None and found.record.succeeded):
-        return None
-    return standing_verdict(cell)

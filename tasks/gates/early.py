@@ -21,7 +21,7 @@ from tasks.records.early import NOT_COVERED, EarlyScore, EarlyVerdict, decided_w
 from tasks.records.record import FoundRecord, Metric, Record, find_records, read_record
 from tasks.reports.comparison import mean_metric
 from tasks.reports.table import measured
-from tasks.running.cells import Cell
+from tasks.running.cells import Cell, standing_record
 from tasks.statistics.composition import Composition
 from tasks.statistics.early import unit_score
 from tasks.statistics.question_scores import QuestionScores
@@ -92,6 +92,17 @@ def standing_verdict(cell: Cell) -> EarlyVerdict | None:
     standing = read_early(cell.uri)
     wanted = cell.early.digest if cell.early is not None else None
     return standing if standing is not None and standing.wanted == wanted else None
+
+
+def unfinished_verdict(cell: Cell) -> EarlyVerdict | None:
+    """The verdict on what was to be decided early of a cell, unless the whole of it is recorded by now.
+
+    Raises:
+        StorageError: a record cannot be read.
+    """
+    if cell.early is None or ((found := standing_record(cell)) is not None and found.record.succeeded):
+        return None
+    return standing_verdict(cell)
 
 
 def _sought(gate: Gate, cell: Cell, scores: QuestionScores, find: Find) -> list[_Sought]:
@@ -262,10 +273,8 @@ def early_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
 
 def agreement(verdict: EarlyVerdict, record: Record) -> Iterator[tuple[EarlyScore, str]]:
     """Words of the whole on each score that was decided early and that it has."""
-    values = {(metric.benchmark, metric.name): metric.value for metric in record.metrics}
     for score in verdict.scores:
-        value = values.get((score.benchmark, score.metric))
-        if value is None:
+        if (value := score.value_in(record)) is None:
             continue
         agrees = "agrees with" if score.agrees_with(value) else "contradicts"
         yield (

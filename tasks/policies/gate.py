@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from resources.storage import storage
 from tasks.checkpoints.rules import eligible_steps
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gates.conclude import judge_checkpoints
-from tasks.gates.early import decided_early, standing_verdict
+from tasks.gates.early import decided_early
 from tasks.gates.gate import Gate
 from tasks.gates.reasons import Reason, Verdict
 from tasks.gates.verdict import JudgedCheckpoint
@@ -28,7 +28,7 @@ from tasks.prefect_server.progress import Judged, report, report_event
 from tasks.records.early import EarlyVerdict
 from tasks.records.record import find_records
 from tasks.records.search import FoundRecord
-from tasks.running.cells import Cell, standing_record
+from tasks.running.cells import Cell
 
 
 def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:
@@ -114,20 +114,6 @@ def with_early(early: EarlyDecisions, cells: Sequence[Cell], *, evaluations: int
 
 def _tell_unfit(cell: Cell, error: BadInput) -> None:
     report_event(f"{cell.title}: evaluated whole, not decided early: {error.found}")
-
-
-def decided_cells(cells: Iterable[Cell]) -> list[tuple[Cell, EarlyVerdict]]:
-    """Those of some cells that have no succeeded record, and the early verdict that was wanted, with it.
-
-    Raises:
-        StorageError: a record cannot be read.
-    """
-    found = []
-    for cell in cells:
-        verdict = standing_verdict(cell) if cell.early is not None else None
-        if verdict is not None and ((record := standing_record(cell)) is None or not record.record.succeeded):
-            found.append((cell, verdict))
-    return found
 
 
 def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reason]:

@@ -15,7 +15,7 @@ from resources.storage import storage
 from tasks.records.builds import Build
 from tasks.records.cost import Cost, Spent, spent_on
 from tasks.records.details import Part
-from tasks.records.record import CheckpointReference
+from tasks.records.record import CheckpointReference, Record
 from tasks.spec.names import how_many
 
 EARLY_NAME = "early.json"
@@ -63,6 +63,11 @@ class EarlyScore(Part):
     def early(self) -> bool:
         """False if every question was asked, so that the verdict is that of the whole."""
         return self.asked < self.questions
+
+    def value_in(self, record: Record) -> float | None:
+        """The score in the record of a whole evaluation; None where that has none."""
+        wanted = self.benchmark, self.metric
+        return next((metric.value for metric in record.metrics if (metric.benchmark, metric.name) == wanted), None)
 
     def agrees_with(self, value: float) -> bool:
         """True if a score of the whole is on the side of the margin that the verdict says."""

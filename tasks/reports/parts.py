@@ -166,8 +166,8 @@ def _whole(score: EarlyScore, record: Record | None) -> tuple[str | None, bool |
         return None, None
     if integrity(record) == "changed":
         return "its record was changed since it was written", None
-    values = [each.value for each in record.metrics if (each.benchmark, each.name) == (score.benchmark, score.metric)]
-    return (measured(values[0], None), score.agrees_with(values[0])) if values else ("without this score", None)
+    value = score.value_in(record)
+    return ("without this score", None) if value is None else (measured(value, None), score.agrees_with(value))
 
 
 def remarks(counts: Sequence[Counts | None]) -> list[str]:
