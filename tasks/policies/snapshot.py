@@ -107,10 +107,11 @@ class Estimates:
         self._batches = {id(cell): batch for batch in batches or () for cell in batch.cells}
         self._expectations: Expectations | None = None
         self._tariffs: dict[tuple[str | None, str | None, str | None], Tariff] = {}
+        self._found: dict[tuple[WantedEvaluation, str | None], tuple[Predicted | None, Tariff]] = {}
 
     def of(self, cell: OpenCell) -> Estimate:
         """The estimate for one cell."""
-        predicted = self._predicted(cell)
+        predicted, _ = self._expected(cell)
         where = self._place(cell)
         if predicted is None:
             return Estimate(None, None, where, None)
@@ -126,19 +127,24 @@ class Estimates:
 
     def together(self, cells: Sequence[OpenCell]) -> Expected:
         """The expected cost of some cells together."""
-        whys = [tariff.why_unknown for cell in cells if (tariff := self._tariff(cell)).usd_per_hour is None]
-        return together([self._predicted(cell) for cell in cells], why_unpriced=whys[0] if whys else None)
+        found = [self._expected(cell) for cell in cells]
+        whys = [tariff.why_unknown for _, tariff in found if tariff.usd_per_hour is None]
+        return together([predicted for predicted, _ in found], why_unpriced=whys[0] if whys else None)
 
-    def _predicted(self, cell: OpenCell) -> Predicted | None:
-        wanted = cell.evaluation
-        if self._expectations is None:
-            self._expectations = Expectations(wanted.config.evaluation_path, self._records)
-        return self._expectations.of(wanted.config, (wanted.hash, wanted.native_hash), self._tariff(cell))
-
-    def _tariff(self, cell: OpenCell) -> Tariff:
-        config, batch = cell.evaluation.config, self._batches.get(id(cell))
-        resources = resources_of_replica(config)
+    def _expected(self, cell: OpenCell) -> tuple[Predicted | None, Tariff]:
+        """The expected cost of a cell, which is that of its evaluation in its region, and the tariff there."""
+        wanted, batch = cell.evaluation, self._batches.get(id(cell))
         region = batch.choice.region.name if batch is not None and batch.choice is not None else None
+        if (wanted, region) not in self._found:
+            if self._expectations is None:
+                self._expectations = Expectations(wanted.config.evaluation_path, self._records)
+            tariff = self._tariff(wanted.config, batch, region)
+            predicted = self._expectations.of(wanted.config, (wanted.hash, wanted.native_hash), tariff)
+            self._found[wanted, region] = predicted, tariff
+        return self._found[wanted, region]
+
+    def _tariff(self, config: EvaluationConfig, batch: Batch | None, region: str | None) -> Tariff:
+        resources = resources_of_replica(config)
         key = (resources.model_dump_json() if resources else None, config.pool_name or config.base_url, region)
         if key not in self._tariffs:
             self._tariffs[key] = self._priced(config, resources, batch)

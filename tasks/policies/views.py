@@ -15,7 +15,6 @@ from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, moment
 from tasks.policies.snapshot import Estimates, policy_spent
 from tasks.records.cost import Spent, sum_of
-from tasks.running.expected import Expected
 from tasks.spec.names import how_many
 
 _MOST_ROWS = 40
@@ -59,14 +58,15 @@ def plan_json(
 ) -> dict[str, Any]:
     """Returns what would run, in order, and what it is expected to take; with what would be sent to work pools."""
     cells = [{**_identity(cell), "note": cell.reason, **estimates.of(cell)._asdict()} for cell in found.work]
-    expected = estimates.together(found.work)
+    expected = estimates.together(found.work).as_dict()
+    chips = expected["chip_seconds"]
     total = {
         "cells": len(cells),
-        "with_estimate": expected.measured + expected.guessed,
-        "seconds": expected.as_dict()["seconds"],
-        "chip_hours": _hours(expected),
-        "money": expected.as_dict()["usd"],
-        "expected": expected.as_dict(),
+        "with_estimate": len(cells) - expected["never_measured"],
+        "seconds": expected["seconds"],
+        "chip_hours": None if chips is None else round(chips / 3600, 3),
+        "money": expected["usd"],
+        "expected": expected,
     }
     content = {"policy": policy.name, "done": found.done_count, "total": total, "cells": cells}
     return {**content, "batches": [_batch(batch) for batch in batches]} if policy.dispatch == "work_pools" else content
@@ -152,11 +152,6 @@ def _spent(spent: Spent) -> dict[str, Any]:
 
 def _in_words(spent: dict[str, Any]) -> str:
     return f"{how_many(spent['attempts'], 'attempt')}, {spent['chip_hours']} chip-hours, {spent['price']}"
-
-
-def _hours(expected: Expected) -> float | None:
-    known = expected.cost.without_chips < expected.cells
-    return round(expected.cost.chip_seconds / 3600, 3) if known else None
 
 
 def _named(*others: str) -> list[Column]:

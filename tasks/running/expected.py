@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from resources.errors import OverBudget, StorageError
 from resources.regions.tariffs import Tariff
@@ -69,7 +70,7 @@ class Expected:
         lines = [f"expected for {how_many(self.cells, 'cell')}: {numbers}{why}; {way} ({counted})"]
         return [*lines, *(f"  guess: {basis}" for basis in self.basis)]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """The same for scripts; numbers are those of what is known, None where nothing is."""
         known = self.measured + self.guessed
         return {
@@ -294,14 +295,11 @@ def _questions(like: Sequence[Work], limit: int | None) -> int | None:
     return total
 
 
-def together(
-    predictions: Sequence[Predicted | None], *, without_chips: bool = False, why_unpriced: str | None = None
-) -> Expected:
+def together(predictions: Sequence[Predicted | None], *, why_unpriced: str | None = None) -> Expected:
     """The expected cost of cells together, by those of each.
 
     Args:
         predictions: one of each cell; None where nothing is known.
-        without_chips: that nobody knows what answers them.
         why_unpriced: reason that an hour of theirs has no price.
     """
     known = [predicted for predicted in predictions if predicted is not None]
@@ -342,17 +340,20 @@ def with_expectations(
     except StorageError:
         known = RunRecords({}, (), {})
     expectations = Expectations(path, {run: known})
-    tariffs = {id(cell.config): tariff_of(cell.config) for cell in open_cells}
+    by_config: dict[int, tuple[Tariff, Predicted | None]] = {}  # all checkpoints share the objects
 
     def expecting(cell: Cell) -> Cell:
-        tariff = tariffs.get(id(cell.config)) or tariff_of(cell.config)
-        return replace(cell, predicted=expectations.of(cell.config, [cell.evaluation_hash], tariff))
+        if id(cell.config) not in by_config:
+            tariff = tariff_of(cell.config)
+            by_config[id(cell.config)] = tariff, expectations.of(cell.config, [cell.evaluation_hash], tariff)
+        return replace(cell, predicted=by_config[id(cell.config)][1])
 
     found: dict[int, Cell] = {}
     for cell in open_cells:
         fallback = expecting(cell.levanter_fallback) if cell.levanter_fallback is not None else None
         found[id(cell)] = replace(expecting(cell), levanter_fallback=fallback)
-    whys = [tariff.why_unknown for tariff in tariffs.values() if tariff.usd_per_hour is None]
+    tariffs = (by_config[id(cell.config)][0] for cell in open_cells)
+    whys = [tariff.why_unknown for tariff in tariffs if tariff.usd_per_hour is None]
     expected = together([cell.predicted for cell in found.values()], why_unpriced=whys[0] if whys else None)
     return [found.get(id(cell), cell) for cell in cells], expected
 
