@@ -25,6 +25,7 @@ from tasks.records.samples import encodable
 FOLDER = "contamination"
 """Folder below an evaluation path with the files of flags."""
 _END = ".jsonl.gz"
+_SHOWN_WORDS = 50
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 _NAMED_BY_CONTENT = re.compile(r"(?:\d+-)?[0-9a-f]{12,}(?:-\d+)?")
 """Ids that hold a digest of the question, of lm-eval and AlpacaEval; those of HELM are places in its data."""
@@ -40,6 +41,11 @@ class Evidence(Part):
     """File, and line or document in it, as the search tells it."""
     text: Annotated[str, AfterValidator(encodable)]
     """The words that were found, lower case; the first fifty."""
+
+
+def evidence_of(place: str, text: str) -> Evidence:
+    """Evidence with the first words of what was found."""
+    return Evidence(place=place, text=" ".join(text.split()[:_SHOWN_WORDS]))
 
 
 class QuestionFlag(Part):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.contamination.flags import Evidence, Flags, QuestionFlag, Search, Tool, write_flags
+from tasks.contamination.flags import Evidence, Flags, QuestionFlag, Search, Tool, evidence_of, write_flags
 from tasks.contamination.marin import SHARE, found_by_hashes
 from tasks.contamination.questions import AskedQuestion, words_in
 from tasks.records.provenance import versions
@@ -228,14 +228,14 @@ def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterato
                     else asked.named(wanted, benchmark=scope)
                 )
             answer = line.get("answer_overlap_ratio")
-            overlap = " ".join(str(line.get("training_overlap_text") or text or "").split()[:50])
+            overlap = str(line.get("training_overlap_text") or text or "")
             where = f"{training}, line {line.get('training_line')}"
             yield Found(
                 known[key, wanted],
                 flagged=True,
                 score=_score(line.get("contamination_score"), place),
                 answer=None if answer is None else float(answer) == 1.0,
-                evidence=Evidence(place=where, text=overlap),
+                evidence=evidence_of(where, overlap),
             )
 
 
@@ -257,7 +257,7 @@ def _list(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator
                 named,
                 flagged=flag not in _NO,
                 score=_score(row.get("score"), place),
-                evidence=Evidence(place=place, text=" ".join(str(text).split()[:50])) if text else None,
+                evidence=evidence_of(place, str(text)) if text else None,
             )
 
 
@@ -290,5 +290,5 @@ def _by_column(row: Mapping[str, Any]) -> dict[str, Any]:
 def _marin(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
     """Attributes of Marin's datakit, by the n-grams of the questions themselves; half of them flag a question."""
     for question, share, place in found_by_hashes(_files(files, ending=".parquet"), asked.of(benchmark)):
-        evidence = Evidence(place=place, text=" ".join(question.text.split()[:50])) if share else None
+        evidence = evidence_of(place, question.text) if share else None
         yield Found([question], flagged=share >= SHARE, score=round(share, 4), evidence=evidence)

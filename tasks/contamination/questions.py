@@ -38,13 +38,6 @@ class AskedQuestion(NamedTuple):
     raw: str = ""
 
 
-def cell_of(record: Record, *, evaluation_path: str) -> FoundRecord:
-    """A record below an evaluation path, with its place."""
-    step = f"step-{record.checkpoint.step}"
-    place = storage.join(evaluation_path, record.checkpoint.run, step, record.evaluator, record.cell)
-    return FoundRecord(place, record)
-
-
 def samples_of(found: FoundRecord) -> dict[str, list[Sample]]:
     """The samples of a record by benchmark; none where none were kept.
 

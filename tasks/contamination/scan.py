@@ -108,11 +108,11 @@ def scan(
     parts = parts_of(sources)
     kept = storage.join(evaluation_path, FOLDER, f"{name}{_PARTS}")
     whole = PartResult()
-    done = done_bytes = 0
+    done, done_bytes, of_bytes = 0, 0, sum(part.bytes for part in parts)
     for part, result in _results(parts, index, settings=settings, kept=kept, processes=processes):
         _take(whole, result)
         done, done_bytes = done + 1, done_bytes + part.bytes
-        on_progress(Progress(done, len(parts), done_bytes, sum(part.bytes for part in parts)))
+        on_progress(Progress(done, len(parts), done_bytes, of_bytes))
     found = list(_flags(index, whole.findings, threshold=settings.threshold))
     files = {part.uri: part.size for part in parts}
     search = Search(

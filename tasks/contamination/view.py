@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tasks.contamination.flags import Flags, QuestionFlag, Search
-from tasks.contamination.questions import cell_of
 from tasks.contamination.split import Side, Split, Splits
 from tasks.records.record import Record
+from tasks.records.search import found_below
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
 
@@ -111,9 +111,7 @@ def contamination_view(
 def split_rows(records: Iterable[Record], flags: Sequence[Flags], *, evaluation_path: str) -> list[SplitRow]:
     """A row for each score that the searches have to do with, in the order of the records."""
     splits = Splits(flags)
-    found = [
-        (record, split) for record in records for split in splits.of(cell_of(record, evaluation_path=evaluation_path))
-    ]
+    found = [(record, split) for record in records for split in splits.of(found_below(evaluation_path, record))]
     last = {_column(record, split): record.checkpoint.step for record, split in found}
     return [SplitRow(record, split, record.checkpoint.step == last[_column(record, split)]) for record, split in found]
 

@@ -136,9 +136,8 @@ def read_early(cell_uri: str) -> EarlyVerdict | None:
         return None
 
 
-def spent_early(cell_uri: str) -> Spent:
-    """The cost of what was asked of a cell for its early verdict, and before; nothing where it has none."""
-    verdict = read_early(cell_uri)
+def spent_on_early(verdict: EarlyVerdict | None) -> Spent:
+    """The cost of what was asked for an early verdict, and before; nothing without one."""
     if verdict is None or verdict.cost is None:
         return Spent()
     by_others = verdict.cost.replica_seconds is None

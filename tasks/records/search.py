@@ -100,6 +100,14 @@ def _is_evaluator(name: str, wanted: Sequence[str]) -> bool:
     return not wanted or bool({name, evaluator_title(name).lower()} & {text.lower() for text in wanted})
 
 
+def found_below(evaluation_path: str, record: Record) -> FoundRecord:
+    """A record of an evaluation path with the folder of its cell."""
+    step = f"step-{record.checkpoint.step}"
+    return FoundRecord(
+        storage.join(evaluation_path, record.checkpoint.run, step, record.evaluator, record.cell), record
+    )
+
+
 def records_of_checkpoints(texts: Sequence[str], *, evaluation_path: str) -> list[list[FoundRecord]]:
     """Every record of the checkpoint that a text means, for each text; a folder is read once.
 

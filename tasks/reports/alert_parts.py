@@ -12,6 +12,7 @@ from tasks.alerts.files import read_acknowledgements
 from tasks.alerts.lost_questions import QuestionName, improvements
 from tasks.records.record import FoundRecord, Record
 from tasks.records.samples import SAMPLES_NAME, read_samples
+from tasks.records.search import found_below
 from tasks.reports.table import Column, Results, measured
 from tasks.statistics.question_scores import QuestionScores
 
@@ -120,9 +121,7 @@ def _record_at(alert: Alert, results: Results, step: int, records_at: str) -> Fo
     checkpoints = [c for c in results.checkpoints if (c.run, c.step) == (alert.run, step)]
     outcome = results.outcome(checkpoints[-1], column)
     assert outcome is not None
-    record = outcome.record
-    place = record.checkpoint.run, f"step-{record.checkpoint.step}", record.evaluator, record.cell
-    return FoundRecord(storage.join(records_at, *place), record)
+    return found_below(records_at, outcome.record)
 
 
 def _with_prompts(names: Sequence[QuestionName], found: FoundRecord) -> tuple[tuple[str, str], ...]:

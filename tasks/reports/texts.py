@@ -12,6 +12,7 @@ from urllib.parse import quote
 from resources.storage import storage
 from tasks.records.record import Counts, Record
 from tasks.records.seals import integrity
+from tasks.records.search import found_below
 from tasks.reports.table import NOTHING
 from tasks.spec.evaluators import evaluator_title
 
@@ -50,8 +51,7 @@ def links_of(record: Record, *, records_at: str | None, page: str | None) -> lis
     """
     if records_at is None or page is None:
         return [(title, None) for title in record.links]
-    run, step = record.checkpoint.run, f"step-{record.checkpoint.step}"
-    cell = storage.join(records_at, run, step, record.evaluator, record.cell)
+    cell = found_below(records_at, record).cell_uri
     return [(title, _address(storage.join(cell, place), page)) for title, place in record.links.items()]
 
 

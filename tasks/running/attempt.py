@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from resources.storage import storage
 from tasks.evaluators.evaluator import Parsed, evaluator_of
 from tasks.evaluators.reading import tokens_to_ask
 from tasks.records.details import Asking
-from tasks.records.early import spent_early
+from tasks.records.early import EarlyVerdict, read_early, spent_on_early
 from tasks.records.provenance import git_state, hardware, versions
 from tasks.records.record import Record, now
 from tasks.records.samples import encodable
@@ -43,6 +44,11 @@ class Attempt:
     machine: dict[str, str] = field(default_factory=dict)
     """The system that the evaluator ran on, where that is not this process's."""
     _expected_by_plan: bool = False
+
+    @cached_property
+    def decided_before(self) -> EarlyVerdict | None:
+        """The early verdict that stood on the cell when the attempt began."""
+        return read_early(self.cell.uri)
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -109,7 +115,7 @@ class Attempt:
                 self._replica_seconds(),
                 judged=self.opened is not None,
                 predicted=cell.predicted,
-                earlier=spent_early(cell.uri),
+                earlier=spent_on_early(self.decided_before),
             ),
             requests=self.requests,
             tags=cell.config.wandb_tags,

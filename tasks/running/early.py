@@ -8,14 +8,13 @@ from dataclasses import replace
 from resources.storage import storage
 from tasks.evaluators.early import WantedEarly, WantedScore, batches_in
 from tasks.records.builds import Build, Qualification, build_of, is_qualified, read_qualifications
-from tasks.records.early import ANSWERED_NAME, EarlyVerdict, read_early
+from tasks.records.early import ANSWERED_NAME, EarlyVerdict
 from tasks.running.attempt import Attempt
-from tasks.running.cells import Cell
 
 
-def wanted_early(cell: Cell) -> WantedEarly | None:
+def wanted_early(attempt: Attempt) -> WantedEarly | None:
     """Decisions wanted of a cell, with the batches of an early verdict that stands: the journal has their answers."""
-    before = read_early(cell.uri)
+    cell, before = attempt.cell, attempt.decided_before
     if before is None:
         return cell.early
     try:

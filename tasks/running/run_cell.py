@@ -211,7 +211,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                     on_progress=on_progress,
                     check_endpoint=check,
                     name=_job_name(cell, harness),
-                    early=wanted_early(cell),
+                    early=wanted_early(attempt),
                 )
             attempt.expect_by_plan(output)  # it may have ended between two looks
     if not attempt.parsed.early:

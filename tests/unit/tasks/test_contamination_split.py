@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish
 from flows.cli.app import app
 from tasks.contamination.flags import Evidence, Flags, QuestionFlag, Search, read_flags, write_flags
-from tasks.contamination.questions import cell_of
 from tasks.contamination.split import Split, Splits
 from tasks.contamination.texts import TextSource
 from tasks.records.record import Metric, Record, find_records, read_records
 from tasks.records.samples import Sample
+from tasks.records.search import found_below
 from tasks.reports.page import write_report
 from tasks.training.texts import training_texts
 
@@ -47,9 +47,7 @@ def split(path: Path, metric: Metric, samples: Sequence[Sample], *others: Metric
     record = make_record(metrics=(metric, *others), samples=len(samples))
     publish(path, record, samples)
     [found] = [
-        each
-        for each in Splits(read_flags(str(path))).of(cell_of(record, evaluation_path=str(path)))
-        if each.metric == metric
+        each for each in Splits(read_flags(str(path))).of(found_below(str(path), record)) if each.metric == metric
     ]
     return found
 
