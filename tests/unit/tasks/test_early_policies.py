@@ -14,21 +14,20 @@ import yaml
 from typer.testing import CliRunner
 
 from fakes.alerts import known_alert
+from fakes.gates import judged_in_a_pass
 from fakes.models import write_run
 from fakes.records import make_metric, make_record, make_samples, publish
 from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
-from resources.errors import BadInput, GateRefused
+from resources.errors import BadInput
 from tasks.alerts.files import acknowledge, write_first
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gates.gate import Gate
 from tasks.policies.early import EarlyDecisions, EarlyKey
-from tasks.policies.gate import conclude_settled
-from tasks.policies.policy import Policy, WantedEvaluation, own_gate
+from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import take_snapshot
-from tasks.prefect_server.progress import Judged, Update, listening
 from tasks.records.early import EarlyScore, EarlyVerdict
 from tasks.records.index import Evaluated, RunRecords
 from tasks.spec.evaluation import EvaluationConfig
@@ -226,22 +225,7 @@ class Watched:
 
     def judge(self) -> list[str]:
         """Words of the verdicts of one pass, by checkpoint, and `refused` where NO-GO is raised."""
-        words: list[str] = []
-
-        def take(update: Update) -> None:
-            if isinstance(update, Judged):
-                names = dict.fromkeys(reason.checkpoint for reason in update.verdict.reasons)
-                words.extend(f"{name} {update.verdict.about(name).word}" for name in names)
-
-        policy = load_policy(self.policy)
-        gate = own_gate(policy)
-        assert gate is not None
-        with listening(take):
-            try:
-                conclude_settled(gate, policy, None)
-            except GateRefused:
-                words.append("refused")
-        return words
+        return judged_in_a_pass(self.policy)
 
     def ask(self, command: str) -> dict[str, Any]:
         done = CliRunner().invoke(app, [command, self.policy, "--json"], catch_exceptions=False)

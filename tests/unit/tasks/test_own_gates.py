@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fakes.gates import judged_in_a_pass
 from fakes.models import write_run
 from fakes.records import FIRST, make_metric, make_record, make_samples
 from flows.cli.app import app
@@ -25,13 +26,10 @@ from resources.errors import (
     BadInput,
     EvaluationIncomplete,
     EvaluationInterrupted,
-    GateRefused,
     RecordStatus,
 )
-from tasks.policies.gate import conclude_settled
 from tasks.policies.policy import check_policy_paths, own_gate
 from tasks.policies.snapshot import take_snapshot
-from tasks.prefect_server.progress import Judged, Update, listening
 from tasks.records.index import indexed_records
 from tasks.records.record import SinkState, find_records, note_sinks, write_record
 from tasks.records.samples import SAMPLES_NAME, write_samples
@@ -97,22 +95,7 @@ class Watched:
 
     def judge(self, error: AssayError | None = None) -> list[str]:
         """Words of the verdicts of one pass, by checkpoint; NO-GO is raised after that."""
-        words: list[str] = []
-
-        def take(update: Update) -> None:
-            if isinstance(update, Judged):
-                names = dict.fromkeys(reason.checkpoint for reason in update.verdict.reasons)
-                words.extend(f"{name} {update.verdict.about(name).word}" for name in names)
-
-        policy = load_policy(self.policy)
-        gate = own_gate(policy)
-        assert gate is not None
-        with listening(take):
-            try:
-                conclude_settled(gate, policy, error)
-            except GateRefused:
-                words.append("refused")
-        return words
+        return judged_in_a_pass(self.policy, error)
 
     def status(self) -> list[str | None]:
         done = CliRunner().invoke(app, ["status", self.policy, "--json"], catch_exceptions=False)
