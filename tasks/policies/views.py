@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tasks.policies.batches import Batch
 from tasks.policies.policy import Policy
-from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, moment
+from tasks.policies.reconciliation import ON_ITS_WAY, OpenCell, Reconciliation, RunListing, State, moment
 from tasks.policies.snapshot import Estimates, policy_spent
 from tasks.records.cost import Spent, sum_of
 from tasks.spec.names import how_many
@@ -36,7 +36,7 @@ _TO_DO: dict[State, str] = {
     "retries_exhausted": "see its record, then assay retry",
     "stopped": "assay retry",
 }
-_TO_COME: frozenset[State] = frozenset(("work", "waiting", "backing_off", "claimed", "scheduled"))
+_TO_COME = ON_ITS_WAY | {"waiting"}
 _STYLES: dict[State, str] = {
     "work": "cyan",
     "waiting": "dim",

@@ -285,6 +285,19 @@ def test_views_show_what_was_decided_early_with_its_word(watched: Watched):
     assert "1 cell done, 1 decided early, 1 to do, 0 waiting for something." in shown
 
 
+def test_status_expects_the_cost_of_cells_that_wait_for_a_baseline_too(watched: Watched):
+    back = {
+        "decide": "early",
+        "whole_every": 3,
+        "checkpoints": "every",
+        "rules": [{**RULE, "not_worse_than": "previous"}],
+    }
+    watched.write(gate=back)
+    states = {cell["step"]: cell["state"] for cell in watched.ask("gaps")["cells"]}
+    assert states == {100: "work", 200: "held", 300: "held"}
+    assert watched.ask("status")["cost"]["expected"]["cells"] == 3
+
+
 def test_open_alert_has_a_decided_cell_evaluated_whole_until_it_is_acknowledged(watched: Watched):
     watched.publish(100, 180)
     watched.publish(200, 190, early=True)
