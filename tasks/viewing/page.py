@@ -1,0 +1,79 @@
+"""The page: its own files as a server sends them, and one file that holds it with everything that it shows.
+
+The files lie in `page/`: `index.html`, which names every style sheet as `<link rel="stylesheet" href="NAME.css">` and
+its first module as `<script type="module" src="NAME.js"></script>`, each on a line of its own. For one file they are
+put in place of these lines, so modules import each other by `import { … } from "./NAME.js";` and export by `export`
+before a declaration, nothing is renamed by either, and no two modules declare one name.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from functools import cache
+from html import escape
+from importlib.resources import files
+
+from tasks.viewing.columns import packed
+
+CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+"""Kinds of files that the page has, by the ends of their names."""
+_STYLE = re.compile(r'^[ \t]*<link rel="stylesheet" href="([\w-]+\.css)">[ \t]*$', re.MULTILINE)
+_SCRIPT = re.compile(r'^[ \t]*<script type="module" src="([\w-]+\.js)"></script>[ \t]*$', re.MULTILINE)
+_IMPORT = re.compile(r'^import\s+\{[^}]*\}\s+from\s+"\./([\w-]+\.js)";[ \t]*\n?', re.MULTILINE)
+_EXPORT = re.compile(r"^export[ \t]+(?=(?:async|class|const|function|let)\b)", re.MULTILINE)
+_HEAD = re.compile(r"<head>\n?")
+
+
+@cache
+def page_files() -> Mapping[str, bytes]:
+    """Every file of the page by its name."""
+    folder = files("tasks.viewing") / "page"
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in CONTENT_TYPES}
+
+
+def one_file(contents: Mapping[str, bytes]) -> bytes:
+    """The page in one file, with what it asks for in it.
+
+    Args:
+        contents: content by the names of `columns`.
+    """
+    parts = {name: content.decode() for name, content in page_files().items()}
+    styles: list[str] = []
+    scripts: list[str] = []
+
+    def style(match: re.Match[str]) -> str:
+        styles.append(f"\n{parts[match[1]]}")
+        return f"<style>{styles[-1]}</style>"
+
+    def script(match: re.Match[str]) -> str:
+        scripts.append(f"\n{_modules(match[1], parts, seen=set())}")
+        return f'{held}\n<script type="module">{scripts[-1]}</script>'
+
+    held = "\n".join(
+        f'<script type="application/octet-stream" data-name="{escape(name)}">'
+        f"{base64.b64encode(packed(content)).decode()}</script>"
+        for name, content in contents.items()
+    )
+    page = _SCRIPT.sub(script, _STYLE.sub(style, parts["index.html"]))
+    policy = (
+        f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    rule = f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    return _HEAD.sub(lambda match: rule, page, count=1).encode()
+
+
+def _modules(name: str, parts: Mapping[str, str], *, seen: set[str]) -> str:
+    """A module after those that it imports, each once, without imports and exports."""
+    seen.add(name)
+    text = parts[name]
+    before = [_modules(other, parts, seen=seen) for other in _IMPORT.findall(text) if other not in seen]
+    return "\n".join([*before, _EXPORT.sub("", _IMPORT.sub("", text))])
+
+
+def _hashes(texts: list[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
