@@ -29,6 +29,7 @@ from pools.proxy.connections.listener import Listener
 from pools.proxy.connections.reading import BodyRoom, Bounds
 from pools.proxy.connections.upstream import Upstream
 from pools.proxy.counters import Tally
+from pools.proxy.engine_metrics import EngineMetrics
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.routing import RoutingTable
 from pools.proxy.server import ProxyServer
@@ -94,6 +95,7 @@ async def serve(
             table=table,
             tally=tally,
             cells=cells,
+            engine_metrics=EngineMetrics(upstream, table=table),
             limits=limits,
             keys=keys,
             description=pool_description(),

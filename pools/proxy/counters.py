@@ -6,8 +6,10 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import get_args
 
-from pools.protocol import Announcement, JournalStatus, ReplicaStatus, RequestCounters
+from pools.protocol import Announcement, JournalStatus, LoadedHow, ReplicaStatus, RequestCounters
 
 LATENCY_BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 CLIENT_LEFT = 499
@@ -131,7 +133,7 @@ def _lines(tally: Tally, replicas: list[ReplicaStatus], held: int, journal: Jour
         yield from _family(name, "counter", meaning, {"": count})
     yield from _family("held", "gauge", "Requests that wait for a replica now", {"": held})
     yield from _of_replicas(replicas)
-    yield from _of_loads(tally)
+    yield from _of_loads(tally, replicas)
     if journal is not None:
         for name, count in journal.model_dump(exclude={"bytes"}).items():
             yield from _family(f"journal_{name}_total", "counter", f"Journal: {name}", {"": count})
@@ -149,8 +151,10 @@ def _of_replicas(replicas: list[ReplicaStatus]) -> Iterator[str]:
     yield from _family("engine_restarts_total", "counter", "Engines started again after one died", restarts)
 
 
-def _of_loads(tally: Tally) -> Iterator[str]:
-    loads = {f'replica="{_escaped(name)}",how="{how}"': count for (name, how), count in sorted(tally.loads.items())}
+def _of_loads(tally: Tally, replicas: list[ReplicaStatus]) -> Iterator[str]:
+    none_yet = dict.fromkeys(product((replica.name for replica in replicas), (*get_args(LoadedHow), "failed")), 0)
+    counted = {**none_yet, **tally.loads}  # a counter that begins with 1 has not grown, as Prometheus reckons
+    loads = {f'replica="{_escaped(name)}",how="{how}"': count for (name, how), count in sorted(counted.items())}
     yield from _family("loads_total", "counter", "Checkpoints loaded into replicas, by the way they came in", loads)
     seconds = {
         f'replica="{_escaped(name)}",phase="{_escaped(phase)}"': round(total, 6)

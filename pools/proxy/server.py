@@ -21,6 +21,7 @@ from pools.proxy.cells import Cells
 from pools.proxy.connections.messages import Head, Reply, Request, Responder
 from pools.proxy.connections.replies import Refusal, unknown_model
 from pools.proxy.counters import Tally, prometheus_text
+from pools.proxy.engine_metrics import EngineMetrics
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.leases import Leases, of_known_models
 from pools.proxy.request import CHAT, COMPLETIONS, GENERATE, RESPONSES, TOKENIZE
@@ -33,6 +34,7 @@ _CELL = re.compile(
 )
 _OF_ENGINES = (COMPLETIONS, CHAT, RESPONSES, GENERATE, TOKENIZE)
 _NAMED = re.compile(NAME_PATTERN)
+_PROMETHEUS = ((b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8"),)
 _LONGEST_WAIT_SECONDS = 30.0
 _EXPIRY_SECONDS = 0.25
 
@@ -67,6 +69,7 @@ class ProxyServer:
         table: models and replicas.
         tally: what was counted.
         cells: journal and counters by cell.
+        engine_metrics: of the table's replicas.
         limits: bounds and time-outs.
         keys: of clients, of the pool, and of replicas that join.
         description: what clients are told of the pool, as JSON; nothing where it is empty.
@@ -79,6 +82,7 @@ class ProxyServer:
         table: RoutingTable,
         tally: Tally,
         cells: Cells,
+        engine_metrics: EngineMetrics,
         limits: ProxyLimits,
         keys: ProxyKeys,
         description: str = "",
@@ -88,6 +92,7 @@ class ProxyServer:
         self._tally = tally
         self._forwarder = forwarder
         self._cells = cells
+        self._engine_metrics = engine_metrics
         self._leases = Leases(asyncio.get_running_loop().time)
         self._news = asyncio.Event()
         self._started = int(time.time())
@@ -102,6 +107,7 @@ class ProxyServer:
             "/v1/models/": _Route(("GET",), client, self._model),
             "/version": _Route(("GET",), client, self._version),
             "/metrics": _Route(("GET",), client, self._metrics),
+            "/metrics/engines": _Route(("GET",), client, self._metrics_of_engines),
             "/health": _Route(("GET",), (), self._health),
             "/pool": _Route(("GET",), client + admin, self._pool),
             "/admin/state": _Route(("PUT",), admin, self._set_state),
@@ -221,10 +227,12 @@ class ProxyServer:
         return _json(reply, status=200 if health == "ready" else 503)
 
     async def _metrics(self, _request: Request, _name: str) -> Reply:
-        text = prometheus_text(
-            self._tally, replicas=self._table.status(), held=self._table.held, journal=self._cells.journal_status
-        )
-        return Reply(200, text.encode(), ((b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8"),))
+        replicas, journal = self._table.status(), self._cells.journal_status
+        text = prometheus_text(self._tally, replicas=replicas, held=self._table.held, journal=journal)
+        return Reply(200, text.encode(), _PROMETHEUS)
+
+    async def _metrics_of_engines(self, _request: Request, _name: str) -> Reply:
+        return Reply(200, await self._engine_metrics.text(), _PROMETHEUS)
 
     async def _pool(self, _request: Request, _name: str) -> Reply:
         if not self._description:

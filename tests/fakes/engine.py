@@ -155,6 +155,8 @@ class FakeEngine:
     ranks: int = 1
     """Parts that it runs in, each of which has to load the weights of a folder of its own."""
     cache: PrefixCache = field(default_factory=PrefixCache)
+    metrics: str = ""
+    """The page of its metrics, in place of the few that it counts."""
     _wholes: int = 0
     _weights_name: str = "default"
     _runner: web.AppRunner | None = None
@@ -414,6 +416,8 @@ class FakeEngine:
         return web.json_response({"object": "list", "data": [{"id": name, **entry} for name in self.models]})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
+        if self.metrics:
+            return web.Response(text=self.metrics)
         text = f"vllm:num_requests_running {self.stats.in_flight}\nvllm:request_success_total {self.stats.answered}\n"
         cache = f'block_size="{self.cache.block_size}",kv_cache_size_tokens="{KV_CACHE_TOKENS}",num_gpu_blocks="9"'
         return web.Response(text=f"{text}vllm:cache_config_info{{{cache}}} 1.0\n")

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from fakes.models import write_nano_llama
 from fakes.polling import eventually
@@ -96,6 +97,12 @@ def serve(client: LocalClient, command: Command, variables: dict[str, str], *, p
     with httpx.Client(timeout=10, headers=HEADERS) as http:
         eventually(is_healthy, seconds=300)
     return job
+
+
+def families_of(page: str) -> set[tuple[str, tuple[str, ...]]]:
+    """The metrics on a page, each with the names of its labels."""
+    families = text_string_to_metric_families(page)
+    return {(sample.name, tuple(sorted(sample.labels))) for family in families for sample in family.samples}
 
 
 def answers(port: int) -> list[Any]:
@@ -243,6 +250,8 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
         assert sampled(port, prompts) == [text for prompt in prompts for text in sampled(port, [prompt])]
         check_valid_answers(port)
         check_scoring(port, model)
+        recorded = (Path(__file__).parents[1] / "data" / "vllm" / "metrics.txt").read_text()
+        assert families_of(recorded) <= families_of(EngineClient(f"http://127.0.0.1:{port}", KEY).metrics())
         check_reloads(port, model, write_nano_llama(model.parent / "other", hidden=64, seed=1))
         processes = processes_of(server)
         assert len(processes) >= 4  # the server, a subreaper, the API and the engine

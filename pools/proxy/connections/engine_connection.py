@@ -16,7 +16,7 @@ from pools.proxy.connections.replies import HOP_BY_HOP
 ENGINE_TARGETS = frozenset(
     {
         *(b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/inference/v1/generate"),
-        *(b"/tokenize", b"/health"),
+        *(b"/tokenize", b"/health", b"/metrics"),
     }
 )
 """All that is ever asked of an engine: whatever else it can do is for its own agent."""

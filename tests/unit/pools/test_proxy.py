@@ -260,6 +260,7 @@ async def test_unknown_model_is_answered_404_with_the_known_ones(
         ("POST", CHAT),
         ("GET", "/v1/models"),
         ("GET", "/metrics"),
+        ("GET", "/metrics/engines"),
         ("PUT", "/admin/state"),
         ("GET", "/admin/status"),
     ],
