@@ -1,4 +1,4 @@
-"""Details of each benchmark in a record beside its numbers, and of the way its questions were put."""
+"""Parts of a record beside its numbers: the checkpoint, details of each benchmark, the way its questions were put."""
 
 from __future__ import annotations
 
@@ -8,11 +8,67 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pools.weights.merges import MergeKind
+from tasks.spec.names import in_steps
+
 
 class Part(BaseModel):
     """A part of a record: frozen, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class MergedInput(Part):
+    """A checkpoint that went into a merged one."""
+
+    uri: str
+    """Its folder."""
+    run: str
+    """The training run that wrote it, by its folder."""
+    step: int
+    """Training step."""
+    digest: str
+    """Over weights, config, tokenizer and chat template."""
+    weight: float
+    """Its weight; all together are 1."""
+
+
+class MergeReference(Part):
+    """The way that a merged checkpoint, which nobody wrote, was made of others."""
+
+    kind: MergeKind
+    """Kind of average: mean, ema, wsm or interpolate."""
+    parameter: str = ""
+    """Decay of an ema, share of an interpolate, shares of a weighted mean, schedule of a wsm."""
+    inputs: tuple[MergedInput, ...]
+    """The checkpoints in it, in the order in which they were summed."""
+
+    def __str__(self) -> str:
+        made = f"{self.kind} of {len(self.inputs)}" + (f", {self.parameter}" if self.parameter else "")
+        runs = dict.fromkeys(merged.run for merged in self.inputs)
+        steps = {run: [merged.step for merged in self.inputs if merged.run == run] for run in runs}
+        return f"{made}: " + ", ".join(f"{run} {in_steps(found)}" for run, found in steps.items())
+
+
+class CheckpointReference(Part):
+    """The model state that was measured."""
+
+    uri: str
+    """Its folder; of a merged one, the name by which it can be evaluated again, with the folders in it."""
+    run: str
+    """The training run that wrote it, or the last checkpoint in it."""
+    name: str
+    """Its name in requests and reports, such as run-a-2000."""
+    step: int
+    """Training step; of a merged one, the last in it."""
+    digest: str
+    """Over weights, config, tokenizer and chat template."""
+    weights_digest: str
+    """Over the weights alone."""
+    listing: str | None = None
+    """Over names, sizes, and checksums or times of its files, and of those that a native one refers to."""
+    merge: MergeReference | None = None
+    """The way it was made of others, if it was never written."""
 
 
 class BenchmarkDetails(Part):

@@ -21,7 +21,7 @@ from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.conditional_writes import read_version, replace_bytes
 from tasks.records.cost import Cost, Spent, spent_on
-from tasks.records.details import Asking, BenchmarkDetails, Part, together
+from tasks.records.details import Asking, BenchmarkDetails, CheckpointReference, Part, together
 from tasks.records.seals import Digests, sealed
 
 RECORD_NAME = "record.json"
@@ -78,25 +78,6 @@ class Counts(Part):
     """Questions whose prompts were cut on the left to fit."""
     judge_errors: int = 0
     """Answers without a usable verdict of the judge; tolerated ones are not among those requested."""
-
-
-class CheckpointReference(Part):
-    """The model state that was measured."""
-
-    uri: str
-    """Its folder."""
-    run: str
-    """The training run that wrote it."""
-    name: str
-    """Its name in requests and reports, such as run-a-2000."""
-    step: int
-    """Training step."""
-    digest: str
-    """Over weights, config, tokenizer and chat template."""
-    weights_digest: str
-    """Over the weights alone."""
-    listing: str | None = None
-    """Over names, sizes, and checksums or times of its files, and of those that a native one refers to."""
 
 
 class SinkState(Part):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from pools.weights.merges import Merge, locations_of, merge_of
 from resources.storage import storage
 
 _NUMBERED = re.compile(r"^models:/+([^/@]+)/(\d+)(?=/|$)")
@@ -26,8 +28,11 @@ def name_of(uri: str) -> tuple[str, str, int]:
     """Run, checkpoint name and step behind a location: `$RUN/hf/step-$N` is the checkpoint `$RUN-$N` of `$RUN`.
 
     A folder without a step is a run of its own at step 0. What is an artifact of a run of MLflow's ends in the first
-    digits of its id, since there all are called `model`; `models:/llama/3` is the run `llama-v3`.
+    digits of its id, since there all are called `model`; `models:/llama/3` is the run `llama-v3`. A merged checkpoint
+    has run and step of its last one; one of steps that are still to be found has its run's name.
     """
+    if (merge := merge_of(uri)) is not None:
+        return _name_of_merge(merge)
     uri = _OF_RUN.sub(r"/\1/artifacts/", _REGISTERED.sub(r"/\1-\2", _NUMBERED.sub(r"/\1-v\2", uri)))
     absolute = uri if uri.startswith("/") else storage.absolute(uri)
     local = absolute.split("://", 1)[1] if "://" in absolute else absolute
@@ -44,8 +49,36 @@ def name_of(uri: str) -> tuple[str, str, int]:
     return run, (f"{run}-{step}" if step is not None else run), step or 0
 
 
+def _name_of_merge(merge: Merge) -> tuple[str, str, int]:
+    """Names the steps that are in it, their number and the parameter; where these leave a choice, also a digest."""
+    named = [name_of(location) for location in merge.locations]
+    run, _, last = named[-1]
+    if any(source.steps for source in merge.sources):
+        return run, run, 0
+    inputs = [(name, step) for name, _, step in named]
+    steps = [step for _, step in inputs]
+    even = len({name for name, _ in inputs}) == 1 and len({after - before for before, after in pairwise(steps)}) == 1
+    parts = [
+        f"{run}-{steps[0]}-to-{last}",
+        f"{merge.kind}{len(steps) if merge.kind != 'interpolate' else ''}",
+        merge.parameter,
+    ]
+    if not even:
+        parts.append(hashlib.blake2b(repr(inputs).encode(), digest_size=3).hexdigest())
+    return run, "-".join(filter(None, parts)), last
+
+
+def in_steps(steps: Sequence[int]) -> str:
+    """A few steps as people write them: 1000..3000 by 1000, or one by one."""
+    distances = {after - before for before, after in pairwise(steps)}
+    if len(steps) > 2 and len(distances) == 1:
+        return f"{steps[0]}..{steps[-1]} by {distances.pop()}"
+    return ", ".join(map(str, steps))
+
+
 def run_folder_of(uri: str) -> str:
-    """The folder of the run that a checkpoint's folder belongs to: less its step and `hf`."""
+    """The folder of the run that a checkpoint's folder belongs to: less step and `hf`; of a merged one, the last's."""
+    uri = locations_of(uri)[-1]
     folder = (uri if uri.startswith("/") else storage.absolute(uri)).rstrip("/")
     if step_of(storage.basename(folder)) is not None:
         folder = storage.parent(folder)
@@ -54,6 +87,8 @@ def run_folder_of(uri: str) -> str:
 
 def place_of(uri: str) -> str:
     """The place of a checkpoint for as long as it is the same one: rewritten, and moved into `hf` or out of it, too."""
+    if merge_of(uri) is not None:
+        return uri
     return storage.join(run_folder_of(uri), storage.basename(uri))
 
 

@@ -58,7 +58,7 @@ from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.generation.config import GenerationConfig, PromptsConfig, SamplingConfig
 from tasks.policies.policy import Policy, PolicySuite, RetryBudget
 from tasks.records.cost import Cost, Predicted, Spent
-from tasks.records.details import Asking, BenchmarkDetails, LogLikelihood
+from tasks.records.details import Asking, BenchmarkDetails, LogLikelihood, MergedInput, MergeReference
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.records.samples import Sample
 from tasks.records.seals import Digests
@@ -103,7 +103,7 @@ GENERATED = re.compile(r"(<!--generated:(?P<name>[\w-]+)-->\n)(?P<table>.*?)(<!-
 # Nobody has to fill these in.
 WRITTEN_BY_US = (
     *(Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, LogLikelihood, Cost, Predicted, Spent),
-    *(Digests, SinkState, Sample),
+    *(MergeReference, MergedInput, Digests, SinkState, Sample),
 )
 MODELS: tuple[type[BaseModel], ...] = (
     *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),

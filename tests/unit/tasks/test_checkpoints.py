@@ -59,6 +59,11 @@ def find(path: Path, **selection: object) -> list[Checkpoint]:
         (f"runs:/{RUN_ID}", "01234567", "01234567", 0),
         ("models:/llama/3", "llama-v3", "llama-v3", 0),
         ("models:/llama@champion/hf/step-5", "llama-champion", "llama-champion-5", 5),
+        ("mean(/runs/llama@8000..10000)", "llama", "llama", 0),
+        ("mean(/r/a/hf/step-10,/r/a/hf/step-20,/r/a/hf/step-30)", "a", "a-10-to-30-mean3", 30),
+        ("ema(/r/a/step-10, /r/a/step-20, 0.9)", "a", "a-10-to-20-ema2-0.9", 20),
+        ("mean(/r/a/step-10, /r/a/step-15, /r/a/step-30)", "a", "a-10-to-30-mean3-9ceb89", 30),
+        ("interpolate(/r/a/step-1, /r/b/step-2, 0.3)", "b", "b-1-to-2-interpolate-0.3-1a83e2", 2),
     ],
 )
 def test_names_come_from_the_path(uri: str, run: str, name: str, step: int) -> None:

@@ -1,0 +1,178 @@
+"""Names of checkpoints that were never written: averages of others, such as `mean(runs/a@8000..10000)`.
+
+A name is a kind, the checkpoints that go into it, and for most kinds a parameter:
+
+    mean(RUN@STEPS)              the plain average; with shares, as in mean(RUN@1000+2000, 1+3), a weighted one
+    ema(RUN@STEPS, 0.9)          an exponential moving average with that decay
+    wsm(RUN@STEPS, cosine)       the weights that stand for a decay of the learning rate: linear, cosine or sqrt
+    interpolate(A@1, B@2, 0.3)   the first, moved by that share towards the second
+
+`RUN@STEPS` takes checkpoints of a run: `1000`, `1000+2000`, `1000..2000`, `..2000`, `1000..`, `..` or `last:5`. Without
+`@` a location is one checkpoint's; a name in which each is one is resolved, and is where the merged checkpoint lies as
+far as pools and records care. In a location `%` stands before the hex digits of `,()@%`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal, get_args
+
+from resources.errors import BadInput
+
+MergeKind = Literal["mean", "ema", "wsm", "interpolate"]
+"""Ways to average checkpoints."""
+_NAME = re.compile(rf"({'|'.join(get_args(MergeKind))})\((.*)\)", re.DOTALL)
+_STEPS = re.compile(r"last:[1-9]\d*|\d*\.\.\d*|\d+(?:\+\d+)*")
+_NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:\+\d+(?:\.\d+)?)*")
+_WORD = re.compile("[a-z]+")
+_RESERVED = {letter: f"%{ord(letter):02X}" for letter in "%,()@"}
+_QUOTED = re.compile("|".join(_RESERVED.values()))
+_EXAMPLES = "mean(RUN@8000..10000), ema(RUN@last:5, 0.9), wsm(RUN@last:5, cosine) or interpolate(A@1000, B@2000, 0.3)"
+
+_DECAYS: dict[str, Callable[[Fraction], float]] = {
+    "linear": lambda passed: float(1 - passed),
+    "cosine": lambda passed: (1 + math.cos(math.pi * passed)) / 2,
+    "sqrt": lambda passed: 1 - math.sqrt(passed),
+}
+"""Learning rate, of a peak of 1, after a share of the decay has passed."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that goes into a merge, or those of the `steps` of a run."""
+
+    location: str
+    steps: str = ""
+
+    def __str__(self) -> str:
+        quoted = "".join(_RESERVED.get(letter, letter) for letter in self.location)
+        return f"{quoted}@{self.steps}" if self.steps else quoted
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merge as its name says: see the module. `parameter` is empty where the kind needs none."""
+
+    kind: MergeKind
+    sources: tuple[Source, ...]
+    parameter: str = ""
+
+    @classmethod
+    def of_folders(cls, kind: MergeKind, folders: Sequence[str], parameter: str = "") -> Merge:
+        """Merges checkpoints that are known, in the order of their steps.
+
+        Raises:
+            BadInput: the kind does not take so many, or no such parameter.
+        """
+        merge = cls(kind, tuple(map(Source, folders)), parameter)
+        merge.weights(len(folders))
+        return merge
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(filter(None, [*map(str, self.sources), self.parameter]))})"
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Runs or checkpoints in it."""
+        return tuple(source.location for source in self.sources)
+
+    def with_locations(self, changed: Callable[[str], str]) -> Merge:
+        """Return it with each location in another form."""
+        return replace(self, sources=tuple(replace(each, location=changed(each.location)) for each in self.sources))
+
+    @property
+    def recipe(self) -> str:
+        """The computation, apart from the checkpoints: names that mean the same arithmetic have one."""
+        return "mean" if (self.kind, self.parameter) == ("wsm", "linear") else f"{self.kind} {self.parameter}".strip()
+
+    def weights(self, count: int) -> tuple[float, ...]:
+        """Return the weights of its checkpoints, in the order of their steps; together they are 1.
+
+        The weights of `wsm` are those of "WSM: Decay-Free Learning Rate Schedule via Checkpoint Merging" (arXiv
+        2507.17634): were the updates after checkpoint j scaled by w(j+1) <= w(j), beginning with w(0) = 1, the last of
+        them would be the average of all n with the weights w(j) - w(j+1), w(n) being 0. A linear decay is the mean.
+
+        Raises:
+            BadInput: the kind does not take so many, or no such parameter.
+        """
+        match self.kind:
+            case "mean" if not self.parameter:
+                return (1 / count,) * count
+            case "mean":
+                shares = [Fraction(share) for share in self._numbers(count, "a share for each checkpoint, as in 1+3")]
+                total = sum(shares)
+                if not total:
+                    raise self._refused("shares that are not all 0")
+                return tuple(float(share / total) for share in shares)
+            case "ema":
+                kept = Fraction(self._numbers(1, "a decay from 0 to 1, as in ema(RUN@last:5, 0.9)", most=1)[0])
+                first = [kept ** (count - 1)]
+                return tuple(map(float, first + [(1 - kept) * kept ** (count - 1 - at) for at in range(1, count)]))
+            case "wsm":
+                decay = _DECAYS.get(self.parameter)
+                if decay is None:
+                    raise self._refused(f"one of the decays {', '.join(_DECAYS)}, as in wsm(RUN@last:5, cosine)")
+                if self.parameter == "linear":
+                    return (1 / count,) * count
+                left = [decay(Fraction(at, count)) for at in range(count)] + [0.0]
+                return tuple(left[at] - left[at + 1] for at in range(count))
+            case "interpolate":
+                if count != 2:
+                    raise self._refused(f"two checkpoints, not {count}")
+                share = Fraction(self._numbers(1, "a share from 0 to 1, as in interpolate(A@1, B@2, 0.3)", most=1)[0])
+                return float(1 - share), float(share)
+
+    def _numbers(self, count: int, expected: str, *, most: float = math.inf) -> list[str]:
+        numbers = self.parameter.split("+") if _NUMBERS.fullmatch(self.parameter) else []
+        if len(numbers) != count or any(float(number) > most for number in numbers):
+            raise self._refused(expected)
+        return numbers
+
+    def _refused(self, expected: str) -> BadInput:
+        return BadInput(expected=expected, found=str(self), remedy="correct the name of the merged checkpoint")
+
+
+def merge_of(location: str) -> Merge | None:
+    """Return the merge that a location names; None for all other locations.
+
+    Raises:
+        BadInput: it begins as such a name and is none.
+    """
+    matched = _NAME.fullmatch(location.strip())
+    if matched is None:
+        return None
+    kind: MergeKind = matched[1]  # pyright: ignore[reportAssignmentType]
+    parts = [part.strip() for part in matched[2].split(",")]
+    parameters = _WORD if kind == "wsm" else _NUMBERS
+    parameter = parts.pop() if len(parts) > 1 and parameters.fullmatch(parts[-1]) else ""
+    if not all(parts) or any(set("()") & set(part) for part in parts):
+        raise BadInput(expected=_EXAMPLES, found=location, remedy="write it so; in paths, %2C for a comma, %28 and %29")
+    merge = Merge(kind, tuple(map(_source, parts)), parameter or ("linear" if kind == "wsm" else ""))
+    if all(not source.steps for source in merge.sources):
+        merge.weights(len(parts))
+    elif kind != "mean":  # whose shares are counted when the steps are known
+        merge.weights(2)
+    return merge
+
+
+def locations_of(location: str) -> tuple[str, ...]:
+    """Return where the files behind a location lie: the checkpoints in a merged one, or itself."""
+    merge = merge_of(location)
+    return merge.locations if merge else (location,)
+
+
+def with_each_location(location: str, changed: Callable[[str], str]) -> str:
+    """Return a location with its own form changed, or with that of each location in the merge that it names."""
+    merge = merge_of(location)
+    return str(merge.with_locations(changed)) if merge else changed(location)
+
+
+def _source(part: str) -> Source:
+    location, _, steps = part.rpartition("@")
+    if not location or not _STEPS.fullmatch(steps):
+        location, steps = part, ""
+    return Source(_QUOTED.sub(lambda quoted: chr(int(quoted[0][1:], 16)), location), steps)
