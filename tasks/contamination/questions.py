@@ -89,7 +89,7 @@ def questions_of(benchmark: str, samples: Sequence[Sample], *, shots: int | None
         samples: all of it, since what they have in common is no question's own.
         shots: examples in front of each; None if that is not known.
     """
-    texts = own_texts([sample.prompt for sample in samples], shots=shots)
+    texts = own_texts([sample.asked for sample in samples], shots=shots)
     answers = [_answer(sample.target) for sample in samples]
     words = words_in([*texts, *answers])
     named = zip(samples, words[: len(samples)], words[len(samples) :], texts, strict=True)

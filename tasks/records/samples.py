@@ -39,7 +39,7 @@ class Sample(BaseModel):
     id: str
     """Name of the question, in every run of the benchmark."""
     prompt: _Text
-    """The question, as far as the harness tells."""
+    """The question; with what stood before it where its harness does not tell the two apart."""
     output: _Text
     """The model's answer; for a choice, the one it found likeliest."""
     target: _Text | None
@@ -56,6 +56,17 @@ class Sample(BaseModel):
     """Reason for the end of its answers: `length` if one was cut at the limit; empty where nothing is generated."""
     truncated: bool = False
     """True if its prompt was cut on the left to fit."""
+    choices: tuple[_Text, ...] = ()
+    """Texts of its choices, in the order of `log_likelihoods` where these begin with one of each."""
+    context: _Text = ""
+    """What stood before the question: system prompt, description, examples. Empty if nothing did, or none is known."""
+    tokens: int | None = None
+    """Tokens that were generated for its answer; None where none are, or nobody counted them."""
+
+    @property
+    def asked(self) -> str:
+        """Its whole prompt."""
+        return self.context + self.prompt
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> int:

@@ -40,7 +40,7 @@ Questions = Mapping[str, Sequence[Question]]
 
 def question_of(sample: Sample) -> Question:
     """A sample without its texts, which together can be large."""
-    prompt = hashlib.sha256(sample.prompt.encode()).digest()[:8]
+    prompt = hashlib.sha256(sample.asked.encode()).digest()[:8]
     kept = sample.cluster, sample.finish, sample.truncated, sample.scores, sample.ratios
     return Question(sample.id, prompt, *kept)
 

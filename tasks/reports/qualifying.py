@@ -187,7 +187,7 @@ def _question(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> _
     scores: list[str] = []
     shifts: list[float] = []
     for first, second in zip(before, after, strict=False):
-        prompt |= first.prompt != second.prompt
+        prompt |= first.asked != second.asked
         output |= first.output != second.output
         for metric in first.scores | second.scores:
             values = first.scores.get(metric), second.scores.get(metric)

@@ -292,7 +292,7 @@ def _table(announcement: Announcement, sink: WeightsAndBiasesSink) -> wandb.Tabl
         return None
     step = announcement.known.checkpoint.step
     rows: list[Any] = [
-        [step, sample.benchmark, sample.id, sample.prompt, sample.output, sample.target, str(sample.scores)]
+        [step, sample.benchmark, sample.id, sample.asked, sample.output, sample.target, str(sample.scores)]
         for sample in samples
     ]
     columns: list[Any] = [STEP_METRIC, "benchmark", "id", "prompt", "output", "target", "scores"]

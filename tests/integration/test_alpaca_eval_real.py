@@ -171,6 +171,8 @@ async def test_model_without_chat_is_asked_through_the_prompt_template(run: Runn
         bodies = asked(engine)
     first = json.loads((BUNDLED_SETS / f"{DEMO}.json").read_text())[0]["instruction"]
     assert f"Q: {first}\nA:" in {body["prompt"] for body in bodies}
+    sample = next(read_samples(str(run.output / "samples.jsonl.gz")))
+    assert (sample.context, sample.prompt) == ("Q: ", f"{first}\nA:") and sample.tokens and sample.tokens > 0
     assert bodies[0]["stop"] == ["Q:"]
     assert not {"top_k", "repetition_penalty"} & set(bodies[0])  # which services that are no vLLM refuse
 

@@ -296,8 +296,9 @@ def test_levanter_publishes_aliases_and_examples_as_asked(exported: Path, run: R
     parsed = run(exported, config)
     verify_counts(parsed)
     assert {metric.benchmark for metric in parsed.metrics} == {"demo_facts", "shown"}
-    prompts = {sample.benchmark: sample.prompt for sample in run.samples(config)}
-    assert len(prompts["shown"]) > 2 * len(prompts["demo_facts"])
+    last = {sample.benchmark: sample for sample in run.samples(config)}
+    assert last["shown"].prompt == last["demo_facts"].prompt and not last["demo_facts"].context
+    assert len(last["shown"].context) > len(last["shown"].prompt)
 
 
 def test_levanter_weighs_whole_texts_and_cuts_long_prompts(exported: Path, benchmarks: Path, run: Runner) -> None:

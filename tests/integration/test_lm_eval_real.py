@@ -185,7 +185,9 @@ async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
     assert all(sample.output in ("milk", "honey", "wax") for sample in [chosen])
     assert chosen.scores["acc"] == float(chosen.output == "honey")
     assert by_question(output, "kind_targets")[1].target == "honey | wax"
-    assert by_question(output, "kind_blank")[1].output in ("A bee makes milk", "A bee makes honey", "A bee makes wax")
+    blank = by_question(output, "kind_blank")[1]
+    assert blank.choices == ("A bee makes milk", "A bee makes honey", "A bee makes wax")
+    assert blank.output in blank.choices
     following = by_question(output, "kind_next")[0]
     assert (following.prompt, following.target) == ("A baker makes", " bread")
     assert float(following.output) < 0 and set(following.scores) == {"perplexity", "acc"}
@@ -193,7 +195,8 @@ async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
     assert weighed.target is None and weighed.prompt.startswith("Bread is baked")
     assert set(weighed.scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
     written = by_question(output, "kind_words")[1]
-    assert written.prompt.endswith("A bee makes") and written.target == "['honey', 'wax']"
+    assert (written.prompt, written.target) == ("A bee makes", "['honey', 'wax']")
+    assert written.context.startswith("Answer in one word.\n\n") and written.context.endswith("\n\n")
     assert set(written.scores) == {"exact_match,strict", "exact_match,flexible"}
 
 
@@ -252,7 +255,8 @@ async def test_examples_for_a_benchmark_that_takes_none_are_left_out_with_a_note
     async with FakeEngine(models=("m",)) as engine:
         parsed = await lm_eval.evaluate(make_model(engine, tokenizer), config, tmp_path)
     assert by_question(tmp_path, "kind_choice")[0].prompt == "A baker makes"
-    assert by_question(tmp_path, "forced")[0].prompt.count("\n\n") == 2
+    forced = by_question(tmp_path, "forced")[0]
+    assert forced.prompt == "A baker makes" and forced.context.count("\n\n") == 2
     assert not parsed.details["forced"].notes
     [note] = parsed.details["kind_choice"].notes
     assert "without examples, not with 2" in note and "force_fewshot" in note
@@ -285,7 +289,7 @@ async def test_prompts_of_some_questions_are_those_of_the_whole_run_however_they
             assert sample["doc"]["question"] in sample["arguments"]["gen_args_0"]["arg_0"]
         found = list(read_samples(str(output / SAMPLES_NAME)))
         assert {sample.benchmark for sample in found} == parsed.details.keys()
-        return {(sample.benchmark, sample.id): (sample.prompt, sample.target) for sample in found}
+        return {(sample.benchmark, sample.id): (sample.asked, sample.target) for sample in found}
 
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, tokenizer, apply_chat_template=in_chat)

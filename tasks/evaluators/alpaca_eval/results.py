@@ -61,6 +61,7 @@ class _Judged:
     prompt: str
     preference: float | None
     finish: str | None = None
+    tokens: int | None = None
 
 
 def folder_of(output: Path, key: str, config: EvaluationConfig) -> Path:
@@ -117,14 +118,17 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
         for answer in _judged(folder_of(output, key, config)):
             digest = hashlib.sha256(answer.instruction.encode()).hexdigest()[:12]
             seen[digest] += 1
+            before = max(answer.prompt.rfind(answer.instruction), 0)
             yield Sample(
                 benchmark=key,
                 id=digest if seen[digest] == 1 else f"{digest}-{seen[digest]}",
-                prompt=answer.prompt,
+                prompt=answer.prompt[before:],
                 output=answer.output or "",
                 target=answer.reference,
                 scores={} if answer.preference is None else {WIN_RATE: answer.preference},
                 finish=answer.finish,
+                context=answer.prompt[:before],
+                tokens=answer.tokens,
             )
 
 
@@ -161,7 +165,7 @@ def _judged(folder: Path) -> list[_Judged]:
     judged = []
     for row in _rows(folder / OUTPUTS_NAME):
         instruction, output, prompt = row["instruction"], row.get("output"), row.get("prompt")
-        reason = row.get("finish_reason")
+        reason, tokens = row.get("finish_reason"), row.get("completion_tokens")
         # An instruction may stand there twice, with another output to compare with each time.
         left = references[instruction]
         reference = left.pop(0) if left else None
@@ -173,6 +177,7 @@ def _judged(folder: Path) -> list[_Judged]:
                 prompt=prompt if isinstance(prompt, str) else instruction,
                 preference=_verdict(preferences[instruction, output], reference) if isinstance(output, str) else None,
                 finish=reason if isinstance(reason, str) and isinstance(output, str) else None,
+                tokens=tokens if isinstance(tokens, int) and isinstance(output, str) else None,
             )
         )
     return judged

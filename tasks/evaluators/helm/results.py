@@ -105,6 +105,7 @@ class _Request(BaseModel):
 
 class _Completion(BaseModel):
     text: str = ""
+    tokens: list[Any] = []
     logprob: float = 0.0
     finish_reason: dict[str, Any] | None = None
 
@@ -124,7 +125,12 @@ class _RequestState(BaseModel):
     result: _Result | None = None
 
 
+class _Adapter(BaseModel):
+    input_prefix: str = ""
+
+
 class _ScenarioState(BaseModel):
+    adapter_spec: _Adapter = _Adapter()
     request_states: list[_RequestState]
 
 
@@ -140,6 +146,8 @@ class _Key(NamedTuple):
 @dataclass(frozen=True)
 class _Run:
     plan: _PlannedRun
+    input_prefix: str
+    """Text that it puts before each question."""
     states: Mapping[_Key, list[_RequestState]]
     stats: list[_Stat]
     by_question: Mapping[tuple[str, int, str], dict[str, float]]
@@ -228,17 +236,21 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
     for run in _runs(output, read_result(_HARNESS, output / PLAN_NAME, _Plan), config):
         forms = Counter(key.instance for key in run.states)
         for key, states in run.states.items():
+            prompt, before = _prompt(states, input_prefix=run.input_prefix)
             further = (f"trial {key.trial}" if key.trial else "", key.perturbation, key.random or "")
             yield Sample(
                 benchmark=run.benchmark,
                 id="/".join([_id(states[0].instance), *(part for part in further if part)]),
-                prompt=_prompt(states),
+                prompt=prompt,
                 output=_output(states, run.statistics(key)),
                 target=_target(states[0]),
                 scores=run.shares(key),
                 cluster=key.instance if forms[key.instance] > 1 else None,
                 finish=_finish(states),
                 truncated=run.is_truncated(key),
+                choices=_choices(states),
+                context=before,
+                tokens=_tokens(states),
             )
 
 
@@ -251,7 +263,8 @@ def _runs(output: Path, plan: _Plan, config: EvaluationConfig) -> Iterator[_Run]
     for name, planned_run in plan.runs.items():
         folder = output / RESULTS_FOLDER / "benchmark_output" / "runs" / plan.suite / name
         states: dict[_Key, list[_RequestState]] = defaultdict(list)
-        for state in read_result(_HARNESS, folder / "scenario_state.json", _ScenarioState).request_states:
+        scenario = read_result(_HARNESS, folder / "scenario_state.json", _ScenarioState)
+        for state in scenario.request_states:
             states[_key(state)].append(state)
         by_question: dict[tuple[str, int, str], dict[str, float]] = defaultdict(dict)
         splits: dict[str, str | None] = {}
@@ -261,7 +274,8 @@ def _runs(output: Path, plan: _Plan, config: EvaluationConfig) -> Iterator[_Run]
                 if stat.mean is not None and math.isfinite(stat.mean):
                     by_question[place][stat.name.name] = stat.mean
                     splits[question.instance_id] = stat.name.split
-        yield _Run(planned_run, states, read_result(_HARNESS, folder / "stats.json", list[_Stat]), by_question, splits)
+        stats = read_result(_HARNESS, folder / "stats.json", list[_Stat])
+        yield _Run(planned_run, scenario.adapter_spec.input_prefix, states, stats, by_question, splits)
 
 
 def _key(state: _RequestState) -> _Key:
@@ -339,12 +353,32 @@ def _together(key: str, runs: list[list[Metric]]) -> Iterator[Metric]:
         yield from metrics
 
 
-def _prompt(states: list[_RequestState]) -> str:
-    """Returns the prompt that was sent; where each choice was sent by itself, the part they have in common."""
+def _prompt(states: list[_RequestState], *, input_prefix: str) -> tuple[str, str]:
+    """Returns a question as it was sent, and what stood before it; of choices sent one by one, what they share."""
+    question, messages = states[0].instance.input.text, states[0].request.messages
+    sent = "\n".join(str(message.get("content")) for message in messages) if messages else states[0].request.prompt
+    place = max(sent.rfind(question), 0) if question else 0
     if len(states) > 1:
-        return states[0].instance.input.text
-    messages = states[0].request.messages
-    return "\n".join(str(message.get("content")) for message in messages) if messages else states[0].request.prompt
+        return question, sent[:place]
+    place -= len(input_prefix) if sent[:place].endswith(input_prefix) else 0
+    return sent[place:], sent[:place]
+
+
+def _choices(states: list[_RequestState]) -> tuple[str, ...]:
+    """Texts of the choices of a question, by letter or one by one; none where an answer is written."""
+    if states[0].output_mapping:
+        return tuple(states[0].output_mapping.values())
+    references = states[0].instance.references
+    numbers = [state.reference_index for state in states if state.request_mode != "calibration"]
+    return tuple(references[number].output.text for number in numbers if number is not None)
+
+
+def _tokens(states: list[_RequestState]) -> int | None:
+    """Tokens of a written answer, up to the place where HELM cut it."""
+    result = states[0].result
+    if len(states) > 1 or states[0].request.echo_prompt or result is None or not result.completions:
+        return None
+    return len(result.completions[0].tokens) or None
 
 
 def _output(states: list[_RequestState], statistics: Mapping[str, float]) -> str:

@@ -20,6 +20,7 @@ class Ends(BaseModel):
     """Ends of all answers to one question."""
 
     reasons: tuple[str | None, ...] = ()
+    tokens: tuple[int | None, ...] = ()
     unclosed: bool = False
 
     @property

@@ -38,6 +38,8 @@ class PlannedTask(BaseModel):
     skipped: int = 0
     truncated: int = 0
     truncated_questions: tuple[int, ...] = ()
+    contexts: dict[int, int] = {}
+    """Characters that stand before the question, by question, where they are known and any."""
     data: str | None = None
     control: str | None = None
     notes: tuple[str, ...] = ()
@@ -47,7 +49,7 @@ class PlannedTask(BaseModel):
     @property
     def details(self) -> BenchmarkDetails:
         """The part of a benchmark's details that is known before answers come."""
-        ours = {"output_type", "truncated_questions", "smooth"}
+        ours = {"output_type", "truncated_questions", "contexts", "smooth"}
         return BenchmarkDetails.model_validate(self.model_dump(exclude=ours))
 
 

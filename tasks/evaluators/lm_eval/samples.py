@@ -17,6 +17,8 @@ from tasks.spec.evaluation import EvaluationConfig
 SKIPPED_NAME = "skipped.jsonl"
 RATIOS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 _HASH_DIGITS = 12
+_CONVERSATION, _TURN, _USERS_TURN = "['[{", '{"role": ', '{"role": "user"'
+"""Beginnings of a conversation as lm-eval's samples have it, of its turns, and of those of the user."""
 _Arguments = list[list[Any]]
 
 
@@ -40,10 +42,13 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
         for number, lines in by_question.items():
             given = lines[0].get("doc_id")
             document = given if isinstance(given, int) else -1
-            yield _sample(name, number, lines, task.output_type, results).model_copy(
+            end = ends.get(name, {}).get(document, Ends())
+            before = task.contexts.get(document, 0)
+            yield _sample(name, number, lines, task.output_type, results, before=before).model_copy(
                 update={
                     "cluster": clusters.get(number),
-                    "finish": ends.get(name, {}).get(document, Ends()).finish,
+                    "finish": end.finish,
+                    "tokens": end.tokens[0] if end.tokens else None,
                     "truncated": document in task.truncated_questions,
                 }
             )
@@ -64,13 +69,25 @@ def _id(line: Mapping[str, Any]) -> str:
     return f"{line.get('doc_id')}-{digest}" if digest else str(line.get("doc_id"))
 
 
-def _sample(name: str, number: str, lines: list[Mapping[str, Any]], output_type: str, results: Results) -> Sample:
-    """One question; the harness writes a line for each of its filters."""
+def _sample(
+    name: str,
+    number: str,
+    lines: list[Mapping[str, Any]],
+    output_type: str,
+    results: Results,
+    *,
+    before: int,
+) -> Sample:
+    """One question, with some characters before it; the harness writes a line for each of its filters."""
     first = lines[0]
     arguments, answers = _arguments(first), _answers(first)
     response, target = "", str(first.get("target"))
+    prompt = str(arguments[0][0]) if arguments and arguments[0] else ""
+    if prompt.startswith(_CONVERSATION):
+        before = prompt.rfind(_USERS_TURN) if prompt.count(_TURN) > 1 else 0
+    choices: list[str] = []
     if output_type == "multiple_choice":
-        choices = _choices(arguments)
+        choices = _choices(arguments, before=before)
         response = _likeliest(choices, answers)
         target = _named(target, choices)
     elif output_type == "generate_until":
@@ -80,12 +97,14 @@ def _sample(name: str, number: str, lines: list[Mapping[str, Any]], output_type:
     return Sample(
         benchmark=name,
         id=number,
-        prompt=str(arguments[0][0]) if arguments and arguments[0] else "",
+        prompt=prompt[max(before, 0) :],
         output=response,
         target=None if output_type == "loglikelihood_rolling" else target,
         scores=_scores(name, lines, results),
         ratios=_ratios(name, lines, results),
         log_likelihoods=() if output_type == "generate_until" else _log_likelihoods(answers),
+        choices=tuple(choices),
+        context=prompt[: max(before, 0)],
     )
 
 
@@ -110,14 +129,15 @@ def _answers(line: Mapping[str, Any]) -> list[Any]:
     )
 
 
-def _choices(arguments: _Arguments) -> list[str]:
+def _choices(arguments: _Arguments, *, before: int) -> list[str]:
     """Returns the choices the model had: continuations of one context, or contexts of one continuation.
 
-    Where answers are weighed without a context too, those requests come last and are no choices.
+    Of contexts, the characters `before` the question are left out. Where answers are weighed without a context too,
+    those requests come last and are no choices.
     """
     pairs = [pair for pair in arguments if len(pair) > 1 and pair[0] != ""]
     contexts = len({str(pair[0]) for pair in pairs})
-    return [str(pair[0] if contexts > 1 else pair[1]).strip() for pair in pairs]
+    return [(str(pair[0])[before:] if contexts > 1 else str(pair[1])).strip() for pair in pairs]
 
 
 def _likeliest(choices: list[str], answers: list[Any]) -> str:

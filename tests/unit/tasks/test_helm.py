@@ -165,10 +165,14 @@ def test_samples_say_what_was_asked_answered_and_right(output: Path):
     letters = [sample for sample in found if sample.benchmark == "simple_mcqa"]
     assert {sample.target for sample in letters} <= {"A", "B"}
     assert {sample.id.partition("/")[2] for sample in letters} == {"", "trial 1"}
-    assert all(sample.prompt.count("even or odd?") == 6 for sample in letters)
+    assert all(sample.prompt.count("even or odd?") == 1 and sample.context.count("Answer: ") == 5 for sample in letters)
+    assert all(sample.prompt.startswith("Question: ") and sample.context.endswith("\n") for sample in letters)
+    assert {sample.choices for sample in letters} == {("Even", "Odd")} and {sample.tokens for sample in letters} == {5}
     choices = [sample for sample in found if sample.benchmark == "demo_mcqa"]
     assert all(sample.scores["exact_match"] == (sample.output == sample.target) for sample in choices)
-    assert all(sample.prompt.startswith("Question: ") for sample in choices)
+    assert all(sample.prompt.startswith("Question: ") and not sample.context for sample in choices)
+    assert all(sample.target in sample.choices and len(sample.choices) == 4 for sample in choices)
+    assert {sample.tokens for sample in choices} == {None}
 
 
 def test_questions_of_another_split_are_no_part_of_the_main_ones_error(output: Path):

@@ -354,7 +354,22 @@ def test_samples_recorded_run_gives_each_question_once_with_the_scores_of_all_fi
     assert words.scores == {"exact_match,strict": 0.0, "exact_match,flexible": 0.0}
     [few] = [sample for sample in found if sample.benchmark == "shapes_few" and sample.id.startswith("0-")]
     assert (few.prompt, few.target, few.scores) == ("A triangle has", "three", {"acc": 0.0})
-    assert few.output in ("four", "five", "six", "eight", "none")
+    assert few.output in few.choices and len(few.choices) == len(few.log_likelihoods)
+    assert few.choices == ("three", "four", "five", "six", "eight", "none")
+
+
+def test_sample_has_what_stood_before_its_question_as_far_as_the_plan_or_the_conversation_tells(recorded: Path):
+    turns = [("system", "Be brief."), ("user", "A sphere?"), ("assistant", "none"), ("user", 'It\'s {"role": "user"')]
+    sent = json.dumps([{"role": role, "content": content} for role, content in turns], ensure_ascii=False)
+    edit_sample(recorded, "shape_words", lambda sample: sample.update(arguments=[[[sent], {}]]))
+    plan = json.loads((recorded / "plan.json").read_text())
+    plan["benchmarks"]["shape_sides"]["shapes_few"]["contexts"] = {0: 2}
+    (recorded / "plan.json").write_text(json.dumps(plan))
+    found = {(sample.benchmark, sample.id[0]): sample for sample in LmEval().samples(recorded, make_config())}
+    first, chat = found["shapes_few", "0"], found["shape_words", "0"]
+    assert (first.context, first.prompt, found["shapes_few", "1"].context) == ("A ", "triangle has", "")
+    assert chat.asked == str([sent]) and chat.context.endswith('"none"}, ')
+    assert chat.prompt.startswith('{"role": "user", "content": "It')
 
 
 def test_samples_questions_left_out_have_no_score_and_are_counted_apart(recorded: Path):

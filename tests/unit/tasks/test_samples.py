@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from tasks.evaluators.outcome import with_samples
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample, read_samples, write_samples
+from tasks.records.scores import question_of
 
 
 def test_sample_with_half_a_character_is_written_without_it(tmp_path: Path) -> None:
@@ -22,6 +24,16 @@ def test_sample_with_half_a_character_is_written_without_it(tmp_path: Path) -> N
     assert write_samples(tmp_path / "samples.jsonl.gz", [sample]) == 1
     [read] = read_samples(str(tmp_path / "samples.jsonl.gz"))
     assert (read.output, read.target) == ("so ?", None)
+
+
+def test_sample_of_an_older_file_is_read_and_its_whole_prompt_is_what_was_asked(tmp_path: Path) -> None:
+    old = '{"benchmark":"b","id":"1","prompt":"2 = 2. 1 =","output":"1","target":"1","scores":{}}\n'
+    path = tmp_path / "samples.jsonl.gz"
+    path.write_bytes(gzip.compress(old.encode()))
+    [read] = read_samples(str(path))
+    assert (read.choices, read.context, read.tokens, read.asked) == ((), "", None, "2 = 2. 1 =")
+    now = read.model_copy(update={"context": "2 = 2. ", "prompt": "1 ="})
+    assert question_of(now) == question_of(read)  # its prompt has the same digest, before and after
 
 
 def _answer(number: int, score: float, *, finish: str | None = "stop", prompt: str = "?", **fields: object) -> Sample:

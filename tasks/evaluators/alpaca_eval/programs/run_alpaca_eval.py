@@ -189,14 +189,15 @@ async def generate(
         found = {"instruction": row["instruction"], "dataset": row["dataset"], "prompt": prompt}
         async with free:
             try:
-                text, reason = await ask(client, fields, prompt, chat=job["chat"], stops=job["prompt_stops"])
+                text, reason, tokens = await ask(client, fields, prompt, chat=job["chat"], stops=job["prompt_stops"])
             except NO_ANSWER as error:  # one missing output, which is counted
                 logging.warning("no output: %s", describe_error(error))
                 unanswered.note(error)
-                text, reason = None, "error"
+                text, reason, tokens = None, "error", None
         bar.update()
         output = text.strip() if isinstance(text, str) else None
-        return {**found, "output": output, "generator": model["model"], "finish_reason": reason}
+        ends = {"finish_reason": reason, "completion_tokens": tokens}
+        return {**found, "output": output, "generator": model["model"], **ends}
 
     async with client:
         rows = await asyncio.gather(*map(answer, instructions))
@@ -206,13 +207,15 @@ async def generate(
 
 async def ask(
     client: openai.AsyncOpenAI, fields: dict[str, Any], prompt: str, *, chat: bool, stops: list[str]
-) -> tuple[str | None, str | None]:
-    """One output and why it ended; no text is no output, an empty one is."""
+) -> tuple[str | None, str | None, int | None]:
+    """One output, why it ended, and how many tokens it has; no text is no output, an empty one is."""
     if chat:
         answer = await client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **fields)
-        return answer.choices[0].message.content, answer.choices[0].finish_reason
-    answer = await client.completions.create(prompt=prompt, stop=stops or None, **fields)
-    return answer.choices[0].text, answer.choices[0].finish_reason
+        text = answer.choices[0].message.content
+    else:
+        answer = await client.completions.create(prompt=prompt, stop=stops or None, **fields)
+        text = answer.choices[0].text
+    return text, answer.choices[0].finish_reason, answer.usage.completion_tokens if answer.usage else None
 
 
 def sampling_fields(job: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Written:
     finish: str | None
     closed: bool = True
     """False if it began to reason and never ended that."""
+    tokens: int | None = None
+    """Tokens that were generated; None where the endpoint counts those of several answers together."""
 
 
 def choices_of(answer: Any, count: int) -> list[Choice]:
@@ -62,6 +64,13 @@ def check_end(choice: Choice) -> None:
     """
     if (end := choice.get("finish_reason")) not in ENDS:
         raise MalformedAnswerError(f"a finish_reason {str(end)[:40]!r}")
+
+
+def generated_tokens(answer: Any) -> int | None:
+    """Tokens that were generated for all choices of an answer, where it says so."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if type(tokens) is int else None
 
 
 def weighed_rows(

@@ -10,6 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -20,7 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models import api_models
 from lm_eval.models.api_models import LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER as NO_ANSWER
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
-from lm_eval_answers import MalformedAnswerError, choices_of, weighed_rows, written
+from lm_eval_answers import MalformedAnswerError, choices_of, generated_tokens, weighed_rows, written
 from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wait_exponential
 
 MOST_STOPS = 4  # what every endpoint takes
@@ -89,8 +90,9 @@ class Checked(LocalCompletionsAPI):
         payload = self._create_payload(self.create_message(messages), generate=True, gen_kwargs=options)
         answer = await self._post(session, sem, payload)
         prompts = [str(key[0]) for key in cache_keys or []]
+        tokens = generated_tokens(answer) if len(prompts) == 1 else None
         return [
-            written(choice, prompt=prompt, stops=[stops] if isinstance(stops, str) else stops)
+            replace(written(choice, prompt=prompt, stops=[stops] if isinstance(stops, str) else stops), tokens=tokens)
             for choice, prompt in zip(choices_of(answer, len(messages)), prompts, strict=True)
         ]
 
@@ -127,9 +129,10 @@ class Checked(LocalCompletionsAPI):
                 request.args[1].pop("seed", None)
         answers: Any = super().generate_until(requests, disable_tqdm=disable_tqdm)
         for request, answer in zip(requests, answers, strict=True):
-            new = {"reasons": [], "unclosed": False}
+            new = {"reasons": [], "tokens": [], "unclosed": False}
             found = self.ends[str(request.task_name)].setdefault(request.doc_id or 0, new)
             found["reasons"].append(answer.finish)
+            found["tokens"].append(answer.tokens)
             found["unclosed"] |= not answer.closed
         return [NO_ANSWER if answer.text is None else answer.text for answer in answers]
 

@@ -18,6 +18,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.models import api_models
 from lm_eval.utils import handle_non_serializable, hash_string
+from lm_eval_contexts import noted_contexts
 from lm_eval_control import control, evidence
 from lm_eval_data import revision_of
 from lm_eval_lengths import TooLong, request_type, to_be_asked, too_long
@@ -54,6 +55,7 @@ class Questions:
         self._on_settled = on_settled
         self._on_planned = on_planned
         self._skipped: list[str] = []
+        self._contexts: dict[str, dict[int, int]] = {}
         self._unbuilt = sum(len(items) for items in tasks.values())
         for task in (task for items in tasks.values() for task in items):
             task.build_all_requests = partial(self._build, task, task.build_all_requests)
@@ -67,7 +69,11 @@ class Questions:
         try:
             asked = list(task.doc_iterator(**{name: options[name] for name in DOCUMENTS}))
             task.doc_iterator = lambda **_: iter(asked)
-            build(**options)
+            with noted_contexts(task) as lengths:
+                build(**options)
+            numbers = (number for number, _ in asked)
+            known = dict(zip(numbers, lengths, strict=True)) if len(lengths) == len(asked) else {}
+            self._contexts[name_of(task)] = {number: length for number, length in known.items() if length}
             add_smooth_scores(task, [doc for _, doc in asked])
         except Exception as error:  # noqa: BLE001 - a benchmark is somebody else's code, and may fail in any way
             _log.error("%s cannot be asked", name_of(task), exc_info=error)
@@ -103,6 +109,7 @@ class Questions:
             row["questions"] -= row.get("skipped", 0)
             row["control"] = controls[name]
             row["truncated_questions"] = sorted(needed) if policy != "skip" else []
+            row["contexts"] = self._contexts[name]
         self._on_settled()
         if self._skipped:
             (self._output / SKIPPED_NAME).write_text("".join(self._skipped), encoding="utf-8")
