@@ -59,7 +59,7 @@ class Sample(BaseModel):
     choices: tuple[_Text, ...] = ()
     """Texts of its choices, in the order of `log_likelihoods` where these begin with one of each."""
     context: _Text = ""
-    """What stood before the question: system prompt, description, examples. Empty if nothing did, or none is known."""
+    """System prompt, description and examples that stood before the question; empty if none did, or none is known."""
     tokens: int | None = None
     """Tokens that were generated for its answer; None where none are, or nobody counted them."""
 

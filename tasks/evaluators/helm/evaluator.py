@@ -15,7 +15,9 @@ from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, P
 from tasks.evaluators.helm.entries import check_entries, read_entries_file
 from tasks.evaluators.helm.environment import HELM
 from tasks.evaluators.helm.options import HelmOptions
-from tasks.evaluators.helm.results import RESULTS_FOLDER, read_results, read_samples
+from tasks.evaluators.helm.results import read_results
+from tasks.evaluators.helm.runs import RESULTS_FOLDER
+from tasks.evaluators.helm.samples import read_samples
 from tasks.records.record import SCOPE_NAME
 from tasks.records.samples import Sample
 from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks
