@@ -40,7 +40,7 @@ _NEVER_SERVED = (
     "*.onnx", "consolidated*", "adapter_*", INDEX_NAME,
     # What trainers and people leave, different at every step.
     ".*", "*.partial", "*.md", "*.log", "*.jsonl", "*.csv", "trainer_state.json", "*_results.json", "latest",
-    "events.out.tfevents*",
+    "events.out.tfevents*", "STABLE",
 )  # fmt: skip
 """Files that neither engine nor tokenizer gets to see, and so are in no digest, unless they are the weights."""
 

@@ -17,6 +17,7 @@ from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import pinned
 from resources.storage.storage import FileInfo
+from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, not_exported, only_state, training_states
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
@@ -28,10 +29,11 @@ Request = TypeVar("Request", EvaluationConfig, SuiteRequest)
 
 _MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
 _INCOMPLETE_POLL_SECONDS = 1.0
+_SHARDED = "sharded"  # what torchtitan's ranks write before it is put together in the checkpoint above it
 _ARCHIVE = "checkpoints"  # where training scripts put native checkpoints, beside hf/
 
-Kind = Literal["huggingface", "levanter"]
-"""Layouts of checkpoints: Hugging Face's, which engines serve too, and Levanter's own."""
+Kind = Literal["huggingface", "levanter", "dcp", "megatron"]
+"""Layouts of checkpoints: Hugging Face's, which engines serve too, Levanter's own, and those of other trainers."""
 SERVED: tuple[Kind, ...] = ("huggingface",)
 LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
 """Kinds that an engine serves, and kinds that the native evaluation loads."""
@@ -88,11 +90,10 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     folders: dict[str, list[FileInfo]] = defaultdict(list)
     for file in files:
         folders[storage.parent(file.uri)].append(file)
-    native = native_folders(folders)
+    native, states, marks = native_folders(folders), training_states(folders), marks_in(folders)
     found = []
-    for folder, held in folders.items():
-        if looks_like_checkpoint(folder, held) and not within(folder, native):
-            found.append(_huggingface(folder, held))
+    for folder, held in exports_in(folders, native=native, states=states):
+        found.append(_huggingface(folder, held, marks=marks))
     exported = {checkpoint.step for checkpoint in found if checkpoint.complete}
     exports = Exports()
     for folder, held in native.items():
@@ -101,6 +102,10 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
             found += [checkpoint] if checkpoint.step not in exported else []
         else:
             found.append(_not_served(folder, held))
+    for state in not_exported(states, [checkpoint.uri for checkpoint in found], exported):
+        modified = max(file.modified for file in state.files)
+        name = native_name(state.folder)
+        found.append(Checkpoint(state.folder, *name, modified, state.kind, (state.problem,)))
     if not found:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
@@ -113,6 +118,8 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
 def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoint | None:
     """The checkpoint that a folder is, complete or not; None where it is none, is a file, or is not written yet.
 
+    An export in `hf/` stands for the folder that it lies in.
+
     Raises:
         StorageError: the folder cannot be listed.
     """
@@ -120,13 +127,29 @@ def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoin
         found = find_checkpoints(folder, kinds=kinds)
     except BadInput:
         return None
-    return next((checkpoint for checkpoint in found if checkpoint.uri == storage.behind_link(folder)), None)
+    own = storage.behind_link(folder)
+    by_place = {checkpoint.uri: checkpoint for checkpoint in found}
+    return by_place.get(own) or by_place.get(storage.join(own, "hf"))
+
+
+def exports_in(
+    folders: Mapping[str, list[FileInfo]], *, native: Collection[str], states: Sequence[TrainingState]
+) -> Iterator[tuple[str, list[FileInfo]]]:
+    """Yields folders, with the files directly in them, that are to be looked at as Hugging Face's."""
+    of_states = {state.folder for state in states}
+    for folder, held in folders.items():
+        part = (native and within(folder, native)) or (of_states and only_state(folder, held, of_states))
+        if not part and looks_like_checkpoint(folder, held):
+            yield folder, held
 
 
 def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
     """Returns whether a folder with these files directly in it is a checkpoint by its name or by them."""
-    if step_of(folder.rpartition("/")[2]) is not None:
+    place, _, last = folder.rpartition("/")
+    if step_of(last) is not None:
         return True
+    if last == _SHARDED and step_of(place.rpartition("/")[2]) is not None:
+        return False
     names = [file.uri.rpartition("/")[2] for file in files]
     return any(name in _MODEL_FILES or name.endswith(".safetensors") for name in names)
 
@@ -189,10 +212,11 @@ def native_name(folder: str) -> tuple[str, str, int]:
     return name_of(folder)
 
 
-def _huggingface(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
+def _huggingface(folder: str, files: Sequence[FileInfo], *, marks: Marks) -> Checkpoint:
     run, name, step = name_of(folder)
     held = inspect_model_folder(folder, files)
-    return Checkpoint(folder, run, name, step, held.modified, problems=held.problems, folder=held)
+    problems = (*held.problems, *marks.missing(folder, files))
+    return Checkpoint(folder, run, name, step, held.modified, problems=problems, folder=held)
 
 
 @step(task_run_name="look at {path}")
@@ -285,7 +309,9 @@ def complete_among(found: Sequence[Checkpoint], path: str, *, on_left_out: Calla
         raise NoCheckpoints(
             expected=f"at least one complete checkpoint at {path}",
             found=f"{len(incomplete)} incomplete ({reasons})",
-            remedy="wait until one is written; `assay checkpoints` shows what is missing",
+            remedy="wait until one is written; `assay checkpoints` shows what is missing"
+            if any(checkpoint.kind in LOADED_NATIVELY for checkpoint in incomplete)
+            else "export one to Hugging Face format, as said there",
         )
     return complete
 

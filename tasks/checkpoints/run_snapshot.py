@@ -38,7 +38,8 @@ from resources.storage.listings import PAGE
 from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.storage import FileInfo
 from resources.storage.tree_signature import list_tree
-from tasks.checkpoints.discovery import Kind, looks_like_checkpoint, native_folders, native_name, within
+from tasks.checkpoints.discovery import Kind, exports_in, native_folders, native_name
+from tasks.checkpoints.frameworks import is_about_marks, marks_in, not_exported, training_states
 from tasks.spec.names import name_of
 
 _LOOKS_AT_ONCE = 16  # into an object store, each of which waits for the network
@@ -144,7 +145,7 @@ def snapshot_run(
     elsewhere = any(row[3] == "levanter" and (row[5] or not reference) for row in rows)  # what a native one refers to
     if remembered.get("signature") == signature and not elsewhere:
         return [_from_row(row) for row in rows]
-    known = {(row[0], row[4]): tuple(row[5]) for row in rows}
+    known = {(row[0], row[4]): tuple(row[5]) for row in rows if not any(map(is_about_marks, row[5]))}
     files = tree.files()
     found = _judged(files, known, reference=reference, evaluated=evaluated)
     unsettled = _unsettled(found, files, since=began - SETTLED_SECONDS)
@@ -184,17 +185,20 @@ def _judged(
     folders: dict[str, list[FileInfo]] = defaultdict(list)
     for file in files:
         folders[file.uri.rpartition("/")[0]].append(file)
-    native = native_folders(folders)
+    native, states, marks = native_folders(folders), training_states(folders), marks_in(folders)
     listed = [
         _Listed(folder, held, *name_of(folder)[1:], listing_digest(folder, held))
-        for folder, held in folders.items()
-        if looks_like_checkpoint(folder, held) and not (native and within(folder, native))
+        for folder, held in exports_in(folders, native=native, states=states)
     ]
     verdicts = dict(known)
+    unmarked: dict[tuple[str, str], tuple[str, ...]] = {}
     for checkpoint in listed:
         if evaluated(checkpoint.name, checkpoint.listing):
             verdicts.setdefault(checkpoint.state, ())
+        elif missing := marks.missing(checkpoint.folder, checkpoint.files):
+            unmarked[checkpoint.state] = missing
     verdicts |= _verdicts(listed, verdicts)
+    verdicts |= {state: (*verdicts[state], *missing) for state, missing in unmarked.items()}
     found = [
         SeenCheckpoint(folder, name, step, "huggingface", listing, verdicts[folder, listing])
         for folder, _, name, step, listing in listed
@@ -209,6 +213,10 @@ def _judged(
         if step not in exported:
             listing = listing_digest(folder, held, reference=whole.folder.reference)
             found.append(SeenCheckpoint(folder, name, step, "levanter", listing, whole.folder.problems))
+    for state in not_exported(states, [checkpoint.uri for checkpoint in found], exported):
+        listing = listing_digest(state.folder, state.files)
+        name = native_name(state.folder)[1:]
+        found.append(SeenCheckpoint(state.folder, *name, state.kind, listing, (state.problem,)))
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.uri))
 
 

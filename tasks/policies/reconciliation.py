@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from tasks.checkpoints.discovery import LOADED_NATIVELY
 from tasks.checkpoints.rules import eligible_steps, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
@@ -36,7 +37,7 @@ State = Literal[
 work: nothing; waiting: the checkpoint, which is not whole; failed: `assay retry`, since the model or the benchmark
 was at fault; backing_off: a moment, after a failure of machines; retries_exhausted: `assay retry`, since there were
 too many of those; claimed: whoever evaluates it; scheduled: its flow run at a work pool; stopped: `assay retry`,
-after `assay cancel`; not_served: an export of a checkpoint in Levanter's own layout, or an evaluation by Levanter; or
+after `assay cancel`; not_served: an export of a checkpoint in a trainer's own layout, or an evaluation by Levanter; or
 for one of two checkpoints of one name to go; held: an earlier checkpoint's whole evaluation, with which it is compared
 early; decided_early: nothing, it was found not worse and is evaluated whole on an alarm alone.
 """
@@ -292,8 +293,9 @@ class _RunState:
 
     def incomplete(self, checkpoint: SeenCheckpoint, newest: Sequence[int]) -> list[OpenCell]:
         """Returns the cells that wait for a checkpoint to be whole; `newest` is the highest step of those that are."""
+        state: State = "waiting" if checkpoint.kind in LOADED_NATIVELY else "not_served"
         return [
-            self._cell(checkpoint, wanted, "waiting", "; ".join(checkpoint.problems))
+            self._cell(checkpoint, wanted, state, "; ".join(checkpoint.problems))
             for wanted in self._listing.wanted
             if might_be_eligible(wanted.rules, checkpoint.step, newest, final_step=self._policy.final_step)
         ]

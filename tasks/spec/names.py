@@ -27,6 +27,8 @@ def step_of(component: str) -> int | None:
 def name_of(uri: str) -> tuple[str, str, int]:
     """Run, checkpoint name and step behind a location: `$RUN/hf/step-$N` is the checkpoint `$RUN-$N` of `$RUN`.
 
+    So are `$RUN/step-$N` and an export within it, `$RUN/step-$N/hf`.
+
     A folder without a step is a run of its own at step 0. What is an artifact of a run of MLflow's ends in the first
     digits of its id, since there all are called `model`; `models:/llama/3` is the run `llama-v3`. A merged checkpoint
     has run and step of its last one; one of steps that are still to be found has its run's name.
@@ -37,6 +39,8 @@ def name_of(uri: str) -> tuple[str, str, int]:
     absolute = uri if uri.startswith("/") else storage.absolute(uri)
     local = absolute.split("://", 1)[1] if "://" in absolute else absolute
     parts = [part for part in local.split("/") if part not in ("", ".")]
+    if len(parts) > 1 and parts[-1] == "hf" and step_of(parts[-2]) is not None:
+        parts = parts[:-1]
     step = step_of(parts[-1]) if parts else None
     if step is not None:
         parts = parts[:-1]
@@ -78,8 +82,7 @@ def in_steps(steps: Sequence[int]) -> str:
 
 def run_folder_of(uri: str) -> str:
     """The folder of the run that a checkpoint's folder belongs to: less step and `hf`; of a merged one, the last's."""
-    uri = locations_of(uri)[-1]
-    folder = (uri if uri.startswith("/") else storage.absolute(uri)).rstrip("/")
+    folder = _without_export(locations_of(uri)[-1])
     if step_of(storage.basename(folder)) is not None:
         folder = storage.parent(folder)
     return storage.parent(folder) if storage.basename(folder) == "hf" else folder
@@ -89,7 +92,14 @@ def place_of(uri: str) -> str:
     """The place of a checkpoint for as long as it is the same one: rewritten, and moved into `hf` or out of it, too."""
     if merge_of(uri) is not None:
         return uri
-    return storage.join(run_folder_of(uri), storage.basename(uri))
+    return storage.join(run_folder_of(uri), storage.basename(_without_export(uri)))
+
+
+def _without_export(uri: str) -> str:
+    """The folder of a checkpoint, for an export within it too."""
+    folder = (uri if uri.startswith("/") else storage.absolute(uri)).rstrip("/")
+    inside = storage.basename(folder) == "hf" and step_of(storage.basename(storage.parent(folder))) is not None
+    return storage.parent(folder) if inside else folder
 
 
 def in_few_words(names: Iterable[str]) -> str:

@@ -1,0 +1,225 @@
+"""Traces of training frameworks: marks that say when a checkpoint is whole, and states that only trainers load.
+
+A mark is a rule on top of the look into the files: it makes no broken checkpoint complete, but one whose framework
+leaves a mark is not complete before it is there. Read in these sources:
+
+- prime-rl (PrimeIntellect-ai/prime-rl 559b447, v0.8.1.dev67): `STABLE`, after all files, in every `broadcasts/step_N`;
+  up to v0.8.1.dev56 also in every `weights/step_N`;
+- miles (radixark/miles 31f1ca9): `.complete`, after all files, in every Hugging Face export since 3 August 2026; it is
+  taken away before an export is written anew;
+- Megatron-LM (NVIDIA/Megatron-LM d98e8a6) and Megatron-Bridge (NVIDIA-NeMo/Megatron-Bridge 067f987, 0.7.0):
+  `latest_checkpointed_iteration.txt` beside `iter_N`, once all ranks have written, an export in `iter_N/hf` too;
+- torch.distributed.checkpoint (PyTorch 2.13.0): `.metadata`, or `__0.metadata` where each rank writes its own, moved
+  into place after all files. torchtitan (pytorch/torchtitan b5bcd76) resumes from no folder without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from resources.errors import StorageError
+from resources.storage import storage
+from resources.storage.storage import FileInfo
+from tasks.spec.names import step_of
+
+_MARKS = {"STABLE": "prime-rl", ".complete": "miles"}
+_BROADCASTS = "broadcasts"
+_TRACKER = "latest_checkpointed_iteration.txt"
+_WITHOUT_MARK = "is not there, which {framework} writes when a checkpoint is whole"
+_BARE = "prime-rl broadcasts weights alone: deployments/hooks/assay_prime_rl.py puts config and tokenizer beside them"
+_TRACKED = f"{_TRACKER} names"
+_SHARD = ".distcp"
+_LEGACY = "/model_optim_rng.pt"  # of Megatron's `torch` format, one in each `mp_rank_…`
+
+Folders = Mapping[str, Sequence[FileInfo]]
+"""Folders of a run, each with the files directly in it."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Marks that a listing shows: for each place, the first step that has one, and the last whole iteration."""
+
+    first: Mapping[tuple[str, str], int]
+    latest: Mapping[str, int]
+
+    def missing(self, folder: str, files: Sequence[FileInfo]) -> tuple[str, ...]:
+        """Returns what is to be said of a checkpoint that waits for its framework's mark; nothing of most others.
+
+        A framework that left a mark once leaves it with every later checkpoint: earlier ones may be of an older
+        version. prime-rl's broadcasts are known by their place.
+        """
+        place, name = storage.parent(folder), storage.basename(folder)
+        step = step_of(name)
+        if step is None and name == "hf":
+            return self._after_latest(place)
+        names = {storage.basename(file.uri) for file in files}
+        missing = [
+            f"{mark} {_WITHOUT_MARK.format(framework=framework)}"
+            for mark, framework in _MARKS.items()
+            if mark not in names and self._wanted(place, mark, step)
+        ]
+        if storage.basename(place) == _BROADCASTS and "STABLE" in names and "config.json" not in names:
+            missing.append(_BARE)
+        return (*missing, *self._after_latest(folder))
+
+    def _wanted(self, place: str, mark: str, step: int | None) -> bool:
+        if mark == "STABLE" and storage.basename(place) == _BROADCASTS:
+            return True
+        first = self.first.get((place, mark))
+        return first is not None and step is not None and step > first
+
+    def _after_latest(self, folder: str) -> tuple[str, ...]:
+        latest, step = self.latest.get(storage.parent(folder)), step_of(storage.basename(folder))
+        if latest is None or step is None or step <= latest:
+            return ()
+        return (f"{_TRACKED} {latest}: Megatron is still writing {step}, or gave it up",)
+
+
+def marks_in(folders: Folders) -> Marks:
+    """Finds the marks in a listing; the one of Megatron, which lies beside its checkpoints, is read where it lies."""
+    first: dict[tuple[str, str], int] = {}
+    iterations: set[str] = set()
+    for folder, files in folders.items():
+        place, _, name = folder.rpartition("/")
+        step = step_of(name)
+        if step is None:
+            if name == "hf":
+                iterations.update(_place_of_iterations(place))
+            continue
+        iterations.update(_place_of_iterations(folder))
+        for file in files:
+            mark = file.uri.rpartition("/")[2]
+            if mark in _MARKS:
+                first[place, mark] = min(step, first.get((place, mark), step))
+    read = {place: _latest_iteration(place) for place in iterations}
+    return Marks(first, {place: latest for place, latest in read.items() if latest is not None})
+
+
+def is_about_marks(problem: str) -> bool:
+    """Returns whether a problem is one that `Marks` tells, which depends on more than a checkpoint's own files."""
+    return (
+        problem == _BARE
+        or _TRACKED in problem
+        or any(problem == f"{mark} {_WITHOUT_MARK.format(framework=framework)}" for mark, framework in _MARKS.items())
+    )
+
+
+def _place_of_iterations(folder: str) -> list[str]:
+    place, _, name = folder.rpartition("/")
+    return [place] if name.startswith("iter_") and step_of(name) is not None else []
+
+
+def _latest_iteration(place: str) -> int | None:
+    """Returns the iteration that Megatron named last; None where it named none, or `release`."""
+    try:
+        return int(storage.read_bytes(storage.join(place, _TRACKER)))
+    except (FileNotFoundError, ValueError, StorageError):  # a mark that cannot be read says nothing
+        return None
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A checkpoint that only trainers load: where it lies, all its files, whose it is, and what to do about it."""
+
+    folder: str
+    files: Sequence[FileInfo]
+    kind: Literal["dcp", "megatron"]
+    problem: str
+
+
+def training_states(folders: Folders) -> list[TrainingState]:
+    """Checkpoints of torch.distributed.checkpoint and of Megatron in a listing, whole or not."""
+    parts: dict[str, list[str]] = {}
+    for folder, files in folders.items():
+        if any(file.uri.endswith((_SHARD, _LEGACY)) for file in files):
+            parts.setdefault(_root(folder, folders), []).append(folder)
+    return [
+        _state(root, [file for part in {root, *shards} for file in folders.get(part, ())])
+        for root, shards in parts.items()
+    ]
+
+
+def _root(folder: str, folders: Folders) -> str:
+    """The checkpoint that a folder with shards belongs to: itself, or `step_N` above `trainer`, `iter_N`, `context`."""
+    parent = storage.parent(folder)
+    if step_of(storage.basename(folder)) is not None:
+        return folder
+    return parent if step_of(storage.basename(parent)) is not None or _of_nemo(parent, folders) else folder
+
+
+def _of_nemo(folder: str, folders: Folders) -> bool:
+    return storage.join(folder, "context") in folders and storage.join(folder, "weights") in folders
+
+
+def _state(root: str, files: Sequence[FileInfo]) -> TrainingState:
+    names = {file.uri.removeprefix(f"{root}/") for file in files}
+    files_of = {name.rpartition("/")[2] for name in names}
+    megatron = bool(_place_of_iterations(root)) or not files_of.isdisjoint(("metadata.json", "run_config.yaml"))
+    kind: Literal["dcp", "megatron"] = "megatron" if megatron else "dcp"
+    sharded = any(name.endswith(_SHARD) for name in names)
+    if sharded and not any(
+        name == ".metadata" or (name[:2] == "__" and name.endswith(".metadata")) for name in files_of
+    ):
+        return TrainingState(root, files, kind, ".metadata is not there, which is written when all shards are")
+    return TrainingState(root, files, kind, _remedy(root, names))
+
+
+def _remedy(root: str, names: set[str]) -> str:
+    """Says how a whole state becomes a checkpoint that engines load, as its framework does it."""
+    export = storage.join(_run_of(root), "hf", storage.basename(root))
+    bridge = (
+        f"./scripts/conversion/convert.sh export --executor local --device cpu --hf-model MODEL --megatron-path {root} "
+        f"--hf-path {export}"
+    )
+    if any(name.startswith("weights/") for name in names):
+        return f"a checkpoint of NeMo 2; export it: nemo llm export path={root} target=hf output_path={export}"
+    if any(name.startswith("trainer/") for name in names):
+        return (
+            "a training state of prime-rl, which exports none; have weights broadcast through files "
+            "(weight_broadcast.type filesystem), and keep them with deployments/hooks/assay_prime_rl.py"
+        )
+    if "run_config.yaml" in names:
+        return (
+            f"a checkpoint of Megatron-Bridge; export it: {bridge}; or train with "
+            "checkpoint.also_save_hf_checkpoint=true, which exports each into hf/"
+        )
+    if any(name.endswith(_LEGACY) for name in names):
+        return (
+            "a checkpoint of Megatron-LM in its torch format; load it there with --ckpt-convert-format torch_dist "
+            f"--ckpt-convert-save FOLDER, and export that with Megatron-Bridge: {bridge.replace(root, 'FOLDER')}"
+        )
+    if _place_of_iterations(root) or "metadata.json" in names:
+        return (
+            "a checkpoint of Megatron-LM, which exports none; make run_config.yaml as Megatron-Bridge's "
+            f"docs/megatron-lm-to-megatron-bridge.md says, and export it: {bridge}"
+        )
+    return (
+        "a checkpoint of torch.distributed.checkpoint; export it, as torchtitan does: python "
+        f"scripts/checkpoint_conversion/convert_to_hf.py {root} {export} --hf_assets_path ASSETS --model_name NAME "
+        "--model_flavor FLAVOR, and copy config.json and the tokenizer from ASSETS; or train with "
+        "--checkpoint.last_save_in_hf"
+    )
+
+
+def _run_of(root: str) -> str:
+    place = storage.parent(root)
+    return storage.parent(place) if storage.basename(place) == "checkpoints" else place
+
+
+def not_exported(
+    states: Sequence[TrainingState], candidates: Collection[str], exported: Collection[int]
+) -> Iterator[TrainingState]:
+    """Yields the states to speak of: no export lies in them, none of their step is whole elsewhere."""
+    holding = {*candidates, *map(storage.parent, candidates)}
+    for state in states:
+        if state.folder not in holding and step_of(storage.basename(state.folder)) not in exported:
+            yield state
+
+
+def only_state(folder: str, files: Sequence[FileInfo], states: Collection[str]) -> bool:
+    """Returns whether a folder is a state, or a part of one, and no export: that has weights, or is called `hf`."""
+    if folder not in states and storage.parent(folder) not in states:
+        return False
+    return storage.basename(folder) != "hf" and not any(file.uri.endswith(".safetensors") for file in files)
