@@ -86,7 +86,7 @@ def notify(
     uri: Annotated[str, typer.Argument(help="A checkpoint, or any file of it.", metavar="CHECKPOINT")],
     as_json: Json = False,
 ) -> None:
-    """Tell Prefect that a checkpoint is complete, if it is: for notifications of a bucket."""
+    """Tell Prefect that a checkpoint is complete, if it is: for notifications of a bucket, and hooks of a training."""
     from tasks.policies.events import CompleteCheckpoint, checkpoint_of, send
     from tasks.prefect_server.client import require_server
 

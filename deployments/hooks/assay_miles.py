@@ -1,0 +1,39 @@
+"""Hands evaluations of a miles training over to Assay: `--eval-function-path assay_miles.AssayEvalFn`.
+
+    train_async.py ... --eval-interval 20 --save-interval 20 --save-hf RUN/hf/step_{rollout_id} \\
+        --eval-function-path assay_miles.AssayEvalFn
+
+Without `--eval-hf-dir`, whose snapshots are deleted. Each point appears in miles' own curves as
+`eval/skipped_evaluated_by_assay`; the scores are Assay's records. Read: radixark/miles 31f1ca9
+(`rollout/checkpoint_eval.py`, `ray/rollout/{eval_dispatch,rollout_manager}.py`: an export that is marked `.complete` is
+handed over, `EvalSkip` ends a point without a score).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from assay_notify import harmless, notify
+from miles.rollout.base_types import (  # pyright: ignore[reportMissingImports]
+    RolloutFnConstructorInput,
+    RolloutFnEvalInput,
+    RolloutFnEvalOutput,
+)
+from miles.rollout.checkpoint_eval import CheckpointEvalFn, EvalSkip  # pyright: ignore[reportMissingImports]
+
+
+class AssayEvalFn(CheckpointEvalFn):
+    """Tells Assay of each export, and leaves the evaluation to it."""
+
+    def __init__(self, input: RolloutFnConstructorInput) -> None:
+        pass
+
+    async def evaluate_checkpoint(self, checkpoint_dir: str, input: RolloutFnEvalInput) -> RolloutFnEvalOutput:
+        """Called for each evaluation that is due, with an export that is whole."""
+        _tell(checkpoint_dir)
+        raise EvalSkip("evaluated_by_assay")
+
+
+@harmless
+def _tell(checkpoint: str) -> None:
+    notify(str(Path(checkpoint).resolve()))

@@ -1,0 +1,78 @@
+"""Tells Assay that a checkpoint is complete, from within a training that neither waits for this nor fails with it.
+
+The hooks beside this file use it; it needs Python's own library alone. `assay notify` runs in a thread, for at most
+`NOTIFY_SECONDS`; before it one checkpoint at a time is prepared, exported for example, for at most `PREPARE_SECONDS`.
+What goes wrong is logged by the logger `assay`. A training that ends waits for threads that are at work.
+
+The environment of the training says where Assay is: `ASSAY`, its command (`assay` when unset), and `PREFECT_API_URL`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+NOTIFY_SECONDS = 90.0  # it takes 4 s, and as long as Prefect's client tries to reach a server that is away
+PREPARE_SECONDS = 3600.0
+
+Arguments = ParamSpec("Arguments")
+LOG = logging.getLogger("assay")
+_PREPARING = threading.Lock()  # each export has a model in memory
+
+
+def harmless(hook: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Logs what a hook raises: whatever that is, the training goes on."""
+
+    @wraps(hook)
+    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            hook(*args, **kwargs)
+        except Exception:  # the boundary between a hook and the training that calls it
+            LOG.exception("Assay was not told of a checkpoint")
+
+    return guarded
+
+
+def notify(
+    checkpoint: str, *, prepare: Callable[[], None] | None = None, seconds: float = NOTIFY_SECONDS
+) -> threading.Thread:
+    """Has a thread prepare a checkpoint, where that is needed, and say that it is complete.
+
+    Args:
+        checkpoint: its folder, in any store that Assay reads.
+        prepare: makes it, an export for example; bounds itself by `PREPARE_SECONDS`.
+        seconds: how long telling may take.
+    """
+
+    @harmless
+    def work() -> None:
+        if prepare is not None:
+            with _PREPARING:
+                prepare()
+        _say(checkpoint, seconds=seconds)
+
+    thread = threading.Thread(target=work, name=f"assay notify {checkpoint}")
+    thread.start()
+    return thread
+
+
+def _say(checkpoint: str, *, seconds: float) -> None:
+    argv = [*shlex.split(os.environ.get("ASSAY", "assay")), "notify", checkpoint, "--json"]
+    # What is set for the training's Python is not meant for Assay's.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+    if done.returncode != 0:
+        LOG.error("Assay was not told of %s: %s", checkpoint, done.stderr.strip() or f"exit code {done.returncode}")
+        return
+    answer = json.loads(done.stdout)
+    if answer["sent"]:
+        LOG.info("Assay was told of %s", answer["checkpoint"])
+    else:
+        LOG.error("Assay was not told of %s: %s", checkpoint, "; ".join(answer["problems"]))

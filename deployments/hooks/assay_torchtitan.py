@@ -1,0 +1,78 @@
+"""Exports every checkpoint of a torchtitan training to Hugging Face format and tells Assay of it.
+
+In the configuration, in place of `CheckpointManager.Config(...)`:
+
+    checkpoint=AssayCheckpointManager.Config(enable=True, interval=500, model_name="llama3", model_flavor="8B")
+
+The first process exports in a thread, with torchtitan's own script, on the CPU: a copy of the model in float32 must fit
+in the host's memory. Start the training in torchtitan's repository, where `scripts/` is, with `checkpoint.folder` on
+this machine or a mount. Read: pytorch/torchtitan b5bcd76 (`components/checkpointer/{base,dcp}.py`, whose `_save`
+returns whether a checkpoint was written or, in asynchronous modes, staged; `scripts/checkpoint_conversion/
+convert_to_hf.py`, which copies neither config nor tokenizer).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist  # pyright: ignore[reportMissingImports]
+from assay_notify import PREPARE_SECONDS, harmless, notify
+from torchtitan.components.checkpointer import CheckpointManager  # pyright: ignore[reportMissingImports]
+
+SCRIPT = "scripts/checkpoint_conversion/convert_to_hf.py"
+
+
+class AssayCheckpointManager(CheckpointManager):
+    """Saves as torchtitan does, and has each checkpoint exported to `hf/` beside it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """That of torchtitan, and the model as its script names it."""
+
+        model_name: str
+        model_flavor: str
+
+    def __init__(self, config: Config, **parts: object) -> None:
+        super().__init__(config, **parts)
+        self._model = ["--model_name", config.model_name, "--model_flavor", config.model_flavor]
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        saved = super()._save(curr_step, last_step)
+        if saved and dist.get_rank() == 0:
+            self._tell(curr_step, exported=last_step and self.last_save_in_hf)
+        return saved
+
+    @harmless
+    def _tell(self, step: int, *, exported: bool) -> None:
+        state = Path(self._create_checkpoint_id(step)).resolve()
+        assets, export = Path(self.sd_adapter.hf_assets_path).resolve(), state.parent / "hf" / state.name
+
+        def prepare() -> None:
+            if not exported:
+                _convert(state, export, ["--hf_assets_path", str(assets), *self._model])
+            for file in assets.iterdir():
+                if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, (state if exported else export) / file.name)
+
+        notify(str(state if exported else export), prepare=prepare)
+
+
+def _convert(state: Path, export: Path, options: list[str]) -> None:
+    """Waits until a checkpoint is whole, and converts it."""
+    deadline = time.monotonic() + PREPARE_SECONDS
+    while not (state / ".metadata").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{state} is not whole after {PREPARE_SECONDS:g} s")
+        time.sleep(1)
+    subprocess.run(
+        [sys.executable, SCRIPT, str(state), str(export), *options],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        timeout=deadline - time.monotonic(),
+        check=True,
+    )
