@@ -1,0 +1,22 @@
+/** What the page says in place of a picture, and what went wrong. */
+
+import { byId, element } from "./dom.js";
+import { ViewError } from "./source.js";
+
+/** Says why there is nothing to see, or how far it is; `more` is an element that helps. */
+export function sayEmpty(title, text, { progress, busy, more } = {}) {
+  byId("picture").hidden = byId("table").hidden = true;
+  const bar = busy ? element("progress", { "aria-label": title }) : progress && element("progress", { value: progress.read, max: progress.of, "aria-label": title });
+  byId("empty").replaceChildren(element("strong", {}, title), ...[text && element("p", {}, text), bar, more].filter(Boolean));
+  byId("empty").hidden = false;
+}
+
+/** Says what was expected, what was found and what to do. */
+export function sayProblem(error) {
+  const text = error instanceof ViewError
+    ? `Expected: ${error.expected}.\nFound: ${error.found}.\nTo do: ${error.remedy}`
+    : `The page met an error of its own: ${error.message}. Load it again.`;
+  byId("problem").textContent = text;
+  byId("problem").hidden = false;
+  if (!(error instanceof ViewError)) console.error(error);
+}
