@@ -59,6 +59,9 @@ def gate(
     step: Annotated[
         int | None, typer.Option(help="Training step; as the gate says, the latest or every one, when left out.")
     ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="The checkpoint, as in assay compare: NAME, or mean(RUN@STEPS) of a merged one.")
+    ] = None,
     early: Annotated[
         bool, typer.Option("--early", help="Judge by early verdicts, too, where the whole is not recorded.")
     ] = False,
@@ -70,7 +73,12 @@ def gate(
 
     wanted = load_gate(file)
     early = early or wanted.decide == "early"
-    verdict = judge(wanted, _checkpoints(records, run=run, step=step, early=early), evaluation_path=records)
+    judged = (
+        _checkpoints(records, run=run, step=step, early=early)
+        if checkpoint is None
+        else _named(checkpoint, records, early=early)
+    )
+    verdict = judge(wanted, judged, evaluation_path=records)
     write_summaries([verdict], summary)
     if as_json:
         print_json(verdict.as_dict())
@@ -177,6 +185,22 @@ def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
             found=str(error),
             remedy="name another one, in a folder that is there",
         ) from error
+
+
+def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
+    """The checkpoint that a name means.
+
+    Raises:
+        BadInput: it has no records.
+    """
+    from tasks.gates.early import early_below
+    from tasks.gates.verdict import judged_checkpoints
+    from tasks.records.search import records_of_checkpoints
+
+    [found] = records_of_checkpoints([name], evaluation_path=path)
+    meant = {item.record.checkpoint.name for item in found}
+    verdicts = [each for each in early_below(path) if each.checkpoint.name in meant] if early else []
+    return judged_checkpoints(found, verdicts)
 
 
 def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -> list[JudgedCheckpoint]:

@@ -206,7 +206,10 @@ def _verify(found: Sequence[FoundRecord], unreadable: Sequence[str], *, as_json:
 
 
 def compare(
-    first: Annotated[str, typer.Argument(help="A checkpoint: NAME, RUN@STEP, PATH:NAME or the folder of a record.")],
+    first: Annotated[
+        str,
+        typer.Argument(help="A checkpoint: NAME, RUN@STEP, mean(RUN@STEPS), PATH:NAME or the folder of a record."),
+    ],
     second: Annotated[str, typer.Argument(help="The checkpoint to compare with it.")],
     path: Annotated[str, typer.Option(help="Folder given as --output to evaluate.")] = "evaluations",
     evaluator: _Evaluators = None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tasks.records.builds import Qualification, build_changes
-from tasks.records.current import current_records, told_apart
+from tasks.records.current import current_records, merged_by, sharing_no_input, told_apart
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.statistics.alarms import CHECKPOINTS_BETWEEN_FALSE_ALARMS, FEWEST_BEFORE, Score, alarms
 from tasks.statistics.training_noise import training_noise
@@ -62,6 +62,8 @@ class Alert:
     """Mean distance of two false alarms in all curves of the run together."""
     higher_is_better: bool
     """Direction of improvement."""
+    merged_by: str = ""
+    """Kind of merge, where the curve is one of merged checkpoints."""
 
     @property
     def lost(self) -> float:
@@ -83,7 +85,8 @@ def alerts_in(
     """Returns the alerts that records give rise to, by run and step: the same records give the same alerts.
 
     Each metric with a direction has a series for each run and evaluation hash; parts of a group have none beside it. A
-    change of versions that nothing qualifies ends a series, and the next begins.
+    change of versions that nothing qualifies ends a series, and the next begins. Merged checkpoints have series of
+    their own, of those that share no input: neighbours that do waver together.
 
     Args:
         records: all that there are; of several for one cell, the newest counts.
@@ -102,13 +105,16 @@ def alerts_in(
             series = _Series(checkpoint.run, record.evaluator, metric.benchmark, metric.name, record.evaluation_hash)
             found[checkpoint.run][series][place] = _Value(record, metric)
             runs[checkpoint.run][place] = checkpoint
-    return [
-        alert
-        for run, checkpoints in runs.items()
-        for alert in _of_run(
-            dict(sorted(checkpoints.items())), found[run], qualifications, checkpoints_between_false_alarms
-        )
-    ]
+    alerts: list[Alert] = []
+    for run, checkpoints in runs.items():
+        in_order = dict(sorted(checkpoints.items()))
+        apart_from_others = sharing_no_input(in_order.values())
+        kept = {place: checkpoint for place, checkpoint in in_order.items() if checkpoint in apart_from_others}
+        of_run = {
+            series: {place: values[place] for place in values if place in kept} for series, values in found[run].items()
+        }
+        alerts += _of_run(kept, of_run, qualifications, checkpoints_between_false_alarms)
+    return alerts
 
 
 def _is_beside_a_group(metric: Metric, record: Record) -> bool:
@@ -152,6 +158,7 @@ def _of_run(
                 training_noise=noise.stddev if noise else None,
                 checkpoints_between_false_alarms=distance,
                 higher_is_better=sign > 0,
+                merged_by=merged_by(record.checkpoint),
             )))  # fmt: skip
     return [alert for _, alert in sorted(alerts, key=lambda item: item[0])]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tasks.alerts.detection import Alert, alerts_in
 from tasks.alerts.files import KnownAlert, alerts_on_file, take_untold, write_first
 from tasks.alerts.lost_questions import improvements
 from tasks.records.builds import read_qualifications
+from tasks.records.current import told_apart
 from tasks.records.index import record_stamps
 from tasks.records.record import FoundRecord, now, read_record
 from tasks.statistics.question_scores import QuestionScores
@@ -54,16 +56,20 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
     alerts = alerts_in([found.record for found in records], qualifications=qualifications)
     latest = {_curve(alert): alert.id for alert in sorted(alerts, key=lambda alert: alert.step)}
     known = alerts_on_file(run_folder)
+    apart = told_apart([found.record.checkpoint for found in records])
+    by_run: dict[str, list[FoundRecord]] = defaultdict(list)
+    for found in records:
+        by_run[apart(found.record.checkpoint).run].append(found)
     scores = QuestionScores()
     news: list[News] = []
     for alert in (alert for alert in alerts if alert.id not in known):
-        record = _record_at(alert.step, alert, records)
+        record = _record_at(alert.step, alert, by_run[alert.run])
         is_latest = alert.id == latest[_curve(alert)]
         is_recent = record.record.created >= min(since, now() - _RECENT)
         is_news = take_untold(run_folder, alert) or (is_latest and is_recent)
         found = KnownAlert(alert=alert, found_at=time.time(), announced=is_news)
         if write_first(run_folder, found) and is_news:
-            before = _record_at(alert.before, alert, records)
+            before = _record_at(alert.before, alert, by_run[alert.run])
             try:
                 changes = improvements(alert, before, record, scores=scores)
             except StorageError as error:  # the alert is told without the number of questions
@@ -78,7 +84,7 @@ def _curve(alert: Alert) -> tuple[str, ...]:
 
 
 def _record_at(step: int, alert: Alert, records: Sequence[FoundRecord]) -> FoundRecord:
-    """The newest record of an alert's curve at a step."""
+    """The newest record of an alert's curve at a step, among those of its run."""
     own = (
         found
         for found in records

@@ -18,7 +18,7 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.gates.gate import EVERYTHING, BaselineRule, BoundRule, EarlierCheckpoints, NamedCheckpoint, OtherRun
 from tasks.gates.reasons import Reason
-from tasks.records.current import told_apart
+from tasks.records.current import merged_by, told_apart
 from tasks.records.record import CheckpointReference, FoundRecord, find_records
 from tasks.records.search import RecordFilter, records_of_checkpoints
 from tasks.reports.comparison import Comparison, ScoreKey, by_metric, compare_chosen, mean_metric, metric_in
@@ -175,7 +175,10 @@ def _alike(records: Sequence[FoundRecord], hashes: Collection[str]) -> FoundReco
 
 
 def _earlier(checkpoint: CheckpointReference, found: Iterable[FoundRecord]) -> list[FoundRecord]:
-    """Records of the same run's checkpoints with lower steps; another run of its name elsewhere is not the same."""
+    """Records of the same run's checkpoints with lower steps; another run of its name elsewhere is not the same.
+
+    Of a merged checkpoint they are those of others merged alike.
+    """
     of_name = [item for item in found if item.record.checkpoint.run == checkpoint.run]
     apart = told_apart([checkpoint, *(item.record.checkpoint for item in of_name)])
     run = apart(checkpoint).run
@@ -239,7 +242,8 @@ def _nearest(
         BadInput: it has none, none is near enough, or tokens are not known.
     """
     found = [item for item in find(storage.join(path, other.run)) if item.record.checkpoint.run == other.run]
-    found = [item for item in found if item.record.succeeded]
+    kind = merged_by(checkpoint)
+    found = [item for item in found if item.record.succeeded and merged_by(item.record.checkpoint) == kind]
     meant = {id(record) for record in wanted_scores(rule).select([item.record for item in found])}
     by_step: dict[int, list[FoundRecord]] = defaultdict(list)
     for item in found:
@@ -252,7 +256,7 @@ def _nearest(
     known = {step: reached for step, reached in there.items() if reached is not None}
     if not known:
         raise _not_found(
-            rule, f"no succeeded record of {other.run} below {path}" if not there else _no_tokens(other.run)
+            rule, f"no succeeded record of {other.run}{kind} below {path}" if not there else _no_tokens(other.run)
         )
     here = _reached(rule, other, checkpoint)
     if here is None:

@@ -109,8 +109,9 @@ class BaselineRule(_Scored):
     asked where there are samples."""
 
     not_worse_than: str
-    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, PATH:NAME or the folder of a record. Or an earlier
-    one of the same run: `previous`, `best`, `mean of last 5`. Or another run: `RUN@same step`, `RUN@same tokens`."""
+    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, a merged one's name such as mean(RUN@last:5),
+    PATH:NAME or the folder of a record. Or an earlier one of the same run: `previous`, `best`, `mean of last 5`. Or
+    another run: `RUN@same step`, `RUN@same tokens`. For a merged checkpoint these are merged in the same way."""
     by_more_than: float = Field(gt=0)
     """The margin, on the metric's own scale: a loss as large must be ruled out by the 95 % interval of the change."""
     anyway: bool = False

@@ -55,7 +55,7 @@ def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_pat
         StorageError: records or samples cannot be read.
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-    judged = ordered if gate.checkpoints == "every" else ordered[-1:]
+    judged = [each for each in ordered if gate.checkpoints == "every" or each.step == ordered[-1].step]
     find = cache(find_records)
     reasons = (reason for checkpoint in judged for reason in _reasons(gate, checkpoint, evaluation_path, find=find))
     return Verdict(gate.name, tuple(dict.fromkeys(reasons)))  # two rules may find the same

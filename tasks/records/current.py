@@ -52,6 +52,8 @@ def _replaces(later: Record, record: Record) -> bool:
 def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[CheckpointReference], CheckpointReference]:
     """Names for reports: those of records, with the end of its place behind a run's name that stands for several runs.
 
+    Merged checkpoints are points of a curve of their own, which is a run of its own in reports: see `merged_by`.
+
     Runs of one name are several if they have a checkpoint of one name in different folders, which are nowhere the same.
     Checkpoints of one name in one run, such as step-1 and checkpoint-1, have their folders behind their names.
     """
@@ -76,13 +78,57 @@ def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[Checkpoi
         if sum(map(len, held)) == len(set().union(*held)) and len(held) > 1:
             name = f"{checkpoint.name} ({storage.basename(checkpoint.uri)})"
             checkpoint = checkpoint.model_copy(update={"name": name})
-        label = labels and labels.get((checkpoint.run, run_folder_of(checkpoint.uri)))
-        if not label:
+        of_several = labels.get((checkpoint.run, run_folder_of(checkpoint.uri))) if labels else None
+        label = of_several or checkpoint.run
+        curve = f"{label}{merged_by(checkpoint)}"
+        if curve == checkpoint.run:
             return checkpoint
-        name = f"{label}{checkpoint.name.removeprefix(checkpoint.run)}"
-        return checkpoint.model_copy(update={"run": label, "name": name})
+        name = checkpoint.name.replace(checkpoint.run, label, 1)
+        return checkpoint.model_copy(update={"run": curve, "name": name})
 
     return named
+
+
+def merged_by(checkpoint: CheckpointReference) -> str:
+    """Words for the kind of merge that a checkpoint was made by, behind a run's name; empty for one that was written.
+
+    In reports, alerts and trackers the checkpoints that a run has by one kind of merge are a curve of their own. Of an
+    exponential average the number of inputs says little, and may grow with the step.
+    """
+    merge = checkpoint.merge
+    if merge is None:
+        return ""
+    number = "" if merge.kind in ("ema", "interpolate") else f" of {len(merge.inputs)}"
+    return f" (merged: {' '.join(filter(None, (merge.kind + number, merge.parameter)))})"
+
+
+def how_merged(checkpoint: CheckpointReference) -> str | None:
+    """Words for how a merged checkpoint was made of which others; None for one that was written.
+
+    Weights are said where they differ.
+    """
+    merge = checkpoint.merge
+    if merge is None:
+        return None
+    weights = [f"{each.weight:.3g}" for each in merge.inputs]
+    return f"{merge}" + (f", weights {', '.join(weights)}" if len(set(weights)) > 1 else "")
+
+
+def trained_run(checkpoint: CheckpointReference) -> str:
+    """The run behind a curve's name as `told_apart` gives it: less the kind of merge."""
+    return checkpoint.run.removesuffix(merged_by(checkpoint))
+
+
+def sharing_no_input(checkpoints: Iterable[CheckpointReference]) -> set[CheckpointReference]:
+    """Points of a curve, in order: those that were written, of merged ones those without an input of the one before."""
+    taken: set[CheckpointReference] = set()
+    inputs: set[str] = set()
+    for checkpoint in checkpoints:
+        own = {each.digest for each in checkpoint.merge.inputs} if checkpoint.merge is not None else set[str]()
+        if not own & inputs:
+            taken.add(checkpoint)
+            inputs = own
+    return taken
 
 
 def _labels(run: str, states: dict[str, set[tuple[str, str]]]) -> dict[str, str]:

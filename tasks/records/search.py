@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import get_args
 
+from pools.weights.merges import Merge, merge_of
 from resources.errors import BadInput, RecordStatus
 from resources.storage import storage
 from tasks.records.current import current_records, told_apart
+from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, FoundRecord, Record, find_records, read_record
 from tasks.spec.evaluators import evaluator_title, evaluator_titles
-from tasks.spec.names import how_many
+from tasks.spec.names import how_many, name_of
 
 _SHOWN_NAMES = 8
+_ELSEWHERE = re.compile(r"(.+?):(?!//)((?:mean|ema|wsm|interpolate)\(.*\))|(.+):(?!//)([^/:]+)")
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,8 @@ def records_of_checkpoints(texts: Sequence[str], *, evaluation_path: str) -> lis
     """Every record of the checkpoint that a text means, for each text; a folder is read once.
 
     Args:
-        texts: `NAME` as in records (run-a-2000), `RUN@STEP`, the folder or the file of one record, or `PATH:NAME` for
-            a checkpoint whose records lie below another folder.
+        texts: `NAME` as in records (run-a-2000), `RUN@STEP`, the name of a merged checkpoint (`mean(RUN@last:5)`), the
+            folder or the file of one record, or `PATH:NAME` for a checkpoint whose records lie below another folder.
         evaluation_path: where names are looked up.
 
     Raises:
@@ -124,23 +128,78 @@ def records_of_checkpoints(texts: Sequence[str], *, evaluation_path: str) -> lis
     return [_of_checkpoint(text, evaluation_path=evaluation_path, find=find) for text in texts]
 
 
+def _meant_by(name: str, checkpoints: Sequence[CheckpointReference]) -> list[CheckpointReference]:
+    """The checkpoints that have a name in records, or that `RUN@STEP` or a merged one's name stands for.
+
+    The steps in a merged one's name are taken among those that records know of.
+
+    Raises:
+        BadInput: it begins as the name of a merged one, and is none.
+    """
+    if (merge := merge_of(name)) is not None:
+        inputs = _inputs(merge, checkpoints)
+        return [checkpoint for checkpoint in checkpoints if _is_made_so(checkpoint, merge, inputs)]
+    run, _, step = name.rpartition("@")
+    return [
+        found
+        for found in checkpoints
+        if found.name == name or (step.isdigit() and not found.merge and (found.run, found.step) == (run, int(step)))
+    ]
+
+
+def _inputs(merge: Merge, checkpoints: Iterable[CheckpointReference]) -> list[tuple[str, int]]:
+    """Runs and steps of the inputs that a merged checkpoint's name stands for, among those that records know of."""
+    known: dict[str, set[int]] = defaultdict(set)
+    for checkpoint in checkpoints:
+        for runs, step in _made_of(checkpoint):
+            for run in runs:
+                known[run].add(step)
+    inputs: list[tuple[str, int]] = []
+    for source in merge.sources:
+        run, _, step = name_of(source.location)
+        inputs += [(run, step) for step in (steps_among(source.steps, known[run]) if source.steps else [step])]
+    return inputs
+
+
+def _made_of(checkpoint: CheckpointReference) -> list[tuple[set[str], int]]:
+    """The names of the run and the step of each input: a run has that of its folder, and that of its records."""
+    if checkpoint.merge is None:
+        return [({checkpoint.run}, checkpoint.step)]
+    own = checkpoint.merge.inputs[-1].run
+    inputs = checkpoint.merge.inputs
+    return [({each.run, checkpoint.run} if each.run == own else {each.run}, each.step) for each in inputs]
+
+
+def _is_made_so(checkpoint: CheckpointReference, merge: Merge, inputs: Sequence[tuple[str, int]]) -> bool:
+    made, of = checkpoint.merge, _made_of(checkpoint)
+    return (
+        made is not None
+        and (made.kind, made.parameter, len(of)) == (merge.kind, merge.parameter, len(inputs))
+        and all(run in runs and step == other for (run, step), (runs, other) in zip(inputs, of, strict=True))
+    )
+
+
+def steps_among(text: str, known: Collection[int]) -> list[int]:
+    """The steps that a text such as `last:5`, `1000..2000` or `1000+2000` takes of some, in order."""
+    if text.startswith("last:"):
+        return sorted(known)[-int(text.removeprefix("last:")) :]
+    first, dots, last = text.partition("..")
+    if not dots:
+        return sorted(map(int, text.split("+")))
+    return [step for step in sorted(known) if int(first or 0) <= step <= (int(last) if last else step)]
+
+
 def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], list[FoundRecord]]) -> list[FoundRecord]:
     cell = (storage.parent(text) if storage.basename(text) == RECORD_NAME else text) or "."
     record = read_record(cell)
     if record is not None:
         return [FoundRecord(cell, record)]
     folder, name = evaluation_path, text
-    elsewhere = re.fullmatch(r"(.+):(?!//)([^/:]+)", text)
-    if elsewhere:
-        folder, name = elsewhere[1], elsewhere[2]
+    if merge_of(text) is None and (elsewhere := _ELSEWHERE.fullmatch(text)):
+        folder, name = filter(None, elsewhere.groups())
     found = find(folder)
-    run, _, step = name.rpartition("@")
-    same = [
-        entry
-        for entry in found
-        if entry.record.checkpoint.name == name
-        or (step.isdigit() and (entry.record.checkpoint.run, entry.record.checkpoint.step) == (run, int(step)))
-    ]
+    meant = _meant_by(name, [entry.record.checkpoint for entry in found])
+    same = [entry for entry in found if entry.record.checkpoint in meant]
     apart = told_apart([entry.record.checkpoint for entry in same])
     places = {apart(entry.record.checkpoint).run: entry.record.checkpoint.uri for entry in same}
     if len(places) > 1:
@@ -154,7 +213,8 @@ def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], lis
     names = list(dict.fromkeys(entry.record.checkpoint.name for entry in found))
     close = difflib.get_close_matches(name, names, n=_SHOWN_NAMES, cutoff=0.5) or names[:_SHOWN_NAMES]
     raise BadInput(
-        expected=f"a checkpoint with records below {folder}, as NAME, RUN@STEP, PATH:NAME or the folder of a record",
+        expected=f"a checkpoint with records below {folder}, as NAME, RUN@STEP, mean(RUN@STEPS), "
+        "PATH:NAME or the folder of a record",
         found=f"{name}; there are records of {how_many(len(names), 'checkpoint')}: {', '.join(close) or 'none'}",
         remedy="name one of these, or say where its records lie: PATH:NAME",
     )

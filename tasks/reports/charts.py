@@ -28,7 +28,7 @@ def chart_of(
     known = frozenset(acknowledged)
     alerts = {(alert.run, alert.step): alert.id in known for alert in results.alerts_of(column)}
     noises = wavering(results, column)
-    for number, run in enumerate(results.runs):
+    for run in results.runs:
         means = last_means(results, column, run, noises)
         points = tuple(
             plots.Point(
@@ -45,7 +45,7 @@ def chart_of(
             for step, o in outcomes_of(results, column, run)
             if o.metric or not o.record.succeeded
         )
-        curves += [plots.Curve(run, points, number)] if points else []
+        curves += [plots.Curve(run, points, *results.place_of(run))] if points else []
     metrics = results.metrics(column)
     direction = {True: "higher is better · ", False: "lower is better · ", None: ""}[column.higher_is_better]
     note = f"{direction}{questions(metrics)}\n{_bars(curves)}"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from tasks.records.current import sharing_no_input
 from tasks.reports.table import Column, ColumnResult, Results, measured
 from tasks.statistics.last_checkpoints import LAST, LastCheckpoints, mean_of_last
 from tasks.statistics.training_noise import TrainingNoise, training_noise
@@ -21,11 +22,15 @@ class Wavering(NamedTuple):
 
 
 def wavering(results: Results, column: Column) -> dict[str, Wavering]:
-    """The noise of training in a column, by run: its own, else that of the others; without those that show none."""
+    """The noise of training in a column, by run: its own, else that of the others; without those that show none.
+
+    Merged checkpoints waver less than those that training wrote, so theirs is that of others merged alike.
+    """
     pieces = {run: _pieces(results, column, run) for run in results.runs}
     found: dict[str, Wavering] = {}
     for run, own in pieces.items():
-        noise, siblings = training_noise(own), [p for other in pieces if other != run for p in pieces[other]]
+        alike = [other for other in pieces if other != run and results.merged_by(other) == results.merged_by(run)]
+        noise, siblings = training_noise(own), [piece for other in alike for piece in pieces[other]]
         if noise is None and (noise := training_noise(siblings)) is not None:
             found[run] = Wavering(noise, siblings=True)
         elif noise is not None:
@@ -36,7 +41,12 @@ def wavering(results: Results, column: Column) -> dict[str, Wavering]:
 def last_means(
     results: Results, column: Column, run: str, noises: Mapping[str, Wavering]
 ) -> dict[int, LastCheckpoints]:
-    """The mean of the last checkpoints of a run, by the step of the last, from the first that has enough before it."""
+    """The mean of the last checkpoints of a run, by the step of the last, from the first that has enough before it.
+
+    Merged checkpoints have none: neighbours may share inputs, and so their noise.
+    """
+    if results.merged_by(run):
+        return {}
     broken = {c.step for c in results.build_changes(column) if c.run == run and not c.qualified}
     noise = noises[run].noise if run in noises else None
     means: dict[int, LastCheckpoints] = {}
@@ -54,11 +64,13 @@ def last_means(
 
 
 def _pieces(results: Results, column: Column, run: str) -> list[list[float]]:
-    """The values of a run in a column, cut where versions changed unqualified."""
+    """The values of a run in a column, cut where versions changed unqualified; of merged ones that share no input."""
     broken = {c.step for c in results.build_changes(column) if c.run == run and not c.qualified}
     pieces: list[list[float]] = [[]]
-    for step, outcome in outcomes_of(results, column, run):
-        if outcome.metric is not None and math.isfinite(outcome.metric.value):
+    outcomes = outcomes_of(results, column, run)
+    apart = sharing_no_input(outcome.record.checkpoint for _, outcome in outcomes)
+    for step, outcome in outcomes:
+        if outcome.record.checkpoint in apart and outcome.metric is not None and math.isfinite(outcome.metric.value):
             pieces += [[]] if step in broken else []
             pieces[-1].append(outcome.metric.value)
     return pieces

@@ -19,6 +19,7 @@ from resources.storage import storage
 from tasks.contamination.flags import Flags, read_flags
 from tasks.contamination.view import contamination_view, searched
 from tasks.records.builds import Qualification, read_qualifications
+from tasks.records.current import how_merged
 from tasks.records.early import NOT_COVERED, EarlyVerdict, find_early
 from tasks.records.record import Record
 from tasks.records.seals import integrity
@@ -51,6 +52,7 @@ def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "run": checkpoint.run,
             "step": checkpoint.step,
             "checkpoint": checkpoint.name,
+            "merge": how_merged(checkpoint),
             "evaluator": column.evaluator,
             "benchmark": column.benchmark,
             "metric": column.metric,

@@ -114,11 +114,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of one run, by step; `series` is its place among all runs, which its colour and marker follow."""
+    """The points of one run, by step; `series` is its place among all runs, which its colour and marker follow.
+
+    Of merged checkpoints of a run there are curves of their own in its colour, with open markers; `merged` numbers them
+    from 1.
+    """
 
     run: str
     points: tuple[Point, ...]
     series: int = 0
+    merged: int = 0
 
 
 @dataclass(frozen=True)
@@ -294,7 +299,7 @@ def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
         steps,
         values,
         yerr=[[max(0.0, reach) for reach in below], [max(0.0, reach) for reach in above]],
-        **{**look, "markeredgecolor": colour if fine else _PAPER, "transform": shown, "clip_on": False, "zorder": 3},
+        **{"markeredgecolor": colour if fine else _PAPER, **look, "transform": shown, "clip_on": False, "zorder": 3},
         **{"markersize": 3 if fine else 6, "elinewidth": 1 if fine else 1.3, "capsize": 0 if fine else 3},
         capthick=1.3,
     )
@@ -331,12 +336,21 @@ def _draw_training(axes: Axes, curve: Curve, transform: Transform, colour: str, 
 
 def _look(curve: Curve) -> dict[str, Any]:
     """Colour, marker and dashes, the same for a run in every chart."""
-    return {
-        "color": f"#0a0a0{curve.series % len(SERIES_COLOURS)}",
-        "marker": _MARKERS[curve.series % len(_MARKERS)],
+    colour = f"#0a0a0{curve.series % len(SERIES_COLOURS)}"
+    look: dict[str, Any] = {
+        "color": colour,
+        "marker": _MARKERS[(curve.series + curve.merged) % len(_MARKERS)],
         "linestyle": _DASHES[curve.series // len(SERIES_COLOURS) % len(_DASHES)],
         "linewidth": 2,
     }
+    if curve.merged:
+        look |= {
+            "linestyle": (0, (3, 1.5)),
+            "markerfacecolor": _PAPER,
+            "markeredgecolor": colour,
+            "markeredgewidth": 1.5,
+        }
+    return look
 
 
 def _gap_symbol(status: str, colour: str, *, at: float | None = None, transform: object = None) -> Line2D:
@@ -354,7 +368,7 @@ def _legend(chart: Chart, statuses: Sequence[str]) -> list[tuple[Line2D, str]]:
     builds = [(Line2D([], [], **_CHANGED_BUILD), "other versions from here")] if changed else []
     points = [point for curve in chart.curves for point in curve.points]
     means = sum(point.mean is not None for point in points) > 1
-    mean = [(Line2D([], [], **_MEAN), "mean of the last 5 checkpoints, 95 %")] if means else []
+    mean = [(Line2D([], [], **_MEAN), "mean score of the last 5 checkpoints, 95 %")] if means else []
     alerts = [
         (Line2D([], [], **{**look, "markersize": 9}), {"open": "alert"}.get(state, f"alert, {state}"))
         for state, look in _ALERTS.items()

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from tasks.alerts.detection import Alert, alerts_in
 from tasks.records.builds import BuildChange, Qualification, build_changes
-from tasks.records.current import current_records, told_apart
+from tasks.records.current import current_records, told_apart, trained_run
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.records.search import RecordFilter
 from tasks.records.series import newest_of_each_hash, words_of_settings
@@ -143,6 +143,7 @@ class Results:
         shown = [(apart(record.checkpoint), record) for record in self.records]
         self.checkpoints: list[CheckpointReference] = list({(c.run, c.step): c for c, _ in shown}.values())
         self.runs = list(dict.fromkeys(checkpoint.run for checkpoint in self.checkpoints))
+        self.trained = {checkpoint.run: trained_run(checkpoint) for checkpoint in self.checkpoints}
         self.columns = [
             column
             for column in _columns(self.records)
@@ -159,6 +160,16 @@ class Results:
         self._outcomes: dict[tuple[str, int, Column], ColumnResult | None] = {}
         self._qualifications = qualifications
         self._build_changes: dict[Column, list[BuildChange]] = {}
+
+    def merged_by(self, run: str) -> str:
+        """Words for the kind of merge that the checkpoints of a curve are made by; empty where they were written."""
+        return run.removeprefix(self.trained[run])
+
+    def place_of(self, run: str) -> tuple[int, int]:
+        """The place of a run among those that were trained, and that of its kind of merge, from 1; 0 of none."""
+        trained = self.trained[run]
+        kinds = [name for name, of in self.trained.items() if of == trained and name != of]
+        return list(dict.fromkeys(self.trained.values())).index(trained), kinds.index(run) + 1 if run in kinds else 0
 
     def outcome(self, checkpoint: CheckpointReference, column: Column) -> ColumnResult | None:
         """The newest success, else the newest record; None if this was never evaluated."""

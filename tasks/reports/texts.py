@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from resources.storage import storage
+from tasks.records.current import how_merged
 from tasks.records.record import Counts, Record
 from tasks.records.seals import integrity
 from tasks.records.search import found_below
@@ -118,6 +119,7 @@ _INTEGRITY = {"intact": "as written", "changed": "changed after they were writte
 
 PROVENANCE: dict[str, Callable[[Record], Any]] = {
     "Evaluator": lambda record: evaluator_title(record.evaluator),
+    "Merged": lambda record: how_merged(record.checkpoint),
     "Judge": judge_of,
     "Evaluation hash": lambda record: record.evaluation_hash,
     "Code": _code,

@@ -19,6 +19,7 @@ from tasks.prefect_server.progress import Raised, report_event
 from tasks.records.record import FoundRecord, SinkState, note_sinks
 from tasks.reports.artifacts import browser_address, report_uri
 from tasks.running.cells import Cell, standing_record
+from tasks.sinks.announcement import Announcement
 from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record, publish_report
 from tasks.sinks.senders import Senders
 from tasks.spec.sinks import Sink
@@ -86,7 +87,7 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
                 if state is not None and state.at >= since:
                     if state.status == "published":
                         reports[record.evaluator, sink.name] = (found, sink)
-                        series[record.evaluation_hash, sink.name] = (found, sink)
+                        series[Announcement.of(record, found.cell_uri).series.id, sink.name] = (found, sink)
                     else:
                         reason = " ".join((state.reason or "").split())
                         report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")

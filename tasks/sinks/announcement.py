@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from resources.storage import storage
 from tasks.alerts.files import KnownAlert
 from tasks.records.builds import build_of
+from tasks.records.current import merged_by
 from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.spec.names import in_few_words
@@ -26,9 +27,10 @@ SEVERAL_BUILDS = "several builds"
 
 
 class Series(BaseModel):
-    """The records that one run of a tracker shows as curves: those of one evaluation hash.
+    """The records that one run of a tracker shows as curves: those of one evaluation hash and kind of merge.
 
-    Numbers that were measured with other settings would otherwise stand in one curve under the same name.
+    Numbers that were measured with other settings would otherwise stand in one curve under the same name, and so would
+    those of merged checkpoints beside those that training wrote.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -45,17 +47,21 @@ class Series(BaseModel):
     """The benchmarks, which the hash stands for too."""
     max_eval_instances: int | None
     """Questions per benchmark, if they were limited."""
+    merged_by: str = ""
+    """Kind of merge of its checkpoints; empty for those that training wrote."""
 
     @property
     def name(self) -> str:
         """The name that people see."""
         limit = f" limit {self.max_eval_instances}" if self.max_eval_instances else ""
-        return f"{self.run} {self.evaluator} {in_few_words(self.benchmarks)}{limit} {self.evaluation_hash[:8]}"
+        asked = f"{self.evaluator} {in_few_words(self.benchmarks)}{limit} {self.evaluation_hash[:8]}"
+        return f"{self.run}{self.merged_by} {asked}"
 
     @property
     def id(self) -> str:
         """Identifies the series wherever it is published from, as long as the records stay where they are."""
-        content = json.dumps([self.run, self.evaluator, self.evaluation_path, self.evaluation_hash])
+        identity = [self.run, self.evaluator, self.evaluation_path, self.evaluation_hash]
+        content = json.dumps([*identity, *([self.merged_by] if self.merged_by else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -87,6 +93,7 @@ class Announcement(BaseModel):
             evaluation_hash=record.evaluation_hash,
             benchmarks=record.benchmarks,
             max_eval_instances=record.evaluation.get("max_eval_instances"),
+            merged_by=merged_by(record.checkpoint),
         )
         report = storage.join(run_uri, REPORT_NAME)
         return cls(series=series, record=record.model_copy(update={"sinks": {}}), cell_uri=cell_uri, report_uri=report)
@@ -97,8 +104,8 @@ class Announcement(BaseModel):
 
     def of_alerts(self, alerts: Sequence[KnownAlert]) -> Announcement:
         """Those of some alerts that this record's series has raised."""
-        series = self.series.evaluator, self.series.evaluation_hash
-        own = [a for a in alerts if (a.alert.evaluator, a.alert.evaluation_hash) == series]
+        series = self.series.evaluator, self.series.evaluation_hash, self.series.merged_by
+        own = [a for a in alerts if (a.alert.evaluator, a.alert.evaluation_hash, a.alert.merged_by) == series]
         return self.model_copy(update={"record": None, "alerts": tuple(own)})
 
     @property

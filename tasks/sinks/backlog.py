@@ -120,7 +120,7 @@ def publish_missing(
             for sink in due:
                 if states[sink.name].status == "published":
                     changed[f"{record.checkpoint.run} {record.evaluator}", sink.name] = (cell, record, sink)
-                    series[f"{record.checkpoint.run} {record.evaluation_hash}", sink.name] = (cell, record, sink)
+                    series[Announcement.of(record, cell).series.id, sink.name] = (cell, record, sink)
         for cell, record, sink in series.values():
             alerts = [each for each in read_alerts(Announcement.of(record, cell).run_uri).values() if each.announced]
             states = publish_alerts(record, cell, (sink,), alerts, senders=senders)

@@ -13,6 +13,8 @@ import yaml
 
 from resources.errors import SinkFailed
 from resources.storage import storage
+from tasks.records.current import how_merged
+from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, Metric, Record
 from tasks.sinks.announcement import Announcement
 from tasks.spec.sinks import SinkConfig
@@ -22,7 +24,10 @@ _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n?", re.DOTALL | re.MULTILIN
 
 
 class HuggingFaceSink(SinkConfig):
-    """The results as metadata of a model card, one card for each checkpoint. Nothing is uploaded."""
+    """The results as metadata of a model card, one card for each checkpoint. Nothing is uploaded.
+
+    That of a merged checkpoint lies under its name, and says what it was made of.
+    """
 
     secret_variables = ("HF_TOKEN",)
     client_lasts = True
@@ -30,7 +35,8 @@ class HuggingFaceSink(SinkConfig):
     kind: Literal["hugging_face"] = "hugging_face"
     """Says that this sink is a model card."""
     path: str | None = None
-    """Folder that gets `<run>/step-<N>/README.md`; the folder of the records when unset."""
+    """Folder that gets `<run>/step-<N>/README.md`, of a merged checkpoint `<run>/<name>/README.md`; the folder of the
+    records when unset."""
     task_type: str = "text-generation"
     """The hub's name for what the model does."""
 
@@ -54,7 +60,10 @@ def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
         return None
     record = announcement.record
     home = sink.path or announcement.series.evaluation_path
-    uri = storage.join(home, record.checkpoint.run, f"step-{record.checkpoint.step}", CARD_NAME)
+    checkpoint = record.checkpoint
+    uri = storage.join(
+        home, checkpoint.run, checkpoint.name if checkpoint.merge else f"step-{checkpoint.step}", CARD_NAME
+    )
     try:
         before = storage.read_bytes(uri).decode()
     except FileNotFoundError:
@@ -89,7 +98,19 @@ def with_results(card: str, record: Record, announcement: Announcement, *, task_
     name = model.get("name") or record.checkpoint.name
     metadata["model-index"] = [{"name": name, "results": sorted([*kept, *ours], key=_identity)}, *models[1:]]
     text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=120)
-    return f"---\n{text}---\n" + (body if front or body else f"\n# {name}\n")
+    return f"---\n{text}---\n" + (body if front or body else f"\n# {name}\n{_made_of(record.checkpoint)}")
+
+
+def _made_of(checkpoint: CheckpointReference) -> str:
+    """A paragraph on how a merged checkpoint was made, with a list of what is in it; nothing for others."""
+    if checkpoint.merge is None:
+        return ""
+    inputs = [
+        f"- {each.run}, step {each.step:,}: weight {each.weight:.6g}, digest `{each.digest[:16]}`"
+        for each in checkpoint.merge.inputs
+    ]
+    sentence = f"Its weights are an average of others ({checkpoint.merge}); training wrote no such checkpoint:"
+    return "\n".join(["", sentence, "", *inputs, ""])
 
 
 def _benchmarks(record: Record) -> list[str]:
@@ -105,9 +126,10 @@ def _result(record: Record, announcement: Announcement, benchmark: str, task_typ
             known = {"stderr": metric.stderr, "low": metric.low, "high": metric.high, **_noticed(record, metric)}
             details |= {name: value for name, value in known.items() if value is not None}
             metrics.append({"name": metric.name, "type": metric.name, "value": metric.value, "args": details})
+    made = {"merge": how_merged(record.checkpoint)} if record.checkpoint.merge else {}
     result: dict[str, Any] = {
         "task": {"type": task_type, "name": "Evaluation"},
-        "dataset": {"name": benchmark, "type": benchmark, "args": {"evaluator": record.evaluator}},
+        "dataset": {"name": benchmark, "type": benchmark, "args": {"evaluator": record.evaluator, **made}},
         "metrics": metrics,
     }
     if not storage.is_local(announcement.cell_uri):  # a path of this machine says nothing to who reads the card

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from tasks.records.cost import Cost
+from tasks.records.current import how_merged
 from tasks.records.record import Record
 from tasks.sinks.announcement import Announcement
 
@@ -47,6 +48,7 @@ def run_tags(announcement: Announcement) -> dict[str, str]:
         "image_tag": image_tag,
         "job_name": record.flow_run,
         "training_step": record.checkpoint.step,
+        **({"merge": how_merged(record.checkpoint)} if record.checkpoint.merge else {}),
         **(_cost(record.cost) if record.cost else {}),
         **series_tags(announcement),
     }
@@ -76,6 +78,7 @@ def series_tags(announcement: Announcement) -> dict[str, str]:
         "evaluation_hash": series.evaluation_hash,
         "evaluation_path": series.evaluation_path,
         "benchmarks": ", ".join(series.benchmarks),
+        **({"merged_by": series.merged_by.strip(" ()")} if series.merged_by else {}),
     }
 
 

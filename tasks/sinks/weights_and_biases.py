@@ -22,6 +22,7 @@ from resources.errors import SinkFailed
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
 from tasks.alerts.texts import sentence, title
+from tasks.records.current import how_merged
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (
     ALERT,
@@ -281,6 +282,7 @@ def _configuration(announcement: Announcement) -> dict[str, Any]:
         "git_commit": record.git_commit,
         "git_dirty": record.git_dirty,
         "records": announcement.series.evaluation_path,
+        **({f"merge/step-{record.checkpoint.step}": made} if (made := how_merged(record.checkpoint)) else {}),
     }
 
 

@@ -8,9 +8,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from pools.weights.merges import Merge
 from resources.errors import RecordStatus
 from resources.storage import storage
 from tasks.records.builds import Build, Qualification, QualifiedBenchmark, Verdict
+from tasks.records.details import MergedInput, MergeReference
 from tasks.records.provenance import versions
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState, write_record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
@@ -31,6 +33,27 @@ REASONS: dict[RecordStatus, str | None] = {
         "To do:    ask for more memory in resource_config.ram"
     ),
 }
+
+
+def merged_record(inputs: Sequence[int], *, run: str = "run-a", place: str = "checkpoints", **others: Any) -> Record:
+    """A record of the mean of some checkpoints of a run, by their steps."""
+    made = make_record(step=inputs[-1], run=run, place=place, **others)
+    made_of = [make_record(step=step, run=run, place=place).checkpoint for step in inputs]
+    merge = MergeReference(
+        kind="mean",
+        inputs=tuple(
+            MergedInput(uri=each.uri, run=run, step=each.step, digest=each.digest, weight=1 / len(inputs))
+            for each in made_of
+        ),
+    )
+    changes = {
+        "uri": str(Merge.of_folders("mean", [each.uri for each in made_of])),
+        "name": f"{run}-{inputs[0]}-to-{inputs[-1]}-mean{len(inputs)}",
+        "digest": sha256(" ".join(each.digest for each in made_of).encode()).hexdigest(),
+        "merge": merge,
+    }
+    checkpoint = made.checkpoint.model_copy(update=changes)
+    return sealed(made.model_copy(update={"checkpoint": checkpoint, "cell": f"{made.cell}-merged"}))
 
 
 def make_metric(

@@ -770,7 +770,7 @@ def test_curves_have_both_bars_and_the_mean_of_the_last_checkpoints() -> None:
         assert point.interval is not None and point.outer is not None
         assert point.outer[0] < point.interval[0] < point.interval[1] < point.outer[1]
     assert [point.mean is not None for point in curve.points] == [False] * 4 + [True] * 16
-    assert "mean of the last 5 checkpoints, 95 %" in texts(curves_svg(records))
+    assert "mean score of the last 5 checkpoints, 95 %" in texts(curves_svg(records))
 
 
 def test_noise_of_a_run_with_few_checkpoints_is_that_of_its_siblings() -> None:
