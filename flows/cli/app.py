@@ -28,6 +28,7 @@ from flows.cli.records import compare, publish, records, report
 from flows.cli.schedule import notify, policy_app, watch
 from flows.cli.suites import stage, suites
 from flows.cli.train import demo_train, train_and_evaluate
+from flows.cli.view import view
 from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import AssayError, BadInput
 from resources.settings import ask_this_machine_directly, set_process_environment_defaults
@@ -176,7 +177,7 @@ def doctor(as_json: Json = False) -> None:
 
 _GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     "Evaluate and look": (
-        *(evaluate, generate, train_and_evaluate, checkpoints, records, compare, requalify, report, gate),
+        *(evaluate, generate, train_and_evaluate, checkpoints, records, compare, requalify, report, view, gate),
         *(demo, demo_train, doctor),
     ),
     "Policies": (plan, gaps, status, alerts, reconcile, retry, cancel, watch, notify, policy_app),

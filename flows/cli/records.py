@@ -246,17 +246,21 @@ def report(
     output: Annotated[str, typer.Option(help="File to write the page to.")] = "report.html",
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
 ) -> None:
-    """Write one self-contained HTML page with curves and tables."""
-    from tasks.records.record import read_records
+    """Write one self-contained HTML page with curves and tables, and beside it one with questions if they are few."""
+    from tasks.records.record import find_records
     from tasks.reports.page import write_report
+    from tasks.viewing.page import write_beside_report
 
-    found = read_records(path)
+    places = find_records(path)
+    found = [place.record for place in places]
     if not found:
         raise BadInput(
             expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
         )
     runs = sorted({record.checkpoint.run for record in found})
-    written = write_report(found, output, title=title or ", ".join(runs), records_at=path)
+    heading = title or ", ".join(runs)
+    questions = write_beside_report(places, output, title=heading, location=path)
+    written = write_report(found, output, title=heading, records_at=path, questions_page=questions)
     _out.print(written, soft_wrap=True, highlight=False)
 
 

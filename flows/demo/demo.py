@@ -20,14 +20,16 @@ from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environme
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import Event
-from tasks.records.record import Record, read_records
+from tasks.records.record import Record, find_records
 from tasks.reports.page import write_report
 from tasks.running.warm import begun_early
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.suites import SuiteRequest, built_in_suite
+from tasks.viewing.page import write_beside_report
 
 SUITE = "demo"
 RUN_NAME = "tiny-llama"
+_TITLE = "Demo: a tiny Llama while it learns"
 _TRAINER = Path(__file__).parent / "programs" / "train_demo_model.py"
 _SUMMARY = "training.json"
 _TRAINING_POLL_SECONDS = 0.3
@@ -126,14 +128,17 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
         run_name=RUN_NAME,
         console=console,
     )
-    records = read_records(str(folder / "evaluations"))
-    if not records:
+    found = find_records(request.evaluation_path)
+    if not found:
         return result
+    report = str(folder / "report.html")
+    questions = write_beside_report(found, report, title=_TITLE, location=request.evaluation_path)
     page = write_report(
-        records,
-        str(folder / "report.html"),
-        title="Demo: a tiny Llama while it learns",
+        [item.record for item in found],
+        report,
+        title=_TITLE,
         records_at=request.evaluation_path,
+        questions_page=questions,
     )
     return SeriesResult(result.records, result.evaluated, result.already_recorded, page, result.error)
 
@@ -143,6 +148,7 @@ def next_steps(folder: Path) -> str:
     return f"""
 What is where
   {folder}/report.html          the curves; open it in a browser
+  {folder}/report-questions.html   each question, with the answers of every checkpoint
   {folder}/checkpoints/hf       the model at each step
   {folder}/evaluations          a record.json per checkpoint, the harness's own output beside it
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -192,6 +194,7 @@ def render_report(
     flags: Sequence[Flags] = (),
     acknowledged: Mapping[str, str] | None = None,
     early: Sequence[EarlyVerdict] = (),
+    questions_page: str | None = None,
 ) -> str:
     """One self-contained HTML page: curves, numbers, what did not succeed, and where everything comes from.
 
@@ -206,6 +209,7 @@ def render_report(
         flags: searches for questions in training texts; scores are split by them if `records_at` is known.
         acknowledged: words of those who have acknowledged an alert, by its id.
         early: verdicts from before all was asked.
+        questions_page: page with questions and answers, in the same folder.
     """
     from tasks.reports import plots
     from tasks.reports.charts import chart_of
@@ -234,6 +238,8 @@ def render_report(
     }
     return templates.get_template("report.html.j2").render(
         title=title,
+        questions_page=quote(storage.basename(questions_page)) if questions_page else None,
+        opened_by=f"assay view {shlex.quote(records_at)}" if records_at and any(r.samples for r in records) else None,
         results=results,
         charts=charts,
         evaluators=evaluator_parts(results.records, records_at=records_at, page=page),
@@ -268,7 +274,13 @@ def render_report(
 
 
 def write_report(
-    records: Sequence[Record], uri: str, *, title: str, records_at: str | None = None, run: str | None = None
+    records: Sequence[Record],
+    uri: str,
+    *,
+    title: str,
+    records_at: str | None = None,
+    run: str | None = None,
+    questions_page: str | None = None,
 ) -> str:
     """Writes the page to a path or object store, and returns where.
 
@@ -280,6 +292,7 @@ def write_report(
         title: heading.
         records_at: folder that the records lie below.
         run: the only run that it is about.
+        questions_page: page with questions and answers beside it, to be linked.
 
     Raises:
         StorageError: the place is not writable, or full.
@@ -290,7 +303,7 @@ def write_report(
     below = storage.join(records_at, run) if records_at and run else records_at
     early = [verdict for _, verdict in find_early(below)] if below else []
     beside_records = [each.digest for each in flags] + [repr(word) for word in sorted(words.items())]
-    beside_records += [verdict.model_dump_json() for verdict in early]
+    beside_records += [*(verdict.model_dump_json() for verdict in early), *filter(None, [questions_page])]
     made_from = fingerprint(
         records, title=title, records_at=records_at, page=uri, qualifications=beside, others=beside_records
     )
@@ -304,6 +317,7 @@ def write_report(
             flags=flags,
             acknowledged=words,
             early=early,
+            questions_page=questions_page,
         )
         storage.write_bytes(uri, marked(page, made_from))
     return uri

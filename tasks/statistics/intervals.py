@@ -91,6 +91,13 @@ def quantile(freedom: float, *, tail: float = (1 - CONFIDENCE) / 2) -> float:
     return float(-special.stdtrit(freedom, tail) if math.isfinite(freedom) else -special.ndtri(tail))
 
 
+def tail_beyond(errors: float, freedom: float) -> float:
+    """The mass of a t distribution above so many standard errors."""
+    from scipy import special
+
+    return float(special.stdtr(freedom, -errors) if math.isfinite(freedom) else special.ndtr(-errors))
+
+
 def _share(right: int, questions: int) -> tuple[float, float]:
     """Wilson's interval; Clopper and Pearson's, which never holds too seldom, where questions or right ones are few."""
     from scipy import special

@@ -18,8 +18,9 @@ A server sends everything gzipped, with that content encoding. In a file, each n
 `<script type="application/octet-stream">` that holds the same, gzipped, in base64.
 
 A server that has not read a benchmark's samples yet answers with status 202 and `Progress` in place of what was asked
-for; the page asks again. A name that is not there has status 404 on a server, and no script in a file: pairs are in a
-file for neighbours, and for the first and last checkpoint with samples.
+for; the page asks again. What goes wrong has a status of 400 or more and `{"error": text}`. A name that is not there
+has status 404 on a server, and no script in a file: pairs are in a file for neighbours, and for the first and last
+checkpoint with samples.
 
 Two checkpoints are told apart by the bytes of a metric. The second has *won* a question where its score is the better
 one, *lost* it where it is the worse one. Of those alike, *both* have it from the middle of the scale on, on the better
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -66,7 +67,8 @@ class Score:
 class ViewedCheckpoint:
     """A checkpoint of one benchmark. `merge` says how it was made of others, `note` why it has no score.
 
-    `scores` are published values by metric, `samples` tells if its answers were kept.
+    Those that a run has by one kind of merge are a run of their own, as in reports. `scores` are published values by
+    metric, `samples` tells if its answers were kept.
     """
 
     run: str
@@ -121,6 +123,7 @@ class Questions:
     """Questions of a benchmark by name; `part` numbers the benchmark of a group that each is of, by `parts`.
 
     `part` is empty where there is one. `clusters` are names of shared passages, empty where no question has one.
+    `unreadable` says why the samples of a checkpoint could not be read, by its number.
     """
 
     ids: Sequence[str]
@@ -129,6 +132,7 @@ class Questions:
     clusters: Sequence[str | None]
     metrics: Sequence[Scale]
     questions_per_part: int
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Answer:
     """
 
     output: str
-    scores: Mapping[str, float | None]
+    scores: Mapping[str, float | None] = field(default_factory=dict)
     log_likelihoods: Sequence[float] = ()
     finish: str | None = None
     tokens: int | None = None

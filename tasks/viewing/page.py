@@ -11,15 +11,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import cache
 from html import escape
 from importlib.resources import files
 
+from resources.storage import storage
+from tasks.records.record import FoundRecord
 from tasks.viewing.columns import packed
+from tasks.viewing.view import IN_MEMORY, View
 
 CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Kinds of files that the page has, by the ends of their names."""
+MOST_ANSWERS = IN_MEMORY
+"""Answers that a file holds at most, some 30 MB."""
+BESIDE_A_REPORT = 20_000
+"""Answers up to which a report has such a file beside it without being asked: a second, and some 5 MB."""
+_QUESTIONS_PER_PART = 32
 _STYLE = re.compile(r'^[ \t]*<link rel="stylesheet" href="([\w-]+\.css)">[ \t]*$', re.MULTILINE)
 _SCRIPT = re.compile(r'^[ \t]*<script type="module" src="([\w-]+\.js)"></script>[ \t]*$', re.MULTILINE)
 _IMPORT = re.compile(r'^import\s+\{[^}]*\}\s+from\s+"\./([\w-]+\.js)";[ \t]*\n?', re.MULTILINE)
@@ -32,6 +41,39 @@ def page_files() -> Mapping[str, bytes]:
     """Every file of the page by its name."""
     folder = files("tasks.viewing") / "page"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in CONTENT_TYPES}
+
+
+def answers_of(found: Sequence[FoundRecord]) -> int:
+    """Answers that were kept with records."""
+    return sum(item.record.samples or 0 for item in found)
+
+
+def write_page(found: Sequence[FoundRecord], uri: str, *, title: str, location: str) -> str:
+    """Writes the page of some records with all that it shows as one file, and returns where.
+
+    Args:
+        found: the records.
+        uri: where the file is to lie.
+        title: heading.
+        location: folder or place that the records lie below.
+
+    Raises:
+        StorageError: samples cannot be read, or the place is not writable, or full.
+    """
+    with closing(View(found, title=title, location=location)) as view:
+        storage.write_bytes(uri, one_file(view.contents(questions_per_part=_QUESTIONS_PER_PART)))
+    return uri
+
+
+def write_beside_report(found: Sequence[FoundRecord], report: str, *, title: str, location: str) -> str | None:
+    """Writes the page beside a report, and returns where; None where there are no answers, or too many for that.
+
+    Raises:
+        StorageError: the place is not writable, or full.
+    """
+    if not 0 < answers_of(found) <= BESIDE_A_REPORT:
+        return None
+    return write_page(found, f"{report.removesuffix('.html')}-questions.html", title=title, location=location)
 
 
 def one_file(contents: Mapping[str, bytes]) -> bytes:

@@ -122,7 +122,8 @@ def test_demo_shows_a_table_and_writes_a_page_that_needs_nothing_else(demo: Demo
     assert re.search(r"\[\d\.\d+, \d\.\d+\]", demo.output), "no interval"
     assert "What to try next" in demo.output
     page = (demo.folder / "report.html").read_text()
-    assert "<svg" in page
+    assert "<svg" in page and 'href="report-questions.html"' in page
+    assert "report-questions.html" in demo.output
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
 
 
@@ -180,7 +181,7 @@ def smooth_scores(record: Record) -> dict[str, float]:
 def test_everything_the_demo_makes_lies_in_its_folder(demo: Demo) -> None:
     assert [path.name for path in demo.folder.parent.iterdir()] == ["demo"]
     made = {path.name for path in Path(demo.folder).iterdir()}
-    assert made == {"checkpoints", "evaluations", "prefect", "report.html"}
+    assert made == {"checkpoints", "evaluations", "prefect", "report.html", "report-questions.html"}
 
 
 @pytest.fixture(scope="module")

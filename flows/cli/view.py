@@ -1,0 +1,62 @@
+"""The command that opens questions: `assay view`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from flows.console.console import ERR, OUT
+from resources.errors import BadInput
+
+
+def view(
+    path: Annotated[str, typer.Argument(help="Folder given as --output to evaluate, here or in a store.")] = (
+        "evaluations"
+    ),
+    output: Annotated[
+        str | None, typer.Option(help="File to write the page to, with all that it shows, in place of a server.")
+    ] = None,
+    run: Annotated[list[str] | None, typer.Option("--run", help="Run or pattern; repeatable.")] = None,
+    benchmark: Annotated[
+        list[str] | None, typer.Option("--benchmark", help="Benchmark or pattern; repeatable.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+    host: Annotated[str, typer.Option(help="Address of this machine to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; a free one when left out.", min=0, max=65535)] = 0,
+) -> None:
+    """Open questions and answers at every checkpoint, as a page for a browser."""
+    from tasks.records.record import find_records
+    from tasks.records.search import RecordFilter
+    from tasks.viewing.page import MOST_ANSWERS, answers_of, write_page
+    from tasks.viewing.server import serve
+    from tasks.viewing.view import View
+
+    wanted = RecordFilter(runs=tuple(run or ()), benchmarks=tuple(benchmark or ()), latest=False)
+    every = find_records(path)
+    meant = {id(record) for record in wanted.select([item.record for item in every])}
+    found = [item for item in every if id(item.record) in meant]
+    if not found:
+        raise BadInput(
+            expected=f"records below {path}" + (" that match" if every else ""),
+            found=f"none of {len(every):,}" if every else "none",
+            remedy="take back a filter" if every else "evaluate something, or name another folder",
+        )
+    heading = title or ", ".join(sorted({item.record.checkpoint.run for item in found}))
+    if output is not None:
+        if answers_of(found) > MOST_ANSWERS:
+            raise BadInput(
+                expected=f"at most {MOST_ANSWERS:,} answers for a page in one file",
+                found=f"{answers_of(found):,} in {len(found):,} records",
+                remedy="leave out --output, and a server has them all; or choose with --run and --benchmark",
+            )
+        OUT.print(write_page(found, output, title=heading, location=path), soft_wrap=True, highlight=False)
+        return
+    with closing(View(found, title=heading, location=path)) as shown:
+
+        def show(address: str) -> None:
+            OUT.print(address, soft_wrap=True, highlight=False, markup=False)
+            ERR.print("Ctrl-C ends it.", style="dim")
+
+        serve(shown, host=host, port=port, on_address=show)

@@ -1,0 +1,244 @@
+"""The columns of one board side by side: questions that all its checkpoints share, scores, flags, texts and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from tasks.viewing.boards import Board
+from tasks.viewing.columns import (
+    NO_SCORE,
+    UNSCORED,
+    Answer,
+    Found,
+    Questions,
+    Scale,
+    ViewedQuestion,
+    as_bytes,
+)
+from tasks.viewing.kept import HeldColumn, KeptColumns, named_questions, place_of
+from tasks.viewing.reading import BLOCK
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_ABSENT = -1
+_Texts = tuple[str, str, str | None, list[str]]
+
+
+class BoardColumns:
+    """Everything that is shown of a board whose samples are read.
+
+    Questions are in the order of the column that has most of them, then those of others. Where a column has another
+    order, `_places` says at which of its places a question is.
+    """
+
+    def __init__(self, board: Board, kept: KeptColumns, *, unreadable: Mapping[str, str]) -> None:
+        """Takes a board, and why samples could not be read, by their place."""
+        self.board = board
+        self._kept = kept
+        self._unreadable = unreadable
+        self._columns: list[HeldColumn | None] = [
+            kept.column(place_of(found), board.shown.benchmark) if checkpoint.samples else None
+            for found, checkpoint in zip(board.records, board.shown.checkpoints, strict=True)
+        ]
+        self._names, self._places = _aligned(self._columns, kept)
+
+    @cached_property
+    def questions(self) -> Questions:
+        """Returns all questions by name."""
+        names = list(self._names)
+        parts = list(dict.fromkeys(part for part, _ in names)) or [self.board.shown.benchmark]
+        number_of = {part: number for number, part in enumerate(parts)}
+        clusters = list(self._names.values())
+        return Questions(
+            ids=[name for _, name in names],
+            parts=parts,
+            part=[number_of[part] for part, _ in names] if len(parts) > 1 else [],
+            clusters=clusters if any(clusters) else [],
+            metrics=self.scales,
+            questions_per_part=1,
+            unreadable={
+                str(number): self._unreadable[place]
+                for number, place in enumerate(map(place_of, self.board.records))
+                if place in self._unreadable
+            },
+        )
+
+    @cached_property
+    def scales(self) -> list[Scale]:
+        """Returns every metric of single questions: published ones first, shares from 0 to 1, others by their ends."""
+        found: dict[str, list[float]] = {}
+        for column in filter(None, self._columns):
+            for metric in column.metrics:
+                found.setdefault(metric.name, []).extend((metric.low, metric.high))
+        published = self.board.metrics
+        names = [*(name for name in published if name in found), *(name for name in found if name not in published)]
+        return [_scale(name, found[name], self.board) for name in names]
+
+    def scores(self, metric: int) -> np.ndarray:
+        """Bytes of a metric, checkpoints × questions."""
+        import numpy as np
+
+        return np.stack([self.scores_at(checkpoint, metric) for checkpoint in range(len(self._columns))])
+
+    def scores_at(self, checkpoint: int, metric: int) -> np.ndarray:
+        """Bytes of a metric at a checkpoint, by question."""
+        import numpy as np
+
+        scale, column = self.scales[metric], self._columns[checkpoint]
+        own = next((n for n, m in enumerate(column.metrics) if m.name == scale.name), None) if column else None
+        if column is None or own is None:
+            return np.full(len(self._names), NO_SCORE, dtype=np.uint8)
+        values = np.frombuffer(self._kept.scores(column, own), dtype=np.float32)
+        return self._spread(checkpoint, as_bytes(values, scale), absent=NO_SCORE)
+
+    def flags(self) -> np.ndarray:
+        """Flags, checkpoints × questions; those that were not asked have none."""
+        import numpy as np
+
+        found = np.zeros((len(self._columns), len(self._names)), dtype=np.uint8)
+        for number, column in enumerate(self._columns):
+            if column is not None:
+                withheld = UNSCORED if self.board.shown.checkpoints[number].status == "withheld" else 0
+                flags = np.frombuffer(column.flags, dtype=np.uint8) | withheld
+                found[number] = self._spread(number, flags, absent=0)
+        return found
+
+    def question(self, number: int) -> ViewedQuestion:
+        """Texts of a question, and its answers at every checkpoint."""
+        asked: _Texts | None = None
+        answers: list[list[Answer]] = []
+        for checkpoint, column in enumerate(self._columns):
+            place = self._place(checkpoint, number)
+            if column is None or place == _ABSENT:
+                answers.append([])
+                continue
+            texts = self._texts(column, place)
+            asked = asked or texts
+            other: dict[str, Any] = {
+                name: text
+                for name, text, usual in zip(("context", "prompt", "target", "choices"), texts, asked, strict=True)
+                if text != usual
+            }
+            line = self._kept.answers(column, place // BLOCK).split(b"\n")[place % BLOCK]
+            answers.append([Answer(**answer, **other) for answer in orjson.loads(line)])
+        context, prompt, target, choices = asked or ("", "", None, [])
+        return ViewedQuestion(context, prompt, target, choices, answers)
+
+    def search(self, text: str, *, is_over: Callable[[], bool]) -> Found:
+        """Questions that hold a text, whatever its case: in what was asked, and in what was answered.
+
+        Args:
+            text: what is looked for.
+            is_over: tells that it was looked for long enough.
+        """
+        wanted = text.casefold()
+        escaped = orjson.dumps(wanted)[1:-1].decode()
+        in_questions: set[int] = set()
+        in_answers: set[int] = set()
+        seen: set[tuple[int, bytes]] = set()
+        for checkpoint, column in enumerate(self._columns):
+            if column is None:
+                continue
+            numbers = self._numbers(checkpoint, column)
+            for block, digest in enumerate(column.texts):
+                if is_over():
+                    return Found(sorted(in_questions), sorted(in_answers), complete=False)
+                if (numbers[block * BLOCK], digest) not in seen:
+                    seen.add((numbers[block * BLOCK], digest))
+                    for row, texts in _rows_with(self._kept.texts(digest), escaped):
+                        if any(wanted in part.casefold() for part in _flat(texts)):
+                            in_questions.add(numbers[block * BLOCK + row])
+                for row, found in _rows_with(self._kept.answers(column, block), escaped):
+                    if any(wanted in answer["output"].casefold() for answer in found):
+                        in_answers.add(numbers[block * BLOCK + row])
+        return Found(sorted(in_questions), sorted(in_answers), complete=True)
+
+    def _spread(self, checkpoint: int, values: np.ndarray, *, absent: int) -> np.ndarray:
+        """Values of a column where its questions are among all."""
+        import numpy as np
+
+        places = self._places[checkpoint]
+        found = np.full(len(self._names), absent, dtype=np.uint8)
+        if places is None:
+            found[: len(values)] = values
+        else:
+            there = places != _ABSENT
+            found[there] = values[places[there]]
+        return found
+
+    def _place(self, checkpoint: int, number: int) -> int:
+        """The place of a question in a column."""
+        places, column = self._places[checkpoint], self._columns[checkpoint]
+        if places is not None:
+            return int(places[number])
+        return number if column is not None and number < column.size else _ABSENT
+
+    def _numbers(self, checkpoint: int, column: HeldColumn) -> Sequence[int]:
+        """The number of the question at each place of a column."""
+        import numpy as np
+
+        places = self._places[checkpoint]
+        if places is None:
+            return range(column.size)
+        numbers = np.empty(column.size, dtype=np.int64)
+        there = np.flatnonzero(places != _ABSENT)
+        numbers[places[there]] = there
+        return numbers.tolist()
+
+    def _texts(self, column: HeldColumn, place: int) -> _Texts:
+        line = self._kept.texts(column.texts[place // BLOCK]).split(b"\n")[place % BLOCK]
+        return orjson.loads(line)
+
+
+def _aligned(
+    columns: Sequence[HeldColumn | None], kept: KeptColumns
+) -> tuple[dict[tuple[str, str], str | None], list[np.ndarray | None]]:
+    """The cluster of every question by its name, and for each column where it has them; None if it is in that order."""
+    import numpy as np
+
+    there = [column for column in columns if column is not None]
+    if not there:
+        return {}, [None] * len(columns)
+    fullest = max(there, key=lambda column: column.size)
+    questions = dict.fromkeys([fullest.questions, *(column.questions for column in there)])
+    read = {digest: named_questions(kept.texts(digest)) for digest in questions}
+    clusters: dict[tuple[str, str], str | None] = {}
+    for part, name, cluster in chain.from_iterable(read.values()):
+        clusters.setdefault((part, name), cluster)
+    numbers = {name: number for number, name in enumerate(clusters)}
+    places: dict[bytes, np.ndarray | None] = {}
+    for digest, named in read.items():
+        where = [numbers[part, name] for part, name, _ in named]
+        own = np.full(len(numbers), _ABSENT, dtype=np.int32)
+        own[where] = np.arange(len(where))
+        places[digest] = None if digest == fullest.questions else own
+    return clusters, [places[column.questions] if column is not None else None for column in columns]
+
+
+def _scale(name: str, ends: Sequence[float], board: Board) -> Scale:
+    published = board.metrics.get(name)
+    low, high = min(ends), max(ends)
+    if low >= 0.0 and high <= 1.0:
+        low, high = 0.0, 1.0
+    if published is None:
+        return Scale(name, None, low, high)
+    return Scale(name, published.higher_is_better, low, high, published.smooth)
+
+
+def _rows_with(block: bytes, escaped: str) -> list[tuple[int, Any]]:
+    """The rows of a block of lines of JSON in which a text may be."""
+    lines = block.decode()
+    if escaped not in lines.casefold():
+        return []
+    return [(row, orjson.loads(line)) for row, line in enumerate(lines.split("\n")) if escaped in line.casefold()]
+
+
+def _flat(texts: _Texts) -> list[str]:
+    context, prompt, target, choices = texts
+    return [context, prompt, target or "", *choices]

@@ -1,0 +1,213 @@
+"""Columns kept on this machine, so that samples are read once: a file of SQLite for each place of records.
+
+Below a hundred thousand questions at all checkpoints together it pays for nobody, and stands in memory. Files lie below
+the cache's folder and never beside records; whatever is wrong with one, it is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+
+import orjson
+
+from resources.settings import settings
+from resources.storage import storage
+from tasks.records.record import FoundRecord
+from tasks.viewing.columns import packed
+from tasks.viewing.reading import Column, ColumnMetric, digest_of
+
+_FORMAT = 1
+_MOST_BYTES = 8 * 2**30
+"""Bytes of all files together; above it those go that were not opened for longest."""
+_BLOCKS_IN_MEMORY = 1024
+_SECONDS = 60.0  # that a writer waits for another one
+_TABLES = """
+create table if not exists file (place text primary key) without rowid;
+create table if not exists held (
+    place text, benchmark text, number integer primary key, questions blob, size integer, metrics text,
+    scores blob, flags blob, texts blob, unique (place, benchmark));
+create table if not exists answers (
+    held integer, block integer, content blob, primary key (held, block)) without rowid;
+create table if not exists texts (digest blob primary key, content blob) without rowid;
+"""
+
+
+def kept_at(location: str) -> Path:
+    """The file with columns of the records below a location."""
+    name = hashlib.sha256(f"{_FORMAT} {storage.absolute(location)}".encode()).hexdigest()[:32]
+    return settings().cache_dir / "columns" / f"{name}.sqlite"
+
+
+def place_of(found: FoundRecord) -> str:
+    """Name of the samples of a record: another one for other samples."""
+    record = found.record
+    state = record.digests.samples or record.created.isoformat()
+    return hashlib.sha256("\n".join((found.cell_uri, record.attempt, state)).encode()).hexdigest()
+
+
+class HeldColumn:
+    """A column that is kept, less its texts and answers."""
+
+    def __init__(self, number: int, questions: bytes, size: int, metrics: str, flags: bytes, texts: bytes) -> None:
+        self.number = number
+        self.questions = questions
+        self.size = size
+        self.metrics = [ColumnMetric(**metric) for metric in json.loads(metrics)]
+        self.flags = flags
+        self.texts = [texts[at : at + 16] for at in range(0, len(texts), 16)]
+
+
+class KeptColumns:
+    """Columns of one place of records; safe to use from several threads, and from several processes if in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Opens them; in memory without a path."""
+        self.path = path
+        if path is not None:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_room(path)
+        try:
+            self._connection = _connected(path)
+        except sqlite3.DatabaseError:
+            assert path is not None
+            _remove(path)
+            self._connection = _connected(path)
+        self._lock = threading.RLock()
+        self._block = lru_cache(maxsize=_BLOCKS_IN_MEMORY)(self._read_block)
+
+    def close(self) -> None:
+        """Lets the file go."""
+        with self._lock:
+            self._connection.close()
+
+    def missing(self, places: Sequence[str]) -> list[str]:
+        """Those of some places whose samples are not read yet."""
+        with self._lock:
+            known = {place for (place,) in self._connection.execute("select place from file")}
+        return [place for place in places if place not in known]
+
+    def take(self, place: str, columns: Mapping[str, Column], texts: Mapping[bytes, bytes]) -> None:
+        """Keeps what was read at a place: all of it, or nothing."""
+        with self._writing() as connection:
+            if connection.execute("select 1 from file where place = ?", (place,)).fetchone():
+                return
+            connection.executemany("insert or ignore into texts values (?, ?)", texts.items())
+            for benchmark, column in columns.items():
+                metrics = json.dumps([asdict(metric) for metric in column.metrics])
+                held = connection.execute(
+                    "insert into held values (?, ?, null, ?, ?, ?, ?, ?, ?)",
+                    (place, benchmark, column.questions, column.size, metrics, column.scores, column.flags,
+                     b"".join(column.texts)),
+                ).lastrowid  # fmt: skip
+                blocks = ((held, number, content) for number, content in enumerate(column.answers))
+                connection.executemany("insert into answers values (?, ?, ?)", blocks)
+            connection.execute("insert into file values (?)", (place,))
+
+    def column(self, place: str, benchmark: str) -> HeldColumn | None:
+        """The column of a benchmark that was read at a place, if there is one."""
+        with self._lock:
+            row = self._connection.execute(
+                "select number, questions, size, metrics, flags, texts from held where place = ? and benchmark = ?",
+                (place, benchmark),
+            ).fetchone()
+        return HeldColumn(*row) if row else None
+
+    def scores(self, column: HeldColumn, metric: int) -> bytes:
+        """Scores of a column in one of its metrics, as float32."""
+        with self._lock:
+            start, length = 4 * metric * column.size + 1, 4 * column.size
+            found = self._connection.execute(
+                "select substr(scores, ?, ?) from held where number = ?", (start, length, column.number)
+            )
+            return found.fetchone()[0]
+
+    def texts(self, digest: bytes) -> bytes:
+        """Content that is kept by its digest."""
+        return self._block("select content from texts where digest = ?", (digest,))
+
+    def answers(self, column: HeldColumn, block: int) -> bytes:
+        """A line for each question of a block."""
+        return self._block("select content from answers where held = ? and block = ?", (column.number, block))
+
+    def knows(self, digest: bytes) -> bool:
+        """Tells if some content is kept already."""
+        with self._lock:
+            return bool(self._connection.execute("select 1 from texts where digest = ?", (digest,)).fetchone())
+
+    def _read_block(self, query: str, named: tuple[bytes | int, ...]) -> bytes:
+        with self._lock:
+            content = self._connection.execute(query, named).fetchone()[0]
+        return zlib.decompress(content, wbits=31)
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._connection.execute("begin immediate")
+            try:
+                yield self._connection
+                self._connection.execute("commit")
+            except BaseException:
+                self._connection.execute("rollback")
+                raise
+
+
+class TextKeeper:
+    """Texts of one file as it is read: those that are not kept already are, under their digest."""
+
+    def __init__(self, kept: KeptColumns) -> None:
+        self.new: dict[bytes, bytes] = {}
+        self._kept = kept
+
+    def __call__(self, content: bytes) -> bytes:
+        """Returns the digest of some content."""
+        digest = digest_of(content)
+        if digest not in self.new and not self._kept.knows(digest):
+            self.new[digest] = packed(content)
+        return digest
+
+
+def named_questions(content: bytes) -> list[tuple[str, str, str | None]]:
+    """Benchmark, id and cluster of each question of a column."""
+    return [(benchmark, name, cluster) for benchmark, name, cluster in orjson.loads(content)]
+
+
+def _connected(path: Path | None) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path if path is not None else ":memory:", timeout=_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    try:
+        if path is not None:
+            connection.execute("pragma journal_mode = wal")
+            connection.execute("pragma synchronous = off")  # what a crash of the machine takes is made anew
+        connection.executescript(_TABLES)
+    except sqlite3.DatabaseError:
+        connection.close()
+        raise
+    return connection
+
+
+def _make_room(path: Path) -> None:
+    """Removes the files that were opened least lately, until all are within their bound; this one goes last."""
+    if path.exists():
+        path.touch()
+    files = sorted(path.parent.glob("*.sqlite"), key=lambda file: file.stat().st_mtime, reverse=True)
+    total = 0
+    for file in files:
+        total += file.stat().st_size
+        if total > _MOST_BYTES:
+            _remove(file)
+
+
+def _remove(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            Path(f"{path}{suffix}").unlink()

@@ -1,0 +1,76 @@
+"""Two checkpoints side by side: questions by what became of them, and the test of `assay compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tasks.records.builds import build_of
+from tasks.records.record import FoundRecord, Metric
+from tasks.records.scores import KeptSamples
+from tasks.statistics.composition import compare_compositions, composition_of
+from tasks.statistics.paired import mcnemar_p
+from tasks.viewing.board_columns import BoardColumns
+from tasks.viewing.columns import NO_SCORE, Pair, Scale, is_right
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SamplesOf = Callable[[int], KeptSamples | None]
+"""Looks up the samples of a checkpoint."""
+
+
+def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samples_of: SamplesOf) -> Pair:
+    """The second of two checkpoints against the first, in one metric; all by their numbers.
+
+    Raises:
+        IndexError: there is no such metric or checkpoint.
+        StorageError: samples are damaged, or cannot be read.
+    """
+    scale = columns.scales[metric]
+    before, after = (columns.scores_at(number, metric) for number in (first, second))
+    won, lost, both, neither = _sorted(before, after, scale)
+    found = [columns.board.records[number] for number in (first, second)]
+    benchmark = columns.board.shown.benchmark
+    builds = [build_of(item.record, benchmark) for item in found]
+    counted = Pair(won, lost, both, neither, changes=builds[0].changes(builds[1]))
+    compositions = []
+    for item, number in zip(found, (first, second), strict=True):
+        published = _published(item, benchmark, scale.name)
+        samples = samples_of(number)
+        if published is None or samples is None:
+            return replace(counted, reason="it has no published value" if samples else "no samples were kept")
+        composition = composition_of(published, samples.questions, item.record.metrics)
+        if isinstance(composition, str):
+            return replace(counted, reason=composition)
+        compositions.append(composition)
+    paired = compare_compositions(*compositions)
+    if isinstance(paired, str):
+        return replace(counted, reason=paired)
+    finding = paired.finding
+    return replace(
+        counted,
+        values=paired.values,
+        difference=finding.difference,
+        low=finding.low,
+        high=finding.high,
+        p=finding.p,
+        exact_p=mcnemar_p(len(won), len(lost)).exact if finding.test == "McNemar, mid-p" else None,
+        test=finding.test,
+    )
+
+
+def _sorted(before: np.ndarray, after: np.ndarray, scale: Scale) -> list[list[int]]:
+    """Questions that both have a score of: won, lost, both, neither; see `columns`."""
+    import numpy as np
+
+    there = (before != NO_SCORE) & (after != NO_SCORE)
+    more = (after.astype(int) - before) * (-1 if scale.higher_is_better is False else 1)
+    right = is_right(after, scale)
+    kinds = (more > 0, more < 0, (more == 0) & right, (more == 0) & ~right)
+    return [np.flatnonzero(there & kind).tolist() for kind in kinds]
+
+
+def _published(found: FoundRecord, benchmark: str, name: str) -> Metric | None:
+    return next((m for m in found.record.metrics if (m.benchmark, m.name) == (benchmark, name)), None)

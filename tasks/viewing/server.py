@@ -1,0 +1,166 @@
+"""A server of a view: read only, for one person who has its address.
+
+The address holds a random token, without which nothing is answered. Requests that name this machine by a name that it
+was not given are refused, so that no page elsewhere can have a browser ask for it under a name of its own (DNS
+rebinding). Nothing but the page's files and the columns is served: no name is a path on a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import orjson
+from aiohttp import web
+
+from resources.errors import BadInput, StorageError
+from tasks.viewing.columns import as_json, packed
+from tasks.viewing.page import CONTENT_TYPES, page_files
+from tasks.viewing.view import View
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_PATIENCE_SECONDS = 0.5  # that a request waits for samples before it is told of progress
+_CLOSING_SECONDS = 1.0
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def serve(view: View, *, host: str, port: int, on_address: Callable[[str], None]) -> None:
+    """Serves a view until it is told to end by Ctrl-C or SIGTERM.
+
+    Args:
+        view: the view.
+        host: address or name of this machine to listen at.
+        port: port, or 0 for a free one.
+        on_address: is told the page's address, with its token.
+
+    Raises:
+        BadInput: it cannot listen there.
+    """
+    asyncio.run(_serve(view, host, port, on_address))
+
+
+async def _serve(view: View, host: str, port: int, on_address: Callable[[str], None]) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    token = secrets.token_urlsafe(24)
+    runner = web.AppRunner(application(view, token=token, host=host), access_log=None)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port, shutdown_timeout=_CLOSING_SECONDS).start()
+        except OSError as error:
+            raise BadInput(
+                expected=f"to listen at {host}, port {port}",
+                found=str(error),
+                remedy="name another --host or --port",
+            ) from error
+        name, bound = runner.addresses[0][:2]
+        on_address(f"http://{f'[{name}]' if ':' in name else name}:{bound}/{token}/")
+        await ended.wait()
+    finally:
+        view.end_reading()
+        await runner.cleanup()
+
+
+def application(view: View, *, token: str, host: str) -> web.Application:
+    """The server's answers.
+
+    Args:
+        view: the view.
+        token: the first part of every path.
+        host: name by which it may be asked, beside `localhost` and numbers.
+    """
+    reading: dict[str, asyncio.Future[None]] = {}
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.path.lstrip("/").partition("/")[0]
+        if not _is_own_name(request.headers.get("Host", ""), host):
+            response: web.StreamResponse = _refusal(403, "This server is not known by that name.")
+        elif not hmac.compare_digest(given.encode(errors="replace"), token.encode()):
+            response = _refusal(403, "The address lacks the token that assay view has printed.")
+        elif request.method not in ("GET", "HEAD"):
+            response = _refusal(405, "This server can only be read.")
+        else:
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = _refusal(error.status, error.reason)
+            except StorageError as error:
+                response = _refusal(500, str(error))
+        response.headers.update(_HEADERS)
+        return response
+
+    async def answered(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"] or "index.html"
+        if name in page_files():
+            kind = CONTENT_TYPES[name.rpartition(".")[2]]
+            return _response(request, page_files()[name], kind)
+        key, _, asked = name.partition("/")
+        if key in view.boards and (progress := await _progress(key)) is not None:
+            return web.Response(body=progress, status=202, content_type="application/json")
+        if key in view.boards and asked == "search.json":
+            found = await asyncio.to_thread(view.search, key, request.query.get("text", ""))
+            return _response(request, as_json(found), "application/json")
+        content = await asyncio.to_thread(view.answer, name)
+        if content is None:
+            raise web.HTTPNotFound
+        return _response(request, content, "application/octet-stream" if name.endswith(".bin") else "application/json")
+
+    async def _progress(key: str) -> bytes | None:
+        """Has samples read if they are not, and tells how many are until all are."""
+        if await asyncio.to_thread(view.unread, key) is None:
+            return None
+        if key not in reading:
+            reading[key] = asyncio.ensure_future(asyncio.to_thread(view.read, key))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(reading[key]), _PATIENCE_SECONDS)
+        progress = await asyncio.to_thread(view.unread, key)
+        if progress is None:
+            reading.pop(key, None)
+        return None if progress is None else as_json(progress)
+
+    made = web.Application(middlewares=[guarded])
+    made.router.add_route("*", "/{token}/{name:.*}", answered)
+    return made
+
+
+def _is_own_name(given: str, host: str) -> bool:
+    """Tells if a request names this machine by a number, as `localhost`, or by the name that it listens at."""
+    try:
+        name = urlsplit(f"//{given}").hostname
+    except ValueError:
+        return False
+    if not name:
+        return False
+    with suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return name in ("localhost", host.lower())
+
+
+def _response(request: web.Request, content: bytes, kind: str) -> web.Response:
+    response = web.Response(body=content, content_type=kind, charset="utf-8" if kind.startswith("text/") else None)
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        response.body = packed(content)
+        response.headers["Content-Encoding"] = "gzip"
+    return response
+
+
+def _refusal(status: int, text: str) -> web.Response:
+    return web.Response(body=orjson.dumps({"error": text}), status=status, content_type="application/json")

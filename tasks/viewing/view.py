@@ -1,0 +1,209 @@
+"""A view of records: answers to everything that the page asks for, by name."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from itertools import pairwise, product
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+
+from resources.errors import StorageError
+from resources.storage import storage
+from tasks.records.record import FoundRecord
+from tasks.records.samples import SAMPLES_NAME
+from tasks.records.scores import KeptSamples, kept_samples
+from tasks.viewing.board_columns import BoardColumns
+from tasks.viewing.boards import board_of_sample, boards_of
+from tasks.viewing.columns import Found, Index, Pair, Part, Progress, as_json
+from tasks.viewing.kept import KeptColumns, TextKeeper, kept_at, place_of
+from tasks.viewing.pairs import pair_of
+from tasks.viewing.reading import columns_in
+
+IN_MEMORY = 100_000
+"""Questions at all checkpoints together below which nothing is kept in a file, and no further process reads."""
+_SEARCH_SECONDS = 10.0
+_NAME = re.compile(r"([a-z0-9-]+)/(?:(questions|flags)|(scores|part|pairs)/(\d+(?:-\d+-\d+)?))\.(?:json|bin)")
+
+
+class View:
+    """Records as the page sees them. Samples of a benchmark are read when something of it is first asked for."""
+
+    def __init__(self, found: Sequence[FoundRecord], *, title: str, location: str) -> None:
+        """Takes records that were found below a location; columns of large ones are kept for it."""
+        self.boards = {board.shown.key: board for board in boards_of(found)}
+        self.title = title
+        samples = sum(item.record.samples or 0 for item in found)
+        self._path = kept_at(location) if samples > IN_MEMORY else None
+        self._kept = KeptColumns(self._path)
+        self._unreadable: dict[str, str] = {}
+        self._ended = threading.Event()
+        self._samples = lru_cache(maxsize=4)(self._read_samples)
+        self._joined = lru_cache(maxsize=4)(self._join)
+        self._joining = threading.Lock()
+
+    def close(self) -> None:
+        """Lets go of what is kept."""
+        self._kept.close()
+
+    def unread(self, key: str) -> Progress | None:
+        """The files of a benchmark that are read, of how many; None once all are."""
+        places, missing = self._missing(key)
+        return Progress(len(places) - len(missing), len(places)) if missing else None
+
+    def read(self, key: str) -> None:
+        """Reads the samples of a benchmark that are not read yet; those that cannot be are passed over from then on."""
+        wanted, missing = self._missing(key)
+        if self._path is None or len(missing) < 2:
+            for place in missing:
+                if self._ended.is_set():
+                    return
+                self._take(place, partial(_read, wanted[place], self._kept))
+            return
+        workers = ProcessPoolExecutor(
+            max_workers=min(len(os.sched_getaffinity(0)), len(missing)),
+            mp_context=get_context("spawn"),
+            initializer=_begin,
+            initargs=(self._path,),
+        )
+        try:
+            futures = {workers.submit(_work, wanted[place]): place for place in missing}
+            for future in as_completed(futures):
+                self._take(futures[future], future.result)
+                if self._ended.is_set():
+                    return
+        finally:
+            workers.shutdown(wait=True, cancel_futures=True)
+
+    def end_reading(self) -> None:
+        """Has `read` return after the file that it is at."""
+        self._ended.set()
+
+    def _missing(self, key: str) -> tuple[dict[str, FoundRecord], list[str]]:
+        """The records of a benchmark that have samples, by place, and the places that are not read yet."""
+        board = self.boards[key]
+        wanted = {place_of(board.records[number]): board.records[number] for number in board.with_samples}
+        return wanted, [place for place in self._kept.missing(list(wanted)) if place not in self._unreadable]
+
+    def _take(self, place: str, read: Callable[[], None]) -> None:
+        try:
+            read()
+        except StorageError as error:
+            self._unreadable[place] = str(error)
+
+    def index(self, *, searches: bool = True) -> Index:
+        """Everything that can be opened."""
+        return Index(self.title, searches, [board.shown for board in self.boards.values()])
+
+    def answer(self, name: str) -> bytes | None:
+        """The content of a name, not packed; None where there is none.
+
+        Args:
+            name: see `columns`; its benchmark is read.
+        """
+        if name == "index.json":
+            return as_json(self.index())
+        match = _NAME.fullmatch(name)
+        if match is None or match[1] not in self.boards:
+            return None
+        key, whole, kind, numbers = match.groups()
+        asked = [int(number) for number in (numbers or "").split("-") if number]
+        try:
+            if whole == "questions":
+                return as_json(self.columns(key).questions)
+            if whole == "flags" or kind == "scores":
+                return self._bytes_of(key, asked[0] if asked else None)
+            if kind == "part":
+                return as_json(self.part(key, asked[0]))
+            return as_json(self.pair(key, *asked)) if len(asked) == 3 else None
+        except IndexError:
+            return None
+
+    def part(self, key: str, number: int, *, questions: int = 1) -> Part:
+        """Texts and answers of questions in a row."""
+        columns = self.columns(key)
+        first, last = number * questions, min((number + 1) * questions, len(columns.questions.ids))
+        if first >= last:
+            raise IndexError(number)
+        return Part(first, [columns.question(at) for at in range(first, last)])
+
+    def pair(self, key: str, metric: int, first: int, second: int) -> Pair:
+        """The second of two checkpoints against the first."""
+        columns = self.columns(key)
+        return pair_of(columns, metric, first, second, samples_of=partial(self._samples, key))
+
+    def search(self, key: str, text: str) -> Found:
+        """Questions that hold a text; those that were found when the time for it is over."""
+        ends = time.monotonic() + _SEARCH_SECONDS
+        return self.columns(key).search(text, is_over=lambda: time.monotonic() > ends)
+
+    def contents(self, *, questions_per_part: int) -> dict[str, bytes]:
+        """The content of every name, for a file; samples that are not read yet are."""
+        found = {"index.json": as_json(self.index(searches=False))}
+        for key, board in self.boards.items():
+            self.read(key)
+            questions = replace(self.columns(key).questions, questions_per_part=questions_per_part)
+            found[f"{key}/questions.json"] = as_json(questions)
+            found[f"{key}/flags.bin"] = self._bytes_of(key, None)
+            there = board.with_samples
+            pairs = dict.fromkeys([*pairwise(there), (there[0], there[-1])] if len(there) > 1 else [])
+            for metric in range(len(questions.metrics)):
+                found[f"{key}/scores/{metric}.bin"] = self._bytes_of(key, metric)
+            for ends, metric in product(pairs, range(len(questions.metrics))):
+                found[f"{key}/pairs/{metric}-{ends[0]}-{ends[1]}.json"] = as_json(self.pair(key, metric, *ends))
+            for number in range(math.ceil(len(questions.ids) / questions_per_part)):
+                part = self.part(key, number, questions=questions_per_part)
+                found[f"{key}/part/{number}.json"] = as_json(part)
+        return found
+
+    def columns(self, key: str) -> BoardColumns:
+        """The columns of a benchmark that is read; made once for requests that come side by side."""
+        with self._joining:
+            return self._joined(key)
+
+    def _join(self, key: str) -> BoardColumns:
+        return BoardColumns(self.boards[key], self._kept, unreadable=self._unreadable)
+
+    def _read_samples(self, key: str, checkpoint: int) -> KeptSamples | None:
+        return kept_samples(self.boards[key].records[checkpoint])
+
+    def _bytes_of(self, key: str, metric: int | None) -> bytes:
+        columns = self.columns(key)
+        return (columns.flags() if metric is None else columns.scores(metric)).tobytes()
+
+
+def _read(found: FoundRecord, kept: KeptColumns) -> None:
+    """Reads the samples of a record into columns; a record whose samples are gone has none."""
+    uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
+    keep = TextKeeper(kept)
+    try:
+        content = storage.read_bytes(uri)
+    except FileNotFoundError:
+        kept.take(place_of(found), {}, {})
+        return
+    columns = columns_in(content, uri=uri, benchmark_of=cache(partial(board_of_sample, found.record)), keep=keep)
+    kept.take(place_of(found), columns, keep.new)
+
+
+_kept: list[KeptColumns] = []
+
+
+def _begin(path: Path) -> None:
+    """Opens what is kept once for a process, which ends with the one that started it, whatever that died of."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to this process too
+    _kept.append(KeptColumns(path))
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _work(found: FoundRecord) -> None:
+    _read(found, _kept[0])

@@ -1,0 +1,463 @@
+"""Questions and answers as the page gets them: from records and samples, by a server, and in one file."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+from aiohttp.test_utils import TestClient, TestServer
+from typer.testing import CliRunner
+
+from fakes.records import make_metric, make_record, publish
+from flows.cli.app import app
+from resources.storage import storage
+from tasks.records.details import MergedInput, MergeReference
+from tasks.records.record import find_records
+from tasks.records.samples import SAMPLES_NAME, Sample
+from tasks.records.search import RecordFilter
+from tasks.reports.comparison import compare
+from tasks.viewing.columns import CUT, NO_SCORE, SHORTENED, UNSCORED, Scale, as_bytes, is_right
+from tasks.viewing.kept import KeptColumns, kept_at
+from tasks.viewing.page import one_file, page_files, write_beside_report
+from tasks.viewing.reading import BLOCK
+from tasks.viewing.server import application
+from tasks.viewing.view import IN_MEMORY, View
+
+TOKEN = "a-token"
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+def asked(number: int, right: bool, **others: Any) -> Sample:
+    """An answer to a question with two choices."""
+    fields: dict[str, Any] = {
+        "benchmark": "made",
+        "id": f"question {number}",
+        "prompt": f"Which colour is number {number}?",
+        "output": "green" if right else "red",
+        "target": "green",
+        "scores": {"acc": float(right)},
+    }
+    return Sample(**fields | others)
+
+
+def published(folder: Path, step: int, answers: Sequence[Sample], **others: Any) -> str:
+    """A record over samples, with their mean."""
+    scores = [sample.scores["acc"] for sample in answers if "acc" in sample.scores]
+    metric = make_metric("made", sum(scores) / max(1, len(scores)), n=len(scores))
+    fields: dict[str, Any] = {"metrics": (metric,), "benchmarks": ("made",), "samples": len(answers)}
+    return publish(folder, make_record(step=step, **fields | others), answers)
+
+
+@contextmanager
+def viewed(location: Path | str) -> Iterator[tuple[View, str]]:
+    """A view of a folder whose samples are read, and the key of its first benchmark."""
+    view = View(find_records(str(location)), title="made", location=str(location))
+    try:
+        key = next(iter(view.boards))
+        view.read(key)
+        yield view, key
+    finally:
+        view.close()
+
+
+def had(view: View, name: str) -> Any:
+    content = view.answer(name)
+    assert content is not None, name
+    return json.loads(content)
+
+
+def grid(view: View, key: str, name: str) -> list[list[int]]:
+    content = view.answer(f"{key}/{name}.bin")
+    assert content is not None
+    questions = len(had(view, f"{key}/questions.json")["ids"])
+    return np.frombuffer(content, np.uint8).reshape(-1, questions).tolist()
+
+
+def test_scores_become_bytes_between_the_ends_of_their_metric():
+    scale = Scale("bpb", False, 1.0, 3.0)
+    found = as_bytes(np.array([1.0, 2.0, 3.0, 9.0, np.nan]), scale)
+    assert found.tolist() == [0, 127, 254, 254, NO_SCORE]
+    assert is_right(found, scale).tolist() == [True, False, False, False, False]
+    assert is_right(found, Scale("acc", True, 1.0, 3.0)).tolist() == [False, True, True, True, False]
+
+
+def test_scores_of_a_metric_that_is_the_same_everywhere_become_bytes():
+    assert as_bytes(np.array([2.0, np.nan]), Scale("bpb", None, 2.0, 2.0)).tolist() == [0, NO_SCORE]
+
+
+def test_index_names_checkpoints_with_and_without_a_score_from_records_alone(tmp_path: Path):
+    cell = published(tmp_path, 100, [asked(1, True), asked(2, False)])
+    published(tmp_path, 200, [asked(1, True), asked(2, True)], status="withheld", reason="1 answer to 2 questions")
+    published(tmp_path, 300, [], status="failed", reason="the harness ended with 1", samples=None)
+    Path(cell, "attempt-1", SAMPLES_NAME).unlink()
+    view = View(find_records(str(tmp_path)), title="made", location=str(tmp_path))
+    [benchmark] = had(view, "index.json")["benchmarks"]
+    assert re.fullmatch("[a-z0-9-]+", benchmark["key"])
+    assert (benchmark["benchmark"], benchmark["metrics"]) == ("made", ["acc"])
+    shown = [(c["step"], c["status"], c["note"], c["samples"], list(c["scores"])) for c in benchmark["checkpoints"]]
+    assert shown == [
+        (100, "succeeded", None, True, ["acc"]),
+        (200, "withheld", "1 answer to 2 questions", True, []),
+        (300, "failed", "the harness ended with 1", False, []),
+    ]
+
+
+def test_merged_checkpoints_are_columns_of_a_run_of_their_own_and_say_how_they_were_made(tmp_path: Path):
+    inputs = tuple(
+        MergedInput(uri=f"checkpoints/{step}", run="run-a", step=step, digest=f"{step}", weight=0.5)
+        for step in (100, 200)
+    )
+    merged = make_record(step=200).checkpoint.model_copy(
+        update={"name": "merged", "digest": "e" * 64, "merge": MergeReference(kind="mean", inputs=inputs)}
+    )
+    published(tmp_path, 200, [asked(1, True)], checkpoint=merged, cell="merged-cell")
+    for step in (100, 200, 300):
+        published(tmp_path, step, [asked(1, step > 200)])
+    with viewed(tmp_path) as (view, key):
+        [benchmark] = had(view, "index.json")["benchmarks"]
+        assert [(c["run"], c["step"], c["merge"]) for c in benchmark["checkpoints"]] == [
+            ("run-a", 100, None),
+            ("run-a", 200, None),
+            ("run-a", 300, None),
+            ("run-a (merged: mean of 2)", 200, "mean of 2: run-a 100, 200"),
+        ]
+        assert grid(view, key, "scores/0") == [[0], [0], [254], [254]]
+
+
+def test_grid_has_scores_and_flags_of_every_checkpoint_in_one_order_of_questions(tmp_path: Path):
+    first = [asked(1, True), asked(2, False, finish="length"), asked(3, True, truncated=True)]
+    second = [asked(3, False), asked(4, True), asked(1, True), asked(2, False, scores={})]
+    published(tmp_path, 100, first)
+    published(tmp_path, 200, second)
+    published(tmp_path, 300, [asked(2, True)], status="withheld", reason="too few")
+    with viewed(tmp_path) as (view, key):
+        assert had(view, f"{key}/questions.json")["ids"] == [f"question {number}" for number in (3, 4, 1, 2)]
+        assert grid(view, key, "scores/0") == [
+            [254, NO_SCORE, 254, 0],
+            [0, 254, 254, NO_SCORE],
+            [NO_SCORE, NO_SCORE, NO_SCORE, 254],
+        ]
+        assert grid(view, key, "flags") == [[SHORTENED, 0, 0, CUT], [0, 0, 0, UNSCORED], [0, 0, 0, UNSCORED]]
+
+
+def test_question_has_its_answers_at_every_checkpoint_and_what_was_asked_otherwise(tmp_path: Path):
+    published(tmp_path, 100, [asked(0, True), asked(1, True, log_likelihoods=(-1.0, -2.5))])
+    other = asked(1, False, prompt="In other words: one?", finish="stop")
+    published(tmp_path, 200, [other, asked(1, True, prompt="In other words: one?")])
+    published(tmp_path, 300, [asked(0, True)])
+    with viewed(tmp_path) as (view, key):
+        number = had(view, f"{key}/questions.json")["ids"].index("question 1")
+        [question] = had(view, f"{key}/part/{number}.json")["questions"]
+    assert (question["prompt"], question["target"]) == ("Which colour is number 1?", "green")
+    first, second, third = question["answers"]
+    assert [(a["output"], a["log_likelihoods"], a["prompt"]) for a in first] == [("green", [-1.0, -2.5], None)]
+    assert [(a["output"], a["scores"], a["finish"]) for a in second] == [
+        ("red", {"acc": 0.0}, "stop"),
+        ("green", {"acc": 1.0}, None),
+    ]
+    assert {a["prompt"] for a in second} == {"In other words: one?"} and third == []
+
+
+def test_question_that_was_asked_repeatedly_has_the_mean_of_its_scores(tmp_path: Path):
+    published(tmp_path, 100, [asked(1, True), asked(2, False), asked(1, False)])
+    with viewed(tmp_path) as (view, key):
+        assert grid(view, key, "scores/0") == [[127, 0]]
+
+
+def test_questions_beyond_a_block_are_found_where_they_are(tmp_path: Path):
+    number = 2 * BLOCK + 5
+    published(tmp_path, 100, [asked(each, each % 3 == 0) for each in range(number)])
+    published(tmp_path, 200, [asked(each, each % 2 == 0) for each in reversed(range(number))])
+    with viewed(tmp_path) as (view, key):
+        ids = had(view, f"{key}/questions.json")["ids"]
+        for place in (0, BLOCK - 1, BLOCK, number - 1):
+            own = int(ids[place].split()[1])
+            [question] = had(view, f"{key}/part/{place}.json")["questions"]
+            assert question["prompt"] == f"Which colour is number {own}?"
+            outputs = [answers[0]["output"] for answers in question["answers"]]
+            assert outputs == ["green" if own % 3 == 0 else "red", "green" if own % 2 == 0 else "red"]
+        assert view.answer(f"{key}/part/{number}.json") is None
+
+
+def test_group_shows_the_questions_of_its_parts(tmp_path: Path):
+    samples = [asked(1, True, benchmark=part) for part in ("north", "other", "south")]
+    metrics = (
+        make_metric("other", 1.0),
+        make_metric("world", 1.0).model_copy(update={"parts": {"north": 0.5, "pole": 0.5}}),
+        make_metric("pole", 1.0).model_copy(update={"parts": {"south": 1.0}}),
+        *(make_metric(part, 1.0) for part in ("north", "south")),
+    )
+    publish(tmp_path, make_record(metrics=metrics, benchmarks=("other", "world"), samples=3), samples)
+    with viewed(tmp_path) as (view, _):
+        other, world = (board.shown for board in view.boards.values())
+        questions = had(view, f"{world.key}/questions.json")
+        assert (other.benchmark, world.benchmark) == ("other", "world")
+        assert (questions["ids"], questions["parts"], questions["part"]) == (
+            ["question 1", "question 1"],
+            ["north", "south"],
+            [0, 1],
+        )
+        assert grid(view, world.key, "scores/0") == [[254, 254]]
+        assert had(view, f"{other.key}/questions.json")["ids"] == ["question 1"]
+
+
+def test_metrics_outside_of_0_to_1_have_the_ends_of_all_checkpoints(tmp_path: Path):
+    for step, values in ((100, (2.5, 4.5)), (200, (0.5, 3.0))):
+        samples = [
+            asked(number, True, scores={"acc": 1.0, "bpb": value}) for number, value in enumerate(values)
+        ]  # fmt: skip
+        published(tmp_path, step, samples)
+    with viewed(tmp_path) as (view, key):
+        scales = had(view, f"{key}/questions.json")["metrics"]
+        assert [(scale["name"], scale["low"], scale["high"]) for scale in scales] == [
+            ("acc", 0.0, 1.0),
+            ("bpb", 0.5, 4.5),
+        ]
+        assert grid(view, key, "scores/1") == [[127, 254], [0, 159]]
+
+
+def test_perplexities_of_single_texts_are_told_apart_by_their_ratio(tmp_path: Path):
+    samples = [
+        asked(number, True, scores={}, ratios={"bits_per_byte": (-float(number), 1.0)}) for number in range(1, 101)
+    ]
+    metric = make_metric("made", 1.0, name="bits_per_byte", higher_is_better=False)
+    publish(tmp_path, make_record(metrics=(metric,), samples=100), samples)
+    with viewed(tmp_path) as (view, key):
+        [scale] = had(view, f"{key}/questions.json")["metrics"]
+        [column] = grid(view, key, "scores/0")
+    assert scale["higher_is_better"] is False and 1.4 < scale["low"] < scale["high"] < 144.3
+    assert column == sorted(column) and set(column) >= {0, 254}
+
+
+@pytest.mark.parametrize("clusters", [False, True])
+def test_two_checkpoints_have_the_numbers_of_assay_compare(tmp_path: Path, clusters: bool):
+    rights = np.random.default_rng(0).random((2, 60)) < [[0.4], [0.7]]
+    for step, right in zip((100, 200), rights.tolist(), strict=True):
+        passage = (lambda number: f"passage {number // 3}") if clusters else lambda number: None
+        published(tmp_path, step, [asked(n, good, cluster=passage(n)) for n, good in enumerate(right)])
+    with viewed(tmp_path) as (view, key):
+        found = had(view, f"{key}/pairs/0-0-1.json")
+        records = view.boards[key].records
+    [metric] = compare([records[0]], [records[1]], labels=("a", "b"), wanted=RecordFilter(), adjustment="none").metrics
+    won, lost = (~rights[0] & rights[1]).nonzero()[0].tolist(), (rights[0] & ~rights[1]).nonzero()[0].tolist()
+    assert (found["won"], found["lost"]) == (won, lost)
+    assert len(found["both"]) == (rights[0] & rights[1]).sum() and len(found["neither"]) == (~rights).all(0).sum()
+    finding = metric.finding
+    assert [found[name] for name in ("difference", "low", "high", "p", "test")] == pytest.approx(
+        [finding.difference, finding.low, finding.high, finding.p, finding.test]
+    )
+    exact = None if clusters else scipy.stats.binomtest(len(won), len(won) + len(lost)).pvalue
+    assert found["exact_p"] == (exact if exact is None else pytest.approx(exact))
+
+
+def test_two_checkpoints_of_which_one_was_withheld_are_counted_and_not_tested(tmp_path: Path):
+    published(tmp_path, 100, [asked(1, True), asked(2, False)])
+    published(tmp_path, 200, [asked(1, True), asked(2, True)], status="withheld", reason="too few")
+    with viewed(tmp_path) as (view, key):
+        found = had(view, f"{key}/pairs/0-0-1.json")
+    assert (found["won"], found["p"], found["reason"]) == ([1], None, "it has no published value")
+
+
+@pytest.mark.parametrize(
+    ("text", "in_questions", "in_answers"),
+    [
+        ("COLOUR is number 2", [1], []),
+        ('said "blue"\nlike Ünder', [], [0]),
+        ("green", [0, 1, 2], [0, 2]),
+        ("output", [], []),
+        ("passage", [2], []),
+    ],
+)
+def test_search_finds_texts_of_questions_and_of_answers(
+    tmp_path: Path, text: str, in_questions: list[int], in_answers: list[int]
+):
+    published(tmp_path, 100, [asked(1, True), asked(2, False), asked(3, True, context="A Passage. ")])
+    second = [asked(2, False), asked(1, False, output='It said "Blue"\nlike Ünder'), asked(3, False)]
+    published(tmp_path, 200, second)
+    with viewed(tmp_path) as (view, key):
+        found = view.search(key, text)
+    assert (found.in_questions, found.in_answers, found.complete) == (in_questions, in_answers, True)
+
+
+def test_damaged_samples_of_a_checkpoint_leave_the_others_theirs(tmp_path: Path):
+    published(tmp_path, 100, [asked(1, True)])
+    cell = published(tmp_path, 200, [asked(1, True)])
+    Path(cell, "attempt-1", SAMPLES_NAME).write_bytes(gzip.compress(b'{"benchmark": "made"}\n'))
+    with viewed(tmp_path) as (view, key):
+        assert grid(view, key, "scores/0") == [[254], [NO_SCORE]]
+        unreadable = had(view, f"{key}/questions.json")["unreadable"]
+        assert list(unreadable) == ["1"] and SAMPLES_NAME in unreadable["1"]
+
+
+def test_records_in_a_store_are_viewed_as_those_in_a_folder(tmp_path: Path):
+    published(tmp_path / "here", 100, [asked(1, True), asked(2, False)])
+    storage.copy_from_local(tmp_path / "here", f"memory://{tmp_path.name}/evaluations")
+    with viewed(f"memory://{tmp_path.name}/evaluations") as (view, key):
+        assert grid(view, key, "scores/0") == [[254, 0]]
+
+
+def test_large_records_are_read_once_by_processes_and_kept_below_the_cache(tmp_path: Path):
+    cells = [
+        published(tmp_path, step, [asked(1, True), asked(2, step > 100)], samples=IN_MEMORY) for step in (100, 200)
+    ]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with viewed(tmp_path) as (view, key):
+        assert grid(view, key, "scores/0") == [[254, 0], [254, 254]]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for cell in cells:
+        Path(cell, "attempt-1", SAMPLES_NAME).unlink()
+    with viewed(tmp_path) as (view, key):
+        assert grid(view, key, "scores/0") == [[254, 0], [254, 254]]
+    kept = kept_at(str(tmp_path))
+    kept.write_bytes(b"no database" * 1000)
+    for beside in (f"{kept}-wal", f"{kept}-shm"):
+        Path(beside).unlink(missing_ok=True)
+    with viewed(tmp_path) as (view, key):
+        assert had(view, f"{key}/questions.json")["ids"] == []
+
+
+def test_columns_that_were_not_opened_for_longest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasks.viewing.kept._MOST_BYTES", 0)
+    for name in ("old", "new"):
+        KeptColumns(tmp_path / f"{name}.sqlite").close()
+    assert [path.name for path in tmp_path.glob("*.sqlite")] == ["new.sqlite"]
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[TestClient[Any, Any]]:
+    """A server of one benchmark, asked as a browser asks."""
+    published(tmp_path, 100, [asked(1, True), asked(2, False)])
+    view = View(find_records(str(tmp_path)), title="made", location=str(tmp_path))
+    server = TestServer(application(view, token=TOKEN, host="assay.test"))
+    async with TestClient(server, headers={"Accept-Encoding": "gzip"}) as client:
+        yield client
+    view.close()
+
+
+async def test_server_sends_the_page_and_columns_to_whoever_has_the_address(client: TestClient[Any, Any]):
+    page = await client.get(f"/{TOKEN}/")
+    assert page.status == 200 and page.content_type == "text/html"
+    index = await (await client.get(f"/{TOKEN}/index.json")).json()
+    key = index["benchmarks"][0]["key"]
+    scores = await client.get(f"/{TOKEN}/{key}/scores/0.bin")
+    assert (await scores.read(), scores.headers["Content-Encoding"]) == (bytes([254, 0]), "gzip")
+    found = await (await client.get(f"/{TOKEN}/{key}/search.json?text=number%202")).json()
+    assert found["in_questions"] == [1]
+
+
+@pytest.mark.parametrize("name", ["", "index.json", "main.js", "nothing"])
+@pytest.mark.parametrize(("path", "host"), [("", None), ("another", None), (TOKEN, "evil.test"), (TOKEN, "")])
+async def test_server_refuses_who_lacks_the_token_or_comes_by_another_name(
+    client: TestClient[Any, Any], path: str, host: str | None, name: str
+):
+    headers = {} if host is None else {"Host": host}
+    answer = await client.get(f"/{path}/{name}".replace("//", "/"), headers=headers)
+    assert answer.status == 403 and list(await answer.json()) == ["error"]
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:80", "assay.test:80", "ASSAY.test"])
+async def test_server_answers_by_numbers_and_by_its_own_name(client: TestClient[Any, Any], host: str):
+    assert (await client.get(f"/{TOKEN}/index.json", headers={"Host": host})).status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+async def test_server_can_only_be_read(client: TestClient[Any, Any], method: str):
+    assert (await client.request(method, f"/{TOKEN}/index.json")).status == 405
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../columns.py", "%2e%2e/columns.py", "..%2fview.py", "/etc/passwd", "made/questions.json", "a/part/-1.json"],
+)
+async def test_server_has_nothing_but_the_page_and_its_columns(client: TestClient[Any, Any], name: str):
+    answer = await client.get(f"/{TOKEN}/{name}")
+    assert answer.status in (403, 404) and b"import" not in await answer.read()
+
+
+@pytest.mark.parametrize("path", [f"/{TOKEN}/", f"/{TOKEN}/index.json", f"/{TOKEN}/nothing", "/"])
+async def test_every_answer_forbids_scripts_of_others_and_guesses(client: TestClient[Any, Any], path: str):
+    headers = (await client.get(path)).headers
+    policy = dict(rule.split(" ", 1) for rule in headers["Content-Security-Policy"].split("; "))
+    assert (policy["default-src"], policy["script-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
+    assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
+
+
+def embedded(page: str) -> Mapping[str, bytes]:
+    """Content by name, as the page's script reads it."""
+    found = re.findall(r'<script type="application/octet-stream" data-name="([^"]+)">([^<]+)</script>', page)
+    return {name: gzip.decompress(base64.b64decode(content)) for name, content in found}
+
+
+def test_one_file_holds_everything_and_runs_nothing_but_its_own_script(tmp_path: Path):
+    hostile = [asked(n, n > 1, id=f"{HOSTILE} {n}", output=HOSTILE, target=HOSTILE) for n in range(40)]
+    published(tmp_path, 100, hostile)
+    published(tmp_path, 200, [sample.model_copy(update={"scores": {"acc": 1.0}}) for sample in hostile])
+    with viewed(tmp_path) as (view, key):
+        contents = view.contents(questions_per_part=32)
+        page = one_file(contents).decode()
+        again = one_file(view.contents(questions_per_part=32)).decode()
+    names = ["questions.json", "flags.bin", "scores/0.bin", "pairs/0-0-1.json", "part/0.json", "part/1.json"]
+    assert embedded(page) == contents and contents.keys() >= {"index.json", *(f"{key}/{name}" for name in names)}
+    assert HOSTILE not in page and page == again
+    assert json.loads(contents[f"{key}/questions.json"])["questions_per_part"] == 32
+    assert len(json.loads(contents[f"{key}/part/1.json"])["questions"]) == 8
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    for kind, tag in (("script-src", '<script type="module">'), ("style-src", "<style>")):
+        texts = re.findall(rf"{tag}(.*?)</{tag[1:].split()[0].rstrip('>')}>", page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        assert texts and rules[kind] == " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert rules["default-src"] == "'none'"
+
+
+def test_modules_of_the_page_are_one_script_in_which_no_name_is_declared_twice():
+    page = one_file({}).decode()
+    script = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)[0]
+    assert not re.findall(r"^(?:import|export)\b", script, re.MULTILINE)
+    declared = re.findall(r"^(?:async )?(?:const|let|class|function\*?) (\w+)", script, re.MULTILINE)
+    assert declared and len(declared) == len(set(declared))
+    modules = [content.decode() for name, content in page_files().items() if name.endswith(".js")]
+    named = [
+        re.findall(r"^export (?:async )?(?:const|let|class|function\*?) (\w+)", text, re.MULTILINE) for text in modules
+    ]
+    assert {name for names in named for name in names} <= set(declared)
+
+
+def test_report_of_a_small_run_has_a_page_of_its_questions_beside_it(tmp_path: Path):
+    published(tmp_path / "evaluations", 100, [asked(1, True), asked(2, False)])
+    report = tmp_path / "my report.html"
+    done = CliRunner().invoke(
+        app, ["report", str(tmp_path / "evaluations"), "--output", str(report)], catch_exceptions=False
+    )
+    assert done.exit_code == 0 and 'href="my%20report-questions.html"' in report.read_text()
+    assert json.loads(embedded((tmp_path / "my report-questions.html").read_text())["index.json"])["searches"] is False
+
+
+def test_report_of_a_large_run_says_how_its_questions_are_opened(tmp_path: Path):
+    published(tmp_path / "evaluations", 100, [asked(1, True)], samples=30_000)
+    report = tmp_path / "report.html"
+    CliRunner().invoke(app, ["report", str(tmp_path / "evaluations"), "--output", str(report)], catch_exceptions=False)
+    assert f"<code>assay view {tmp_path / 'evaluations'}</code>" in report.read_text()
+    assert not (tmp_path / "report-questions.html").exists()
+
+
+def test_records_without_samples_have_no_page_of_questions(tmp_path: Path):
+    publish(tmp_path, make_record())
+    assert write_beside_report(find_records(str(tmp_path)), str(tmp_path / "r.html"), title="t", location="") is None
+
+
+def test_one_file_of_a_large_run_is_refused_before_anything_is_read(tmp_path: Path):
+    published(tmp_path / "evaluations", 100, [asked(1, True)], samples=IN_MEMORY + 1)
+    output = tmp_path / "questions.html"
+    done = CliRunner().invoke(app, ["view", str(tmp_path / "evaluations"), "--output", str(output)])
+    assert done.exit_code and "100,001" in str(done.exception) and not output.exists()
