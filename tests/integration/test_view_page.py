@@ -13,10 +13,12 @@ from urllib.parse import urlencode
 import numpy as np
 import orjson
 import pytest
+from scipy.stats import binomtest
 
 from fakes.browser import Page, browser
 from fakes.view_server import ViewServer, view_server
 from fakes.viewing import HOSTILE, made_files
+from tasks.statistics.paired import mcnemar
 from tasks.viewing.columns import (
     NO_SCORE,
     Index,
@@ -367,12 +369,50 @@ def test_one_file_without_a_server_shows_questions_and_is_searched_by_the_page(
     page.until("document.getElementById('empty').textContent.startsWith('No question is left')")
     page.click("document.querySelector('#empty button')")
     page.until(f"{STATUS} === '30 questions × 4 checkpoints'")
-    page.value(
-        "(() => { const list = document.getElementById('c'); list.value = 'run-a/run-a-2000';"
-        " list.dispatchEvent(new Event('change')); })()"
+    page.value(f"location.hash = '{urlencode({'b': CHOICES, 'a': 'run-a/run-a-2000', 'c': 'run-a/run-a-1000'})}'")
+    page.until("document.querySelector('.pair h2').textContent === 'run-a-2000 → run-a-1000'")
+    assert "holds no test of this pair" in page.value("document.querySelector('.pair').textContent")
+
+
+def test_one_file_has_mcnemars_test_of_every_pair_where_questions_stand_alone(
+    page: Page, server: ViewServer, tmp_path: Path
+) -> None:
+    files = large_files(questions=60, checkpoints=4)
+    before, after = np.frombuffer(files["large/scores/0.bin"], np.uint8).reshape(4, -1)[[0, 2]] > 0
+    found = mcnemar(before, after)
+    file = tmp_path / "view.html"
+    file.write_bytes(one_file(files))
+    page.go(f"{file.as_uri()}#{urlencode({'a': 'run/step-0', 'c': 'run/step-2'})}")
+
+    text = page.until("document.querySelector('.pair .facts')?.innerText && document.querySelector('.pair').innerText")
+
+    assert found.low is not None and found.high is not None and found.p is not None
+    assert f"{found.difference:+.3f}" in text and f"{found.low:+.3f} to {found.high:+.3f}" in text.replace("−", "-")
+    assert f"{found.p:.4f}" in text or f"{found.p:.3f}" in text or (found.p < 0.0001 and "below 0.0001" in text)
+
+
+def test_mcnemars_test_of_the_page_is_that_of_the_comparison(page: Page, server: ViewServer) -> None:
+    counts = [(0, 0, 2), (3, 3, 9), (1, 0, 5), (12, 4, 40), (90, 140, 14_000), (1500, 1420, 14_000), (40, 2, 43)]
+    show(page, server)
+    own = page.value(
+        f"import('./mcnemar.js').then(({{mcnemar}}) => {json.dumps(counts)}.map((count) => mcnemar(...count)))"
     )
-    page.until("document.querySelector('.pair').textContent.includes('run-a-2000')")
-    page.until("document.querySelectorAll('.kind').length === 4")
+    for (won, lost, questions), test in zip(counts, own, strict=True):
+        first = np.array([*[False] * won, *[True] * (questions - won)])
+        second = np.array([*[True] * won, *[False] * lost, *[True] * (questions - won - lost)])
+        found = mcnemar(first, second)
+        exact = binomtest(won, won + lost, 0.5).pvalue if won + lost else 1.0
+        expected = [found.difference, found.low, found.high, found.p, exact]
+        assert [test[name] for name in ("difference", "low", "high", "p", "exact_p")] == pytest.approx(expected, 1e-9)
+
+
+def test_address_that_names_what_is_not_there_says_so(page: Page, server: ViewServer) -> None:
+    show(page, server, b="another-benchmark", c="run-b/step-7", q="question-x")
+
+    problem = page.until("!document.getElementById('problem').hidden && document.getElementById('problem').textContent")
+
+    assert "run-b/step-7" in problem and "another-benchmark" in problem and "To do: " in problem
+    assert page.until("document.getElementById('question-pane').textContent.includes('question-x')")
 
 
 def test_search_asks_the_server_and_a_slow_server_and_a_broken_one_are_said(page: Page, server: ViewServer) -> None:
@@ -389,7 +429,7 @@ def test_search_asks_the_server_and_a_slow_server_and_a_broken_one_are_said(page
     page.until("document.getElementById('empty').textContent.includes('3 of 200 files')")
     page.until(DRAWN)
 
-    server.answers["large/part/0.json"] = [(500, b"samples of step-0 are damaged")]
+    server.answers["large/part/0.json"] = [(500, b'{"error": "samples of step-0 are damaged"}')]
     page.go("about:blank")
     page.go(f"{server.url}/large/#{urlencode({'q': 'question-0'})}")
     problem = page.until("!document.getElementById('problem').hidden && document.getElementById('problem').textContent")

@@ -29,12 +29,14 @@ export function follow({ benchmark, chosen, loaded, matching }) {
   const columns = remembered("columns", [benchmark, run], () =>
     [...checkpoints.keys()].filter((column) => !run || checkpoints[column].run === run));
   const metric = loaded ? loaded.questions.metrics[loaded.metric].name : chosen.m || benchmark.metrics[0];
-  const base = { benchmark, checkpoints, runs, run, columns, metric };
+  const base = { missing: [], benchmark, checkpoints, runs, run, columns, metric };
   if (!loaded) return base;
   const { table, names } = loaded;
   const answered = columns.filter((column) => checkpoints[column].samples);
+  const missing = [];
   const named = (label, otherwise) => {
     const place = label ? checkpoints.findIndex((checkpoint) => labelOf(checkpoint) === label) : -1;
+    if (label && place < 0) missing.push(`the checkpoint ${label}`);
     return place >= 0 ? place : otherwise ?? null;
   };
   const a = named(chosen.a, answered[0]);
@@ -46,6 +48,6 @@ export function follow({ benchmark, chosen, loaded, matching }) {
   const hits = chosen.text ? matching : null;
   const rows = remembered("rows", [order, chosen.filter, pairs, hits], () => filterRows(order, chosen.filter, { found, pairs, hits }));
   const question = chosen.q ? names.indexOf(chosen.q) : -1;
-  return { ...base, table, names, answered, a, b, found, pairs, counts, rows, question: question < 0 ? null : question };
+  return { ...base, missing, table, names, answered, a, b, found, pairs, counts, rows, question: question < 0 ? null : question };
 }
 

@@ -8,8 +8,9 @@ import { showFields, showLegend } from "./fields.js";
 import { follow, forget, remembered } from "./following.js";
 import { Grid } from "./grid.js";
 import { labelOf, loadBenchmark, progressText, titleOf } from "./loading.js";
-import { sayEmpty, sayProblem } from "./messages.js";
-import { CUT, FILTERS, MISSING, WITHHELD, meanOf } from "./model.js";
+import { mcnemar } from "./mcnemar.js";
+import { sayEmpty, sayMissing, sayProblem } from "./messages.js";
+import { CUT, FILTERS, LOST, MISSING, WITHHELD, WON, meanOf } from "./model.js";
 import { pairView } from "./pair.js";
 import { questionView, scoreWord } from "./question.js";
 import { rowTable } from "./rows.js";
@@ -54,6 +55,8 @@ async function show() {
     byId("problem").hidden = true;
     loaded = found;
     now = follow({ benchmark, chosen, loaded, matching: search.hits });
+    if (chosen.b && chosen.b !== benchmark.key) now.missing.push(`the benchmark ${chosen.b}`);
+    if (now.missing.length) sayMissing(now.missing);
     showFields({ index, chosen, loaded, now });
     showGrid();
     showPane();
@@ -147,6 +150,7 @@ function open(question, column, asA) {
   const patch = { q: now.names[question], view: "question" };
   if (column !== null && now.checkpoints[column].samples) patch[asA ? "a" : "c"] = labelOf(now.checkpoints[column]);
   choose(patch, { step: chosen.q === "" || narrow.matches });
+  if (narrow.matches) byId("question-pane").focus(); // what was chosen from is no longer there
 }
 
 function viewOf() {
@@ -163,7 +167,8 @@ async function showPane() {
     tab.tabIndex = name === view ? 0 : -1;
     if (name !== "grid") byId(`${name}-pane`).hidden = name !== view;
   }
-  if (!loaded) return byId("question-pane").replaceChildren(), byId("pair-pane").replaceChildren();
+  document.querySelector("main").classList.toggle("alone", !loaded);
+  if (!loaded) return undefined;
   if (view === "pair") return showPair();
   return view === "question" ? showQuestion() : undefined;
 }
@@ -176,7 +181,7 @@ async function showPair() {
   const name = `${loaded.key}/pairs/${loaded.metric}-${a}-${b}.json`;
   pane.classList.add("busy");
   try {
-    const pair = await remembered("pair", [name], () => source.json(name));
+    const pair = (await remembered("pair", [name], () => source.json(name))) ?? ownTest();
     if (mine !== turn) return undefined;
     const shown = { names: [a, b].map((column) => titleOf(checkpoints[column], now.runs.length > 1)), pair, counts: pairs.counts, questions: table.questions, filter: chosen.filter, rows, ids: names, metric };
     pane.replaceChildren(pairView(shown, {
@@ -190,6 +195,15 @@ async function showPair() {
     if (mine === turn) pane.classList.remove("busy");
   }
   return undefined;
+}
+
+/** The test of a pair that the source has none of, where questions are right or wrong and stand alone. */
+function ownTest() {
+  const { clusters, parts } = loaded.questions;
+  const { counts } = now.pairs;
+  const alone = parts.length < 2 && clusters.every((cluster) => cluster === null);
+  if (!alone || !now.table.isBinary) return null;
+  return mcnemar(counts[WON], counts[LOST], counts.reduce((sum, count) => sum + count, 0));
 }
 
 async function showQuestion() {

@@ -20,3 +20,12 @@ export function sayProblem(error) {
   byId("problem").hidden = false;
   if (!(error instanceof ViewError)) console.error(error);
 }
+
+/** Says that an address names what is not here, and that something else is shown instead. */
+export function sayMissing(names) {
+  sayProblem(new ViewError({
+    expected: `${names.join(" and ")}, which the address names`,
+    found: "no such name in these records, so others are shown",
+    remedy: "Ask whoever sent the address which records it was made from, or choose again.",
+  }));
+}

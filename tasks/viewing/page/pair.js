@@ -21,7 +21,7 @@ export function pairView(shown, told) {
   return element(
     "article",
     { class: "pair" },
-    element("h2", {}, names[0], element("span", { class: "arrow", "aria-label": "to" }, " → "), names[1]),
+    element("h2", {}, element("bdi", {}, names[0]), element("span", { class: "arrow" }, " → "), element("bdi", {}, names[1])),
     compared === 0
       ? element("p", { class: "muted" }, "No question has a score at both checkpoints.")
       : [
@@ -47,7 +47,7 @@ export function pairView(shown, told) {
 
 function verdict(pair, metric) {
   if (!pair) {
-    return element("p", { class: "note" }, "This file holds no test of this pair: those of neighbours, and of the first and last checkpoint, are in it. The counts are exact.");
+    return element("p", { class: "note" }, "This file holds no test of this pair: those of neighbours, and of the first and last checkpoint, are in it. What is counted below is whole.");
   }
   const facts = [];
   if (pair.values) facts.push(["A", measured(pair.values[0])], ["B", measured(pair.values[1])]);

@@ -126,7 +126,7 @@ async function fetchedBytes(name, { signal, waited } = {}) {
     if (!answer.ok) {
       throw new ViewError({
         expected: `${name} from the server of this page`,
-        found: `status ${answer.status}: ${(await answer.text()).slice(0, 600)}`,
+        found: `status ${answer.status}, ${reasonIn(await answer.text())}`,
         remedy: answer.status === 403 || answer.status === 401
           ? "Open the whole address that assay view printed, with its token."
           : "The terminal of assay view may say more.",
@@ -136,6 +136,15 @@ async function fetchedBytes(name, { signal, waited } = {}) {
     waited?.(await answer.json());
     await new Promise((resolve) => setTimeout(resolve, ASKED_AGAIN_MILLISECONDS));
     signal?.throwIfAborted();
+  }
+}
+
+/** The server's own words for what went wrong. */
+function reasonIn(body) {
+  try {
+    return JSON.parse(body).error ?? body;
+  } catch {
+    return body.slice(0, 600) || "without a word";
   }
 }
 
