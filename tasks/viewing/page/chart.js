@@ -60,7 +60,7 @@ export function drawCurve(svg, { checkpoints, x, left, width, height, columnWidt
     const label = (value) => drawn("text", { class: "range", x: left - 8, y: y(value) + 4, "text-anchor": "end" }, measured(value));
     parts.push(...(high > low ? [high, low] : [low]).map(label));
   } else {
-    parts.push(drawn("text", { class: "range", x: left, y: height / 2 }, "No score of this metric was published."));
+    parts.push(drawn("text", { class: "range", x: left + 24, y: height / 2 }, "No score of this metric was published."));
   }
   parts.push(...ticks(checkpoints, x, height - 6, left, width));
   for (const [place, letter] of marked) {

@@ -11,7 +11,7 @@ import { CUT, WITHHELD, meanOf } from "./model.js";
 
 const ROW_HEIGHTS = [2, 4, 8, 14, 22];
 const TALLEST = ROW_HEIGHTS.at(-1);
-const WIDEST_COLUMN = 64;
+const WIDEST_COLUMN = 96;
 const SMALLEST_TARGET = 4; // thinner rows are made taller by a click, since nobody hits one of them
 const LABELLED = 14;
 const WIDTH_FOR_LABELS = 420;
@@ -174,17 +174,19 @@ export class Grid {
         if (!(mark & (CUT | WITHHELD))) continue;
         const y = top + (row - begin) * this.rowHeight;
         const size = Math.max(3, Math.min(7, this.rowHeight * 0.4, this.columnWidth * 0.5));
-        context.fillStyle = this.ink["--ink"];
-        context.beginPath();
-        if (mark & WITHHELD) {
-          context.rect(x + 2, y + this.rowHeight / 2 - 0.75, this.columnWidth - 4, 1.5);
-        } else {
-          const corner = x + this.columnWidth - 1;
-          context.moveTo(corner, y + 1);
-          context.lineTo(corner - size, y + 1);
-          context.lineTo(corner, y + 1 + size);
+        for (const [colour, wider] of [["--card", 1.5], ["--ink", 0]]) { // on paper, so that it stands out on every colour
+          context.fillStyle = this.ink[colour];
+          context.beginPath();
+          if (mark & WITHHELD) {
+            context.rect(x + 2, y + this.rowHeight / 2 - 0.75 - wider, this.columnWidth - 4, 1.5 + 2 * wider);
+          } else {
+            const corner = x + this.columnWidth - 1;
+            context.moveTo(corner, y + 1);
+            context.lineTo(corner - size - 1.5 * wider, y + 1);
+            context.lineTo(corner, y + 1 + size + 1.5 * wider);
+          }
+          context.fill();
         }
-        context.fill();
       }
     });
   }
