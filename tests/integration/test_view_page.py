@@ -254,6 +254,10 @@ def test_keys_move_a_cursor_that_is_read_out_open_its_question_and_walk_on_from_
     page.until("document.getElementById('c').value === 'run-a/run-a-3000'")
     page.press("Escape", 27)
     page.until("document.body.dataset.view === 'pair' && document.activeElement.id === 'scroller'")
+    page.press("ArrowLeft", 37)
+    page.press("Enter", 13)
+    page.until(OPEN)
+    assert page.value("document.getElementById('c').value") == "run-a/run-a-3000", "the cell is of A, so B stays"
 
 
 def test_address_shows_somebody_else_what_was_chosen_and_the_back_button_takes_it_back(

@@ -4,22 +4,27 @@ import { byId, counted, element, fillSelect, measured } from "./dom.js";
 import { labelOf, titleOf } from "./loading.js";
 import { BEST, CUT, FILTERS, SORTS, WITHHELD } from "./model.js";
 
-/** Fills the fields with what there is to choose, and with what was chosen. */
-export function showFields({ index, chosen, loaded, now }) {
-  const { benchmark, runs, run, checkpoints, a, b, counts } = now;
-  const several = (one) => index.benchmarks.filter(({ evaluator, benchmark: name }) => evaluator === one.evaluator && name === one.benchmark).length > 1;
+/** Fills the list of benchmarks, which is there while one of them is still loading. */
+export function showBenchmarks(index, shown) {
+  const several = (one) => index.benchmarks.filter(({ evaluator, benchmark }) => evaluator === one.evaluator && benchmark === one.benchmark).length > 1;
   const evaluators = [...new Set(index.benchmarks.map(({ evaluator }) => evaluator))];
   fillSelect(byId("benchmark"), evaluators.map((evaluator) => ({
     label: evaluator,
     options: index.benchmarks.filter((each) => each.evaluator === evaluator).map((each) => [
       each.key, several(each) ? `${each.benchmark} (${each.settings || each.evaluation_hash.slice(0, 8)})` : each.benchmark,
     ]),
-  })), benchmark.key);
+  })), shown.key);
+  document.title = `${shown.benchmark} · ${index.title}`;
+}
+
+/** Fills the other fields with what there is to choose, and with what was chosen. */
+export function showFields({ chosen, loaded, now }) {
+  const { benchmark, runs, run, checkpoints, a, b, counts } = now;
   const metrics = loaded ? loaded.questions.metrics.map(({ name }) => name) : benchmark.metrics;
   fillSelect(byId("metric"), metrics.map((name) => [name, name]), now.metric);
   fillSelect(byId("run"), [["", "all"], ...runs.map((name) => [name, name])], run);
+  byId("metric-field").hidden = false;
   byId("run-field").hidden = runs.length < 2;
-  document.title = `${benchmark.benchmark} · ${index.title}`;
   byId("compared").hidden = !loaded;
   if (!loaded) return;
   const choices = now.answered.map((column) => [labelOf(checkpoints[column]), titleOf(checkpoints[column], runs.length > 1 && !run)]);

@@ -4,12 +4,12 @@ import { readAddress, writeAddress } from "./address.js";
 import { drawCurve } from "./chart.js";
 import { asStyle } from "./colours.js";
 import { byId, counted, element, measured, plural } from "./dom.js";
-import { showFields, showLegend } from "./fields.js";
+import { showBenchmarks, showFields, showLegend } from "./fields.js";
 import { follow, forget, remembered } from "./following.js";
 import { Grid } from "./grid.js";
 import { labelOf, loadBenchmark, progressText, titleOf } from "./loading.js";
 import { mcnemar } from "./mcnemar.js";
-import { sayEmpty, sayMissing, sayProblem } from "./messages.js";
+import { sayEmpty, sayLoading, sayMissing, sayProblem } from "./messages.js";
 import { CUT, FILTERS, LOST, MISSING, WITHHELD, WON, meanOf } from "./model.js";
 import { pairView } from "./pair.js";
 import { questionView, scoreWord } from "./question.js";
@@ -48,7 +48,8 @@ async function show() {
     if (!benchmark) return sayEmpty("Nothing to open yet", "No record was found here. Evaluate a checkpoint, or open the folder that has the records: assay view FOLDER.");
     loading?.abort();
     loading = new AbortController();
-    if (loaded?.key !== benchmark.key) sayEmpty("Loading questions", "", { busy: true });
+    showBenchmarks(index, benchmark);
+    if (loaded?.key !== benchmark.key) sayLoading();
     const waited = (progress) => mine === turn && sayEmpty("Loading questions", progressText(progress), { progress });
     const found = await loadBenchmark(source, benchmark, chosen.m, { kept: loaded, signal: loading.signal, waited });
     if (mine !== turn) return undefined;
@@ -57,7 +58,7 @@ async function show() {
     now = follow({ benchmark, chosen, loaded, matching: search.hits });
     if (chosen.b && chosen.b !== benchmark.key) now.missing.push(`the benchmark ${chosen.b}`);
     if (now.missing.length) sayMissing(now.missing);
-    showFields({ index, chosen, loaded, now });
+    showFields({ chosen, loaded, now });
     showGrid();
     showPane();
   } catch (error) {
@@ -68,9 +69,7 @@ async function show() {
 
 function showGrid() {
   const { checkpoints, columns, rows, found, table, names, a, b, question } = now;
-  byId("tools").hidden = !loaded;
-  document.querySelector(".status").hidden = !loaded;
-  byId("legend").hidden = !loaded;
+  byId("tools").hidden = byId("above").hidden = byId("legend").hidden = !loaded;
   if (!loaded) {
     const notes = new Set(columns.map((column) => checkpoints[column].note).filter(Boolean));
     return sayEmpty("No questions to open", ["No samples were kept of this benchmark.", ...notes].join(" "));
@@ -147,10 +146,15 @@ function sayCell(question, column) {
 
 /** Opens a question; the checkpoint of the cell becomes B, or A with the shift key. */
 function open(question, column, asA) {
-  const patch = { q: now.names[question], view: "question" };
-  if (column !== null && now.checkpoints[column].samples) patch[asA ? "a" : "c"] = labelOf(now.checkpoints[column]);
-  choose(patch, { step: chosen.q === "" || narrow.matches });
+  choose({ q: now.names[question], view: "question", ...marked(column, asA) }, { step: chosen.q === "" || narrow.matches });
   if (narrow.matches) byId("question-pane").focus(); // what was chosen from is no longer there
+}
+
+/** Makes a checkpoint B, or A; the other of both stays what it is, and one without answers is neither. */
+function marked(column, asA) {
+  const other = asA ? now.b : now.a;
+  if (column === null || column === undefined || column === other || !now.checkpoints[column].samples) return {};
+  return { [asA ? "a" : "c"]: labelOf(now.checkpoints[column]) };
 }
 
 function viewOf() {
@@ -225,7 +229,7 @@ async function showQuestion() {
       question, id: names[question], asked, metric: now.metric, checkpoints, columns, found, table, a, b, scoreText,
       colourOf: (byte) => asStyle(grid.colours, byte), textsDiffer: first !== second, width: Math.max(280, pane.clientWidth - 38),
     };
-    const view = questionView(shown, { chosen: (column, asA) => choose({ [asA ? "a" : "c"]: labelOf(checkpoints[column]) }) });
+    const view = questionView(shown, { chosen: (column, asA) => choose(marked(column, asA)) });
     const focus = document.activeElement?.closest(".strip, .walk") && pane.contains(document.activeElement) ? document.activeElement.textContent : null;
     pane.replaceChildren(walk(rows.indexOf(question)), view);
     pane.dataset.question = names[question];
@@ -265,8 +269,8 @@ function step(by) {
 
 function stepCheckpoint(by) {
   if (!now?.answered?.length) return;
-  const place = now.answered.indexOf(now.b) + by;
-  if (now.answered[place] !== undefined) choose({ c: labelOf(now.checkpoints[now.answered[place]]) });
+  const others = now.answered.filter((column) => column !== now.a);
+  choose(marked(others[others.indexOf(now.b) + by], false));
 }
 
 function startSearch() {
@@ -316,8 +320,7 @@ function listen() {
   });
   byId("curve").addEventListener("click", (event) => {
     const x = event.clientX - byId("curve").getBoundingClientRect().left - inWindow.left + inWindow.scrollLeft;
-    const column = now.columns[Math.floor(x / inWindow.columnWidth)];
-    if (column !== undefined && now.checkpoints[column].samples) choose({ [event.shiftKey ? "a" : "c"]: labelOf(now.checkpoints[column]) });
+    choose(marked(now.columns[Math.floor(x / inWindow.columnWidth)], event.shiftKey));
   });
   for (const view of ["grid", "question", "pair"]) byId(`tab-${view}`).addEventListener("click", () => choose({ view }));
   document.querySelector(".tabs").addEventListener("keydown", (event) => {

@@ -11,11 +11,20 @@ export function sayEmpty(title, text, { progress, busy, more } = {}) {
   byId("empty").hidden = false;
 }
 
+/** Says that a benchmark is on its way, and hides what is of no use until then. */
+export function sayLoading() {
+  document.querySelector("main").classList.add("alone");
+  byId("tools").hidden = byId("above").hidden = byId("legend").hidden = true;
+  byId("metric-field").hidden = byId("run-field").hidden = true;
+  sayEmpty("Loading questions", "", { busy: true });
+}
+
 /** Says what was expected, what was found and what to do. */
 export function sayProblem(error) {
   const text = error instanceof ViewError
     ? `Expected: ${error.expected}.\nFound: ${error.found}.\nTo do: ${error.remedy}`
     : `The page met an error of its own: ${error.message}. Load it again.`;
+  if (byId("empty").querySelector("progress")) sayEmpty("Nothing to show yet", "The reason stands above.");
   byId("problem").textContent = text;
   byId("problem").hidden = false;
   if (!(error instanceof ViewError)) console.error(error);
