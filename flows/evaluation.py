@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.hooks import leave_nothing
 from resources.settings import settings
+from resources.tracing import tracing
 from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for, with_pinned_model
 from tasks.gates.conclude import conclude_by
 from tasks.gates.early import decided_early
@@ -95,6 +96,7 @@ def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, w
 
 def run_claimed(configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> None:
     """Evaluates the cells that this run gets a claim of, each batch of them on a pool of its own."""
-    while batch := claimed.next():
-        with provisioned(configs, stage_tokenizers(batch)) as serving:
-            schedule_cells(batch, serving, claimed=claimed)
+    with tracing("evaluation", **{"assay.run": configs[0].run_name}):
+        while batch := claimed.next():
+            with provisioned(configs, stage_tokenizers(batch)) as serving:
+                schedule_cells(batch, serving, claimed=claimed)

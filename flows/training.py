@@ -10,6 +10,7 @@ from prefect import flow
 from flows.evaluation import run_claimed
 from flows.hooks import leave_nothing
 from resources.errors import AssayError, NoCheckpoints
+from resources.tracing import tracing
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.claims.files import claims_folder
 from tasks.gates.conclude import conclude_by
@@ -111,10 +112,11 @@ def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], claimed
     """
     prepare_environments(configs)
     checkpoints = cells.first()
-    if cells.wanted:
-        with provisioned(configs, checkpoints) as serving:
-            cells.serving = serving
-            schedule_cells(cells.wanted, serving, arriving=cells.arrive(), configs=configs, claimed=claimed)
-    run_claimed(configs, claimed)
+    with tracing("evaluation", **{"assay.run": configs[0].run_name}):
+        if cells.wanted:
+            with provisioned(configs, checkpoints) as serving:
+                cells.serving = serving
+                schedule_cells(cells.wanted, serving, arriving=cells.arrive(), configs=configs, claimed=claimed)
+        run_claimed(configs, claimed)
     if cells.planned:
         publish_report(configs[0])

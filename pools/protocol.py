@@ -87,6 +87,8 @@ class LoadReport(Config):
     """From the order to the canary's answer."""
     phases: dict[str, float] = {}
     """Seconds by phase: stage, drain, reload, canary, start."""
+    ended: float = 0.0
+    """Time of its end, in seconds since 1970 by its machine's clock; 0 where that is not said."""
     reason: str | None = None
     """The reason that it could not be reloaded in place."""
     device: str | None = None

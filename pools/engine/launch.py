@@ -40,10 +40,13 @@ from resources.jobs import inheritance
 from resources.jobs.jobs import Client, Command, JobRequest, create_environment
 from resources.settings import ENGINE_KEY_VARIABLE, settings
 from resources.storage import storage
+from resources.tracing import traces_endpoint
 from resources.warm.fork_server import ForkServer, WarmProgram
 
 _ANY_NAME = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}
 """One engine answers for checkpoint after checkpoint; which names mean which weights is the proxy's to say."""
+_OVER_HTTP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+"""Traces go the way of those of an evaluation; vLLM would take gRPC."""
 _SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version")
 
 
@@ -244,7 +247,7 @@ class VllmLauncher:
 
     def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
         """See `Launcher.launch`."""
-        kwargs = engine_kwargs(self.config)
+        kwargs = {**_tracing_arguments(), **engine_kwargs(self.config)}
         if self.config.device != "tpu":  # has no log-probabilities of prompts, and compiles for each length
             kwargs = with_last_token(kwargs, checkpoint.files.config)
         elif part is not None:
@@ -299,7 +302,7 @@ class VllmLauncher:
         if self.config.device == "cpu" and self.config.resource_config.hosts_per_replica > 1:
             # vLLM would bind each rank to cores of its own, by NUMA nodes, of which there may be fewer than ranks.
             variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        return {**(self.config.model.engine_variables or {}), **variables, **of_part, **_ANY_NAME}
+        return {**(self.config.model.engine_variables or {}), **variables, **of_part, **_ANY_NAME, **_OVER_HTTP}
 
 
 def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: str | None = None) -> JobRequest:
@@ -321,6 +324,12 @@ def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: s
 def environment_name(config: InferencePoolConfig) -> str:
     """The pinned list of the engine that serves this pool."""
     return ENGINES[config.device].environment
+
+
+def _tracing_arguments() -> dict[str, Any]:
+    """Engine arguments that change no answer, and so count nowhere: where it sends its traces, if that is said here."""
+    endpoint = traces_endpoint()
+    return {} if endpoint is None else {"otlp_traces_endpoint": endpoint}
 
 
 def part_arguments(part: HostPart) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pools.pool.abilities import Abilities
 from pools.pool.loads import loads_of
 from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
 from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused, error_of
+from resources.tracing import traceparent
 
 LEASE_SECONDS = 60.0
 _RENEWALS_PER_LEASE = 6
@@ -74,7 +75,7 @@ class PoolSession:
         self._name = f"lease-{secrets.token_hex(6)}"
         self._wants: list[str] = []
         self._tries: dict[str, int] = {}
-        self._cells: dict[tuple[str, str], str | None] = {}
+        self._cells: dict[tuple[str, str], tuple[str | None, str | None]] = {}  # mirror, and span
         self._proxy_instance = ""
         self._abilities: dict[tuple[str, str], Abilities] = {}
         self._changing = threading.Lock()
@@ -155,9 +156,10 @@ class PoolSession:
             ProxyFailed: the pool is gone.
         """
         mirror = mirror if self.access.admin_key is not None else None
-        self._patiently(lambda: self._proxy.open_cell(cell, attempt, mirror=mirror))
+        trace = traceparent()
+        self._patiently(lambda: self._proxy.open_cell(cell, attempt, mirror=mirror, traceparent=trace))
         with self._introducing:
-            self._cells[cell, attempt] = mirror
+            self._cells[cell, attempt] = (mirror, trace)
         status = self.status()
         loads_before = {
             replica.announcement.instance: max((load.number for load in replica.announcement.loads), default=0)
@@ -206,7 +208,7 @@ class PoolSession:
             ProxyFailed: the pool is gone.
         """
         with self._introducing:
-            mirror = self._cells.pop((opened.name, opened.attempt), None)
+            mirror, _ = self._cells.pop((opened.name, opened.attempt), (None, None))
 
         def close() -> RequestCounters:
             if self._proxy.status().instance != opened.proxy:  # it may not know yet what it is to write or drop
@@ -296,8 +298,8 @@ class PoolSession:
             with self._introducing:
                 if self._proxy_instance not in ("", status.instance):
                     self._take_lease()
-                    for (cell, attempt), mirror in self._cells.items():
-                        self._proxy.open_cell(cell, attempt, mirror=mirror)
+                    for (cell, attempt), (mirror, trace) in self._cells.items():
+                        self._proxy.open_cell(cell, attempt, mirror=mirror, traceparent=trace)
                 self._proxy_instance = status.instance
         return status
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ from pools.proxy.connections.replies import Refusal
 
 _REMEMBERED = 10_000
 """Cells that this proxy was told of: no late request may begin an attempt at them."""
+_TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Cells:
@@ -26,6 +28,7 @@ class Cells:
         self._journal = journal
         self._opening: dict[CellScope, asyncio.Task[None]] = {}
         self._told: OrderedDict[str, bool] = OrderedDict()
+        self._traces: OrderedDict[CellScope, bytes] = OrderedDict()
 
     async def ensure_open(self, scope: CellScope) -> None:
         """Goes on with an attempt that a proxy before this one had begun, at its first request here.
@@ -42,7 +45,7 @@ class Cells:
         await asyncio.shield(opening)
 
     async def open(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
-        """Begins an attempt at a cell; `options` may name a folder as `mirror`.
+        """Begins an attempt at a cell; `options` may name a folder as `mirror`, and a span as `traceparent`.
 
         Raises:
             Refusal: the options are not understood.
@@ -50,19 +53,31 @@ class Cells:
         mirror = options.get("mirror")
         if mirror is not None and not isinstance(mirror, str):
             raise Refusal(400, "mirror must be the address of a folder, or null.", param="mirror")
+        trace = options.get("traceparent")
+        if trace is not None and not (isinstance(trace, str) and _TRACEPARENT.fullmatch(trace)):
+            raise Refusal(400, "traceparent must be as W3C's Trace Context has it, or null.", param="traceparent")
         self._remember(cell, mirrored=mirror is not None)
+        if trace is not None:
+            self._traces[CellScope(cell, attempt)] = trace.encode()
+            if len(self._traces) > _REMEMBERED:
+                self._traces.popitem(last=False)
         if self._journal is not None:
             await self._journal.open_cell(CellScope(cell, attempt), mirror=mirror)
 
     async def close_cell(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
         """Ends an attempt at a cell; with `drop` in the options its mirror is deleted."""
         self._remember(cell, mirrored=self.is_mirrored(cell))
+        self._traces.pop(CellScope(cell, attempt), None)
         if self._journal is not None:
             await self._journal.close_cell(CellScope(cell, attempt), drop_mirror=options.get("drop") is True)
 
     def is_mirrored(self, cell: str) -> bool:
         """Returns True if answers of a cell are copied to a folder, as far as this proxy was told."""
         return self._told.get(cell, False)
+
+    def traceparent(self, scope: CellScope | None) -> bytes | None:
+        """Returns the span that an attempt at a cell belongs to, as a `traceparent` header names it."""
+        return self._traces.get(scope) if scope is not None and self._traces else None
 
     def _remember(self, cell: str, *, mirrored: bool) -> None:
         self._told[cell] = mirrored

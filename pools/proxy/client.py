@@ -220,19 +220,20 @@ class ProxyClient:
         """
         return Announcement.model_validate_json(self._ask_for("GET", f"/replicas/{name}", key=join_token))
 
-    def open_cell(self, cell: str, attempt: str, *, mirror: str | None) -> None:
+    def open_cell(self, cell: str, attempt: str, *, mirror: str | None, traceparent: str | None = None) -> None:
         """Begins an attempt at a cell: its requests come under `/cells/<cell>/<attempt>/v1`.
 
         Args:
             cell: name of the cell, the same in every attempt that may replay its answers.
             attempt: name of this attempt.
             mirror: folder in any store that its answers are copied to, and read from now.
+            traceparent: the span that its requests belong to, for engines that trace.
 
         Raises:
             ProxyFailed: the proxy does not answer.
         ProxyRefused: it answers, and refuses.
         """
-        body = json.dumps({"mirror": mirror})
+        body = json.dumps({"mirror": mirror, "traceparent": traceparent})
         self._ask_for("PUT", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
 
     def cell_counts(self, cell: str, attempt: str) -> RequestCounters:

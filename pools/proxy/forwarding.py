@@ -77,7 +77,15 @@ class Forwarder:
         """Ends what runs beside requests."""
         await self._probes.close()
 
-    async def answer(self, request: Request, responder: Responder, *, target: bytes, scope: CellScope | None) -> None:
+    async def answer(
+        self,
+        request: Request,
+        responder: Responder,
+        *,
+        target: bytes,
+        scope: CellScope | None,
+        trace: bytes | None = None,
+    ) -> None:
         """Answers one request for an engine, with an error of the proxy's own too.
 
         Args:
@@ -85,13 +93,14 @@ class Forwarder:
             responder: the client's end of it.
             target: path to ask a replica for.
             scope: the attempt at a cell that the request belongs to.
+            trace: the span that it belongs to, for the `traceparent` of a request that has none.
         """
         started = self._loop.time()
         number = next(self._request_numbers)
         asked: Asked | None = None
         status, turned_away = CLIENT_LEFT, False
         try:
-            asked = asked_in(request, target=target)
+            asked = asked_in(request, target=target, trace=trace)
             asked.tries_after = self._table.failures if scope is None else None
             status = await self._answer(asked, responder, scope)
         except Refusal as refusal:

@@ -54,12 +54,13 @@ class Asked:
         return self.target in (COMPLETIONS, CHAT, GENERATE)
 
 
-def asked_in(request: Request, *, target: bytes) -> Asked:
+def asked_in(request: Request, *, target: bytes, trace: bytes | None = None) -> Asked:
     """A request for an engine, read.
 
     Args:
         request: as it came.
         target: path to ask a replica for.
+        trace: the `traceparent` that a replica sees where the request has none.
 
     Raises:
         Refusal: it is not JSON, has too many values, or names no model.
@@ -69,6 +70,8 @@ def asked_in(request: Request, *, target: bytes) -> Asked:
     if not isinstance(fields, dict) or not isinstance(model, str):
         raise Refusal(400, "The body must be a JSON object with the name of a model.", param="model")
     headers = passed_on(request.head.headers, dropped=OURS_TO_KEEP)
+    if trace is not None and request.head.header(b"traceparent") is None:
+        headers = [*headers, (b"traceparent", trace)]
     return Asked(target, headers, request.body, model, bool(fields.get("stream")), fields)
 
 

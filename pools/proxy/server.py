@@ -141,7 +141,8 @@ class ProxyServer:
                 return
             if scope is not None:
                 await self._cells.ensure_open(scope)
-            await self._forwarder.answer(request, responder, target=name.encode(), scope=scope)
+            trace = self._cells.traceparent(scope)
+            await self._forwarder.answer(request, responder, target=name.encode(), scope=scope, trace=trace)
         except Refusal as refusal:
             responder.send(refusal.reply())
         except Exception as error:  # noqa: BLE001 - the boundary: one request must not show its text in a log

@@ -223,6 +223,7 @@ class Agent:
             how=loading.how,
             seconds=round(loading.seconds, 4),
             phases=loading.phases,
+            ended=time.time(),
             reason=loading.reason,
             device=device_name(self._config.device),
             failure=Failure(**failure.as_values()) if failure else None,

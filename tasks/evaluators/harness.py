@@ -34,6 +34,7 @@ from resources.jobs.addresses import is_loopback
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
+from resources.tracing import span
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.early import WantedEarly, scores_decided
 from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress
@@ -117,7 +118,8 @@ def run_harness(
     deadline = time.monotonic() + config.timeout_seconds
     job = client.submit(request)
     try:
-        _follow(job, evaluator, deadline, on_progress=on_progress, check_endpoint=check_endpoint, poll=poll_seconds)
+        with span("ask"):
+            _follow(job, evaluator, deadline, on_progress=on_progress, check_endpoint=check_endpoint, poll=poll_seconds)
     finally:
         job.terminate()
         log = _without_keys(job.logs(_KEPT_LOG_LINES), command)
@@ -142,8 +144,9 @@ def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *,
         HarnessOutputInvalid: it left nothing that can be read.
         StorageError: the file cannot be written.
     """
-    parsed = evaluator.parse(output, config)
-    return with_samples(parsed, evaluator.samples(output, config), samples)
+    with span("score"):
+        parsed = evaluator.parse(output, config)
+        return with_samples(parsed, evaluator.samples(output, config), samples)
 
 
 @contextmanager

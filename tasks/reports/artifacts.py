@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -16,10 +17,15 @@ from tasks.records.record import Record, read_records
 from tasks.reports.page import curves_svg, results_rows, write_report
 from tasks.reports.texts import as_markdown
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import artifact_key
 
 REPORT_NAME = "report.html"
 _REASON_CHARACTERS = 160
+_KEY_PART_CHARACTERS = 120
+"""A key has 512 at most."""
+_DESCRIPTION_CHARACTERS = 2500
+"""Of an asset at most."""
 _GOOGLE_FOLDERS = "https://console.cloud.google.com/storage/browser"
 
 
@@ -67,6 +73,49 @@ def publish_artifacts(records: Sequence[Record], page: str, *, title: str, recor
             link_text=place,
             description=f"{target.capitalize()} of {title}",
         )
+
+
+def show_as_asset(record: Record, cell_uri: str) -> None:
+    """Tells Prefect, in a flow run, which checkpoint led to a record: as assets, the record with its scores.
+
+    They are events, which a thread of Prefect's sends: nobody waits for its server.
+    """
+    if not in_flow_run():
+        return
+    from prefect.assets import Asset, AssetProperties
+    from prefect.context import AssetContext
+    from prefect.states import Completed, Failed
+
+    reference, evaluator = record.checkpoint, evaluator_title(record.evaluator)
+    checkpoint = Asset(
+        key=asset_key("checkpoints", reference.run, reference.name, reference.digest[:10]),
+        properties=AssetProperties.model_validate(
+            _described(reference.name, f"Checkpoint of step {reference.step}", reference.uri)
+        ),
+    )
+    title = f"{reference.name} · {evaluator}: {', '.join(record.benchmarks)}"
+    result = Asset(
+        key=asset_key("records", reference.run, f"step-{reference.step}", record.evaluator, record.cell),
+        properties=AssetProperties.model_validate(_described(title, "Record of an evaluation", cell_uri)),
+    )
+    lineage = AssetContext(
+        direct_asset_dependencies={checkpoint}, downstream_assets={result}, materialized_by="assay.evaluation"
+    )
+    scores = {f"{metric.benchmark} {metric.name}": metric.value for metric in record.metrics}
+    metadata = {"status": record.status, "scores": scores, "evaluation_hash": record.evaluation_hash, "at": cell_uri}
+    lineage.add_asset_metadata(result.key, metadata)
+    lineage.emit_events(Completed() if record.succeeded else Failed())
+
+
+def asset_key(*parts: str) -> str:
+    """Returns a key that Prefect takes for an asset, of parts that may hold any character."""
+    return "assay://" + "/".join(re.sub(r"[^\w.=+@:-]", "-", part)[:_KEY_PART_CHARACTERS] for part in parts)
+
+
+def _described(name: str, kind: str, place: str) -> dict[str, str]:
+    address = browser_address(place)
+    link = {"url": address} if address.startswith("https://") else {}  # the UI follows no other
+    return {"name": name, "description": f"{kind}, at {place}"[:_DESCRIPTION_CHARACTERS], **link}
 
 
 def table_rows(records: Sequence[Record]) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""One attempt at a cell: what is known of it so far, and the record that this makes."""
+"""One attempt at a cell: what is known of it so far, the record that this makes, and the word that it is to end."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from prefect.context import FlowRunContext
 from resources.environments.environments import pinned_versions
 from resources.errors import AssayError, EvaluationInterrupted, UnexpectedError
 from resources.storage import storage
+from resources.tracing import span
 from tasks.evaluators.evaluator import Parsed, evaluator_of
 from tasks.evaluators.reading import tokens_to_ask
 from tasks.records.details import Asking
@@ -27,6 +29,26 @@ from tasks.running.cells import Cell
 from tasks.running.expected import expected_by_plan
 from tasks.running.pricing import cost_of, resources_of_replica
 from tasks.running.serving import ServedCell
+
+
+class Interruption:
+    """The word that a run is to end, as its cells hear it."""
+
+    def __init__(self) -> None:
+        self._interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        """Makes every cell of the run fail at its next check."""
+        self._interrupted.set()
+
+    def raise_if_interrupted(self) -> None:
+        """Raises EvaluationInterrupted once the run has been told to end."""
+        if self._interrupted.is_set():
+            raise EvaluationInterrupted(
+                expected="the run to go on until the cell has its record",
+                found="it was told to end",
+                remedy="run it again: what was answered is in the journal",
+            )
 
 
 @dataclass
@@ -66,10 +88,11 @@ class Attempt:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the block's wall seconds to a phase."""
+        """Adds the block's wall seconds to a phase, which is a span of the cell's trace."""
         began = time.monotonic()
         try:
-            yield
+            with span(phase):
+                yield
         finally:
             self.seconds[phase] = round(self.seconds.get(phase, 0.0) + time.monotonic() - began, 3)
 

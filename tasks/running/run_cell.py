@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +47,8 @@ from tasks.records.record import (
     write_record,
 )
 from tasks.records.samples import SAMPLES_NAME
-from tasks.running.attempt import Attempt
+from tasks.reports.artifacts import show_as_asset
+from tasks.running.attempt import Attempt, Interruption
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.early import early_verdict, wanted_early
@@ -60,26 +60,6 @@ from tasks.sinks.publishing import publish_record
 from tasks.spec.benchmarks import benchmarks_uri, evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import job_name, suites_in
-
-
-class Interruption:
-    """The word that a run is to end, as its cells hear it."""
-
-    def __init__(self) -> None:
-        self._interrupted = threading.Event()
-
-    def interrupt(self) -> None:
-        """Makes every cell of the run fail at its next check."""
-        self._interrupted.set()
-
-    def raise_if_interrupted(self) -> None:
-        """Raises EvaluationInterrupted once the run has been told to end."""
-        if self._interrupted.is_set():
-            raise EvaluationInterrupted(
-                expected="the run to go on until the cell has its record",
-                found="it was told to end",
-                remedy="run it again: what was answered is in the journal",
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,7 +350,8 @@ def _prove_and_write(attempt: Attempt, context: CellContext, *, wanted: Cell) ->
     record = attempt.record()
     if context.claimed is not None:
         context.claimed.prove(wanted)
-    return write_record(attempt.cell.uri, record)
+    with attempt.timed("record"):
+        return write_record(attempt.cell.uri, record)
 
 
 def _tell(attempt: Attempt, record: Record) -> None:
@@ -379,6 +360,7 @@ def _tell(attempt: Attempt, record: Record) -> None:
     _close(attempt, finished=record.succeeded)
     try:
         note_record(storage.join(cell.config.evaluation_path, cell.reference.run), cell.uri, record)
+        show_as_asset(record, cell.uri)
         if cell.config.sinks:
             note_sinks(cell.uri, publish_record(record, cell.uri, cell.config.sinks))
     except Exception as error:  # noqa: BLE001 - the boundary: the record stands, and the next run tells of it

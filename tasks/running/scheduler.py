@@ -12,11 +12,13 @@ from prefect.cache_policies import NO_CACHE
 
 from pools.engine.launch import Servable
 from resources.errors import AssayError, RecordUnwritten
+from resources.tracing import mark, span_of_requests
 from tasks.prefect_server.progress import report_event
+from tasks.running.attempt import Interruption
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.native_jobs import MOST_IN_A_JOB, NativeJobs
-from tasks.running.run_cell import CellContext, Interruption, run_cell
+from tasks.running.run_cell import CellContext, run_cell
 from tasks.running.serving import Serving
 from tasks.running.warm import warm_programs
 from tasks.spec.evaluation import EvaluationConfig
@@ -116,7 +118,9 @@ def schedule_cells(
 def _run_and_release(cell: Cell, serving: Serving | None, context: CellContext) -> Exception | None:
     """Runs a cell and gives its claim up; returns an error that no record tells of."""
     try:
-        state = run_cell(cell, serving, context, return_state=True)
+        with span_of_requests("cell", **_named(cell)):
+            state = run_cell(cell, serving, context, return_state=True)
+            mark(failed=not state.is_completed())
     finally:
         context.native_jobs.forget(context.position)
     if context.claimed is not None:
@@ -124,3 +128,10 @@ def _run_and_release(cell: Cell, serving: Serving | None, context: CellContext) 
     error = None if state.is_completed() else state.result(raise_on_failure=False)
     recorded = isinstance(error, AssayError) and not isinstance(error, RecordUnwritten)
     return error if isinstance(error, Exception) and not recorded else None
+
+
+def _named(cell: Cell) -> dict[str, str | int]:
+    reference, evaluator = cell.reference, cell.config.evaluator.name
+    benchmarks = ", ".join(task.metric_key for task in cell.config.evals)
+    named = {"checkpoint": reference.name, "step": reference.step, "evaluator": evaluator, "benchmarks": benchmarks}
+    return {f"assay.{name}": value for name, value in named.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -14,6 +15,7 @@ from pools.engine.launch import Servable
 from pools.pool.session import OpenCell, PoolSession
 from resources.errors import EndpointUnusable, ModelUnusable
 from resources.settings import settings
+from resources.tracing import past_span
 
 CLIENT_CONCURRENCY = 16
 CLIENT_TIMEOUT_SECONDS = 1800.0
@@ -21,6 +23,7 @@ CLIENT_TIMEOUT_SECONDS = 1800.0
 _MOST_APART = 0.05
 """Nats a token by which one model's rounding, in any order of its requests, moves the weights of texts at most."""
 _TRIES = 3
+_NOT_RECORDED = {"number", "model", "digest", "failure", "ended"}
 
 
 class ServedCell(Protocol):
@@ -138,7 +141,7 @@ class PoolServing:
 
     def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
         """See `Serving.open`."""
-        deaths = _deaths(self.session)
+        deaths, now = _deaths(self.session), time.time()
         self.shares.join(name, attempt, self.session.replica_seconds(name))
         try:
             opened = self.session.open(name, cell=cell, attempt=attempt, mirror=mirror)
@@ -146,7 +149,7 @@ class PoolServing:
             self.shares.leave(name, attempt)
             raise
         running = replace(opened.running, apply_chat_template=in_chat)
-        return _PoolCell(self.session, opened, running, deaths, self.shares)
+        return _PoolCell(self.session, opened, running, deaths, self.shares, now)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +159,7 @@ class _PoolCell:
     running: RunningModel
     deaths_before: frozenset[tuple[str, int, str | None]]
     shares: SharedSeconds
+    opened_at: float
     weighed: tuple[float, ...] = ()
 
     def check(self) -> None:
@@ -173,9 +177,10 @@ class _PoolCell:
         seconds = self.shares.leave(name, self.opened.attempt, self.session.replica_seconds(name))
         self.session.unwant(name)
         # Answered from the journal alone, a checkpoint needs no engine.
-        loaded = (
-            report.model_dump(exclude={"number", "model", "digest", "failure"}) if report else {"how": "not needed"}
-        )
+        loaded = report.model_dump(exclude=_NOT_RECORDED) if report else {"how": "not needed"}
+        if report is not None and report.ended > self.opened_at:
+            began = report.ended - report.seconds
+            past_span("load", began=began, ended=report.ended, phases=report.phases, **{"assay.how": report.how})
         engine = self.session.engine_identity()
         served = {"by": "pool", **loaded, "replica_seconds": seconds, "engine": engine}
         errors = sorted({str(error) for _, _, error in _deaths(self.session) - self.deaths_before})

@@ -150,6 +150,8 @@ class FakeEngine:
     """The last bodies of completion requests, as they arrived."""
     targets: deque[str] = field(default_factory=lambda: deque(maxlen=1000))
     """The last paths, with their queries, of completion requests."""
+    traceparents: deque[str | None] = field(default_factory=lambda: deque(maxlen=1000))
+    """The spans that the last completion requests belonged to, as their headers said."""
     asked_file: Path | None = None
     """Gets a line for each completion request: the time in nanoseconds, and its body."""
     ranks: int = 1
@@ -258,6 +260,7 @@ class FakeEngine:
         body = await request.read()
         self.bodies.append(body)
         self.targets.append(request.path_qs)
+        self.traceparents.append(request.headers.get("traceparent"))
         if self.asked_file is not None:
             with self.asked_file.open("ab", buffering=0) as asked:  # one write: several engines share the file
                 asked.write(f"{time.time_ns()} ".encode() + body.replace(b"\n", b" ") + b"\n")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +16,20 @@ from typing import Any
 import pytest
 
 from fakes import engine as engine_program
+from fakes.collector import collector
+from fakes.engine import FakeEngine
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.processes import running_program
+from fakes.proxy import ADMIN_KEY, CLIENT_KEY, JOIN_TOKEN, replica_of, running_proxy
 from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate
+from pools.access import PoolDescription
+from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable
+from pools.protocol import DesiredState, LoadReport
 from resources.errors import BadInput, EvaluationInterrupted, RecordUnwritten
+from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.records.record import Record, read_records
 from tasks.running.cells import plan_cells
@@ -179,3 +189,41 @@ def test_record_that_cannot_be_written_is_raised_by_the_scheduler(run: Path, eng
     Path(cell.uri).write_text("a file where the folder of the cell is to be")
     with provisioned([config], stage_tokenizers([cell])) as serving, pytest.raises(RecordUnwritten, match="run-7"):
         schedule_cells([cell], serving)
+
+
+async def test_trace_holds_cell_and_phases_and_names_the_cell_to_the_engine_of_a_pool(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    [checkpoint] = find_checkpoints(str(run))
+    served = Servable.from_uri("run-7", checkpoint.uri)
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
+    described = PoolDescription(config=config, engine_build="b").model_dump_json()
+    load = {"number": 1, "model": "run-7", "digest": served.digests.checkpoint, "how": "reload", "seconds": 0.5}
+    phases = {"stage": 0.2, "reload": 0.3}
+    loaded = LoadReport.model_validate({**load, "phases": phases, "ended": time.time() + 60})
+    async with FakeEngine() as engine:
+        with collector() as came, running_proxy(tmp_path, description=described) as proxy:
+            ready = replica_of(engine, digest=served.digests.checkpoint)
+            announcement = ready.announcement.model_copy(
+                update={"prompt_logprobs": True, "max_model_len": 4096, "loads": (loaded,)}
+            )
+            proxy.client.set_state(DesiredState(models={"run-7": served.served}, orders={ready.name: "run-7"}))
+            proxy.client.announce(ready.name, announcement, join_token=JOIN_TOKEN)
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", came.url)
+            monkeypatch.setenv("ASSAY_POOL_KEY", CLIENT_KEY)
+            monkeypatch.setenv("ASSAY_POOL_ADMIN_KEY", ADMIN_KEY)
+            settings.cache_clear()
+            try:
+                asked = evaluation(run, "demo_facts", pool_name=proxy.url)
+                [record] = await asyncio.to_thread(evaluate, [asked], [checkpoint])
+            finally:
+                monkeypatch.undo()
+                settings.cache_clear()
+    assert record.succeeded and record.served["phases"] == phases and "ended" not in record.served
+    inside = ("open", "load", "load/stage", "load/reload", "evaluate", "evaluate/ask", "evaluate/score", "record")
+    assert {"evaluation", "evaluation/cell", *(f"evaluation/cell/{name}" for name in inside)} <= set(came.paths())
+    cell = came.one("cell")
+    named = {item.key: item.value.string_value or item.value.int_value for item in cell.attributes}
+    assert (named["assay.checkpoint"], named["assay.step"], named["assay.benchmarks"]) == ("run-7", 7, "demo_facts")
+    [carried] = set(engine.traceparents)
+    assert carried is not None and carried.startswith(f"00-{cell.trace_id.hex()}-{cell.span_id.hex()}-0")

@@ -37,7 +37,7 @@ from tasks.checkpoints.discovery import discover
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.gates.gate import Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
-from tasks.records.record import write_record
+from tasks.records.record import Record, read_records, write_record
 from tasks.running.cells import as_served, plan_cells
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, load_suite
@@ -121,11 +121,32 @@ def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
     assert str(tmp_path / "out" / "gated") in artifacts["gated-records"]["data"]
     assert all(len(str(row["stderr"])) <= 9 for row in json.loads(artifacts["gated-results"]["data"]))
     assert "NO-GO: release" in artifacts["gated-gate"]["data"]
+    check_lineage(prefect_api, read_records(str(tmp_path / "out")))
 
     records = evaluate_checkpoints(config, latest, Gate.model_validate({"rules": [LOW]}))
     assert [record.checkpoint.name for record in records] == ["gated-2"]
     [shown] = asked(prefect_api, "artifacts/latest", artifacts={"key": {"any_": ["gated-gate"]}})
     assert "## GO: gate" in shown["data"]
+
+
+def check_lineage(api: str, records: list[Record]) -> None:
+    """The server knows of each record, as an asset with its scores, and of the checkpoint that led to it."""
+    wanted = {"event": {"name": ["prefect.asset.materialization.succeeded"]}}
+    [record] = records
+
+    def told() -> list[dict[str, Any]]:
+        events = httpx.post(f"{api}/events/filter", json={"filter": wanted}).json()["events"]
+        return [event for event in events if event["resource"]["prefect.resource.id"].endswith(record.cell)]
+
+    eventually(told, seconds=60)
+    [event] = told()
+    assert event["resource"]["prefect.resource.id"] == f"assay://records/gated/step-2/{record.evaluator}/{record.cell}"
+    assert event["resource"]["prefect.resource.name"] == "gated-2 · lm-eval: demo_facts"
+    related = {found["prefect.resource.role"]: found["prefect.resource.id"] for found in event["related"]}
+    assert related["asset"] == f"assay://checkpoints/gated/gated-2/{record.checkpoint.digest[:10]}"
+    assert {"flow-run", "task-run"} <= related.keys()
+    scores = {f"{metric.benchmark} {metric.name}": metric.value for metric in record.metrics}
+    assert event["payload"]["scores"] == scores and event["payload"]["status"] == "succeeded"
 
 
 @dataclass(frozen=True)

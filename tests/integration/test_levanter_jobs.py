@@ -30,9 +30,10 @@ from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.native import OUTCOME_NAME
 from tasks.records.record import Record
+from tasks.running.attempt import Interruption
 from tasks.running.cells import Cell, plan_cells
 from tasks.running.native_jobs import NativeJobs
-from tasks.running.run_cell import CellContext, Interruption, run_cell
+from tasks.running.run_cell import CellContext, run_cell
 from tasks.running.warm import warm_programs
 from tasks.spec.evaluation import EvaluationConfig
 

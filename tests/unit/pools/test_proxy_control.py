@@ -217,3 +217,41 @@ async def test_metrics_are_prometheus_text_with_loads_tokens_and_replicas(proxy:
     assert len(families) == len(set(families))
     helps = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
     assert helps == families
+
+
+# --- Traces ----------------------------------------------------------------------------------------------------------
+
+TRACE, OF_CLIENT = (f"00-{digit * 32}-{digit * 16}-01" for digit in "ab")
+
+
+async def test_requests_of_a_cell_carry_its_span_to_the_engine_and_are_answered_by_the_journal_all_the_same(
+    tmp_path: Path,
+) -> None:
+    async with FakeEngine() as engine, aiohttp.ClientSession(headers=HEADERS) as http:
+        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+            proxy.tell(state_of("m1", engine))
+
+            async def ask(prefix: str, prompt: str, **headers: str) -> None:
+                body = {**BODY, "model": "m1", "prompt": prompt}
+                async with http.post(f"{proxy.url}{prefix}/v1/completions", json=body, headers=headers) as reply:
+                    assert reply.status == 200
+
+            await ask("", "a")
+            await ask("", "b", traceparent=OF_CLIENT)
+            await asyncio.to_thread(proxy.client.open_cell, "cell", "first", mirror=None, traceparent=TRACE)
+            await ask("/cells/cell/first", "c")
+            await ask("/cells/cell/first", "d", Traceparent=OF_CLIENT)
+            await ask("/cells/cell/second", "e")
+            await asyncio.to_thread(proxy.client.close_cell, "cell", "first", drop=False)
+            await ask("/cells/cell/first", "f")
+            assert list(engine.traceparents) == [None, OF_CLIENT, TRACE, OF_CLIENT, None, None]
+            await asyncio.to_thread(proxy.client.open_cell, "other", "first", mirror=None, traceparent=OF_CLIENT)
+            await ask("/cells/other/first", "c")
+            assert (await asyncio.to_thread(proxy.client.cell_counts, "other", "first")).journal_hits == 1
+            assert len(engine.traceparents) == 6
+
+
+@pytest.mark.parametrize("trace", ["", "00-a-b-01", f"{TRACE}\r\nAuthorization: x", TRACE.upper(), f"{TRACE}\n"])
+def test_span_that_is_no_traceparent_is_refused(proxy: RunningProxy, trace: str) -> None:
+    with pytest.raises(ProxyRefused, match="400"):
+        proxy.client.open_cell("cell", "first", mirror=None, traceparent=trace)

@@ -62,9 +62,10 @@ from tasks.records.record import (
 )
 from tasks.records.samples import Sample
 from tasks.running.announce import announce
+from tasks.running.attempt import Interruption
 from tasks.running.cells import Cell, standing_record
 from tasks.running.pricing import cost_of
-from tasks.running.run_cell import CellContext, Interruption, run_cell
+from tasks.running.run_cell import CellContext, run_cell
 from tasks.running.serving import EndpointServing, PoolServing, Serving
 from tasks.running.warm import Harness
 from tasks.spec.benchmarks import evaluation_hash

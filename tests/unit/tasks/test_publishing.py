@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from prefect.assets import Asset
 
 from fakes.records import make_metric, make_record
-from tasks.reports.artifacts import browser_address, table_rows
+from tasks.reports.artifacts import asset_key, browser_address, table_rows
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,11 @@ def test_results_are_shown_as_text_whatever_their_names_hold():
     [row] = table_rows([make_record(metrics=(make_metric(name="acc ![](http://x/b.png) <b>\r*"),))])
     assert row["metric"] == r"acc \!\[](http://x/b.png) \<b><br>\*"
     assert (row["run"], row["step"]) == ("run-a", 100)
+
+
+@pytest.mark.parametrize(
+    "parts", [("records", "run-a", "step-7"), ("my run?#[x]", "../a/b%", "ä<b>'\""), ("é" * 300, "b" * 300, "c" * 300)]
+)
+def test_asset_key_is_one_that_prefect_takes_with_a_part_for_each(parts: tuple[str, ...]):
+    key = Asset(key=asset_key(*parts)).key
+    assert len(key.removeprefix("assay://").split("/")) == len(parts)

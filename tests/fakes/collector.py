@@ -1,0 +1,78 @@
+"""A collector of OpenTelemetry traces: an HTTP server that decodes the messages of the protocol."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+
+@dataclass
+class Collector:
+    """Its address, and the spans that came. It answers nothing while `silent`."""
+
+    port: int = 0
+    spans: list[Span] = field(default_factory=list)
+    services: set[str] = field(default_factory=set)
+    silent: bool = False
+    released: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def url(self) -> str:
+        """Its base address, for OTEL_EXPORTER_OTLP_ENDPOINT."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def paths(self) -> list[str]:
+        """Each span with those that it stands in, from the outermost, as names joined by /, sorted by their start."""
+        by_id = {span.span_id: span for span in self.spans}
+        assert len({span.trace_id for span in self.spans}) <= 1, "one trace"
+
+        def path(span: Span) -> str:
+            above = path(by_id[span.parent_span_id]) + "/" if span.parent_span_id else ""
+            return above + span.name
+
+        return [path(span) for span in sorted(self.spans, key=lambda span: span.start_time_unix_nano)]
+
+    def one(self, name: str) -> Span:
+        """The only span of a name."""
+        [found] = [span for span in self.spans if span.name == name]
+        return found
+
+
+@contextmanager
+def collector(*, silent: bool = False) -> Iterator[Collector]:
+    """Collects while it lasts."""
+    started = Collector(silent=silent)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if started.silent:
+                started.released.wait()
+                return
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                names = {item.key: item.value.string_value for item in resource.resource.attributes}
+                started.services.add(names["service.name"])
+                started.spans += [span for scope in resource.scope_spans for span in scope.spans]
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    started.port = server.server_port
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield started
+    finally:
+        started.released.set()
+        server.shutdown()
+        server.server_close()
