@@ -13,6 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.options.exports import (
+    Developer,
+    Leaderboards,
+    Organization,
+    Samples,
+    eval_results,
+    form_to_write,
+    write_every_eval_ever,
+)
 from resources.errors import BadInput
 from resources.storage import storage
 
@@ -31,7 +40,6 @@ _Path = Annotated[str, typer.Argument(help="Folder given as --output to evaluate
 _Evaluators = Annotated[list[str] | None, typer.Option("--evaluator", help="Evaluator; repeatable.")]
 _Benchmarks = Annotated[list[str] | None, typer.Option("--benchmark", help="Benchmark or pattern; repeatable.")]
 _Metrics = Annotated[list[str] | None, typer.Option("--metric", help="Metric or pattern; repeatable.")]
-_Format = Literal["table", "csv", "jsonl", "parquet"]
 _Adjustment = Literal["bh", "holm", "none"]
 
 
@@ -51,9 +59,18 @@ def records(
         ),
     ] = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="table, csv, jsonl or parquet; by --output when left out.")
+        str | None,
+        typer.Option(
+            "--format", help="table, csv, jsonl, parquet, every-eval-ever or eval-results; by --output when left out."
+        ),
     ] = None,
-    output: Annotated[str | None, typer.Option(help="File to write, here or in an object store.")] = None,
+    output: Annotated[
+        str | None, typer.Option(help="File to write, here or in an object store; for every-eval-ever, a folder.")
+    ] = None,
+    organization: Organization = None,
+    developer: Developer = None,
+    samples: Samples = True,
+    sink: Leaderboards = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -75,7 +92,7 @@ def records(
     from tasks.reports.page import results_table, rows_table
     from tasks.spec.names import how_many
 
-    form = _form(format_, output=output, as_json=as_json)
+    form = form_to_write(format_, output=output, as_json=as_json)
     first, last = _step_range(steps)
     wanted = RecordFilter(
         runs=tuple(run or ()),
@@ -93,9 +110,10 @@ def records(
     places = find_records(path, unreadable=unreadable)
     every = [place.record for place in places]
     found = wanted.select(every)
+    meant = {id(record) for record in found}
+    chosen = [place for place in places if id(place.record) in meant]
     if verify and (found or unreadable):
-        meant = {id(record) for record in found}
-        _verify([place for place in places if id(place.record) in meant], unreadable, as_json=as_json)
+        _verify(chosen, unreadable, as_json=as_json)
         return
     splits = _split_rows(found, path, wanted) if contamination else []
     if as_json and contamination:
@@ -110,6 +128,15 @@ def records(
             found=f"none of {len(every):,}" if every else "none",
             remedy="take back a filter" if every else "evaluate something, or name another folder",
         )
+    if form == "every-eval-ever":
+        assert output is not None, "refused without"
+        who = {"organization": organization, "developer": developer}
+        summary = write_every_eval_ever(chosen, output, wanted=wanted, samples=samples, **who)
+        _err.print(summary, soft_wrap=True, highlight=False, markup=False)
+        return
+    if form == "eval-results":
+        _write(eval_results(chosen, sink, wanted=wanted), output, label=how_many(len(found), "record"))
+        return
     if form != "table":
         by_record: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
         for row in splits:
@@ -303,40 +330,6 @@ def publish(
             found=f"{len(failed)} failed; the first, {failed[0].title}:\n{failed[0].state.reason}",
             remedy="mend what it says, and run it again: only what is missing is sent",
         )
-
-
-def _form(given: str | None, *, output: str | None, as_json: bool) -> _Format:
-    """Returns the form to write: what was asked for, else what the end of the file's name says, else a table."""
-    from tasks.records.export import form_of
-
-    if as_json and (given is not None or output is not None):
-        raise BadInput(
-            expected="--json, or --format and --output",
-            found="both",
-            remedy="--format jsonl exports one line of JSON for each metric",
-        )
-    by_name = form_of(output) if output else None
-    if output is not None and by_name is None and given is None and not output.endswith(".txt"):
-        raise BadInput(
-            expected="--output that ends in .csv, .jsonl, .parquet or .txt, or a --format",
-            found=output,
-            remedy="--format table writes the table as text",
-        )
-    form: _Format = by_name or "table"
-    if given is not None:
-        known = next((choice for choice in get_args(_Format) if choice == given), None)
-        if known is None:
-            raise BadInput(
-                expected=f"--format {', '.join(get_args(_Format))}", found=given, remedy="choose one of these"
-            )
-        form = known
-    if form == "parquet" and output is None:
-        raise BadInput(
-            expected="--output with --format parquet, which no terminal can show",
-            found="none",
-            remedy="name a file, such as --output results.parquet",
-        )
-    return form
 
 
 def _step_range(text: str | None) -> tuple[int | None, int | None]:

@@ -1,15 +1,17 @@
-"""Results as `model-index` metadata of a model card, the form in which the Hugging Face hub shows evaluations.
+"""Results in a model's folder for the Hugging Face hub: `model-index` metadata, and entries for its leaderboards.
 
 The card of a checkpoint is a README.md. What others wrote into it stays: its text, its other metadata, and results
-from elsewhere; only the numbers of the same benchmark from the same evaluator are replaced.
+from elsewhere; only the numbers of the same benchmark from the same evaluator are replaced. Beside it lies a file of
+`.eval_results` for each benchmark that has a leaderboard.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import AfterValidator
 
 from resources.errors import SinkFailed
 from resources.storage import storage
@@ -17,16 +19,17 @@ from tasks.records.current import how_merged
 from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, Metric, Record
 from tasks.sinks.announcement import Announcement
-from tasks.spec.sinks import SinkConfig
+from tasks.sinks.forms.hub_results import FOLDER, Leaderboard, as_yaml, hub_entries
+from tasks.spec.sinks import SinkConfig, web_address
 
 CARD_NAME = "README.md"
 _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n?", re.DOTALL | re.MULTILINE)
 
 
 class HuggingFaceSink(SinkConfig):
-    """The results as metadata of a model card, one card for each checkpoint. Nothing is uploaded.
+    """The results in a model card for each checkpoint, and in files for leaderboards. Nothing is uploaded.
 
-    That of a merged checkpoint lies under its name, and says what it was made of.
+    Those of a merged checkpoint lie under its name, and say what it was made of.
     """
 
     secret_variables = ("HF_TOKEN",)
@@ -39,6 +42,10 @@ class HuggingFaceSink(SinkConfig):
     records when unset."""
     task_type: str = "text-generation"
     """The hub's name for what the model does."""
+    leaderboards: dict[str, Leaderboard] = {}
+    """Leaderboards that get a score, by benchmark; one that was asked a part of its questions sends none."""
+    source_url: Annotated[str, AfterValidator(web_address)] | None = None
+    """Web page with more, which leaderboards link."""
 
     @property
     def name(self) -> str:
@@ -53,7 +60,7 @@ def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
     """Writes a record's numbers into the card of its checkpoint; says where that lies. Reports are not taken.
 
     Raises:
-        SinkFailed: what stands there is no model card.
+        SinkFailed: what stands there is no model card, or a leaderboard's metric was not measured.
         StorageError: it cannot be written.
     """
     if announcement.record is None:
@@ -69,8 +76,12 @@ def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
     except FileNotFoundError:
         before = ""
     card = with_results(before, record, announcement, task_type=sink.task_type, uri=uri)
+    entries = hub_entries(record, sink.leaderboards, source_url=sink.source_url)
     if card != before:
         storage.write_bytes(uri, card.encode())
+    for benchmark, entry in entries.items():
+        file = storage.join(storage.parent(uri), FOLDER, f"{record.evaluator}.{benchmark}.yaml")
+        storage.write_bytes(file, as_yaml([entry]).encode())
     return uri
 
 

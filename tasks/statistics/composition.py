@@ -39,9 +39,14 @@ class Composition:
     @property
     def is_plain(self) -> bool:
         """True for a mean over questions of one benchmark that stand alone."""
+        return self.clusters is None and len(self.asked) == 1 and self.form is None
+
+    @property
+    def clusters(self) -> int | None:
+        """Clusters that its questions are in, repeats of one being one; None where each stands alone."""
         every = [question for asked in self.asked.values() for question in asked.values()]
-        apart = len({q.cluster for q in every}) == sum(q.repeats for q in every)
-        return apart and len(self.asked) == 1 and self.form is None
+        clusters = len({question.cluster for question in every})
+        return clusters if clusters < sum(question.repeats for question in every) else None
 
 
 class Paired(NamedTuple):

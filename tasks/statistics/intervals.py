@@ -18,15 +18,17 @@ RatioForm = Literal["exp", "bits", "nats"]
 
 
 class Interval(NamedTuple):
-    """A standard error and the ends of a 95 % interval; None where nothing is known."""
+    """A standard error and the ends of a 95 % interval, None where nothing is known; and the way to them, in words."""
 
     stderr: float | None
     low: float | None
     high: float | None
+    method: str = ""
 
     def scaled(self, scale: float) -> Interval:
         """Returns it on a scale on which scores are so many times as large."""
-        return Interval(*(None if number is None else number * scale for number in self))
+        stderr, low, high = (None if number is None else number * scale for number in self[:3])
+        return Interval(stderr, low, high, self.method)
 
 
 def mean_interval(strata: Sequence[Stratum]) -> Interval:
@@ -58,7 +60,7 @@ def ratio_interval(sums: Sequence[tuple[float, float]], clusters: Sequence[Hasha
         return Interval(None, None, None)
     reach = quantile(found.freedom) * found.stderr
     ends = (ratio_value(found.value + reach, form), ratio_value(found.value - reach, form))
-    return Interval(found.stderr * abs(ratio_slope(value, form)), *ends)
+    return Interval(found.stderr * abs(ratio_slope(value, form)), *ends, "t interval of a ratio of sums, taken in nats")
 
 
 def normal_interval(value: float, stderr: float | None) -> Interval:
@@ -66,7 +68,7 @@ def normal_interval(value: float, stderr: float | None) -> Interval:
     if stderr is None or not math.isfinite(stderr):
         return Interval(stderr, None, None)
     reach = quantile(math.inf) * stderr
-    return Interval(stderr, value - reach, value + reach)
+    return Interval(stderr, value - reach, value + reach, "normal, from the standard error")
 
 
 def ratio_value(log_likelihood_per_unit: float, form: RatioForm) -> float:
@@ -98,7 +100,7 @@ def tail_beyond(errors: float, freedom: float) -> float:
     return float(special.stdtr(freedom, -errors) if math.isfinite(freedom) else special.ndtr(-errors))
 
 
-def _share(right: int, questions: int) -> tuple[float, float]:
+def _share(right: int, questions: int) -> tuple[float, float, str]:
     """Wilson's interval; Clopper and Pearson's, which never holds too seldom, where questions or right ones are few."""
     from scipy import special
 
@@ -106,28 +108,28 @@ def _share(right: int, questions: int) -> tuple[float, float]:
     if questions < _FEW_QUESTIONS or min(right, wrong) < _FEW_RIGHT:
         tail = (1 - CONFIDENCE) / 2
         low = float(special.betaincinv(right, wrong + 1, tail)) if right else 0.0
-        return low, float(special.betaincinv(right + 1, wrong, 1 - tail)) if wrong else 1.0
+        return low, float(special.betaincinv(right + 1, wrong, 1 - tail)) if wrong else 1.0, "Clopper-Pearson"
     reach = quantile(math.inf)
     whole = 2 * (questions + reach**2)
     middle = (2 * right + reach**2) / whole
     half = reach / whole * math.sqrt(4 * right * wrong / questions + reach**2)
-    return middle - half, middle + half
+    return middle - half, middle + half, "Wilson"
 
 
-def _clustered_share(found: Estimate, questions: int) -> tuple[float | None, float | None]:
+def _clustered_share(found: Estimate, questions: int) -> tuple[float | None, float | None, str]:
     """Wilson's interval on as many independent questions as would give the same error; clusters, where all agree."""
     share, variance = min(1.0, max(0.0, found.value)), (found.stderr or 0.0) ** 2
     if found.stderr is None and found.clusters < 2:
-        return None, None
+        return None, None, ""
     effective = min(questions, share * (1 - share) / variance) if variance else found.clusters
     reach = quantile(found.freedom if variance else found.clusters - 1)
     spread = reach**2 / effective
     middle = (share + spread / 2) / (1 + spread)
     half = reach / (1 + spread) * math.sqrt(share * (1 - share) / effective + spread / (4 * effective))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return max(0.0, middle - half), min(1.0, middle + half), "Wilson, on the effective number of questions"
 
 
-def _mean(found: Estimate, stderr: float) -> tuple[float, float]:
+def _mean(found: Estimate, stderr: float) -> tuple[float, float, str]:
     """A t interval, bent by the skewness of the mean (Hall 1992, the cubic transformation)."""
     reach, third = quantile(found.freedom), found.skewness / 3
 
@@ -135,4 +137,4 @@ def _mean(found: Estimate, stderr: float) -> tuple[float, float]:
         bent = (math.cbrt(1 + 3 * third * (reach - found.skewness / 6)) - 1) / third if abs(third) > 1e-6 else reach
         return found.value - bent * stderr
 
-    return end(reach), end(-reach)
+    return end(reach), end(-reach), "t interval, corrected for skewness"

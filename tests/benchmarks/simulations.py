@@ -13,7 +13,7 @@ from tasks.gates.margin import FALSE_ALARMS, judged_by_margin
 from tasks.reports.comparison import ComparedMetric, Pairing
 from tasks.statistics.adjustment import spent
 from tasks.statistics.clusters import Stratum, estimate
-from tasks.statistics.intervals import mean_interval, ratio_interval
+from tasks.statistics.intervals import Interval, mean_interval, ratio_interval
 from tasks.statistics.paired import Finding, PairedStratum, compare_means, compare_pairs, paired_ratio
 
 Kind = Literal["binary", "normal", "lognormal"]
@@ -238,8 +238,8 @@ def _scores(
     return {"binary": (scores > 0).astype(float), "normal": scores, "lognormal": np.exp(scores)}[kind]
 
 
-def _holds(interval: tuple[float | None, float | None, float | None], true: float) -> bool:
-    _, low, high = interval
+def _holds(interval: Interval, true: float) -> bool:
+    low, high = interval.low, interval.high
     return low is not None and high is not None and low <= true <= high
 
 

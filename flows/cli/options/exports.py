@@ -1,0 +1,142 @@
+"""Forms that `assay records` writes, and the files of those that others read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import typer
+
+from resources.errors import BadInput
+
+if TYPE_CHECKING:
+    from tasks.records.record import FoundRecord
+    from tasks.records.search import RecordFilter
+
+TableFormat = Literal["table", "csv", "jsonl", "parquet"]
+EVERY_EVAL_EVER, EVAL_RESULTS = "every-eval-ever", "eval-results"
+Format = TableFormat | Literal["every-eval-ever", "eval-results"]
+
+Organization = Annotated[
+    str | None, typer.Option(help="For every-eval-ever: the organization that evaluated, as on the Hugging Face hub.")
+]
+Developer = Annotated[
+    str | None, typer.Option(help="For every-eval-ever: the organization that trained; the same when left out.")
+]
+Samples = Annotated[
+    bool, typer.Option("--samples/--no-samples", help="For every-eval-ever: also what was asked and answered.")
+]
+Leaderboards = Annotated[
+    str | None,
+    typer.Option("--sink", help="For eval-results: YAML file with a hugging_face sink and its leaderboards."),
+]
+
+
+def form_to_write(given: str | None, *, output: str | None, as_json: bool) -> Format:
+    """Returns the form to write: what was asked for, else what the end of the file's name says, else a table.
+
+    Raises:
+        BadInput: it is none, or the options do not go together.
+    """
+    from tasks.records.export import form_of
+
+    known = [*get_args(TableFormat), EVERY_EVAL_EVER, EVAL_RESULTS]
+    if as_json and (given is not None or output is not None):
+        raise BadInput(
+            expected="--json, or --format and --output",
+            found="both",
+            remedy="--format jsonl exports one line of JSON for each metric",
+        )
+    by_name = form_of(output) if output else None
+    if output is not None and by_name is None and given is None and not output.endswith(".txt"):
+        raise BadInput(
+            expected="--output that ends in .csv, .jsonl, .parquet or .txt, or a --format",
+            found=output,
+            remedy="--format table writes the table as text",
+        )
+    if given is not None and given not in known:
+        raise BadInput(expected=f"--format {', '.join(known)}", found=given, remedy="choose one of these")
+    form: Format = given or by_name or "table"  # pyright: ignore[reportAssignmentType]  # it is one of them
+    if form in ("parquet", EVERY_EVAL_EVER) and output is None:
+        example = "a file, such as --output results.parquet" if form == "parquet" else "a folder: --output exported"
+        raise BadInput(
+            expected=f"--output with --format {form}, which no terminal can show",
+            found="none",
+            remedy=f"name {example}",
+        )
+    return form
+
+
+def write_every_eval_ever(
+    found: Sequence[FoundRecord],
+    output: str,
+    *,
+    wanted: RecordFilter,
+    organization: str | None,
+    developer: str | None,
+    samples: bool,
+) -> str:
+    """Writes records in the form of Every Eval Ever, and says in a line how many, and why others were left out.
+
+    Raises:
+        BadInput: nobody evaluated them.
+    """
+    from tasks.sinks.forms.every_eval_ever import Publisher, write_every_eval_ever
+    from tasks.spec.names import how_many
+
+    if organization is None:
+        raise BadInput(
+            expected="--organization with --format every-eval-ever, which says who evaluated",
+            found="none",
+            remedy="for example --organization my-lab",
+        )
+    publisher = Publisher(organization, developer or organization)
+    written = write_every_eval_ever(found, output, publisher=publisher, wanted=wanted, with_samples=samples)
+    parts = [
+        how_many(written.records, "record"),
+        how_many(written.results, "result"),
+        how_many(written.rows, "sample line"),
+    ]
+    left_out = [f"{number} {reason}" for reason, number in written.left_out.items()]
+    return f"{', '.join(parts)} in {output}" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+
+
+def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted: RecordFilter) -> bytes:
+    """The content of a file of `.eval_results` for one checkpoint.
+
+    Raises:
+        BadInput: records are of several checkpoints, or none has a leaderboard.
+    """
+    from tasks.sinks.backlog import sinks_in
+    from tasks.sinks.forms.hub_results import as_yaml, hub_entries
+    from tasks.sinks.hugging_face import HuggingFaceSink
+    from tasks.spec.names import how_many
+
+    sinks = [sink for sink in sinks_in(sink_file, None) or () if isinstance(sink, HuggingFaceSink)]
+    every = sinks[0].leaderboards if sinks else {}
+    leaderboards = {name: board for name, board in every.items() if wanted.takes(name, board.metric)}
+    if not every:
+        raise BadInput(
+            expected="--sink with a file whose hugging_face sink has leaderboards, for --format eval-results",
+            found=sink_file or "none",
+            remedy="see docs/how-to/export-records.md",
+        )
+    checkpoints = sorted({item.record.checkpoint.name for item in found})
+    if len(checkpoints) > 1:
+        raise BadInput(
+            expected="records of one checkpoint, which eval-results are of",
+            found=f"{len(checkpoints)} checkpoints: {', '.join(checkpoints[:4])}",
+            remedy="choose one: --run and --steps",
+        )
+    entries = [
+        entry
+        for item in found
+        for entry in hub_entries(item.record, leaderboards, source_url=sinks[0].source_url).values()
+    ]
+    if not entries:
+        raise BadInput(
+            expected=f"a score, over all questions, of {', '.join(leaderboards or every)}",
+            found=f"none in {how_many(len(found), 'record')} of {checkpoints[0]}" if checkpoints else "no record",
+            remedy="name benchmarks as records do, and evaluate them without max_eval_instances",
+        )
+    return as_yaml(entries).encode()

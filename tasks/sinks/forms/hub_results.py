@@ -1,0 +1,120 @@
+"""Scores for leaderboards of the Hugging Face hub: entries of `.eval_results/*.yaml` in a model's folder.
+
+https://huggingface.co/docs/hub/eval-results has the form. Only people can say which score a leaderboard ranks by, on
+which scale: a `Leaderboard` does, for each benchmark that is to be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from resources.config import Config
+from resources.errors import SinkFailed
+from tasks.records.current import how_merged
+from tasks.records.record import Metric, Record
+from tasks.sinks.forms.settings import data_of, in_chat, library_of, shots
+
+FOLDER = ".eval_results"
+"""Folder beside a model card that the hub reads them from."""
+
+
+class Leaderboard(Config):
+    """Leaderboard of the Hugging Face hub for a benchmark's score: that of a task of a data set."""
+
+    dataset: str = Field(pattern=r"^[^/\s]+/[^/\s]+$")
+    """The data set, such as openai/gsm8k."""
+    task_id: str
+    """The task, by its `id` in the data set's eval.yaml."""
+    metric: str
+    """Our metric that the leaderboard ranks by, such as exact_match."""
+    factor: float = 1.0
+    """Number that scores are multiplied with: 100 where the leaderboard has per cent."""
+
+
+def hub_entries(
+    record: Record, leaderboards: Mapping[str, Leaderboard], *, source_url: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """The entries of a succeeded record, by benchmark; none for one that was asked a part of its questions.
+
+    Args:
+        record: the record.
+        leaderboards: the place of each benchmark that has one, by the name it is published under.
+        source_url: web page with more.
+
+    Raises:
+        SinkFailed: a benchmark has no such metric.
+    """
+    if not record.succeeded or record.evaluation.get("max_eval_instances") is not None:
+        return {}
+    measured = {metric.benchmark for metric in record.metrics}
+    return {
+        benchmark: _entry(record, _metric(record, benchmark, board), board, source_url)
+        for benchmark, board in leaderboards.items()
+        if benchmark in measured
+    }
+
+
+def as_yaml(entries: list[dict[str, Any]]) -> str:
+    """The content of a file with some entries."""
+    return yaml.safe_dump(entries, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _metric(record: Record, benchmark: str, board: Leaderboard) -> Metric:
+    named = {metric.name: metric for metric in record.metrics if metric.benchmark == benchmark}
+    if board.metric not in named:
+        raise SinkFailed(
+            expected=f"a metric {board.metric} of {benchmark} for the leaderboard of {board.dataset}",
+            found=", ".join(named),
+            remedy="name one of these",
+        )
+    return named[board.metric]
+
+
+def _entry(record: Record, metric: Metric, board: Leaderboard, source_url: str | None) -> dict[str, Any]:
+    data = data_of(record, metric.benchmark)
+    dataset = {"id": board.dataset, "task_id": board.task_id}
+    if data is not None and data.repository == board.dataset:
+        dataset["revision"] = data.revision
+    entry = {"dataset": dataset, "value": metric.value * board.factor, "date": record.created.isoformat()}
+    source = {"source": {"url": source_url, "name": "Assay"}} if source_url else {}
+    return {**entry, **source, "notes": "; ".join(_notes(record, metric, board))}
+
+
+def _notes(record: Record, metric: Metric, board: Leaderboard) -> list[str]:
+    """Facts that a reader needs to compare it: the metric, the way of asking, the bar, and the programs."""
+    examples = shots(record, metric.benchmark)
+    noticed = record.noticed(metric.benchmark)
+    library, version = library_of(record)
+    engine = record.served.get("engine") or {}
+    programs = [
+        (library, version),
+        (engine.get("name"), engine.get("version")),
+        ("Assay", record.versions.get("assay")),
+    ]
+    data = data_of(record, metric.benchmark)
+    bar = {"95 % interval": (metric.low, metric.high), "standard error": (metric.stderr,)}
+    known = {
+        named: " to ".join(f"{number * board.factor:.4g}" for number in numbers if number is not None)
+        for named, numbers in bar.items()
+        if None not in numbers
+    }
+    counted = {
+        "prompts were cut to fit": noticed.truncated if noticed else 0,
+        "questions were left out as too long": noticed.skipped if noticed else 0,
+        "answers ended at the length limit": (noticed.at_limit or 0) if noticed else 0,
+    }
+    return [
+        metric.name,
+        "the benchmark's own number of examples" if examples is None else f"{examples}-shot",
+        *(["chat template"] if in_chat(record) else []),
+        f"{metric.n:,} questions",
+        *(f"{named} {numbers}" for named, numbers in known.items()),
+        *(f"{number:,} {happened}" for happened, number in counted.items() if number),
+        *([f"data of {data.repository}"] if data and data.repository not in (None, board.dataset) else []),
+        *([f"weights: {made}"] if (made := how_merged(record.checkpoint)) else []),
+        *(f"{name} {found}" for name, found in programs if name and found),
+    ]
