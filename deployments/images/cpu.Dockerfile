@@ -40,6 +40,10 @@ COPY tasks/evaluators/alpaca_eval/environment.py tasks/evaluators/alpaca_eval/
 COPY tasks/evaluators/alpaca_eval/requirements/alpaca-eval.txt tasks/evaluators/alpaca_eval/requirements/
 RUN python build.py tasks.evaluators.alpaca_eval.environment ALPACA_EVAL
 
+COPY tasks/evaluators/inspect_ai/environment.py tasks/evaluators/inspect_ai/
+COPY tasks/evaluators/inspect_ai/requirements/inspect-ai.txt tasks/evaluators/inspect_ai/requirements/
+RUN python build.py tasks.evaluators.inspect_ai.environment INSPECT_AI
+
 COPY tasks/evaluators/levanter/environment.py tasks/evaluators/levanter/
 COPY tasks/evaluators/levanter/requirements/levanter.txt tasks/evaluators/levanter/requirements/
 RUN python build.py tasks.evaluators.levanter.environment LEVANTER cpu

@@ -37,6 +37,10 @@ COPY tasks/evaluators/alpaca_eval/environment.py tasks/evaluators/alpaca_eval/
 COPY tasks/evaluators/alpaca_eval/requirements/alpaca-eval.txt tasks/evaluators/alpaca_eval/requirements/
 RUN python build.py tasks.evaluators.alpaca_eval.environment ALPACA_EVAL
 
+COPY tasks/evaluators/inspect_ai/environment.py tasks/evaluators/inspect_ai/
+COPY tasks/evaluators/inspect_ai/requirements/inspect-ai.txt tasks/evaluators/inspect_ai/requirements/
+RUN python build.py tasks.evaluators.inspect_ai.environment INSPECT_AI
+
 # What `.dockerignore` lets in. Builders that do not compare arguments of labels compare those of a RUN.
 ARG VERSION
 ARG COMMIT

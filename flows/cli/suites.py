@@ -167,7 +167,7 @@ def _data_of(evaluation: SuiteEvaluation) -> str:
         return f"assay stage ({evaluation.texts})"
     if all(task.name in bundled_names() for task in evaluation.evals):
         return "with Assay"
-    return "HELM's own" if evaluation.evaluator.name == "helm" else "hub"
+    return {"helm": "HELM's own", "inspect_ai": "its tasks'"}.get(evaluation.evaluator.name, "hub")
 
 
 def _needs(evaluation: SuiteEvaluation) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _needs(evaluation: SuiteEvaluation) -> dict[str, Any]:
         "generates": needs.generates,
         "runs_code": needs.runs_code,
         "chat_template": bool(evaluation.apply_chat_template),
-        "judge": isinstance(evaluation.evaluator, JudgedOptions),
+        "judge": isinstance(evaluation.evaluator, JudgedOptions) and evaluation.evaluator.judge is not None,
         "data": _data_of(evaluation),
         "access": list(needs.access),
     }

@@ -27,6 +27,7 @@ Batches = tuple[tuple[tuple[str, str], ...], ...]
 NOT_EARLY = {
     "alpaca_eval": "a length-corrected win rate is no mean over questions",
     "helm": "its program asks all questions at once",
+    "inspect_ai": "it asks all questions at once",
     "levanter_lm_evaluation_harness": "its program asks all questions at once",
 }
 """Evaluators that cannot decide early, with the reason."""

@@ -20,6 +20,8 @@ _NOTES = {
     "helm": "Asks the served model. Its own pages show every question and answer; browsers show them only where a web "
     "server gives them out, such as `python -m http.server` in the folder of the records.",
     "alpaca_eval": "A judge compares each answer with a reference's. The win rate is the share that it prefers.",
+    "inspect_ai": "Runs Inspect's tasks on the served model. `inspect view --log-dir` opens its logs, which hold "
+    "every message.",
     "levanter_lm_evaluation_harness": (
         "Loads each checkpoint itself: no engine and no proxy in between. Log-likelihoods only."
     ),

@@ -11,7 +11,7 @@ from resources.regions.tariffs import Tariff, tariff_of
 from tasks.records.cost import Cost, Predicted, Spent
 from tasks.running.kept_pools import access_of
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.spec.evaluators import JudgedOptions
+from tasks.spec.evaluators import JudgedOptions, JudgeEndpoint
 
 
 def resources_of_replica(config: EvaluationConfig) -> ResourceConfig | None:
@@ -85,8 +85,8 @@ def judge_elsewhere(config: EvaluationConfig) -> str | None:
     """The judge, where that is not the checkpoint itself on its own replica; None without such a one."""
     if not isinstance(config.evaluator, JudgedOptions):
         return None
-    judge = config.evaluator.judge
-    if judge.pool_name is None and judge.base_url is None and judge.model is None:
+    judge: JudgeEndpoint | None = config.evaluator.judge
+    if judge is None or (judge.pool_name is None and judge.base_url is None and judge.model is None):
         return None
     place = judge.base_url or (f"pool {judge.pool_name}" if judge.pool_name else "the same pool")
     return f"{judge.model or 'a model'} at {place}"

@@ -29,7 +29,7 @@ from tasks.running.kept_pools import access_of
 from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 from tasks.running.warm import runs_here, warm_programs
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.spec.evaluators import JudgedOptions
+from tasks.spec.evaluators import JudgedOptions, JudgeEndpoint
 from tasks.spec.names import pool_label
 
 
@@ -112,7 +112,9 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
     """
     if not isinstance(config.evaluator, JudgedOptions):
         return None
-    judge = config.evaluator.judge
+    judge: JudgeEndpoint | None = config.evaluator.judge
+    if judge is None:
+        return None
     if judge.pool_name is not None:
         access = access_of(judge.pool_name, judge.pool_key_block)
         base_url, key = access.address.base_url, access.key.get_secret_value()

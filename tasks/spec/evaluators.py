@@ -22,6 +22,7 @@ EVALUATORS: dict[str, str] = {
     "lm_evaluation_harness": "tasks.evaluators.lm_eval",
     "helm": "tasks.evaluators.helm",
     "alpaca_eval": "tasks.evaluators.alpaca_eval",
+    "inspect_ai": "tasks.evaluators.inspect_ai",
     "levanter_lm_evaluation_harness": "tasks.evaluators.levanter",
 }
 """The folder of each evaluator, by its name in configurations and records, in the order of reports."""
@@ -54,13 +55,18 @@ class EvaluatorOptions(Config):
         return self
 
 
-class LmEvalBenchmarkOptions(EvaluatorOptions):
+class CodeOptions(EvaluatorOptions):
+    """Options of an evaluator with benchmarks that run code which the model writes."""
+
+    allow_code_execution: tuple[str, ...] = ()
+    """Benchmarks that may run the model's code on this machine, such as humaneval."""
+
+
+class LmEvalBenchmarkOptions(CodeOptions):
     """Options of an evaluator that asks lm-eval's benchmarks."""
 
     long_prompts: Literal["truncate_left", "skip", "fail"] = "truncate_left"
     """Prompts too long for the model: cut on the left as lm-eval does, leave the question out, or refuse to begin."""
-    allow_code_execution: tuple[str, ...] = ()
-    """Benchmarks that may run the model's code on this machine, such as humaneval."""
 
 
 class NativeOptions(EvaluatorOptions):
@@ -88,8 +94,8 @@ class LevanterComputation(Config):
         return policy
 
 
-class Judge(Config):
-    """The judge of two outputs: an endpoint, a pool that is kept up, or the pool of the model itself."""
+class JudgeEndpoint(Config):
+    """The judge of outputs: an endpoint, a pool that is kept up, or the pool of the model itself."""
 
     base_url: str | None = None
     """An OpenAI-compatible endpoint, ending in /v1; its key is read from ASSAY_JUDGE_API_KEY."""
@@ -99,6 +105,26 @@ class Judge(Config):
     """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     model: str | None = None
     """The judge's name there; in a pool, a checkpoint. The evaluated checkpoint itself where its own pool judges."""
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> JudgeEndpoint:
+        if self.base_url is not None and self.pool_name is not None:
+            raise ValueError("expected one of base_url and pool_name, found both: keep one")
+        if self.model is None and (self.base_url is not None or self.pool_name is not None):
+            raise ValueError("a judge at base_url or pool_name needs model, its name there")
+        if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):
+            raise ValueError(f"expected a judge's base_url that ends in /v1, found {self.base_url!r}")
+        return self
+
+    @property
+    def elsewhere(self) -> bool:
+        """Tells if it is asked at another address than the model."""
+        return self.base_url is not None or self.pool_name is not None
+
+
+class Judge(JudgeEndpoint):
+    """The judge of two outputs, and the way AlpacaEval asks it."""
+
     annotator: str = "weighted_alpaca_eval_gpt4_turbo"
     """Configuration of the judge: one of AlpacaEval's own, a bundled one, or a folder in benchmarks_path."""
     constrained: bool = False
@@ -111,22 +137,12 @@ class Judge(Config):
             raise ValueError(f"expected a judge's annotator in benchmarks_path that is not hidden, found {annotator!r}")
         return annotator
 
-    @model_validator(mode="after")
-    def _one_judge(self) -> Judge:
-        if self.base_url is not None and self.pool_name is not None:
-            raise ValueError("expected one of base_url and pool_name, found both: keep one")
-        if self.model is None and (self.base_url is not None or self.pool_name is not None):
-            raise ValueError("a judge at base_url or pool_name needs model, its name there")
-        if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):
-            raise ValueError(f"expected a judge's base_url that ends in /v1, found {self.base_url!r}")
-        return self
-
 
 class JudgedOptions(EvaluatorOptions):
-    """Options of an evaluator whose scores are a judge's verdicts."""
+    """Options of an evaluator whose scores are, or may be, a judge's verdicts."""
 
-    judge: Judge = Judge()
-    """The judge that compares the model's outputs with the reference's."""
+    judge: Any
+    """The judge of the model's outputs, a `JudgeEndpoint` or None; each kind of options has a type of its own."""
 
 
 def options_kind(name: str) -> type[EvaluatorOptions]:

@@ -28,9 +28,11 @@ from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
     EVALUATORS,
     AnyEvaluator,
+    CodeOptions,
     EvaluatorOptions,
     Judge,
     JudgedOptions,
+    JudgeEndpoint,
     LmEvalBenchmarkOptions,
     NativeOptions,
     options_kind,
@@ -344,12 +346,14 @@ def _config(
 
 def _options(options: EvaluatorOptions, request: SuiteRequest) -> EvaluatorOptions:
     """Return a suite's options with what the request says: who judges, and which benchmarks may run code."""
-    if isinstance(options, LmEvalBenchmarkOptions):
+    if isinstance(options, CodeOptions):
         allowed = (*options.allow_code_execution, *request.allow_code_execution)
-        return options.model_copy(update={"allow_code_execution": allowed})
+        options = options.model_copy(update={"allow_code_execution": allowed})
     if isinstance(options, JudgedOptions) and request.judge is not None:
-        asked = {**options.judge.model_dump(), **request.judge.model_dump(exclude_unset=True)}
-        return options.model_copy(update={"judge": Judge.model_validate(asked)})
+        own: JudgeEndpoint = options.judge or JudgeEndpoint()
+        wished = request.judge.model_dump(exclude_unset=True)
+        known = {name: value for name, value in wished.items() if name in type(own).model_fields}
+        options = options.model_copy(update={"judge": type(own).model_validate({**own.model_dump(), **known})})
     return options
 
 

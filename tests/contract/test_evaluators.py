@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "lm_evaluation_harness": ("demo_facts", "demo_backwards"),
     "alpaca_eval": ("demo_instructions",),
     "helm": ("demo_mcqa",),
+    "inspect_ai": ("demo_choices",),
     "levanter_lm_evaluation_harness": ("demo_facts",),
 }
 """Benchmarks that come with Assay, by evaluator."""

@@ -12,8 +12,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-Verdict = Callable[[int, str], str | int]
-"""From the number of the request, the probe's being 0, and the prompt: what it says, or a status to fail with."""
+Verdict = Callable[[int, str], str | int | dict[str, Any]]
+"""From the number of the request, the probe's being 0, and the prompt: what it says, be it a whole message or an error
+with its text, or a status to fail with."""
 
 
 @dataclass
@@ -50,11 +51,14 @@ class FakeJudge:
         self.prompts.append(prompt)
         if isinstance(reply, int):
             return web.json_response({"error": {"message": "a fault was asked for"}}, status=reply)
+        if isinstance(reply, dict) and "error" in reply:
+            return web.json_response(reply, status=400)
+        message = reply if isinstance(reply, dict) else {"content": reply}
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": reply},
+            "message": {"role": "assistant", **message},
             "logprobs": None,
-            "finish_reason": "stop",
+            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
         }
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         answer = {"id": "j", "object": "chat.completion", "created": 0, "model": "judge", "usage": usage}

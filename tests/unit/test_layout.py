@@ -42,8 +42,8 @@ LONGEST_MODULE_LINES = 400
 MOST_MODULES_OF_A_FOLDER = 16
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "core"}
 HEAVY = (
-    *("alpaca_eval", "datasets", "helm", "jax", "levanter", "lm_eval", "mlflow", "prefect_gcp", "ray", "torch"),
-    *("transformers", "vllm", "wandb"),
+    *("alpaca_eval", "datasets", "helm", "inspect_ai", "jax", "levanter", "lm_eval", "mlflow", "prefect_gcp"),
+    *("ray", "torch", "transformers", "vllm", "wandb"),
 )
 IN_HARNESS_ENVIRONMENTS = {
     *("accelerate", "alpaca_eval", "datasets", "dill", "draccus", "equinox", "evaluate", "fire", "haliax", "helm"),

@@ -17,8 +17,8 @@ from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
     EVALUATORS,
+    CodeOptions,
     JudgedOptions,
-    LmEvalBenchmarkOptions,
     NativeOptions,
     options_kind,
     short_evaluator_names,
@@ -75,7 +75,7 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
             _refuse_beside(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
         chosen["judge"] = judge
     if options.allow_code:
-        if not issubclass(kind, LmEvalBenchmarkOptions):
+        if not issubclass(kind, CodeOptions):
             _refuse_beside(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
         chosen["allow_code_execution"] = options.allow_code
     content: dict[str, Any] = {

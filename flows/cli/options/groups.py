@@ -73,7 +73,9 @@ class EvaluationOptions(EngineOptions, MachineOptions):
     force_fewshot: Annotated[
         bool, typer.Option("--force-fewshot", help="Put shots also in front of a benchmark that takes none.")
     ] = False
-    evaluator: Annotated[str | None, typer.Option(help="lm-eval (when left out), helm, alpaca-eval, levanter.")] = None
+    evaluator: Annotated[
+        str | None, typer.Option(help="lm-eval (when left out), helm, alpaca-eval, inspect-ai, levanter.")
+    ] = None
     suite: Annotated[str | None, typer.Option(help="A suite by its name, or a YAML file; see assay suites.")] = None
     only: Annotated[tuple[str, ...], typer.Option("--only", help="A part of the suite; repeatable.")] = ()
     output: Annotated[str | None, typer.Option(help="Folder for records, evaluations when left out.")] = None

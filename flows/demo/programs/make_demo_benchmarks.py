@@ -1,5 +1,6 @@
-"""Writes the questions of the bundled benchmarks: `demo_facts.jsonl`, `demo_backwards.jsonl`, and for AlpacaEval
-`alpaca_eval/demo_instructions.json`, some of the same questions with a hedge to compare with.
+"""Writes the questions of the bundled benchmarks: `demo_facts.jsonl`, `demo_backwards.jsonl`, for AlpacaEval
+`alpaca_eval/demo_instructions.json`, some of the same questions with a hedge to compare with, and for Inspect
+`inspect_ai/demo_choices.jsonl`, the facts again.
 
 The files are kept in the repository, so nobody has to run this; it says where they come from. Needs nothing
 but Python:
@@ -65,8 +66,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the folder to write the files into")
     output: Path = parser.parse_args().output
-    (output / "alpaca_eval").mkdir(parents=True, exist_ok=True)
-    write(output / "demo_facts.jsonl", fact_rows())
+    for evaluator in ("alpaca_eval", "inspect_ai"):
+        (output / evaluator).mkdir(parents=True, exist_ok=True)
+    for facts in ("demo_facts.jsonl", "inspect_ai/demo_choices.jsonl"):
+        write(output / facts, fact_rows())
     write(output / "demo_backwards.jsonl", backwards_rows())
     instructions = json.dumps(list(instruction_rows()), indent=2)
     (output / "alpaca_eval" / "demo_instructions.json").write_text(instructions + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from resources.config import Config
 from resources.storage.storage import content_digest
-from tasks.spec.evaluators import JudgedOptions
+from tasks.spec.evaluators import Judge, JudgedOptions
 
 DEFAULT_PROMPT = "### Instruction:\n{instruction}\n\n### Response:\n"
 _FILES = ("instructions_path", "reference_outputs_path", "length_control_path")
@@ -49,6 +49,8 @@ class AlpacaEvalOptions(JudgedOptions):
 
     name: Literal["alpaca_eval"] = "alpaca_eval"
     """Says that this evaluator is AlpacaEval."""
+    judge: Judge = Judge()
+    """The judge that compares the model's outputs with the reference's."""
     generation_params: GenerationParams = GenerationParams()
     """Sampling of the outputs, over the generation_params of the model."""
     engine_parameters: bool = True

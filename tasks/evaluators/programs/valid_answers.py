@@ -17,6 +17,8 @@ KNOWN_FINISHES = ("stop", "length", "tool_calls", "function_call", "content_filt
 ROUNDING = 1e-6
 """A log-probability may be above 0 by this much."""
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs")
+IN_PLACE_OF_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal")
+"""Fields of a message that may stand without a text: calls, or reasoning that met the limit."""
 REQUESTS_FAULT = (400, 413, 422)
 """Statuses by which an endpoint refuses what it was asked; with any other one it fails."""
 
@@ -102,6 +104,9 @@ def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
         if choice["finish_reason"] not in KNOWN_FINISHES:
             raise Malformed("it ended for no known reason")
         if "messages" in asked:
+            message = choice["message"]
+            if not isinstance(message["content"], str) and not any(message.get(name) for name in IN_PLACE_OF_TEXT):
+                raise Malformed("no text")
             check_values([token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or ()])
             continue
         if not isinstance(choice["text"], str):

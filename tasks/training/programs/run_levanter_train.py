@@ -39,14 +39,14 @@ if __name__ == "__main__":
     atexit.register(end_without_teardown)  # the first to be registered is the last to be called
 
 gc.disable()  # until all is imported: a fifth of the time goes to looking for garbage that is not there
-sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "lm_eval" / "programs"))  # of the refusals
+sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "programs"))  # of the refusals
 import draccus
 import fsspec
 import jax
 from fray import LocalClient
 from fray.current_client import set_current_client
 from levanter.main import train_lm
-from lm_eval_refusal import refuse
+from refusals import refuse
 
 gc.freeze()
 gc.enable()

@@ -38,6 +38,7 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "lm_evaluation_harness": (("demo_facts", "demo_backwards"), {}),
     "helm": (("simple_mcqa", "demo_mcqa"), {"evaluator": "helm"}),
     "alpaca_eval": (("demo_instructions",), {"evaluator": {"name": "alpaca_eval", **_JUDGED_BY_ITSELF}}),
+    "inspect_ai": (("demo_choices",), {"evaluator": {"name": "inspect_ai", "max_tokens": 24}}),
 }
 """Benchmarks and settings by evaluator: choices that are weighed, texts that are generated, verdicts of a judge."""
 

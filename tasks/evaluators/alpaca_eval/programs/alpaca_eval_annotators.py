@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 from alpaca_eval import constants
-from alpaca_eval_shared import SHOWN_CHARACTERS, refuse
+from alpaca_eval_shared import SHOWN_CHARACTERS
+from refusals import refuse
 
 MOST_LOGPROBS = 20  # what vLLM gives unless told otherwise
 

@@ -21,8 +21,9 @@ from alpaca_eval import utils as alpaca_utils
 from alpaca_eval.decoders import openai as openai_decoder
 from alpaca_eval.metrics import get_winrate, glm_winrate
 from alpaca_eval_annotators import complete_annotator, load_annotator
-from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, describe_error, refuse
+from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, describe_error
 from huggingface_hub import hf_hub_download
+from refusals import refuse
 
 LENGTH_CONTROL = "df_gamed.csv"
 PROBE_SECONDS = 60.0

@@ -12,7 +12,6 @@ all others at the first error. They are judged by AlpacaEval's own `evaluate`, w
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -37,9 +36,8 @@ from alpaca_eval_shared import (
     RETRIES,
     SHOWN_CHARACTERS,
     describe_error,
-    refuse,
-    write_json,
 )
+from refusals import chat_template_needed, digest_of, refuse, write_json
 
 PLAN_NAME = "plan.json"
 RESULTS_NAME = "results.json"
@@ -71,15 +69,7 @@ def main(arguments: list[str]) -> None:
 
 def evaluate(job: dict[str, Any], output: Path) -> None:
     """All sets, first their outputs, then the verdicts of those that are whole."""
-    template = chat_template(Path(job["tokenizer"])) if job["chat"] else None
-    if job["chat"] and not template:
-        refuse(
-            output,
-            kind="BadInput",
-            expected="a tokenizer with a chat template, since apply_chat_template is set",
-            found=f"chat asked of a model without a template: none in {job['tokenizer']}",
-            remedy="Add one to the checkpoint, or set apply_chat_template to false: prompt_template is used then",
-        )
+    template = chat_template_needed(job, output)
     sets = {
         instruction_set["key"]: load_set(instruction_set, limit=job["limit"], output=output)
         for instruction_set in job["sets"]
@@ -87,7 +77,7 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
     asking = {
         "seeds": {"outputs": "none: each is sampled afresh"},
         "bos": f"as the endpoint's {'chat template' if job['chat'] else 'tokenizer'} does",
-        "chat_template": hashlib.sha256(template.encode()).hexdigest() if template else None,
+        "chat_template": digest_of(template),
     }
     write_json(output / PLAN_NAME, {"sets": {key: len(rows) for key, rows in sets.items()}, "asking": asking})
     unanswered = valid_answers.Unanswered()
@@ -151,19 +141,6 @@ def official_set(output: Path) -> Path:
             found=f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}",
             remedy="Run `assay stage` where there is a network, or name a file as evaluator.instructions_path",
         )
-
-
-def chat_template(tokenizer: Path) -> str | None:
-    """The chat template in a tokenizer's folder, wherever it may lie; as JSON where it is several."""
-    for name in ("chat_template.jinja", "chat_template.json"):
-        if (tokenizer / name).is_file():
-            return (tokenizer / name).read_text()
-    try:
-        described = json.loads((tokenizer / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    found = described.get("chat_template") if isinstance(described, dict) else None
-    return json.dumps(found, sort_keys=True) if found else None
 
 
 async def generate(

@@ -45,8 +45,8 @@ from lm_eval.utils import setup_logging
 from lm_eval_index import built_in_index, use_remembered_index
 from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
 from lm_eval_prompts import Questions, groups_in, means
-from lm_eval_refusal import refuse, write_json
 from lm_eval_smooth import weigh_in_groups
+from refusals import refuse, write_json
 
 READ_AT_IMPORT = (
     "DISABLE_MULTIPROC",

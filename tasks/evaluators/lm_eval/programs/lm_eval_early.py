@@ -26,7 +26,7 @@ from lm_eval.api.task import Task
 from lm_eval.utils import handle_non_serializable, hash_string
 from lm_eval_loading import name_of
 from lm_eval_model import NO_ANSWER
-from lm_eval_refusal import refuse
+from refusals import refuse
 
 WANTED_NAME, ANSWERED_NAME = "early.json", "early.jsonl"
 ROUNDS = 2

@@ -30,7 +30,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.utils import set_torch_seed
 from lm_eval_index import code_runners, is_complete
-from lm_eval_refusal import refuse
+from refusals import refuse
 
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
 """Without it, the library that runs most of such code refuses to."""

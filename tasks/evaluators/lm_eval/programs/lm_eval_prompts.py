@@ -23,8 +23,8 @@ from lm_eval_control import control, evidence
 from lm_eval_data import revision_of
 from lm_eval_lengths import TooLong, request_type, to_be_asked, too_long
 from lm_eval_loading import name_of, seed
-from lm_eval_refusal import refuse, write_json
 from lm_eval_smooth import add_smooth_scores
+from refusals import refuse, write_json
 
 PLAN_NAME = "plan.json"
 SKIPPED_NAME = "skipped.jsonl"

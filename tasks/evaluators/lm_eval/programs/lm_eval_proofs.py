@@ -12,7 +12,7 @@ from typing import Any
 
 from lm_eval_answers import TOKEN_ID
 from lm_eval_model import Completions
-from lm_eval_refusal import refuse
+from refusals import refuse
 
 PROBE = (
     "The quick brown fox jumps over 13 lazy dogs, 3.14159 times; def mean(xs): return sum(xs) / len(xs)\n\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.models.utils import resolve_max_length
-from lm_eval_refusal import refuse
+from refusals import refuse
 
 DEFAULT_GENERATED = 256
 _log = logging.getLogger("lm_eval.models.api_models")

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 from lm_eval_answers import installed
-from lm_eval_refusal import refuse, refuse_environment, write_json
+from refusals import refuse, refuse_environment, write_json
 
 LATE_MODULES = (
     "datasets.packaged_modules.json.json",

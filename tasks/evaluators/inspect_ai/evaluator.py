@@ -1,0 +1,184 @@
+"""Inspect, driven through a program of ours that runs in its environment."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pools.endpoint import RunningModel
+from resources.environments.environments import EnvironmentSpec
+from resources.errors import BadInput, UnknownBenchmark
+from resources.storage import storage
+from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.inspect_ai.environment import INSPECT_AI
+from tasks.evaluators.inspect_ai.options import InspectOptions
+from tasks.evaluators.inspect_ai.results import read_results, read_samples
+from tasks.evaluators.inspect_ai.tasks import find_tasks, installed
+from tasks.evaluators.isolation import ModelCode
+from tasks.records.samples import Sample
+from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks, named_elsewhere
+from tasks.spec.evaluation import EvaluationConfig
+
+_PROGRAM = Path(__file__).parent / "programs" / "run_inspect.py"
+_SHARED_PROGRAMS = str(_PROGRAM.parents[2] / "programs")
+_FETCH_OPTION = "--fetch"
+_JOB_FILE = "job.json"
+_LONGEST_ANSWER = 2048
+"""Tokens of an answer to a prompt that is sent as it is, where nobody says; half of a shorter context."""
+_PROGRESS = re.compile(r"Answered (?P<done>\d+) of (?P<total>\d+) samples")
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Inspect 0.3."""
+
+    name: str = "inspect_ai"
+    needs_endpoint: bool = True
+    environments: tuple[EnvironmentSpec, ...] = (INSPECT_AI,)
+    program: Path | None = _PROGRAM
+    import_variables: Mapping[str, str] = field(default_factory=dict)
+
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
+        """Returns the harness's environment: all evaluations share it."""
+        return INSPECT_AI
+
+    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
+        """Nothing but the imports."""
+        return ()
+
+    def command(
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
+    ) -> HarnessCommand:
+        """Our program with a job file that holds all but the keys."""
+        assert isinstance(model, RunningModel), "Inspect asks an endpoint"
+        options = config.options(InspectOptions)
+        same_endpoint = judge is not None and (judge.base_url, judge.api_key) == (model.base_url, model.api_key)
+        job = {
+            "benchmarks": [
+                {
+                    "name": task.name,
+                    "key": task.metric_key,
+                    "task": found.task,
+                    "file": found.file,
+                    "arguments": task.task_kwargs,
+                }
+                for task, found in zip(config.evals, find_tasks(config), strict=True)
+            ],
+            "benchmarks_path": benchmarks_here(config),
+            "limit": config.max_eval_instances,
+            **options.model_dump(mode="json", exclude={"name", "judge"}),
+            "model": _endpoint(model),
+            "chat": model.apply_chat_template,
+            "tokenizer": model.tokenizer,
+            "takes_tools": _takes_tools(config),
+            "longest_answer": min(_LONGEST_ANSWER, max(1, (model.max_model_len or 2 * _LONGEST_ANSWER) // 2)),
+            "judge": {**_endpoint(judge), "same_endpoint": same_endpoint} if judge is not None else None,
+            "output": str(output),
+        }
+        keys = {"OPENAI_API_KEY": model.api_key}
+        if judge is not None and not same_endpoint:
+            keys["ASSAY_JUDGE_API_KEY"] = judge.api_key
+        program = (str(python), "-I", "-u", str(_PROGRAM))
+        return HarnessCommand(
+            argv=(*program, _JOB_FILE),
+            variables={**keys, **self.import_variables},
+            arguments=(_JOB_FILE,),
+            files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
+            copies=copied_benchmarks(config),
+            model_code=_model_code(model, config, program) if options.allow_code_execution else None,
+        )
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        """The metrics of each task with their errors, counts from plan and samples, and Inspect's own log.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        return read_results(output, config)
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        """Every question, in each epoch.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        return read_samples(output, config)
+
+    def progress(self, log: str) -> Progress | None:
+        """From the last line that our program wrote about it."""
+        lines = list(_PROGRESS.finditer(log))
+        if not lines:
+            return None
+        done, total = int(lines[-1]["done"]), int(lines[-1]["total"])
+        return Progress("samples", min(done, total), total)
+
+    def check(self, config: EvaluationConfig, *, python: Path) -> None:
+        """Looks every task up, and refuses what Inspect would ignore.
+
+        Raises:
+            UnknownBenchmark: there is no task of that name, or no such package in the environment.
+            BadInput: a field has no meaning here, or code is to run beside a judge elsewhere.
+        """
+        for task, found in zip(config.evals, find_tasks(config), strict=True):
+            package = found.task.partition("/")[0]
+            if found.file is None and not installed(package, python):
+                raise UnknownBenchmark(
+                    expected=f"a file of tasks called {package}.py, or the package {package} in Inspect's environment",
+                    found=f"{task.name!r}, and neither",
+                    remedy="Correct its name in evals, or name a pinned list that has the package in "
+                    "ASSAY_PINNED_LISTS, as that of inspect-ai",
+                )
+            if task.num_fewshot is not None:
+                raise BadInput(
+                    expected=f"no num_fewshot of {task.name}: examples are the task's own affair in Inspect",
+                    found=str(task.num_fewshot),
+                    remedy="Leave it out; give the task an argument for it in task_kwargs, if it has one",
+                )
+        options = config.options(InspectOptions)
+        if options.allow_code_execution and options.judge is not None and options.judge.elsewhere:
+            raise BadInput(
+                expected="no judge elsewhere where the model's code runs: nothing is reached there but the model",
+                found="evaluator.judge beside evaluator.allow_code_execution",
+                remedy="Evaluate tasks with a sandbox and those with a judge one after the other",
+            )
+
+
+def _endpoint(model: RunningModel) -> dict[str, Any]:
+    return {
+        "base_url": model.base_url.rstrip("/"),
+        "model": model.model,
+        "capacity": model.capacity,
+        "timeout": model.request_timeout_seconds,
+    }
+
+
+def _takes_tools(config: EvaluationConfig) -> bool | None:
+    """Tell whether the engine takes requests with tools; None where only the endpoint knows."""
+    if config.pool_config is None:
+        return None
+    given = {name.replace("-", "_") for name, value in config.pool_config.model.engine_kwargs.items() if value}
+    return {"enable_auto_tool_choice", "tool_call_parser"} <= given
+
+
+def _model_code(model: RunningModel, config: EvaluationConfig, program: tuple[str, ...]) -> ModelCode:
+    named = [str(storage.local_path(place)) for place in sorted(named_elsewhere(config)) if storage.is_local(place)]
+    tokenizer = [model.tokenizer] if Path(model.tokenizer).is_absolute() else []
+    return ModelCode(
+        endpoint=model.base_url,
+        prepare=(*program, _FETCH_OPTION, _JOB_FILE),
+        reads=(str(_PROGRAM.parent), _SHARED_PROGRAMS, *tokenizer, *named),
+        scratch=() if copied_benchmarks(config) else (benchmarks_here(config),),
+    )
+
+
+EVALUATOR = Inspect()

@@ -1,0 +1,114 @@
+"""Inspect's logs as rows: what was asked, answered and scored in each sample, and the numbers over all."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from inspect_ai.log import EvalLog, EvalSample, EvalScore
+from inspect_ai.scorer import value_to_float
+
+SPREADS = {"bootstrap_stderr", "ci", "std", "stderr", "var"}
+"""Metrics that say how sure another one is."""
+FINISHES = {"max_tokens": "length"}
+"""Inspect's names for reasons to finish where others have another name."""
+GRADER = "grader"
+as_number = value_to_float()
+
+
+def row_of(key: str, sample: EvalSample) -> dict[str, Any]:
+    """One sample in the form that the orchestrator reads."""
+    own, grading, scoring = _calls(sample)
+    first = own[0].input if own else sample.input if isinstance(sample.input, list) else []
+    asked = next((at for at in range(len(first) - 1, -1, -1) if first[at].role == "user"), None)
+    finishes = [choice.stop_reason for call in own for choice in call.output.choices]
+    failed = any(call.error for call in own) or (sample.error is not None and not scoring)
+    usages = [call.output.usage for call in own if call.output.usage is not None]
+    return {
+        "benchmark": key,
+        "id": str(sample.id),
+        "epoch": sample.epoch,
+        "context": "".join(f"{message.text}\n\n" for message in first[:asked]) if asked is not None else "",
+        "prompt": first[asked].text if asked is not None else _text(sample.input),
+        "choices": sample.choices or [],
+        "target": sample.target if isinstance(sample.target, str) else "\n".join(sample.target),
+        "output": sample.output.completion,
+        "answered": not failed,
+        "scores": _numbers(sample) if sample.error is None else {},
+        "graded": bool(grading),
+        "finish": [FINISHES.get(reason, reason) for reason in finishes],
+        "tokens": sum(usage.output_tokens for usage in usages) if usages else None,
+        "metadata": {name: str(value) for name, value in sample.metadata.items() if isinstance(value, str | int)},
+    }
+
+
+def metrics_of(log: EvalLog) -> list[dict[str, Any]]:
+    """The numbers of one task, each with its error where Inspect gives one, and the scores it is taken over.
+
+    A metric is called by its scorer's name, too, where there are several scorers, or several values of one.
+    """
+    scores = log.results.scores if log.results is not None else []
+    found = []
+    for score in scores:
+        spread = {metric.name: metric for metric in score.metrics.values()}
+        errors = [spread[name] for name in ("stderr", "bootstrap_stderr") if name in spread]
+        for name, metric in score.metrics.items():
+            if metric.name in SPREADS or metric.group in SPREADS or not math.isfinite(metric.value):
+                continue
+            mean = metric.name in ("accuracy", "mean")
+            error = next((each.value for each in errors if mean and math.isfinite(each.value)), None)
+            cluster = next((each.params.get("cluster") for each in errors), None)
+            found.append(
+                {
+                    "name": _named(score, name, scores),
+                    "value": metric.value,
+                    "stderr": error,
+                    "n": score.scored_samples,
+                    "better": True if mean else None,
+                    "score": f"{score.scorer}\n{score.name}" if score.name != score.scorer else score.scorer,
+                    "cluster": cluster,
+                }
+            )
+    return found
+
+
+def _named(score: EvalScore, metric: str, scores: list[EvalScore]) -> str:
+    several = len({(each.scorer, each.name) for each in scores}) > 1
+    parts = [score.name] if several else []
+    if score.reducer is not None and Counter((each.scorer, each.name) for each in scores)[score.scorer, score.name] > 1:
+        parts.append(score.reducer)
+    return "_".join([*parts, metric])
+
+
+def _numbers(sample: EvalSample) -> dict[str, float]:
+    """Scores that are numbers, or stand for such; of several values, each with its name in a second line."""
+    found = {}
+    for scorer, score in (sample.scores or {}).items():
+        values = (
+            {f"{scorer}\n{name}": value for name, value in score.value.items()} if isinstance(score.value, dict) else {}
+        )
+        for name, value in (values or {scorer: score.value}).items():
+            if not isinstance(value, str | int | float) or not math.isfinite(number := as_number(value)):
+                continue
+            found[name] = number
+    return found
+
+
+def _calls(sample: EvalSample) -> tuple[list[Any], list[Any], bool]:
+    """Calls of the evaluated model while it answered, those of a model, be it the same, that judges, and if it came to
+    scoring."""
+    scoring = False
+    own, grading = [], []
+    for event in sample.events:
+        scoring = scoring or (event.event == "span_begin" and event.name == "scorers")
+        if event.event == "model" and not event.pending:
+            if scoring or event.role == GRADER:
+                grading.append(event)
+            elif event.role is None:
+                own.append(event)
+    return own, grading, scoring
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n\n".join(message.text for message in value)

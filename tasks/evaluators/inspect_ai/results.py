@@ -1,0 +1,189 @@
+"""Reads what our Inspect program leaves behind: a plan, a row for each sample, and results.
+
+The number of questions comes from the plan, which is written before the first request; answers and scores are counted
+in the rows, one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from tasks.evaluators.evaluator import Parsed
+from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, invalid_results, is_unclosed, read_result
+from tasks.records.details import Asking, BenchmarkDetails
+from tasks.records.record import Counts, Metric
+from tasks.records.samples import Sample
+from tasks.spec.evaluation import EvaluationConfig
+
+_HARNESS = "Inspect"
+_NO_CONTROL = "no control: its scorers take no known answers"
+_ROUNDING = 1e-9
+LOGS = "inspect"
+"""Folder of Inspect's own logs, which `inspect view --log-dir` opens."""
+
+
+class _Plan(BaseModel):
+    """Questions by benchmark, in every epoch, as our program found them before it asked anything."""
+
+    questions: dict[str, int]
+    asking: Asking = Asking()
+
+
+class _Number(BaseModel):
+    """A metric of Inspect's, and the score of single samples that it is taken over."""
+
+    name: str
+    value: float
+    stderr: float | None
+    n: int | None
+    better: bool | None
+    score: str
+    cluster: str | None
+
+
+class _Results(BaseModel):
+    """Metrics by benchmark; none for one whose metrics failed."""
+
+    metrics: dict[str, list[_Number]]
+    logs: dict[str, str]
+    problems: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    unanswered: Unanswered = Unanswered()
+
+
+class _Row(BaseModel):
+    """One sample in one epoch."""
+
+    benchmark: str
+    id: str
+    epoch: int
+    context: str
+    prompt: str
+    choices: list[str]
+    target: str
+    output: str
+    answered: bool
+    graded: bool
+    scores: dict[str, float]
+    finish: list[str]
+    tokens: int | None
+    metadata: dict[str, str]
+
+
+def read_results(output: Path, config: EvaluationConfig) -> Parsed:
+    """Reads the metrics and counts of the run in `output`.
+
+    Raises:
+        HarnessOutputInvalid: something is missing or cannot be read, or no usable number came of whole answers.
+    """
+    plan, results = _read_both(output, config)
+    rows = _rows(output)
+    details: dict[str, BenchmarkDetails] = {}
+    answered = scored = errors = 0
+    for key, questions in plan.questions.items():
+        wanted = {number.score for number in results.metrics.get(key, ())}
+        answers = [row for row in rows[key] if row.answered]
+        without = [row for row in answers if not row.scores or not wanted <= set(row.scores)]
+        answered, scored = answered + len(answers), scored + len(answers) - len(without)
+        errors += sum(row.graded for row in without)
+        unclosed = sum(is_unclosed(row.output) for row in rows[key])
+        details[key] = BenchmarkDetails(questions=questions, unclosed=unclosed, control=_NO_CONTROL)
+    requested = sum(plan.questions.values())
+    if requested == answered == scored and not all(results.metrics.get(key) for key in plan.questions):
+        problem = "; ".join(f"{key}: {why}" for key, why in results.problems.items())
+        raise invalid_results(_HARNESS, output, problem or "no usable number")
+    return Parsed(
+        metrics=tuple(_metric(key, number) for key, numbers in results.metrics.items() for number in numbers),
+        counts=Counts(requested=requested, answered=answered, scored=scored, judge_errors=errors),
+        versions=results.versions,
+        links={f"Inspect log of {key}": f"{LOGS}/{log}" for key, log in results.logs.items()},
+        details=details,
+        asking=plan.asking,
+        endpoint_failure=results.unanswered.endpoint_failure,
+    )
+
+
+def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+    """One sample for each question in each epoch, whatever came of it.
+
+    A score is given under the name of each metric that is its mean, else under the scorer's. Questions are clustered by
+    the field of their metadata that the benchmark or the task's own error names; else epochs of one are a cluster.
+
+    Raises:
+        HarnessOutputInvalid: something is missing or cannot be read.
+    """
+    plan, results = _read_both(output, config)
+    rows = _rows(output)
+    fields = {task.metric_key: task.cluster_by for task in config.evals}
+    for key in plan.questions:
+        numbers = results.metrics.get(key, [])
+        means = {number.name: number.score for number in numbers if _is_mean(number, rows[key])}
+        field = fields[key] or next((number.cluster for number in numbers if number.cluster), None)
+        epochs = len({row.epoch for row in rows[key]}) > 1
+        for row in rows[key]:
+            scores = {name: row.scores[score] for name, score in means.items() if score in row.scores}
+            others = {_one_line(name): value for name, value in row.scores.items() if name not in means.values()}
+            yield Sample(
+                benchmark=key,
+                id=f"{row.id}/epoch {row.epoch}" if epochs else row.id,
+                prompt=row.prompt,
+                context=row.context,
+                output=row.output,
+                target=row.target,
+                choices=tuple(row.choices),
+                scores={**others, **scores} if row.answered else {},
+                cluster=row.metadata.get(field) if field else row.id if epochs else None,
+                finish=finish_of(row.finish),
+                tokens=row.tokens,
+            )
+
+
+def _metric(key: str, number: _Number) -> Metric:
+    return Metric(
+        benchmark=key,
+        name=number.name,
+        value=number.value,
+        stderr=number.stderr,
+        n=number.n or 0,
+        higher_is_better=number.better,
+    )
+
+
+def _is_mean(number: _Number, rows: list[_Row]) -> bool:
+    scores = [row.scores[number.score] for row in rows if number.score in row.scores]
+    return bool(scores) and math.isclose(math.fsum(scores) / len(scores), number.value, abs_tol=_ROUNDING)
+
+
+def _one_line(score: str) -> str:
+    """A score's name; of one of several values its scorer stands before it."""
+    return score.replace("\n", "_")
+
+
+def _rows(output: Path) -> dict[str, list[_Row]]:
+    """The rows by benchmark, in the order of the log."""
+    rows: dict[str, list[_Row]] = defaultdict(list)
+    path = output / "samples.jsonl"
+    try:
+        lines = path.read_bytes().splitlines()
+        for row in (TypeAdapter(_Row).validate_json(line) for line in lines):
+            rows[row.benchmark].append(row)
+    except OSError as error:
+        raise invalid_results(_HARNESS, output, f"no readable {path.name} ({error})") from error
+    except ValidationError as error:
+        raise invalid_results(_HARNESS, output, f"a line of {path.name} that is not what our program writes") from error
+    return rows
+
+
+def _read_both(output: Path, config: EvaluationConfig) -> tuple[_Plan, _Results]:
+    plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
+    wanted = {task.metric_key for task in config.evals}
+    if set(plan.questions) != wanted:
+        raise invalid_results(
+            _HARNESS, output, f"a plan for {', '.join(sorted(plan.questions))}, not {', '.join(sorted(wanted))}"
+        )
+    return plan, read_result(_HARNESS, output / "results.json", _Results)

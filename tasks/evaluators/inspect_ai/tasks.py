@@ -1,0 +1,92 @@
+"""Tasks of Inspect by name: in files of the benchmarks folder, which are read and never imported, or in a package."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from resources.errors import BadInput, UnknownBenchmark
+from resources.storage import storage
+from tasks.spec.benchmarks import benchmarks_uri
+from tasks.spec.evaluation import EvaluationConfig
+
+_FOLDER = "inspect_ai"
+"""Folder of tasks inside the benchmarks folder, where they do not lie in that itself."""
+
+
+@dataclass(frozen=True)
+class FoundTask:
+    """A task: its name in Inspect, and the file that defines it; None for one of a package."""
+
+    task: str
+    file: str | None
+
+
+def find_tasks(config: EvaluationConfig) -> list[FoundTask]:
+    """The tasks that an evaluation names, in its order: `task`, `file@task` without .py, or `package@task`.
+
+    Raises:
+        UnknownBenchmark: there is no such task, as far as files tell; of a package only its program can know.
+        BadInput: several files have one of that name.
+    """
+    own = list(_own_tasks(config))
+    return [_found(task.name, own, config) for task in config.evals]
+
+
+def installed(package: str, python: Path) -> bool:
+    """Tell whether a package is in an environment; True where that is not built yet."""
+    libraries = list(python.absolute().parents[1].glob("lib/python3*/site-packages"))
+    return not libraries or any((library / package).is_dir() for library in libraries)
+
+
+def _found(name: str, own: list[FoundTask], config: EvaluationConfig) -> FoundTask:
+    before, at, task = name.partition("@")
+    if not at:
+        matching = [found for found in own if found.task == name]
+        if len(matching) > 1:
+            raise BadInput(
+                expected=f"one file with a task {name}",
+                found=", ".join(str(found.file) for found in matching),
+                remedy=f"say which: {_stem(matching[0])}@{name}",
+            )
+        if matching:
+            return matching[0]
+        names = sorted({found.task for found in own})
+        close = difflib.get_close_matches(name, names, n=3)
+        raise UnknownBenchmark(
+            expected=f"a task of Inspect in {benchmarks_uri(config)}, or package@task",
+            found=f"{name!r}; " + (f"did you mean {' or '.join(close)}?" if close else f"there: {', '.join(names)}"),
+            remedy="Correct its name in evals, or benchmarks_path",
+        )
+    matching = [found for found in own if found.task == task and _stem(found) == before]
+    return matching[0] if matching else FoundTask(f"{before}/{task}", None)
+
+
+def _stem(found: FoundTask) -> str:
+    return storage.basename(found.file or "").removesuffix(".py")
+
+
+def _own_tasks(config: EvaluationConfig) -> Iterator[FoundTask]:
+    root = benchmarks_uri(config).rstrip("/")
+    for file in storage.list_files(root):
+        relative = file.uri.removeprefix(f"{root}/")
+        if relative.endswith(".py") and storage.parent(relative) in ("", _FOLDER):
+            yield from (FoundTask(task, relative) for task in _defined(storage.read_bytes(file.uri)))
+
+
+def _defined(code: bytes) -> Iterator[str]:
+    """Names of functions with the decorator `task`, as Inspect looks for them; none where it is no Python."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError):
+        return
+    for node in body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for decorator in node.decorator_list:
+            called = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if isinstance(called, ast.Name) and called.id == "task":
+                yield node.name

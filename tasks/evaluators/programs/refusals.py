@@ -1,0 +1,70 @@
+"""Files between our programs and the orchestrator: refusals, and what lies with a tokenizer. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+REFUSAL_NAME = "refused.json"
+
+
+def refuse(output: Path, *, kind: str, expected: str, found: str, remedy: str) -> NoReturn:
+    """Ends the program, with the reason in a file for the orchestrator and on standard error for people."""
+    write_json(output / REFUSAL_NAME, {"kind": kind, "expected": expected, "found": found, "remedy": remedy})
+    sys.exit(f"refused: expected {expected}, found {found}")
+
+
+def refuse_environment(arguments: list[str], error: BaseException) -> None:
+    """Says that the environment is broken, if these are the arguments of a run that was given a job.
+
+    Returns only if they are not.
+    """
+    if not arguments or arguments[-1].startswith("-"):
+        return
+    refuse(
+        Path(json.loads(Path(arguments[-1]).read_text())["output"]),
+        kind="EnvironmentBuildFailed",
+        expected=f"an environment with all that lm-eval imports in {sys.prefix}",
+        found=f"{type(error).__name__}: {error}",
+        remedy=f"Delete the folder {sys.prefix} and run again: it is built anew",
+    )
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a file that another program reads."""
+    path.write_text(json.dumps(content, indent=2))
+
+
+def chat_template(tokenizer: Path) -> str | None:
+    """The chat template in a tokenizer's folder, wherever it may lie; as JSON where it is several."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (tokenizer / name).is_file():
+            return (tokenizer / name).read_text()
+    try:
+        described = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    found = described.get("chat_template") if isinstance(described, dict) else None
+    return json.dumps(found, sort_keys=True) if found else None
+
+
+def digest_of(text: str | None) -> str | None:
+    """The SHA-256 of a text; None without one."""
+    return hashlib.sha256(text.encode()).hexdigest() if text else None
+
+
+def chat_template_needed(job: dict[str, Any], output: Path) -> str | None:
+    """The template of the tokenizer that a job names where it asks in chat; refuses a tokenizer without one."""
+    template = chat_template(Path(job["tokenizer"])) if job["chat"] else None
+    if job["chat"] and not template:
+        refuse(
+            output,
+            kind="BadInput",
+            expected="a tokenizer with a chat template, since apply_chat_template is set",
+            found=f"chat asked of a model without a template: none in {job['tokenizer']}",
+            remedy="Add one to the checkpoint, or set apply_chat_template to false",
+        )
+    return template

@@ -1,0 +1,212 @@
+"""Inspect as the orchestrator sees it: tasks by their names, the command, and what is read of its results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pools.endpoint import RunningModel
+from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
+from tasks.evaluators.harness import read_output, verify_counts
+from tasks.evaluators.inspect_ai.evaluator import Inspect
+from tasks.evaluators.inspect_ai.options import InspectOptions
+from tasks.evaluators.inspect_ai.tasks import FoundTask, find_tasks
+from tasks.records.samples import read_samples
+from tasks.spec.benchmarks import evaluation_hash
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.suites import Suite, SuiteRequest
+
+PYTHON = Path("/environment/bin/python")
+JUDGE = {"base_url": "http://judge/v1", "model": "judge"}
+
+
+def make_config(*names: str, options: dict[str, Any] | None = None, **changes: Any) -> EvaluationConfig:
+    given = {
+        "evaluator": {"name": "inspect_ai", **(options or {})},
+        "model_path": "checkpoint",
+        "base_url": "http://unused/v1",
+        "evals": [{"name": name} for name in names],
+    }
+    return EvaluationConfig.model_validate({**given, **changes})
+
+
+def make_model(**changes: Any) -> RunningModel:
+    given = {"base_url": "http://m/v1", "model": "m", "tokenizer": "t", "capacity": 8, "prompt_logprobs": True}
+    return RunningModel(**{**given, "request_timeout_seconds": 60.0, "api_key": "model-key", **changes})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A benchmarks folder with tasks in it and in a folder of Inspect's."""
+    folder = tmp_path / "benchmarks"
+    (folder / "inspect_ai" / "deep").mkdir(parents=True)
+    (folder / "sums.py").write_text("@task\ndef add(): ...\n\n@task(name='x')\ndef take(): ...\n\ndef other(): ...\n")
+    (folder / "inspect_ai" / "words.py").write_text("@task\ndef spell(): ...\n@task\ndef add(): ...\n")
+    (folder / "inspect_ai" / "deep" / "no.py").write_text("@task\ndef hidden(): ...\n")
+    (folder / "broken.py").write_text("@task\ndef (")
+    return folder
+
+
+def test_tasks_are_found_by_name_by_file_and_name_and_by_package_without_running_any_code(folder: Path):
+    config = make_config("take", "spell", "words@add", "inspect_evals@gsm8k", benchmarks_path=str(folder))
+    assert find_tasks(config) == [
+        FoundTask("take", "sums.py"),
+        FoundTask("spell", "inspect_ai/words.py"),
+        FoundTask("add", "inspect_ai/words.py"),
+        FoundTask("inspect_evals/gsm8k", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "found"),
+    [
+        ("spel", UnknownBenchmark, "did you mean spell"),
+        ("hidden", UnknownBenchmark, "there: add, spell, take"),
+        ("add", BadInput, "inspect_ai/words.py, sums.py"),
+        ("nothing@here", UnknownBenchmark, "'nothing@here', and neither"),
+    ],
+)
+def test_task_that_is_nowhere_or_in_two_files_is_refused(
+    folder: Path, tmp_path: Path, name: str, error: type[Exception], found: str
+):
+    (tmp_path / "environment" / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+    with pytest.raises(error, match=found):
+        Inspect().check(
+            make_config(name, benchmarks_path=str(folder)), python=tmp_path / "environment" / "bin" / "python"
+        )
+
+
+def test_what_inspect_would_ignore_and_a_judge_that_isolated_code_cannot_reach_are_refused():
+    with pytest.raises(BadInput, match="num_fewshot"):
+        Inspect().check(make_config(evals=[{"name": "demo_choices", "num_fewshot": 3}]), python=PYTHON)
+    both = {"judge": JUDGE, "allow_code_execution": ["demo_choices"]}
+    with pytest.raises(BadInput, match="judge beside"):
+        Inspect().check(make_config("demo_choices", options=both), python=PYTHON)
+
+
+def test_judge_elsewhere_has_a_key_of_its_own_and_both_keys_are_in_variables_only(tmp_path: Path):
+    judge = make_model(base_url="http://judge/v1", model="judge", api_key="judge-key")
+    command = Inspect().command(make_model(), make_config("demo_choices"), tmp_path, python=PYTHON, judge=judge)
+    assert command.variables == {"OPENAI_API_KEY": "model-key", "ASSAY_JUDGE_API_KEY": "judge-key"}
+    assert (
+        "-key" not in command.files["job.json"] and json.loads(command.files["job.json"])["judge"]["model"] == "judge"
+    )
+    own = Inspect().command(make_model(), make_config("demo_choices"), tmp_path, python=PYTHON, judge=make_model())
+    assert own.variables == {"OPENAI_API_KEY": "model-key"}
+
+
+@pytest.mark.parametrize(
+    ("engine_kwargs", "takes_tools"),
+    [({}, False), ({"enable-auto-tool-choice": True, "tool_call_parser": "hermes"}, True)],
+)
+def test_engine_takes_tools_if_its_arguments_say_so_and_an_endpoint_of_others_alone_knows(
+    tmp_path: Path, engine_kwargs: dict[str, Any], takes_tools: bool
+):
+    pool = {"model": {"name": "m", "engine_kwargs": engine_kwargs}}
+    configs = (make_config("demo_choices", base_url=None, pool_config=pool), make_config("demo_choices"))
+    commands = (Inspect().command(make_model(), config, tmp_path, python=PYTHON) for config in configs)
+    assert [json.loads(command.files["job.json"])["takes_tools"] for command in commands] == [takes_tools, None]
+
+
+def test_task_code_and_options_that_change_a_score_change_the_evaluation_and_permission_does_not(folder: Path):
+    def hashed(**options: Any) -> str:
+        return evaluation_hash(make_config("spell", options=options, benchmarks_path=str(folder)))
+
+    asked = hashed()
+    assert hashed(allow_code_execution=["spell"]) == asked
+    assert len({asked, hashed(epochs=2), hashed(temperature=0), hashed(judge=JUDGE), hashed(solver="generate")}) == 5
+    (folder / "inspect_ai" / "words.py").write_text("@task\ndef spell(): return 1\n")
+    assert hashed() != asked
+
+
+def test_suite_gives_inspect_the_judge_of_its_request_without_what_only_alpaca_eval_knows():
+    suite = {
+        "name": "mine",
+        "description": "Both.",
+        "evaluations": [
+            {"label": "i", "evaluator": "inspect_ai", "evals": ["demo_choices"]},
+            {"label": "a", "evaluator": "alpaca_eval", "evals": ["demo_instructions"]},
+        ],
+    }
+    request = SuiteRequest.model_validate({"model_path": "runs/a", "judge": {**JUDGE, "annotator": "demo_verdict"}})
+    inspect, alpaca = (config.evaluator for config in Suite.model_validate(suite).evaluations_of(request))
+    assert isinstance(inspect, InspectOptions) and inspect.judge is not None
+    assert inspect.judge.model_dump(exclude_defaults=True) == JUDGE
+    assert alpaca.model_dump()["judge"]["annotator"] == "demo_verdict"
+
+
+def written(output: Path, rows: list[dict[str, Any]], metrics: list[dict[str, Any]], **results: Any) -> Path:
+    """What the program leaves behind, of one task."""
+    output.mkdir(exist_ok=True)
+    defaults = {
+        "benchmark": "demo_choices",
+        "epoch": 1,
+        "context": "",
+        "prompt": "?",
+        "choices": [],
+        "target": "A",
+        "output": "A",
+        "answered": True,
+        "graded": False,
+        "finish": ["stop"],
+        "tokens": 3,
+        "metadata": {},
+    }
+    numbers = [{"stderr": None, "n": 2, "better": True, "cluster": None, **metric} for metric in metrics]
+    (output / "plan.json").write_text(json.dumps({"questions": {"demo_choices": 2}}))
+    (output / "samples.jsonl").write_text("".join(json.dumps({**defaults, **row}) + "\n" for row in rows))
+    found = {"metrics": {"demo_choices": numbers}, "logs": {"demo_choices": "x.eval"}, **results}
+    (output / "results.json").write_text(json.dumps(found))
+    return output
+
+
+ACCURACY = {"name": "accuracy", "value": 0.5, "score": "match"}
+WHOLE = [{"id": "1", "scores": {"match": 1.0}}, {"id": "2", "scores": {"match": 0.0}}]
+
+
+def test_score_is_published_with_an_interval_from_its_samples_and_inspects_own_log(tmp_path: Path):
+    output = written(tmp_path / "out", WHOLE, [ACCURACY, {"name": "oddity", "value": 9.0, "score": "match"}])
+    parsed = read_output(Inspect(), make_config("demo_choices"), output, samples=tmp_path / "samples.jsonl.gz")
+    verify_counts(parsed)
+    accuracy, oddity = parsed.metrics
+    assert accuracy.recomputed and accuracy.low is not None and accuracy.low < 0.5
+    assert not oddity.recomputed and oddity.low is None
+    assert parsed.links == {"Inspect log of demo_choices": "inspect/x.eval"}
+    assert [sample.scores for sample in read_samples(str(tmp_path / "samples.jsonl.gz"))] == [
+        {"accuracy": 1.0},
+        {"accuracy": 0.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "counts"),
+    [
+        ({"answered": False, "scores": {}}, (2, 1, 1, 0)),
+        ({"scores": {}}, (2, 2, 1, 0)),
+        ({"scores": {}, "graded": True}, (2, 2, 1, 1)),
+        ({"scores": {"other": 1.0}}, (2, 2, 1, 0)),
+        (None, (2, 1, 1, 0)),
+    ],
+)
+def test_question_without_an_answer_or_a_score_withholds_the_number(
+    tmp_path: Path, second: dict[str, Any] | None, counts: tuple[int, ...]
+):
+    rows = [WHOLE[0], *([{"id": "2", **second}] if second is not None else [])]
+    parsed = Inspect().parse(written(tmp_path / "out", rows, [ACCURACY]), make_config("demo_choices"))
+    found = parsed.counts
+    assert (found.requested, found.answered, found.scored, found.judge_errors) == counts
+    with pytest.raises(CountsDisagree):
+        verify_counts(parsed)
+
+
+def test_whole_answers_without_a_number_and_lines_that_are_cut_are_invalid_output(tmp_path: Path):
+    problems = {"demo_choices": "a metric that fails"}
+    with pytest.raises(HarnessOutputInvalid, match="a metric that fails"):
+        Inspect().parse(written(tmp_path / "a", WHOLE, [], problems=problems), make_config("demo_choices"))
+    output = written(tmp_path / "b", WHOLE, [ACCURACY])
+    (output / "samples.jsonl").write_text((output / "samples.jsonl").read_text()[:-9])
+    with pytest.raises(HarnessOutputInvalid, match=r"samples\.jsonl"):
+        Inspect().parse(output, make_config("demo_choices"))
