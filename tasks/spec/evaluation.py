@@ -28,11 +28,11 @@ class EvalTaskConfig(Config):
     task_alias: str | None = None
     """Name under which its metrics are published."""
     task_kwargs: JsonObject = {}
-    """Overrides of the benchmark's own configuration in lm-eval; arguments of the run entry in HELM."""
+    """Overrides of the benchmark's own configuration in lm-eval; arguments of HELM's run entry, of Inspect's task."""
     force_fewshot: bool = False
     """Ask with num_fewshot examples also where lm-eval's benchmark says that it takes none."""
     cluster_by: str | None = None
-    """Field of lm-eval's documents that questions of one cluster share, such as the passage they are about."""
+    """Field of lm-eval's documents, or of the metadata of Inspect's samples, that questions of one cluster share."""
 
     @field_validator("name", "task_alias")
     @classmethod

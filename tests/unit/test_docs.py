@@ -52,6 +52,7 @@ from tasks.eval_jobs.job_file import (
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
 from tasks.evaluators.evaluator import harness_environments
 from tasks.evaluators.helm.options import HelmOptions
+from tasks.evaluators.inspect_ai.options import InspectOptions
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
@@ -68,7 +69,7 @@ from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
-from tasks.spec.evaluators import EVALUATORS, EvaluatorOptions, Judge, LevanterComputation, options_kind
+from tasks.spec.evaluators import EVALUATORS, EvaluatorOptions, Judge, JudgeEndpoint, LevanterComputation, options_kind
 from tasks.spec.loading import load_config
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
 from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
@@ -107,7 +108,8 @@ WRITTEN_BY_US = (
 )
 MODELS: tuple[type[BaseModel], ...] = (
     *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
-    *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterComputation, LevanterOptions),
+    *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, InspectOptions, JudgeEndpoint),
+    *(LevanterComputation, LevanterOptions),
     *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),
     *(GenerationConfig, PromptsConfig, SamplingConfig),
     *(JobFile, ComputeConfig, HelmRun, ModelSource, MlflowArtifact, MlflowConfig, TrackingConfig, KubernetesConfig),

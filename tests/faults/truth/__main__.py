@@ -2,9 +2,9 @@
 
     make truth [HARNESS=helm]
 
-lm-eval, HELM and AlpacaEval ask vLLM on a CPU, which serves a tiny trained model, through a server that lies: at 1 %
-and at 10 % of its answers. Every evaluation must be completed with the scores of the undisturbed one, or withheld.
-Prints a table in Markdown for each, and ends with 1 if any published other scores. Takes a quarter of an hour.
+lm-eval, HELM, AlpacaEval and Inspect ask vLLM on a CPU, which serves a tiny trained model, through a server that lies:
+at 1 % and at 10 % of its answers. Every evaluation must be completed with the scores of the undisturbed one, or
+withheld. Prints a table in Markdown for each, and ends with 1 if any published other scores. Takes twenty minutes.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_suite_gives_inspect_the_judge_of_its_request_without_what_only_alpaca_e
 
 
 def written(output: Path, rows: list[dict[str, Any]], metrics: list[dict[str, Any]], **results: Any) -> Path:
-    """What the program leaves behind, of one task."""
+    """Files as the program leaves them behind, of one task."""
     output.mkdir(exist_ok=True)
     defaults = {
         "benchmark": "demo_choices",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import inspect_ai._eval.context
+import inspect_ai._util.logger
 import inspect_ai.model._model
 import openai
 import valid_answers
@@ -18,7 +20,9 @@ _tools_refused: list[str] = []
 
 
 def nothing_but_ours() -> None:
-    """Keeps Inspect from variables that a file .env above this folder sets, and from answers that it has cached."""
+    """Keeps Inspect from variables of a file .env above this folder, from answers it has cached, and from traces."""
+    os.environ["INSPECT_TRACE_FILE"] = os.devnull
+    inspect_ai._util.logger.compress_trace_log = lambda handler: lambda: None
     inspect_ai._eval.context.init_dotenv = lambda: None
     inspect_ai.model._model.cache_fetch = lambda entry: None
     inspect_ai.model._model.cache_store = lambda entry, output: False

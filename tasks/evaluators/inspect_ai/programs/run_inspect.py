@@ -61,7 +61,6 @@ def main(arguments: list[str]) -> None:
     job = json.loads(Path(arguments[-1]).read_text())
     output = Path(job["output"])
     keys = [os.environ.pop(name, "") for name in ("OPENAI_API_KEY", "ASSAY_JUDGE_API_KEY")]
-    os.environ["INSPECT_TRACE_FILE"] = str(Path.cwd() / "inspect_trace.log")
     random.seed(0)  # a task that shuffles without a seed asks the same after a kill, so that the journal answers
     nothing_but_ours()
     template = chat_template_needed(job, output)

@@ -1,27 +1,35 @@
-"""Tasks of Inspect about the islanders of the demo, whose answers are the letters of choices."""
+"""Tasks of Inspect about the islanders of the demo: letters of choices, or words."""
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample, json_dataset
-from inspect_ai.scorer import accuracy, choice, stderr
-from inspect_ai.solver import multiple_choice
+from inspect_ai.scorer import accuracy, choice, includes, stderr
+from inspect_ai.solver import generate, multiple_choice
+
+QUESTIONS = "demo_choices.jsonl"
+METRICS = [accuracy(), stderr(cluster="islander")]
+"""Questions about one islander are a cluster."""
 
 
-def _sample(row: dict) -> Sample:
+def _asked(row: dict) -> Sample:
+    islander = row["id"].partition("-")[0]
     return Sample(
-        id=row["id"],
-        input=row["question"],
-        choices=row["choices"],
-        target="ABCD"[row["answer"]],
-        metadata={"islander": row["id"].partition("-")[0]},
+        id=row["id"], input=row["question"], target=row["choices"][row["answer"]], metadata={"islander": islander}
     )
+
+
+def _with_choices(row: dict) -> Sample:
+    sample = _asked(row)
+    sample.choices, sample.target = row["choices"], "ABCD"[row["answer"]]
+    return sample
 
 
 @task
 def demo_choices() -> Task:
-    """Multiple-choice questions; what is asked of one islander is a cluster."""
-    return Task(
-        dataset=json_dataset("demo_choices.jsonl", _sample),
-        solver=multiple_choice(),
-        scorer=choice(),
-        metrics=[accuracy(), stderr(cluster="islander")],
-    )
+    """Multiple-choice questions, answered by a letter."""
+    return Task(json_dataset(QUESTIONS, _with_choices), solver=multiple_choice(), scorer=choice(), metrics=METRICS)
+
+
+@task
+def demo_answers() -> Task:
+    """Questions, answered by a text with the right word in it."""
+    return Task(json_dataset(QUESTIONS, _asked), solver=generate(), scorer=includes(), metrics=METRICS)
