@@ -98,7 +98,7 @@ _RUNNERS = {
     **dict.fromkeys(
         (
             *("evaluate_helm_on_step", "evaluate_lm_evaluation_harness_on_step", "evaluate_alpaca_eval_on_step"),
-            "evaluate_levanter_lm_evaluation_harness_on_step",
+            *("evaluate_inspect_ai_on_step", "evaluate_levanter_lm_evaluation_harness_on_step"),
         ),
         evaluate_on_step,
     ),
