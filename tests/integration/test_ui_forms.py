@@ -210,7 +210,8 @@ def test_suite_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
 def test_evaluator_is_lm_eval_until_another_is_chosen(page: Page, prefect_ui: str, deployed: dict[str, str]):
     form = opened(page, prefect_ui, deployed, "evaluate-checkpoint")
     explains_every_field(form, *CONFIG, tabs=((*CONFIG, WHOLE),))
-    assert form.tabs("config", "evaluator") == ["LmEvalOptions", "HelmOptions", "AlpacaEvalOptions", "InspectOptions", "LevanterOptions"]
+    evaluators = ("LmEvalOptions", "HelmOptions", "AlpacaEvalOptions", "InspectOptions", "LevanterOptions")
+    assert form.tabs("config", "evaluator") == [*evaluators]
     chosen = f"{_field('config', 'evaluator')}.querySelector('[role=tab][aria-selected=true]').textContent"
     assert page.value(chosen) == "LmEvalOptions"
     form.tab("config", "evaluator", choose="HelmOptions")
