@@ -45,6 +45,7 @@ LATE_MODULES = (
     *("inspect_ai.model._providers.openai_compatible", "inspect_ai.model._providers.openai_compatible_completions"),
 )
 FETCH_OPTION = "--fetch"
+SHOWN_FAILURES, SHOWN_CHARACTERS = 20, 200
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "INSPECT_")
 """Beginnings of the variables that a fork server must have been started with, too."""
 
@@ -141,11 +142,15 @@ def asked(
 
 
 def write_rows(output: Path, logs: dict[str, EvalLog]) -> None:
-    """Writes what came of each question, log by log, sample by sample."""
+    """Writes what came of each question, log by log, sample by sample; prints how the first that failed did."""
+    failed = 0
     with (output / SAMPLES_NAME).open("w", encoding="utf-8", errors="replace") as rows:
         for key, log in logs.items():
             for sample in samples_of(log):
                 rows.write(json.dumps(row_of(key, sample), allow_nan=False) + "\n")
+                failed += sample.error is not None
+                if sample.error is not None and failed <= SHOWN_FAILURES:
+                    print(f"sample {sample.id} of {key} failed: {sample.error.message[:SHOWN_CHARACTERS]}")
 
 
 def samples_of(log: EvalLog) -> Iterator[Any]:

@@ -2,12 +2,14 @@
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample, json_dataset
+from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import accuracy, choice, includes, stderr
 from inspect_ai.solver import generate, multiple_choice
 
 QUESTIONS = "demo_choices.jsonl"
 METRICS = [accuracy(), stderr(cluster="islander")]
 """Questions about one islander are a cluster."""
+GREEDY = GenerateConfig(temperature=0)
 
 
 def _asked(row: dict) -> Sample:
@@ -26,10 +28,12 @@ def _with_choices(row: dict) -> Sample:
 @task
 def demo_choices() -> Task:
     """Multiple-choice questions, answered by a letter."""
-    return Task(json_dataset(QUESTIONS, _with_choices), solver=multiple_choice(), scorer=choice(), metrics=METRICS)
+    asked = json_dataset(QUESTIONS, _with_choices)
+    return Task(asked, solver=multiple_choice(), scorer=choice(), metrics=METRICS, config=GREEDY)
 
 
 @task
 def demo_answers() -> Task:
     """Questions, answered by a text with the right word in it."""
-    return Task(json_dataset(QUESTIONS, _asked), solver=generate(), scorer=includes(), metrics=METRICS)
+    asked = json_dataset(QUESTIONS, _asked)
+    return Task(asked, solver=generate(), scorer=includes(), metrics=METRICS, config=GREEDY)
