@@ -19,6 +19,7 @@ from pathlib import Path
 
 import orjson
 
+from resources.errors import StorageError
 from resources.settings import settings
 from resources.storage import storage
 from tasks.records.record import FoundRecord
@@ -96,7 +97,11 @@ class KeptColumns:
         return [place for place in places if place not in known]
 
     def take(self, place: str, columns: Mapping[str, Column], texts: Mapping[bytes, bytes]) -> None:
-        """Keeps what was read at a place: all of it, or nothing."""
+        """Keeps what was read at a place: all of it, or nothing.
+
+        Raises:
+            StorageError: there is no space for it.
+        """
         with self._writing() as connection:
             if connection.execute("select 1 from file where place = ?", (place,)).fetchone():
                 return
@@ -151,12 +156,19 @@ class KeptColumns:
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            self._connection.execute("begin immediate")
             try:
+                self._connection.execute("begin immediate")
                 yield self._connection
                 self._connection.execute("commit")
-            except BaseException:
-                self._connection.execute("rollback")
+            except BaseException as error:
+                if self._connection.in_transaction:
+                    self._connection.execute("rollback")
+                if isinstance(error, sqlite3.Error):
+                    raise StorageError(
+                        expected=f"to keep columns of questions in {self.path}",
+                        found=str(error),
+                        remedy="free some space there, or name another folder by ASSAY_CACHE_DIR",
+                    ) from error
                 raise
 
 

@@ -26,7 +26,6 @@ def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samp
 
     Raises:
         IndexError: there is no such metric or checkpoint.
-        StorageError: samples are damaged, or cannot be read.
     """
     scale = columns.scales[metric]
     before, after = (columns.scores_at(number, metric) for number in (first, second))
@@ -40,7 +39,7 @@ def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samp
         published = _published(item, benchmark, scale.name)
         samples = samples_of(number)
         if published is None or samples is None:
-            return replace(counted, reason="it has no published value" if samples else "no samples were kept")
+            return replace(counted, reason="it has no published value" if samples else "its samples cannot be read")
         composition = composition_of(published, samples.questions, item.record.metrics)
         if isinstance(composition, str):
             return replace(counted, reason=composition)

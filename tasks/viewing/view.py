@@ -153,7 +153,7 @@ class View:
             questions = replace(self.columns(key).questions, questions_per_part=questions_per_part)
             found[f"{key}/questions.json"] = as_json(questions)
             found[f"{key}/flags.bin"] = self._bytes_of(key, None)
-            there = board.with_samples
+            there = [number for number in board.with_samples if str(number) not in questions.unreadable]
             pairs = dict.fromkeys([*pairwise(there), (there[0], there[-1])] if len(there) > 1 else [])
             for metric in range(len(questions.metrics)):
                 found[f"{key}/scores/{metric}.bin"] = self._bytes_of(key, metric)
@@ -173,7 +173,10 @@ class View:
         return BoardColumns(self.boards[key], self._kept, unreadable=self._unreadable)
 
     def _read_samples(self, key: str, checkpoint: int) -> KeptSamples | None:
-        return kept_samples(self.boards[key].records[checkpoint])
+        try:
+            return kept_samples(self.boards[key].records[checkpoint])
+        except StorageError:  # the page says of the checkpoint what is wrong with them
+            return None
 
     def _bytes_of(self, key: str, metric: int | None) -> bytes:
         columns = self.columns(key)

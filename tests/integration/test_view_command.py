@@ -18,6 +18,7 @@ from fakes.browser import browser
 from fakes.records import make_metric, make_record, make_samples, publish
 from resources.settings import process_environment
 from tasks.records.record import find_records
+from tasks.records.samples import SAMPLES_NAME
 from tasks.viewing.page import write_page
 
 pytestmark = pytest.mark.chromium
@@ -30,14 +31,15 @@ HOSTILE = "<img src=x onerror=\"document.title = 'taken'\">"
 
 @pytest.fixture
 def evaluations(tmp_path: Path) -> Path:
-    """Two checkpoints, the second of which answers in HTML."""
-    for step, scores in ((100, [1, 0, 0]), (200, [1, 1, 0])):
+    """Three checkpoints: the second answers in HTML, the samples of the third are damaged."""
+    for step, scores in ((100, [1, 0, 0]), (200, [1, 1, 0]), (300, [1, 1, 1])):
         samples = [
             sample.model_copy(update={"output": HOSTILE if step == 200 else "b", "target": f"{HOSTILE}."})
             for sample in make_samples(scores)
         ]
         metric = make_metric(value=sum(scores) / 3, n=3)
-        publish(tmp_path / "evaluations", make_record(step=step, metrics=(metric,), samples=3), samples)
+        cell = publish(tmp_path / "evaluations", make_record(step=step, metrics=(metric,), samples=3), samples)
+    Path(cell, "attempt-1", SAMPLES_NAME).write_bytes(b"damaged")
     return tmp_path / "evaluations"
 
 
@@ -60,6 +62,8 @@ def test_command_shows_records_in_a_browser_to_its_address_alone_and_ends_on_ctr
         page.until(DRAWN)
         page.until(f"{ANSWERS}?.includes('Question 1?') && {ANSWERS}?.includes('onerror')")
         assert page.value("document.title") != "taken" and page.value("document.querySelector('img')") is None
+        page.go(f"{address}#q=1&c=run-a/run-a-300")
+        page.until(f"{ANSWERS}?.includes('delete its record.json')")
         with pytest.raises(HTTPError, match="403"):
             urlopen(address.rsplit("/", 2)[0] + "/another/index.json")
         process.send_signal(signal.SIGINT)

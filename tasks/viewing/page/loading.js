@@ -12,6 +12,9 @@ export async function loadBenchmark(source, benchmark, wanted, { kept, signal, w
   const same = kept?.key === benchmark.key ? kept : null;
   const questions = same?.questions ?? (await source.json(`${benchmark.key}/questions.json`, { signal, waited }));
   if (!questions) return null;
+  for (const [number, note] of Object.entries(questions.unreadable)) {
+    Object.assign(benchmark.checkpoints[number], { samples: false, note });
+  }
   const metric = chosenMetric(questions.metrics, benchmark.metrics, wanted);
   if (same?.metric === metric) return same;
   const size = questions.ids.length * benchmark.checkpoints.length;

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from fakes.records import make_metric, make_record, publish
 from flows.cli.app import app
+from resources.errors import StorageError
 from resources.storage import storage
 from tasks.records.details import MergedInput, MergeReference
 from tasks.records.record import find_records
@@ -29,7 +30,7 @@ from tasks.reports.comparison import compare
 from tasks.viewing.columns import CUT, NO_SCORE, SHORTENED, UNSCORED, Scale, as_bytes, is_right
 from tasks.viewing.kept import KeptColumns, kept_at
 from tasks.viewing.page import one_file, page_files, write_beside_report
-from tasks.viewing.reading import BLOCK
+from tasks.viewing.reading import BLOCK, Column
 from tasks.viewing.server import application
 from tasks.viewing.view import IN_MEMORY, View
 
@@ -293,8 +294,11 @@ def test_damaged_samples_of_a_checkpoint_leave_the_others_theirs(tmp_path: Path)
     published(tmp_path, 100, [asked(1, True)])
     cell = published(tmp_path, 200, [asked(1, True)])
     Path(cell, "attempt-1", SAMPLES_NAME).write_bytes(gzip.compress(b'{"benchmark": "made"}\n'))
+    published(tmp_path, 300, [asked(1, False)])
     with viewed(tmp_path) as (view, key):
-        assert grid(view, key, "scores/0") == [[254], [NO_SCORE]]
+        assert grid(view, key, "scores/0") == [[254], [NO_SCORE], [0]]
+        assert had(view, f"{key}/pairs/0-0-1.json")["reason"] == "its samples cannot be read"
+        assert [name for name in view.contents(questions_per_part=1) if "pairs" in name] == [f"{key}/pairs/0-0-2.json"]
         unreadable = had(view, f"{key}/questions.json")["unreadable"]
         assert list(unreadable) == ["1"] and SAMPLES_NAME in unreadable["1"]
 
@@ -331,6 +335,16 @@ def test_columns_that_were_not_opened_for_longest_make_room(tmp_path: Path, monk
     for name in ("old", "new"):
         KeptColumns(tmp_path / f"{name}.sqlite").close()
     assert [path.name for path in tmp_path.glob("*.sqlite")] == ["new.sqlite"]
+
+
+def test_columns_that_find_no_space_are_refused_whole(tmp_path: Path):
+    kept = KeptColumns(tmp_path / "columns.sqlite")
+    kept._connection.execute("pragma max_page_count = 12")
+    column = Column(b"q", 1, (), b"", b"\0", (), (b"answer" * 20_000,))
+    with pytest.raises(StorageError, match="full"):
+        kept.take("place", {"made": column}, {})
+    assert kept.missing(["place"]) == ["place"] and kept.column("place", "made") is None
+    kept.close()
 
 
 @pytest.fixture
