@@ -510,6 +510,12 @@ def test_14000_questions_at_200_checkpoints_are_drawn_in_a_page_of_few_elements_
     page.press("End", 35)
     page.until("document.getElementById('scroller').scrollTop > 14000 * 14 - 1000")
 
+    page.click("document.getElementById('fit')")
+    sizes = "[picture.clientWidth, picture.clientHeight, document.getElementById('spacer').clientHeight]"
+    box = page.value(f"(() => {{ const picture = document.getElementById('canvas'); return {sizes}; }})()")
+    assert box == [
+        page.value(f"document.getElementById('frame').client{side}") for side in ("Width", "Height", "Height")
+    ]
     assert page.value("document.getElementsByTagName('*').length") < 2500
     page.call("HeapProfiler.collectGarbage")
     page.call("Performance.enable")

@@ -68,8 +68,23 @@ export class Grid {
 
   /** Measures the window and gives rows and columns their size. */
   lay() {
+    if (!this.table || !this.scroller.clientWidth || !this.scroller.clientHeight) return;
+    this.fill();
+    this.fill(); // once more, since scroll bars may have come or gone
     const { clientWidth: width, clientHeight: height } = this.scroller;
-    if (!this.table || !width || !height) return;
+    const dense = devicePixelRatio || 1;
+    this.canvas.width = Math.round(width * dense);
+    this.canvas.height = Math.round(height * dense);
+    this.canvas.style.width = `${width}px`;
+    this.canvas.style.height = `${height}px`;
+    this.whole = null;
+    this.told.zoomed(this.canZoom(-1), this.canZoom(1));
+    this.draw();
+  }
+
+  /** Chooses sizes for the window as it is, and makes what is scrolled as large. */
+  fill() {
+    const { clientWidth: width, clientHeight: height } = this.scroller;
     const fitting = height / Math.max(1, this.rows.length);
     while (this.level >= 0 && ROW_HEIGHTS[this.level] <= fitting) this.level += 1; // all of them fit at that height
     if (this.level >= ROW_HEIGHTS.length) this.level = -1;
@@ -78,16 +93,8 @@ export class Grid {
     this.labels = this.labelled ? Math.min(220, Math.round(width * 0.28)) : GUTTER;
     const fit = (width - this.labels) / Math.max(1, this.columns.length);
     this.columnWidth = Math.min(WIDEST_COLUMN, Math.max(fit, this.level < 0 ? 0 : Math.min(this.rowHeight, LABELLED)));
-    const dense = devicePixelRatio || 1;
-    this.canvas.width = Math.round(width * dense);
-    this.canvas.height = Math.round(height * dense);
-    this.canvas.style.width = `${width}px`;
-    this.canvas.style.height = `${height}px`;
-    this.spacer.style.height = `${this.rows.length * this.rowHeight}px`;
-    this.spacer.style.width = `${this.labels + this.columns.length * this.columnWidth}px`;
-    this.whole = null;
-    this.told.zoomed(this.canZoom(-1), this.canZoom(1));
-    this.draw();
+    this.spacer.style.height = `${Math.floor(this.rows.length * this.rowHeight)}px`;
+    this.spacer.style.width = `${Math.floor(this.labels + this.columns.length * this.columnWidth)}px`;
   }
 
   /** Draws in the next frame, once however often it is asked. */

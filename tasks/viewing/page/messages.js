@@ -24,7 +24,7 @@ export function sayProblem(error) {
   const text = error instanceof ViewError
     ? `Expected: ${error.expected}.\nFound: ${error.found}.\nTo do: ${error.remedy}`
     : `The page met an error of its own: ${error.message}. Load it again.`;
-  if (byId("empty").querySelector("progress")) sayEmpty("Nothing to show yet", "The reason stands above.");
+  if (!byId("empty").hidden && byId("empty").querySelector("progress")) sayEmpty("Nothing to show yet", "The reason stands above.");
   byId("problem").textContent = text;
   byId("problem").hidden = false;
   if (!(error instanceof ViewError)) console.error(error);
