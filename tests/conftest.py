@@ -25,7 +25,7 @@ TOGETHER = {
         *("integration/test_prefect_blocks.py", "integration/test_cli.py", "integration/test_evaluations_together.py"),
         "integration/test_alerts.py",
         *("integration/test_flows.py", "integration/test_generation.py", "integration/test_suites_real.py"),
-        "integration/test_wheel.py",
+        *("integration/test_training_hooks.py", "integration/test_wheel.py"),
     ),
     "another Prefect server": (
         *("e2e/test_train_and_evaluate.py", "integration/test_flow_runs.py", "integration/test_reconcile_flow.py"),

@@ -36,4 +36,4 @@ class AssayEvalFn(CheckpointEvalFn):
 
 @harmless
 def _tell(checkpoint: str) -> None:
-    notify(str(Path(checkpoint).resolve()))
+    notify(str(Path(checkpoint).absolute()))

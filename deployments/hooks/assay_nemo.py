@@ -23,6 +23,6 @@ class AssayCallback(Callback):
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Called by all ranks after a checkpoint was saved."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            save = Path(context.state.cfg.checkpoint.save).resolve()
+            save = Path(context.state.cfg.checkpoint.save).absolute()
             iteration = int((save / "latest_checkpointed_iteration.txt").read_text())
             notify(str(save / f"iter_{iteration:07d}" / "hf"))

@@ -73,6 +73,7 @@ def _say(checkpoint: str, *, seconds: float) -> None:
         return
     answer = json.loads(done.stdout)
     if answer["sent"]:
-        LOG.info("Assay was told of %s", answer["checkpoint"])
+        listening = ", ".join(answer["automations"]) or "no policy that is deployed with --on-event"
+        LOG.info("Assay was told of %s; it begins: %s", answer["checkpoint"], listening)
     else:
         LOG.error("Assay was not told of %s: %s", checkpoint, "; ".join(answer["problems"]))

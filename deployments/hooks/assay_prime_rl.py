@@ -76,4 +76,4 @@ def follow(
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    follow(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), every=int((*sys.argv, "1")[3]))
+    follow(Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute(), every=int((*sys.argv, "1")[3]))

@@ -8,7 +8,7 @@ The first process exports in a thread, with torchtitan's own script, on the CPU:
 in the host's memory. Start the training in torchtitan's repository, where `scripts/` is, with `checkpoint.folder` on
 this machine or a mount. Read: pytorch/torchtitan b5bcd76 (`components/checkpointer/{base,dcp}.py`, whose `_save`
 returns whether a checkpoint was written or, in asynchronous modes, staged; `scripts/checkpoint_conversion/
-convert_to_hf.py`, which copies neither config nor tokenizer).
+convert_to_hf.py`, which copies neither config nor tokenizer). Run: these, with PyTorch 2.13.0, on its debug model.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class AssayCheckpointManager(CheckpointManager):
 
     @harmless
     def _tell(self, step: int, *, exported: bool) -> None:
-        state = Path(self._create_checkpoint_id(step)).resolve()
-        assets, export = Path(self.sd_adapter.hf_assets_path).resolve(), state.parent / "hf" / state.name
+        state = Path(self._create_checkpoint_id(step)).absolute()
+        assets, export = Path(self.sd_adapter.hf_assets_path).absolute(), state.parent / "hf" / state.name
 
         def prepare() -> None:
             if not exported:

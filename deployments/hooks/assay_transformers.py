@@ -25,4 +25,4 @@ class AssayCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called by all processes after a save."""
         if state.is_world_process_zero:
-            notify(str(Path(args.output_dir, f"checkpoint-{state.global_step}").resolve()))
+            notify(str(Path(args.output_dir, f"checkpoint-{state.global_step}").absolute()))

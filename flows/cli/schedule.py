@@ -87,20 +87,26 @@ def notify(
     as_json: Json = False,
 ) -> None:
     """Tell Prefect that a checkpoint is complete, if it is: for notifications of a bucket, and hooks of a training."""
-    from tasks.policies.events import CompleteCheckpoint, checkpoint_of, send
+    from tasks.policies.events import CompleteCheckpoint, checkpoint_of, listeners, send
     from tasks.prefect_server.client import require_server
 
     require_server()
     found = checkpoint_of(uri)
+    automations: list[str] = []
     if found is not None and found.complete:
-        send([CompleteCheckpoint(found.uri, found.run, found.name, found.step)])
+        event = CompleteCheckpoint(found.uri, found.run, found.name, found.step)
+        automations = listeners(event)
+        send([event])
         outcome, problems = f"{found.name} is complete: said so", []
+        if not automations:  # no failure: a schedule may find it
+            outcome += f", but nothing listens: no policy deployed with --on-event has {found.uri} among its runs"
     else:  # no failure: a bucket tells of each file, and one of them is the last
         problems = list(found.problems) if found is not None else ["no checkpoint is there yet"]
         outcome = f"not said: {'; '.join(problems)}"
     if as_json:
         sent = not problems
-        print_json({"checkpoint": found.uri if found is not None else uri, "sent": sent, "problems": problems})
+        place = found.uri if found is not None else uri
+        print_json({"checkpoint": place, "sent": sent, "automations": automations, "problems": problems})
     else:
         OUT.print(outcome, highlight=False, markup=False, soft_wrap=True)
 

@@ -50,6 +50,8 @@ class Marks:
         A framework that left a mark once leaves it with every later checkpoint: earlier ones may be of an older
         version. prime-rl's broadcasts are known by their place.
         """
+        if not self.first and not self.latest and _BROADCASTS not in folder:  # as of most runs, of any size
+            return ()
         place, name = storage.parent(folder), storage.basename(folder)
         step = step_of(name)
         if step is None and name == "hf":

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prefect.events import Event, Resource, emit_event
+from prefect.events import Automation, Event, EventTrigger, Resource, ResourceSpecification, emit_event
 
 from resources.errors import BadInput
 from resources.storage import storage
@@ -21,7 +21,7 @@ from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run
 from tasks.gates.reasons import Verdict
 from tasks.policies.policy import Policy
-from tasks.prefect_server.client import send_events
+from tasks.prefect_server.client import prefect_client, send_events
 from tasks.prefect_server.lazy import in_flow_run
 from tasks.spec.names import name_of
 
@@ -31,6 +31,7 @@ GATE_EVENTS = {"GO": "gate.go", "NO-GO": "gate.no-go"}
 """Names of the events of verdicts."""
 _RESOURCE = "assay.checkpoint."
 _SHOWN_REFUSALS = 20  # of several hundred rules; a server refuses events of more than 1.5 MB
+_PAGE = 200  # the most automations that a server names at once
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -78,6 +79,27 @@ def send(checkpoints: Sequence[CompleteCheckpoint]) -> None:
     """
     send_events(
         [Event(event=CHECKPOINT_COMPLETE, resource=Resource(checkpoint.labels())) for checkpoint in checkpoints]
+    )
+
+
+def listeners(checkpoint: CompleteCheckpoint) -> list[str]:
+    """Names of the server's automations that the event of a checkpoint begins: those of policies about its run.
+
+    Raises:
+        PrefectUnavailable: it does not answer.
+    """
+    resource = Resource(checkpoint.labels())
+    there: list[Automation] = []
+    with prefect_client() as client:
+        while page := client.read_automations(limit=_PAGE, offset=len(there)):
+            there += page
+    return sorted(
+        automation.name
+        for automation in there
+        if automation.enabled
+        and isinstance(automation.trigger, EventTrigger)
+        and CHECKPOINT_COMPLETE in automation.trigger.expect
+        and ResourceSpecification.model_validate(automation.trigger.match).matches(resource)
     )
 
 

@@ -25,7 +25,7 @@ if mode == "hangs":
 if mode == "away":
     sys.exit("Expected a Prefect server; found none")
 problems = ["no weights"] if mode == "incomplete" else []
-print(json.dumps({"checkpoint": argv[1], "sent": not problems, "problems": problems}))
+print(json.dumps({"checkpoint": argv[1], "sent": not problems, "automations": [], "problems": problems}))
 """
 """A stand-in for `assay notify`: notes what it was asked, then answers, refuses or hangs."""
 

@@ -9,11 +9,14 @@ import pytest
 import yaml
 from prefect.events import ResourceSpecification
 from prefect.events.schemas.events import Resource
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from typer.testing import CliRunner
 
 from fakes.models import write_checkpoint
+from flows.cli.app import app
 from flows.cli.schedule import duration
 from flows.deploy.watching import watch
-from resources.errors import BadInput, PrefectUnavailable
+from resources.errors import AssayError, BadInput, PrefectUnavailable
 from tasks.policies.events import CompleteCheckpoint, WatchedRuns, checkpoint_of, resources_of
 from tasks.policies.policy import Policy
 from tasks.spec.loading import load_config
@@ -113,3 +116,16 @@ def test_duration_is_read_as_people_write_it(text: str, seconds: float):
 def test_duration_that_is_none_is_refused(text: str):
     with pytest.raises(BadInput, match="such as 30s"):
         duration(text)
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "found"),
+    [(None, BadInput, "no PREFECT_API_URL is set"), ("http://127.0.0.1:9/api", PrefectUnavailable, "refused")],
+)
+def test_complete_checkpoint_cannot_be_told_without_a_server(
+    tmp_path: Path, address: str | None, error: type[AssayError], found: str
+):
+    folder = make(tmp_path, 7)
+    with temporary_settings({PREFECT_API_URL: address} if address else {}, restore_defaults={PREFECT_API_URL}):
+        done = CliRunner().invoke(app, ["notify", str(folder)])
+    assert isinstance(done.exception, error) and found in done.exception.found

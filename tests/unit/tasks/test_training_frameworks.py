@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def mark(folder: Path, name: str = "STABLE") -> Path:
 
 def found_at(run: Path) -> dict[int, Checkpoint]:
     """Checkpoints that a look at a run finds, by step; a policy's snapshot, made and remembered, finds the same."""
-    found = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(str(run))}
+    listed = find_checkpoints(str(run))
+    found = {checkpoint.step: checkpoint for checkpoint in listed}
+    assert len(found) == len(listed)
     for _ in range(2):
         seen = {checkpoint.step: checkpoint for checkpoint in snapshot_run(str(run))}
         assert {step: summary(checkpoint) for step, checkpoint in seen.items()} == {
@@ -114,6 +117,8 @@ def test_export_within_an_iteration_is_complete_once_megatron_names_it(tmp_path:
     bridge(run, 200)
     tracker = run / "latest_checkpointed_iteration.txt"
     tracker.write_text("100")
+    for file in run.rglob("*"):  # a verdict on what was written just now is not remembered
+        os.utime(file, (1_700_000_000, 1_700_000_000))
     found = found_at(run)
     assert [(checkpoint.name, checkpoint.complete) for checkpoint in found.values()] == [
         ("llama-100", True),
