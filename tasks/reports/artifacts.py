@@ -87,24 +87,37 @@ def show_as_asset(record: Record, cell_uri: str) -> None:
     from prefect.states import Completed, Failed
 
     reference, evaluator = record.checkpoint, evaluator_title(record.evaluator)
+    own, above, *inputs = asset_keys(record)
     checkpoint = Asset(
-        key=asset_key("checkpoints", reference.run, reference.name, reference.digest[:10]),
+        key=above,
         properties=AssetProperties.model_validate(
             _described(reference.name, f"Checkpoint of step {reference.step}", reference.uri)
         ),
     )
     title = f"{reference.name} · {evaluator}: {', '.join(record.benchmarks)}"
     result = Asset(
-        key=asset_key("records", reference.run, f"step-{reference.step}", record.evaluator, record.cell),
+        key=own,
         properties=AssetProperties.model_validate(_described(title, "Record of an evaluation", cell_uri)),
     )
     lineage = AssetContext(
-        direct_asset_dependencies={checkpoint}, downstream_assets={result}, materialized_by="assay.evaluation"
+        direct_asset_dependencies={checkpoint, *(Asset(key=key) for key in inputs)},
+        downstream_assets={result},
+        materialized_by="assay.evaluation",
     )
     scores = {f"{metric.benchmark} {metric.name}": metric.value for metric in record.metrics}
     metadata = {"status": record.status, "scores": scores, "evaluation_hash": record.evaluation_hash, "at": cell_uri}
     lineage.add_asset_metadata(result.key, metadata)
     lineage.emit_events(Completed() if record.succeeded else Failed())
+
+
+def asset_keys(record: Record) -> list[str]:
+    """Returns the keys of a record, of its checkpoint, and of those that are merged in that."""
+    own = record.checkpoint
+    above = (own, *(own.merge.inputs if own.merge else ()))
+    return [
+        asset_key("records", own.run, f"step-{own.step}", record.evaluator, record.cell),
+        *(asset_key("checkpoints", each.run, f"step-{each.step}", each.digest[:10]) for each in above),
+    ]
 
 
 def asset_key(*parts: str) -> str:

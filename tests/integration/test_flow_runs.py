@@ -143,7 +143,7 @@ def check_lineage(api: str, records: list[Record]) -> None:
     assert event["resource"]["prefect.resource.id"] == f"assay://records/gated/step-2/{record.evaluator}/{record.cell}"
     assert event["resource"]["prefect.resource.name"] == "gated-2 · lm-eval: demo_facts"
     related = {found["prefect.resource.role"]: found["prefect.resource.id"] for found in event["related"]}
-    assert related["asset"] == f"assay://checkpoints/gated/gated-2/{record.checkpoint.digest[:10]}"
+    assert related["asset"] == f"assay://checkpoints/gated/step-2/{record.checkpoint.digest[:10]}"
     assert {"flow-run", "task-run"} <= related.keys()
     scores = {f"{metric.benchmark} {metric.name}": metric.value for metric in record.metrics}
     assert event["payload"]["scores"] == scores and event["payload"]["status"] == "succeeded"

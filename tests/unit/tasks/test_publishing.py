@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prefect.assets import Asset
 
-from fakes.records import make_metric, make_record
-from tasks.reports.artifacts import asset_key, browser_address, table_rows
+from fakes.records import make_metric, make_record, merged_record
+from tasks.reports.artifacts import asset_key, asset_keys, browser_address, table_rows
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,11 @@ def test_results_are_shown_as_text_whatever_their_names_hold():
 def test_asset_key_is_one_that_prefect_takes_with_a_part_for_each(parts: tuple[str, ...]):
     key = Asset(key=asset_key(*parts)).key
     assert len(key.removeprefix("assay://").split("/")) == len(parts)
+
+
+def test_asset_of_a_merged_record_hangs_on_the_merged_checkpoint_and_on_those_in_it():
+    merged = merged_record([100, 200])
+    inputs = [asset_keys(make_record(step=step))[1] for step in (100, 200)]
+    [own, checkpoint, *above] = asset_keys(merged)
+    assert above == inputs and checkpoint not in inputs
+    assert own == f"assay://records/run-a/step-200/lm_evaluation_harness/{merged.cell}"
