@@ -249,13 +249,12 @@ def _score_details(metric: Metric, record: Record, questions: Questions) -> dict
     uncertainty: dict[str, Any] = {"num_samples": metric.n}
     if metric.stderr is not None and math.isfinite(metric.stderr):
         ours = interval is not None and interval.stderr is not None and math.isclose(interval.stderr, metric.stderr)
-        uncertainty["standard_error"] = {"value": metric.stderr, "method": "analytic" if ours else "the harness's own"}
+        made = {"method": "analytic" if ours else "the harness's own"} if questions else {}
+        uncertainty["standard_error"] = {"value": metric.stderr, **made}
     if metric.low is not None and metric.high is not None:
         ends = {"lower": metric.low, "upper": metric.high, "confidence_level": CONFIDENCE}
-        if interval is None and not questions:
-            method = None  # its samples are not there, so nobody knows
-        elif interval is None:
-            method = "normal, from the standard error"
+        if interval is None:
+            method = "normal, from the standard error" if questions else None
         else:
             same = math.isclose(interval.low or 0.0, metric.low) and math.isclose(interval.high or 0.0, metric.high)
             method = interval.method if same else None

@@ -191,6 +191,9 @@ def test_export_tells_settings_versions_and_recipe_and_no_place(tmp_path: Path) 
     assert (source["source_type"], source["hf_repo"]) == ("hf_dataset", "lab/facts")
     assert source["additional_details"]["revision"] == COMMIT
     assert acc["score_details"]["details"]["prompts_truncated"] == "3"
+    uncertainty = acc["score_details"]["uncertainty"]
+    assert uncertainty["standard_error"] == {"value": 0.1}, "without samples nobody knows how it came about"
+    assert "method" not in uncertainty["confidence_interval"]
 
 
 def test_records_without_a_score_or_changed_since_are_not_exported_and_counted(tmp_path: Path) -> None:
