@@ -237,7 +237,9 @@ async def test_answers_that_fail_and_verdicts_or_scores_that_are_none_are_told_a
             verify_counts(parsed)
         return parsed.counts
 
-    refused = await counts("judged", lambda n, p: 400 if p == "Name 3." else "x", grade_of, "refused")
+    too_long = {"error": {"message": "maximum context length", "code": "context_length_exceeded"}}
+    # Inspect by itself takes such an error for an answer.
+    refused = await counts("judged", lambda n, p: too_long if p == "Name 3." else "x", grade_of, "refused")
     assert (refused.requested, refused.answered, refused.scored) == (8, 7, 7)
     unreadable = await counts("judged", letter_of, lambda n, p: "well" if "Name 3." in p else "GRADE: C", "unreadable")
     assert unreadable == Counts(requested=8, answered=8, scored=7, judge_errors=1)
