@@ -90,7 +90,7 @@ def require_usable(access: PoolAccess, checkpoints: Sequence[Servable]) -> None:
     require_divisible(access.config, checkpoints)
     resources = access.config.resource_config
     if resources.regions or is_loopback(access.address.host):
-        check_reads([checkpoint.uri for checkpoint in checkpoints], resources, backend=None)
+        check_reads([place for checkpoint in checkpoints for place in checkpoint.locations], resources, backend=None)
 
 
 def access_at(url: str, *, key: SecretStr | None, admin_key: SecretStr | None = None) -> PoolAccess:

@@ -117,12 +117,28 @@ def _exit_on_signal(number: int, frame: object) -> None:
 
 
 def checkpoints(
-    path: Annotated[str, typer.Argument(help="A checkpoint, or a run that holds them.")], as_json: Json = False
+    path: Annotated[
+        str, typer.Argument(help="A checkpoint, a run that holds them, or the name of a merged one.", metavar="PATH")
+    ],
+    folder: Annotated[Path | None, typer.Argument(help="With --materialize, the folder.", show_default=False)] = None,
+    materialize: Annotated[bool, typer.Option("--materialize", help="Write a merged checkpoint to FOLDER.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show which checkpoints are there, and which are complete or why not."""
     from tasks.checkpoints.discovery import find_checkpoints
 
+    if materialize != (folder is not None):
+        raise BadInput(
+            expected="--materialize with the name of a merged checkpoint and a folder, or neither",
+            found="--materialize alone" if materialize else f"{folder} alone",
+            remedy="for example: assay checkpoints --materialize 'mean(runs/a@last:5)' averaged",
+        )
     found = find_checkpoints(path)
+    if folder is not None:
+        from tasks.checkpoints.merged import write_merged
+
+        write_merged(found[0], folder)
+        found = find_checkpoints(str(folder))
     if as_json:
         keys = ("uri", "run", "name", "step", "kind", "complete", "problems")
         print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in found])

@@ -15,6 +15,7 @@ from flows.console.running import SeriesResult
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from pools.config import is_address
+from pools.weights.merges import locations_of, with_each_location
 from resources.errors import AssayError, BadInput, EvaluationInterrupted
 from resources.regions.region_check import region_of_data
 from resources.regions.regions import known_regions
@@ -120,7 +121,9 @@ class _Series:
 
 def _with_whole_paths(request: _Request) -> _Request:
     paths = {name: getattr(request, name) for name in _PATHS}
-    return request.model_copy(update={name: storage.absolute(path) for name, path in paths.items() if path})
+    return request.model_copy(
+        update={name: with_each_location(path, storage.absolute) for name, path in paths.items() if path}
+    )
 
 
 def _sent(
@@ -177,7 +180,7 @@ def choose(
         states=states_of(regions),
         source=source_of(
             (checkpoint.uri for checkpoint in checkpoints),
-            region=region_of_data(storage.behind_link(first.model_path), regions),
+            region=region_of_data(storage.behind_link(locations_of(first.model_path)[-1]), regions),
         ),
         max_egress_usd=Decimal(str(max_egress_usd)),
     )

@@ -23,10 +23,12 @@ from pools.engine.engines import (
     with_last_token,
 )
 from pools.protocol import ServedModel
+from pools.weights.merged_folder import inspect_checkpoint
+from pools.weights.merges import locations_of, with_each_location
 from pools.weights.model_files import (
+    SAME_WHATEVER_THEY_SAY,
     ModelDigests,
     ModelFolder,
-    Tensor,
     digest_model_folder,
     inspect_model_folder,
     read_tensors,
@@ -47,7 +49,6 @@ _ANY_NAME = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}
 """One engine answers for checkpoint after checkpoint; which names mean which weights is the proxy's to say."""
 _OVER_HTTP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
 """Traces go the way of those of an evaluation; vLLM would take gRPC."""
-_SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Servable:
         Raises:
             IncompleteCheckpoint: it is not complete.
         """
-        folder = inspect_model_folder(uri)
+        folder = inspect_checkpoint(uri)
         return cls.from_folder(name, folder, digest_model_folder(folder))
 
     @classmethod
@@ -79,8 +80,13 @@ class Servable:
         Raises:
             StorageError: they could not be copied.
         """
-        uri = storage.resolved(folder.uri)
+        uri = with_each_location(folder.uri, storage.resolved)
         return cls(name, uri, digests, staging().stage_small_files(uri, digests))
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Folders that are read to serve it."""
+        return locations_of(self.uri)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -160,14 +166,14 @@ def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str |
     if running.digests.config != wanted.digests.config:
         before, after = dict(running.files.config), dict(wanted.files.config)
         changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
-        if set(changed) - set(_SAME_WHATEVER_THEY_SAY) or not changed:
+        if set(changed) - set(SAME_WHATEVER_THEY_SAY) or not changed:
             return f"its config differs ({', '.join(changed) or 'generation_config.json'})"
     before, after = read_tensors(running.files), read_tensors(wanted.files)
     if before.keys() != after.keys():
         return f"its parameters differ ({', '.join(sorted(before.keys() ^ after.keys())[:3])})"
     for name, tensor in after.items():
         if before[name] != tensor:
-            return f"its parameter {name} is {_shown(tensor)}, not {_shown(before[name])}"
+            return f"its parameter {name} is {tensor}, not {before[name]}"
     return None
 
 
@@ -178,10 +184,6 @@ def why_unprovable(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str |
     """
     same = tensor_in_common(running.files, wanted.files)
     return f"{same} is the same in both checkpoints" if same else None
-
-
-def _shown(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}"
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class InferencePool:
         require_place(self.config.resource_config, is_local=self._client.is_local)
         require_divisible(self.config, self._checkpoints)
         check_reads(
-            [checkpoint.uri for checkpoint in self._checkpoints],
+            [location for checkpoint in self._checkpoints for location in checkpoint.locations],
             self.config.resource_config,
             backend=None if self._client.is_local else self._client.url,
         )

@@ -107,7 +107,7 @@ def keep_up(
     require_divisible(config, checkpoints)
     if (standing := find(name)) is not None:
         raise _is_up(standing)
-    uris = [checkpoint.uri for checkpoint in checkpoints]
+    uris = [location for checkpoint in checkpoints for location in checkpoint.locations]
     check_reads(uris, config.resource_config, backend=None if client.is_local else client.url)
     models = {checkpoint.name: checkpoint.served for checkpoint in checkpoints}
     allowed = {"ASSAY_INSECURE": "1"} if settings().insecure else {}

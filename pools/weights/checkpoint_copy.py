@@ -75,10 +75,10 @@ def copy_checkpoint(
         parallel=parallel_files,
         range_bytes=range_bytes,
         stopped=stopped,
-        on_bytes=_counted(total_bytes, on_progress),
+        on_bytes=counted(total_bytes, on_progress),
     )
     if _served_files_now(uri, sources) != sources:
-        raise _changed(uri, "other files, sizes or times than when copying began")
+        raise changed_since_planned(uri, "other files, sizes or times than when copying began")
     _require_copied(content, remote, content_digests, digests)
     return content
 
@@ -104,7 +104,7 @@ def verify_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
 def require_planned(uri: str, found: ModelDigests, planned: ModelDigests) -> None:
     """Raises `CheckpointChanged` unless a checkpoint is the planned one."""
     if parts := _differing(found, planned):
-        raise _changed(uri, f"other contents: {', '.join(parts)}")
+        raise changed_since_planned(uri, f"other contents: {', '.join(parts)}")
 
 
 def _differing(found: ModelDigests, planned: ModelDigests) -> list[str]:
@@ -116,7 +116,8 @@ def _served_files_now(uri: str, served: Mapping[str, FileInfo]) -> dict[str, Fil
     return {wanted[file.uri]: file for file in storage.list_files(uri) if file.uri in wanted}
 
 
-def _counted(total_bytes: int, on_progress: Progress | None) -> Callable[[int], None]:
+def counted(total_bytes: int, on_progress: Progress | None) -> Callable[[int], None]:
+    """Returns a counter of bytes, for several threads, that tells how many are here by now."""
     here_bytes = 0
     turn = threading.Lock()
 
@@ -153,7 +154,8 @@ def _require_copied(
         )
 
 
-def _changed(uri: str, found: str) -> CheckpointChanged:
+def changed_since_planned(uri: str, found: str) -> CheckpointChanged:
+    """Returns the error of a checkpoint that is another by now."""
     return CheckpointChanged(
         expected=f"{uri} as it was when its evaluation was planned",
         found=f"it was changed since it was planned: {found}",

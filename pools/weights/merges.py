@@ -26,8 +26,10 @@ from resources.errors import BadInput
 MergeKind = Literal["mean", "ema", "wsm", "interpolate"]
 """Ways to average checkpoints."""
 _NAME = re.compile(rf"({'|'.join(get_args(MergeKind))})\((.*)\)", re.DOTALL)
-_STEPS = re.compile(r"last:[1-9]\d*|\d*\.\.\d*|\d+(?:\+\d+)*")
-_NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:\+\d+(?:\.\d+)?)*")
+STEPS_PATTERN = r"last:[1-9][0-9]*|[0-9]*\.\.[0-9]*|[0-9]+(?:\+[0-9]+)*"
+"""Steps of a run as they are written behind its location."""
+_STEPS = re.compile(STEPS_PATTERN)
+_NUMBERS = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:\+[0-9]+(?:\.[0-9]+)?)*")
 _WORD = re.compile("[a-z]+")
 _RESERVED = {letter: f"%{ord(letter):02X}" for letter in "%,()@"}
 _QUOTED = re.compile("|".join(_RESERVED.values()))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pools.weights.merges import merge_of
 from resources.errors import CheckpointError, IncompleteCheckpoint, StorageError
 from resources.settings import settings
 from resources.storage import storage
@@ -27,12 +28,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.js
 """One of these holds the vocabulary; `tokenizer_config.json` is wanted beside it."""
 SETTLED_SECONDS = 3.0
 """Seconds after which another write shows in a file's times; some file systems count in steps of 2 s."""
-_CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json")
+"""Files that the config's digest is over."""
+SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version")
+"""Keys of a config that change nothing in a model."""
 _LARGEST_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
 _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 """Endings of the names of what tokenizers and engines read beside the weights."""
 _RANGE_BYTES = 32 * 2**20
+_MERGING = "merge 1"  # to be raised where the same names and files give other numbers
 _CANNOT_BE_READ = "cannot be read"
 _NEVER_SERVED = (
     # Weights in other formats, and adapters, which engines would take for the weights.
@@ -54,6 +59,9 @@ class Tensor:
     uri: str = field(default="", compare=False)
     span: tuple[int, int] = field(default=(0, 0), compare=False)
 
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
 
 @dataclass(frozen=True)
 class ModelDigests:
@@ -73,7 +81,8 @@ class ModelDigests:
 class ModelFolder:
     """A model folder as found. `problems` is empty if and only if it is complete and can be evaluated.
 
-    `kind` is its layout. For Levanter's own, `reference` is the folder that config and tokenizer come from.
+    `kind` is its layout. For Levanter's own, `reference` is the folder that config and tokenizer come from. A merged
+    one has its name as `uri`, and its `inputs` are the checkpoints in it.
     """
 
     uri: str
@@ -84,6 +93,7 @@ class ModelFolder:
     modified: float
     kind: Literal["huggingface", "levanter"] = "huggingface"
     reference: ModelFolder | None = field(default=None, repr=False)
+    inputs: tuple[ModelFolder, ...] = field(default=(), repr=False)
 
     @property
     def complete(self) -> bool:
@@ -302,20 +312,24 @@ def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:
 def digest_model_folder(folder: ModelFolder) -> ModelDigests:
     """Digests of a complete model, over every byte of every file that is served. That of local weights is remembered.
 
+    Those of a merged one are over the way it is made and the weights in it; tokenizer and config are the last one's.
+
     Raises:
         IncompleteCheckpoint: it is not complete.
         StorageError: it cannot be read.
     """
     folder.require_complete()
+    if (merge := merge_of(folder.uri)) is not None:
+        digests = [digest_model_folder(each) for each in folder.inputs]
+        recipe = f"{_MERGING} {merge.recipe}".encode()
+        return replace(digests[-1], weights=_hash(recipe, *(each.weights.encode() for each in digests)))
     files = small_files(folder.reference or folder)
     with storage.reported(folder.uri, "read"):
-        weights = [
-            part for name in folder.weight_files for part in (name.encode(), _content_digest(folder.files[name]))
-        ]
+        weights = [part for name in folder.weight_files for part in (name.encode(), content_digest(folder.files[name]))]
         if folder.kind == "huggingface" and INDEX_NAME in folder.files:
             weights.append(storage.read_bytes(folder.files[INDEX_NAME].uri))
-        config = [storage.read_bytes(files[name].uri) for name in _CONFIG_FILES if name in files]
-        texts = sorted(files.keys() - set(_CONFIG_FILES))
+        config = [storage.read_bytes(files[name].uri) for name in CONFIG_FILES if name in files]
+        texts = sorted(files.keys() - set(CONFIG_FILES))
         tokenizer = [part for name in texts for part in (os.fsencode(name), storage.read_bytes(files[name].uri))]
     return ModelDigests(weights=_hash(*weights), tokenizer=_hash(*tokenizer), config=_hash(*config))
 
@@ -336,7 +350,8 @@ def _hash_in_ranges(file: FileInfo) -> str:
     return digest.hexdigest()
 
 
-def _content_digest(file: FileInfo) -> bytes:
+def content_digest(file: FileInfo) -> bytes:
+    """Returns a digest of a file: the store's checksum where it has one; that of a local file is remembered."""
     if file.checksum:
         return file.checksum.encode()
     if not storage.is_local(file.uri):  # a store without checksums, such as memory:// or MLflow's

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pools.weights.merged_folder import inspect_checkpoint
 from pools.weights.model_files import (
     ModelFolder,
-    inspect_model_folder,
     inspect_reference_folder,
     irregular,
     read_json,
@@ -76,9 +76,9 @@ def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str
 
 
 def inspect_again(folder: ModelFolder) -> ModelFolder:
-    """Judges a checkpoint of either layout as it is now."""
+    """Judges a checkpoint of either layout, or a merged one, as it is now."""
     if folder.kind == "huggingface":
-        return inspect_model_folder(folder.uri)
+        return inspect_checkpoint(folder.uri)
     reference = folder.reference.uri if folder.reference else None
     return inspect_native_folder(folder.uri, storage.list_files(folder.uri), reference=reference).folder
 

@@ -1,8 +1,9 @@
 """Checkpoints as folders of this machine that hold the digested files and nothing else, for engines that read files.
 
-One that lies here is a folder of links to its files, one in an object store a copy. Copies are named after the digest
-of the checkpoint, appear only when whole and verified, are shared by the processes of a machine, and make room for new
-ones when nobody holds them. Retrying is the caller's: every call goes on where the last one ended.
+One that lies here is a folder of links to its files, one in an object store a copy, and a merged one is computed. Both
+are named after the digest of the checkpoint, appear only when whole and verified, are shared by the processes of a
+machine, and make room for new ones when nobody holds them. Retrying is the caller's: every call goes on where the last
+one ended.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from pools.weights.checkpoint_copy import (
     require_planned,
     verify_small_files,
 )
+from pools.weights.merges import locations_of, merge_of
 from pools.weights.model_files import (
     ModelDigests,
+    ModelFolder,
     digest_model_folder,
     file_identity,
     inspect_model_folder,
@@ -116,6 +119,8 @@ class Staging:
     def stage(self, uri: str, digests: ModelDigests, *, on_progress: Progress | None = None) -> StagedFolder:
         """The checkpoint in a local folder: of links if it is local, else a copy, made now unless there is one.
 
+        A merged one is computed, from copies of those in it that are not local, which need room beside it.
+
         Copying that another thread or process is already doing is waited for.
 
         Args:
@@ -129,7 +134,7 @@ class Staging:
             StorageError: it cannot be read, written or fitted in, or arrived damaged.
         """
         try:
-            if storage.is_local(uri):
+            if _is_linked(uri):
                 hold = self._hold_links(uri)
                 staged = StagedFolder(hold, partial(_verify_links, hold.path, uri, digests))
             else:
@@ -156,7 +161,7 @@ class Staging:
 
         Gives way to `stage` of another checkpoint and goes on after it. Errors are met again by `stage`.
         """
-        if storage.is_local(uri):
+        if _is_linked(uri):
             return
         with self._changed:
             if self._closed.is_set():
@@ -179,7 +184,7 @@ class Staging:
             CheckpointChanged: they differ from the planned ones.
             StorageError: they cannot be read or written.
         """
-        small = self._copies.folder / "small"
+        uri, small = locations_of(uri)[-1], self._copies.folder / "small"
         target = small / hashlib.blake2b(f"{digests.tokenizer}{digests.config}".encode(), digest_size=16).hexdigest()
         with suppress(AssayError):  # it is not there yet, or was damaged since
             verify_small_files(uri, digests, target)
@@ -251,21 +256,43 @@ class Staging:
                 with alone, self._copies.filling(key, waiting=waiting):
                     if not self._is_whole(key):
                         self._copies.discard(key)
-                        content = copy_checkpoint(
-                            wanted.uri,
-                            wanted.digests,
-                            partial=self._copies.partial(key),
-                            make_room=partial(self._copies.make_room, key),
-                            parallel_files=self._parallel_files,
-                            range_bytes=self._range_bytes,
-                            stopped=stopped,
-                            on_progress=on_progress,
-                        )
+                        content = self._filled(wanted, stopped, on_progress)
                         self._copies.publish(key, content, note=_identities(content))
         except BaseException:
             hold.release()
             raise
         return hold
+
+    def _filled(self, wanted: _Wanted, stopped: Callable[[], bool], on_progress: Progress | None) -> Path:
+        """Copies or computes a checkpoint into its partial folder."""
+        key, uri = wanted.digests.checkpoint, wanted.uri
+        folder, make_room = self._copies.partial(key), partial(self._copies.make_room, key)
+        if merge_of(uri) is None:
+            return copy_checkpoint(
+                uri,
+                wanted.digests,
+                partial=folder,
+                make_room=make_room,
+                parallel_files=self._parallel_files,
+                range_bytes=self._range_bytes,
+                stopped=stopped,
+                on_progress=on_progress,
+            )
+        from pools.weights.merging import merge_checkpoints  # with numpy, which few need
+
+        def hold_copy(checkpoint: ModelFolder) -> Hold:
+            copied = _Wanted(checkpoint.uri, digest_model_folder(checkpoint))
+            return self._hold_copy(copied, alone=nullcontext(), stopped=stopped)
+
+        return merge_checkpoints(
+            uri,
+            wanted.digests,
+            partial=folder,
+            make_room=make_room,
+            hold_copy=hold_copy,
+            stopped=stopped,
+            on_progress=on_progress,
+        )
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():
@@ -318,6 +345,10 @@ class Staging:
                     self._queued = self._queued or self._prefetching
             except Exception as error:  # noqa: BLE001 - the boundary: `stage` meets it again and reports it
                 _log.debug("%s was not prefetched: %s", self._prefetching.uri, error)
+
+
+def _is_linked(uri: str) -> bool:
+    return merge_of(uri) is None and storage.is_local(uri)
 
 
 def _verify_links(folder: Path, uri: str, digests: ModelDigests) -> None:

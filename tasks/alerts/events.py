@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect.events import Event, RelatedResource, Resource
 
+from pools.weights.merges import with_each_location
 from resources.errors import AssayError, PrefectUnavailable
 from resources.storage import storage
 from tasks.alerts.files import forget
@@ -62,7 +63,9 @@ def event_of(news: News, *, run_folder: str, report: str) -> Event:
         "assay.step": str(alert.step),
     }
     related = [
-        _related("checkpoint", storage.absolute(news.record.record.checkpoint.uri), alert.checkpoint),
+        _related(
+            "checkpoint", with_each_location(news.record.record.checkpoint.uri, storage.absolute), alert.checkpoint
+        ),
         _related("benchmark", f"{alert.evaluator}/{alert.benchmark}", alert.benchmark),
         *(_related("policy", name, name) for name in _policies(news.record.record.tags)),
     ]

@@ -8,16 +8,18 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pools.weights.model_files import INDEX_NAME, ModelFolder, inspect_model_folder
+from pools.weights.merges import merge_of, with_each_location
+from pools.weights.model_files import INDEX_NAME, inspect_model_folder
 from pools.weights.native_files import Exports, inspect_native_folder, is_native
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import pinned
 from resources.storage.storage import FileInfo
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, not_exported, only_state, training_states
+from tasks.checkpoints.merged import merged_checkpoint
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
@@ -32,31 +34,6 @@ _INCOMPLETE_POLL_SECONDS = 1.0
 _SHARDED = "sharded"  # what torchtitan's ranks write before it is put together in the checkpoint above it
 _ARCHIVE = "checkpoints"  # where training scripts put native checkpoints, beside hf/
 
-Kind = Literal["huggingface", "levanter", "dcp", "megatron"]
-"""Layouts of checkpoints: Hugging Face's, which engines serve too, Levanter's own, and those of other trainers."""
-SERVED: tuple[Kind, ...] = ("huggingface",)
-LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
-"""Kinds that an engine serves, and kinds that the native evaluation loads."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint as found, complete or not. `problems` says why it is not."""
-
-    uri: str
-    run: str
-    name: str
-    step: int
-    modified: float
-    kind: Kind = "huggingface"
-    problems: tuple[str, ...] = ()
-    folder: ModelFolder | None = field(default=None, repr=False)
-
-    @property
-    def complete(self) -> bool:
-        """Returns whether it can be evaluated."""
-        return not self.problems
-
 
 def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: str | None = None) -> list[Checkpoint]:
     """Every checkpoint at or below a location, complete or not, by step and then by time of writing.
@@ -65,14 +42,17 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     look at each folder's headers.
 
     Args:
-        path: a checkpoint, or a run.
+        path: a checkpoint, or a run; or the name of a merged checkpoint, which is made of those in Hugging Face layout.
         kinds: layouts that can be evaluated; others are incomplete. An export replaces the native one of its step.
         reference: folder with config and tokenizer for native checkpoints; an export beside them when None.
 
     Raises:
         BadInput: the location is not there, or is a file.
-        NoCheckpoints: nothing below it looks like a checkpoint.
+        NoCheckpoints: nothing below it looks like a checkpoint, or steps of a merged one are not there.
+        CheckpointError: the checkpoints of a merged one do not belong together.
     """
+    if (merge := merge_of(path)) is not None:
+        return [merged_checkpoint(merge, find_checkpoints)]
     path = storage.behind_link(path)  # a link may show elsewhere by the time that an engine starts
     files = storage.list_files(path)
     if [file.uri for file in files] == [path] and not storage.is_folder(path):
@@ -276,7 +256,7 @@ def with_pinned_model(config: Request) -> Request:
         BadInput: there is no such model or alias.
         StorageError: MLflow's server does not answer.
     """
-    path = pinned(config.model_path)
+    path = with_each_location(config.model_path, pinned)
     if path == config.model_path:
         return config
     changes: dict[str, Any] = {"model_path": path}

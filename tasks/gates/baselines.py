@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pools.weights.merges import locations_of
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.gates.gate import EVERYTHING, BaselineRule, BoundRule, EarlierCheckpoints, NamedCheckpoint, OtherRun
@@ -288,7 +289,7 @@ def _reached(rule: BaselineRule, other: OtherRun, checkpoint: CheckpointReferenc
     if (per_step := rule.tokens_per_step.get(checkpoint.run)) is not None:
         return per_step * checkpoint.step
     try:
-        state = json.loads(storage.read_bytes(storage.join(checkpoint.uri, TRAINER_STATE)))
+        state = json.loads(storage.read_bytes(storage.join(locations_of(checkpoint.uri)[-1], TRAINER_STATE)))
         seen = state["num_input_tokens_seen"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -10,6 +10,7 @@ from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, JsonObject, ResourceConfig
 from tasks.generation.templates import check_template
 from tasks.spec.evaluation import CheckpointSelection
+from tasks.spec.merges import MergeOptions, with_merge_named
 from tasks.spec.names import in_few_words, name_of
 
 _SET_BY_US = frozenset({"model", "prompt", "messages", "n", "stream", "stream_options", "seed"})
@@ -97,7 +98,10 @@ class GenerationConfig(Config):
     """Texts written by checkpoints: the same prompts for each of them."""
 
     model_path: str | None = None
-    """A checkpoint, or a run that holds them as hf/step-N; those of the kept pool when unset."""
+    """A checkpoint, or a run that holds them as hf/step-N, or the name of a merged one, such as mean(runs/a@last:5);
+    those of the kept pool when unset."""
+    merge: MergeOptions | None = None
+    """An average of checkpoints of the run at model_path, in their place; it becomes the model_path, as its name."""
     selection: CheckpointSelection = CheckpointSelection()
     """Checkpoints of the run."""
     model_name: str | None = None
@@ -140,6 +144,11 @@ class GenerationConfig(Config):
         if not isinstance(path := values.get("model_path"), str):
             raise ValueError("expected model_path, or the pool_name of a kept pool: name one")
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name_of(path)[0]}}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_named(cls, values: Any) -> Any:
+        return with_merge_named(values)
 
     @field_validator("model_name")
     @classmethod

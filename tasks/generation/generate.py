@@ -152,7 +152,7 @@ def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently:
             yield session
         return
     assert config.pool_config is not None
-    require_near(config.pool_config.resource_config, [servable.uri for servable in servables])
+    require_near(config.pool_config.resource_config, [place for servable in servables for place in servable.locations])
     ensure_environment(ENVIRONMENTS[environment_name(config.pool_config)], on_progress=report_event)
     with accelerators_reserved(config.pool_config.resource_config):
         pool = start_pool(config.pool_config, servables)

@@ -15,6 +15,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
+from pools.weights.merges import locations_of
 from resources.errors import BadInput
 from resources.regions.region_check import region_of_data
 from resources.regions.region_table import Regions
@@ -141,7 +142,8 @@ def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:
     """
     if region is None:
         return None
-    return Source(region, sum(file.size for uri in uris for file in storage.list_files(uri)))
+    places = (place for uri in uris for place in locations_of(uri))
+    return Source(region, sum(file.size for place in places for file in storage.list_files(place)))
 
 
 def send_run(

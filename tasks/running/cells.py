@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pools.engine.engines import with_engine_variables
+from pools.weights.merges import locations_of
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
@@ -14,6 +15,7 @@ from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupt
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.discovery import Checkpoint
+from tasks.checkpoints.merged import merge_reference
 from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.evaluators.early import WantedEarly
 from tasks.evaluators.evaluator import evaluator_of
@@ -218,7 +220,7 @@ def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]
     wanted = config.resource_config if config.native else pool.resource_config if pool else None
     if wanted is not None:
         current_client().check_resources(wanted.by_machine())
-    behind = [found for found in checkpoints if config.native and is_behind_server(found.uri)]
+    behind = [found for found in checkpoints if config.native and any(map(is_behind_server, locations_of(found.uri)))]
     if behind and (not current_client().is_local or behind[0].kind == "levanter"):
         raise BadInput(
             expected="a checkpoint in Hugging Face layout and jobs on this machine, or one in a store that "
@@ -260,6 +262,7 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
         digest=digests.checkpoint,
         weights_digest=digests.weights,
         listing=listing_digest(checkpoint.uri, checkpoint.folder.files.values(), reference=checkpoint.folder.reference),
+        merge=merge_reference(checkpoint),
     )
     keys = [task.metric_key for task in config.evals]
     more = len(keys) - _MOST_NAMES_IN_A_CELL

@@ -45,7 +45,7 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
         WrongRegion: checkpoints lie in another region, and reading them from there would cost too much.
     """
     served = [config for config in configs if not config.native]
-    uris = [checkpoint.uri for checkpoint in checkpoints]
+    uris = [location for checkpoint in checkpoints for location in checkpoint.locations]
     for config in configs:
         if config.native:
             require_near(config.resource_config or ResourceConfig(), uris)

@@ -18,6 +18,7 @@ from prefect.runtime import flow_run
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from pools.weights.checkpoint_copy import require_planned
+from pools.weights.merges import with_each_location
 from pools.weights.model_files import digest_model_folder
 from pools.weights.native_files import inspect_again
 from resources.backends.local.client import local_client
@@ -261,7 +262,7 @@ def _evaluate_natively(
         cell.config.model_copy(update={"sinks": ()}),
         LocalCheckpoint(
             cell.reference.name,
-            storage.absolute(cell.folder.uri),
+            with_each_location(cell.folder.uri, storage.absolute),
             cell.folder.kind,
             storage.absolute(reference.uri) if reference else None,
         ),

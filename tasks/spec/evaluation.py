@@ -14,6 +14,7 @@ from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
 from resources.tpu import largest_of_one_vm
 from tasks.spec.earlier_form import refuse_earlier_form
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
+from tasks.spec.merges import MergeOptions, with_merge_named
 from tasks.spec.names import in_few_words, name_of
 from tasks.spec.sinks import Sinks
 
@@ -92,7 +93,10 @@ class EvaluationConfig(Config):
     evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
     """The harness: its name, or its options with its name."""
     model_path: str
-    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs://, s3://, or in MLflow."""
+    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs://, s3://, or in MLflow. Or
+    the name of a merged one, such as mean(runs/a@last:5)."""
+    merge: MergeOptions | None = None
+    """An average of checkpoints of the run at model_path, in their place; it becomes the model_path, as its name."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
     """The benchmarks, evaluated together as one cell per checkpoint."""
     evaluation_path: str = "evaluations"
@@ -147,6 +151,11 @@ class EvaluationConfig(Config):
             return values
         name, _, _ = name_of(values["model_path"])
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_named(cls, values: Any) -> Any:
+        return with_merge_named(values)
 
     @model_validator(mode="after")
     def _endpoint_is_one(self) -> EvaluationConfig:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pools.weights.merges import locations_of
 from resources.errors import BadInput
 from resources.storage import storage
 
 
 def is_relative(path: str) -> bool:
     """Tells if a path means another place in another working folder; an address in a store never does."""
-    return storage.is_local(path) and not storage.local_path(path).is_absolute()
+    return any(storage.is_local(place) and not storage.local_path(place).is_absolute() for place in locations_of(path))
 
 
 def check_deployed_paths(paths: Iterable[str]) -> None:

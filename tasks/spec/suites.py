@@ -39,6 +39,7 @@ from tasks.spec.evaluators import (
     spelled_out,
 )
 from tasks.spec.loading import build_config, load_config
+from tasks.spec.merges import MergeOptions, with_merge_named
 from tasks.spec.names import name_of
 from tasks.spec.sinks import Sinks
 
@@ -176,7 +177,10 @@ class SuiteRequest(Config):
     """A model that a suite is asked of, and the place for its records."""
 
     model_path: str
-    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://."""
+    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://. Or the name of
+    a merged one, such as mean(runs/a@last:5)."""
+    merge: MergeOptions | None = None
+    """An average of checkpoints of the run at model_path, in their place; it becomes the model_path, as its name."""
     evaluation_path: str = "evaluations"
     """Folder for records and the harness's own output; local, gs:// or s3://."""
     model_name: str | None = None
@@ -215,6 +219,11 @@ class SuiteRequest(Config):
     """Wall clock of one cell."""
     wandb_tags: tuple[str, ...] = ()
     """Tags that go into every record, beside the suite's name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_named(cls, values: Any) -> Any:
+        return with_merge_named(values)
 
     @property
     def place(self) -> str:

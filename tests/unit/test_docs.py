@@ -71,6 +71,7 @@ from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS, EvaluatorOptions, Judge, JudgeEndpoint, LevanterComputation, options_kind
 from tasks.spec.loading import load_config
+from tasks.spec.merges import MergeOptions
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
 from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
 
@@ -107,7 +108,7 @@ WRITTEN_BY_US = (
     *(MergeReference, MergedInput, Digests, SinkState, Sample),
 )
 MODELS: tuple[type[BaseModel], ...] = (
-    *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
+    *(EvaluationConfig, EvalTaskConfig, CheckpointSelection, MergeOptions),
     *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, InspectOptions, JudgeEndpoint),
     *(LevanterComputation, LevanterOptions),
     *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),

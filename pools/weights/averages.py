@@ -1,0 +1,94 @@
+"""Averages of blocks of numbers as a checkpoint holds them, equal to the last bit to torch's sums in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+BLOCK_BYTES = 2**18
+"""Averaged at once by a thread: what it works on, five times that, stays in the cache of its core."""
+_UPPER = np.uint32(0xFFFF0000)
+_HALF = np.uint32(16)
+_ODD = np.uint32(1)
+_BELOW_HALF = np.uint32(0x7FFF)
+_NAN = np.uint32(0x7FC00000)
+_TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+
+class Averager:
+    """Averages blocks of at most `BLOCK_BYTES`; its buffers are those of one thread.
+
+    Args:
+        count: number of checkpoints.
+        weights: theirs, in their order; None for the plain mean.
+    """
+
+    def __init__(self, count: int, weights: Sequence[float] | None) -> None:
+        self._count = count
+        self._weights = weights
+        self._raw = np.zeros(BLOCK_BYTES, np.uint8)
+        self._wide = np.zeros(2 * BLOCK_BYTES, np.uint8)
+        self._total = np.zeros(2 * BLOCK_BYTES, np.uint8)
+
+    def average(self, dtype: str, size: int, read: Callable[[int, memoryview], None]) -> memoryview:
+        """Returns the average of a block, which stands until the next call.
+
+        Args:
+            dtype: as safetensors calls it: BF16, F16, F32 or F64.
+            size: bytes of the block.
+            read: reads a checkpoint's part, given its number, into a buffer.
+        """
+        raw = self._raw[: size + size % 4]  # of bfloat16 two numbers are taken at once
+        raw[size:] = 0
+        total = values = self._widened(dtype, raw)
+        with np.errstate(all="ignore"):  # what is infinite or no number stays so
+            for number in range(self._count):
+                read(number, raw[:size].data)
+                values = self._widened(dtype, raw)
+                if self._weights is not None:
+                    np.multiply(values, values.dtype.type(self._weights[number]), out=values)
+                if number == 0:
+                    total = self._total.view(values.dtype)[: values.size]
+                    np.copyto(total, values)
+                else:
+                    np.add(total, values, out=total)
+            if self._weights is None:
+                np.divide(total, values.dtype.type(self._count), out=total)
+            self._narrow(dtype, total, raw)
+        return raw[:size].data
+
+    def _widened(self, dtype: str, raw: np.ndarray) -> np.ndarray:
+        """The numbers of a block in float32 or float64; of bfloat16 the even ones before the odd ones."""
+        if dtype != "BF16":
+            numbers = raw.view(_TYPES[dtype])
+            if dtype != "F16":
+                return numbers
+            wide = self._wide.view(np.float32)[: numbers.size]
+            np.copyto(wide, numbers)
+            return wide
+        pairs = raw.view(np.uint32)
+        bits = self._wide.view(np.uint32)[: 2 * pairs.size]
+        np.left_shift(pairs, _HALF, out=bits[: pairs.size])
+        np.bitwise_and(pairs, _UPPER, out=bits[pairs.size :])
+        return bits.view(np.float32)
+
+    def _narrow(self, dtype: str, total: np.ndarray, raw: np.ndarray) -> None:
+        """Rounds to the type of the block, to the nearest, of two to the even one."""
+        if dtype != "BF16":
+            np.copyto(raw.view(_TYPES[dtype]), total, casting="same_kind")
+            return
+        missing = np.isnan(total)
+        bits = total.view(np.uint32)
+        added = self._wide.view(np.uint32)[: bits.size]
+        np.right_shift(bits, _HALF, out=added)
+        np.bitwise_and(added, _ODD, out=added)
+        np.add(added, _BELOW_HALF, out=added)
+        np.add(bits, added, out=bits)
+        if missing.any():
+            bits[missing] = _NAN
+        pairs = raw.view(np.uint32)
+        lower, upper = bits[: pairs.size], bits[pairs.size :]
+        np.right_shift(lower, _HALF, out=lower)
+        np.bitwise_and(upper, _UPPER, out=upper)
+        np.bitwise_or(lower, upper, out=pairs)

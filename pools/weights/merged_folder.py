@@ -1,0 +1,112 @@
+"""Merged checkpoints, which nobody wrote: which files they are made of, and whether these belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pools.weights.merges import merge_of
+from pools.weights.model_files import (
+    CONFIG_FILES,
+    SAME_WHATEVER_THEY_SAY,
+    ModelFolder,
+    content_digest,
+    inspect_model_folder,
+    read_tensors,
+    small_files,
+)
+from resources.errors import CheckpointError
+from resources.storage import storage
+from resources.storage.storage import FileInfo
+
+AVERAGED = frozenset({"BF16", "F16", "F32", "F64"})
+"""Types of tensors that are averaged."""
+KEPT = frozenset({"BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"})
+"""Types of tensors that must be the same in every checkpoint of a merge."""
+_MOST_NAMED = 3
+
+
+def inspect_checkpoint(uri: str) -> ModelFolder:
+    """Judges a checkpoint in Hugging Face's layout, or each of those in a merged one.
+
+    Raises:
+        CheckpointError: it is a merged one of checkpoints that do not belong together.
+    """
+    merge = merge_of(uri)
+    if merge is None:
+        return inspect_model_folder(uri)
+    return merged_folder(uri, [inspect_model_folder(location) for location in merge.locations])
+
+
+def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:
+    """The folder that a merged checkpoint would be: described as the last one in it, made of the files of all.
+
+    Raises:
+        CheckpointError: all are complete, and they do not belong together.
+    """
+    last = inputs[-1]
+    problems = [f"{problem} in {folder.uri}" for folder in inputs for problem in folder.problems]
+    files = {f"{number}/{name}": file for number, folder in enumerate(inputs) for name, file in folder.files.items()}
+    if not problems:
+        _require_alike(inputs)
+    return ModelFolder(
+        uri=uri,
+        files={**last.files, **files},
+        problems=tuple(problems),
+        config=last.config,
+        weight_files=last.weight_files,
+        modified=max(folder.modified for folder in inputs),
+        inputs=tuple(inputs),
+    )
+
+
+def _require_alike(folders: Sequence[ModelFolder]) -> None:
+    *others, last = folders
+    found = _cannot_be_averaged(last)
+    expected = "weights in bfloat16, float16, float32 or float64 to average"
+    for other in others:
+        if found is None and (difference := _difference(other, last)):
+            found, expected = f"{difference} in {other.uri} and {last.uri}", "checkpoints of one model to average"
+    if found is not None:
+        raise CheckpointError(expected=expected, found=found, remedy="merge other checkpoints, or export these alike")
+
+
+def _cannot_be_averaged(folder: ModelFolder) -> str | None:
+    for name, tensor in read_tensors(folder).items():
+        if tensor.dtype not in AVERAGED | KEPT:
+            return f"{name} is {tensor.dtype} in {folder.uri}"
+    return None
+
+
+def _difference(folder: ModelFolder, other: ModelFolder) -> str | None:
+    """The first thing that is not the same in two complete models, as far as averages go."""
+    if changed := _changed_keys(folder.config, other.config):
+        return f"config.json differs ({_named(changed)})"
+    files, others = small_files(folder), small_files(other)
+    texts = sorted((files.keys() | others.keys()) - set(CONFIG_FILES))
+    if changed := [name for name in texts if not _same(files.get(name), others.get(name))]:
+        return f"the tokenizer differs ({_named(changed)})"
+    tensors, wanted = read_tensors(folder), read_tensors(other)
+    if changed := sorted(tensors.keys() ^ wanted.keys()):
+        return f"the names of tensors differ ({_named(changed)})"
+    for name, tensor in tensors.items():
+        if tensor != wanted[name]:
+            return f"{name} is {tensor} and {wanted[name]}"
+    return None
+
+
+def _changed_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    changed = {key for key in {*config, *other} if config.get(key) != other.get(key)}
+    return sorted(changed - set(SAME_WHATEVER_THEY_SAY))
+
+
+def _same(file: FileInfo | None, other: FileInfo | None) -> bool:
+    if file is None or other is None:
+        return False
+    return content_digest(file) == content_digest(other) or storage.read_bytes(file.uri) == storage.read_bytes(
+        other.uri
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")

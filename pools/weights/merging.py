@@ -1,0 +1,256 @@
+"""Computes merged checkpoints: block by block, from files of this machine, into a folder laid out as the last one.
+
+Of each number, in the order of the checkpoints: the first, plus the second, and so on, in float32 (of float64 in
+float64), then divided by how many there are; for weighted averages each is multiplied by its weight before. Then it is
+rounded to the type of the checkpoint. Tensors of integers must be the same in all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from pools.weights.averages import BLOCK_BYTES, Averager
+from pools.weights.checkpoint_copy import Progress, changed_since_planned, counted, require_planned
+from pools.weights.merged_folder import KEPT, inspect_checkpoint
+from pools.weights.merges import merge_of
+from pools.weights.model_files import (
+    ModelDigests,
+    ModelFolder,
+    Tensor,
+    digest_model_folder,
+    file_identity,
+    inspect_model_folder,
+    read_safetensors_header,
+    read_tensors,
+    served_files,
+)
+from resources.errors import CheckpointError, StorageError
+from resources.storage import storage
+from resources.storage.bounded_folder import Hold
+from resources.storage.file_copy import CopyStopped
+from resources.storage.storage import FileInfo
+
+_MOST_THREADS = 8  # past that, memory is what is waited for
+_AHEAD_BYTES = 2**23  # of each checkpoint; two thirds of a disk's rate were lost without
+
+
+def merge_checkpoints(
+    uri: str,
+    digests: ModelDigests,
+    *,
+    partial: Path,
+    make_room: Callable[[int], None],
+    hold_copy: Callable[[ModelFolder], Hold],
+    stopped: Callable[[], bool],
+    on_progress: Progress | None,
+) -> Path:
+    """Computes a merged checkpoint, going on after the last file that an earlier call finished.
+
+    Args:
+        uri: its name, with the folders of the checkpoints in it.
+        digests: what it had when it was planned.
+        partial: a local folder for what is being made, which no other call is using.
+        make_room: called once with the size of the whole, before the first byte.
+        hold_copy: copies one of the checkpoints from its store, and holds the copy.
+        stopped: asked before every block.
+        on_progress: told of the bytes as they are written.
+
+    Returns:
+        The folder below `partial` that holds the whole model.
+
+    Raises:
+        IncompleteCheckpoint: one of the checkpoints is not whole, or gone.
+        CheckpointChanged: one is another by now.
+        CheckpointError: they do not belong together.
+        CopyStopped: `stopped` said so.
+        StorageError: something could not be read or written.
+    """
+    merge = merge_of(uri)
+    assert merge is not None, "only merged checkpoints are computed"
+    folder = inspect_checkpoint(uri)
+    folder.require_complete()
+    read = _identities(folder)
+    require_planned(uri, digest_model_folder(folder), digests)
+
+    def require_unchanged() -> None:
+        if _identities(folder) != read:
+            raise changed_since_planned(uri, "files of a checkpoint in it were written while it was computed")
+
+    with ExitStack() as held:
+        inputs = [_on_this_machine(each, hold_copy, held) for each in folder.inputs]
+        last = inputs[-1]
+        sources = served_files(last)
+        total_bytes = sum(source.size for source in sources.values())
+        make_room(total_bytes)
+        content = partial / "content"
+        content.mkdir(parents=True, exist_ok=True)
+        for left in content.glob("*"):
+            if left.name not in sources:
+                left.unlink()
+        count = counted(total_bytes, on_progress)
+        tensors = [read_tensors(each) for each in inputs]
+        plain = merge.recipe == "mean"
+        weights = None if plain else merge.weights(len(inputs))
+        for name, source in sources.items():
+            target = content / name
+            if target.is_file() and name in last.weight_files:  # of files with these digests, by an earlier call
+                count(source.size)
+            elif name in last.weight_files:
+                try:
+                    _write_average(source, target, tensors, weights, stopped, count, require_unchanged)
+                except (CheckpointError, StorageError):
+                    require_unchanged()  # which says why, if that is why
+                    raise
+            else:
+                storage.write_bytes(str(target), storage.read_bytes(source.uri))
+                count(source.size)
+        require_unchanged()
+    return content
+
+
+def _identities(folder: ModelFolder) -> list[object]:
+    """The state of the files of this machine in a merge; copies of the others are compared as they are made."""
+    local = [each for each in folder.inputs if storage.is_local(each.uri)]
+    with storage.reported(folder.uri, "look at"):
+        return [file_identity(storage.local_path(file.uri)) for each in local for file in served_files(each).values()]
+
+
+def _on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hold], held: ExitStack) -> ModelFolder:
+    if storage.is_local(folder.uri):
+        return folder
+    hold = hold_copy(folder)
+    held.callback(hold.release)
+    return inspect_model_folder(str(hold.path))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A part of a tensor: where it is written, and from which files, and where in them, it is read."""
+
+    tensor: str
+    dtype: str
+    at: int
+    size: int
+    sources: tuple[tuple[int, int], ...]
+
+
+def _write_average(
+    last: FileInfo,
+    target: Path,
+    tensors: Sequence[Mapping[str, Tensor]],
+    weights: Sequence[float] | None,
+    stopped: Callable[[], bool],
+    on_bytes: Callable[[int], None],
+    require_unchanged: Callable[[], None],
+) -> None:
+    """Writes a file of weights like the last checkpoint's; it gets its name once all is in it and nothing was changed.
+
+    Raises:
+        CheckpointChanged, CheckpointError, CopyStopped, StorageError: as in `merge_checkpoints`.
+    """
+    partial = target.with_name(f"{target.name}.partial")
+    written = read_safetensors_header(last)
+    header_bytes = min((tensor.span[0] for tensor in written.values()), default=last.size)
+    with storage.reported(str(target), "write"), ExitStack() as open_files:
+        output = open_files.enter_context(partial.open("w+b"))
+        output.write(storage.read_bytes(last.uri, start=0, end=header_bytes))
+        output.flush()
+        on_bytes(header_bytes)
+        opened: dict[str, int] = {}
+
+        def opened_at(tensor: Tensor) -> tuple[int, int]:
+            if tensor.uri not in opened:
+                file = open_files.enter_context(storage.local_path(tensor.uri).open("rb"))
+                opened[tensor.uri] = file.fileno()
+            return opened[tensor.uri], tensor.span[0]
+
+        def blocks() -> Iterator[_Block]:
+            for name, tensor in sorted(written.items(), key=lambda item: item[1].span):
+                start, end = tensor.span
+                sources = [opened_at(each[name]) for each in tensors]
+                for at in range(start, end, BLOCK_BYTES):
+                    places = tuple((file, begin + at - start) for file, begin in sources)
+                    if (at - start) % _AHEAD_BYTES == 0:
+                        _read_ahead(places, end - at)
+                    yield _Block(name, tensor.dtype, at, min(BLOCK_BYTES, end - at), places)
+
+        def average(averager: Averager, block: _Block) -> None:
+            if stopped():
+                raise CopyStopped
+            os.pwrite(output.fileno(), _averaged(averager, block), block.at)
+            on_bytes(block.size)
+
+        _on_threads(blocks(), average, lambda: Averager(len(tensors), weights))
+        require_unchanged()
+        os.fsync(output.fileno())
+        partial.rename(target)
+
+
+def _read_ahead(places: Sequence[tuple[int, int]], left: int) -> None:
+    """Has a disk read what is averaged next: reads of many threads, from many files, look random to it."""
+    for file, start in places:
+        os.posix_fadvise(file, start, min(left, 2 * _AHEAD_BYTES), os.POSIX_FADV_WILLNEED)
+
+
+def _averaged(averager: Averager, block: _Block) -> memoryview | bytes:
+    def read(number: int, buffer: memoryview) -> None:
+        file, start = block.sources[number]
+        if os.preadv(file, [buffer], start) != len(buffer):
+            raise OSError(f"the file of {block.tensor} ends within it")
+
+    if block.dtype not in KEPT:
+        return averager.average(block.dtype, block.size, read)
+    contents = {os.pread(file, block.size, start) for file, start in block.sources}
+    if len(contents) > 1:
+        raise CheckpointError(
+            expected=f"the same {block.dtype} numbers of {block.tensor} in every checkpoint of a merge",
+            found="others in one of them; only floating-point numbers are averaged",
+            remedy="merge checkpoints of one model that is not quantised",
+        )
+    return contents.pop()
+
+
+def thread_count() -> int:
+    """Threads that average: more than cores, since each waits for the disk at times."""
+    return min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
+
+
+def _on_threads(
+    blocks: Iterator[_Block], work: Callable[[Averager, _Block], None], begin: Callable[[], Averager]
+) -> None:
+    """Works on all blocks, side by side; after the first error no other is begun, and it is raised."""
+    errors: list[Exception] = []
+    turn = threading.Lock()
+
+    def run() -> None:
+        try:
+            averager = begin()
+            while not errors:
+                with turn:
+                    block = next(blocks, None)
+                if block is None:
+                    return
+                work(averager, block)
+        except Exception as error:  # noqa: BLE001 - the boundary of this thread: raised below, in the caller's
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(thread_count())]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        errors.append(CopyStopped())
+        raise
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,161 @@
+"""Merged checkpoints, which nobody wrote: found among those that runs hold, by their names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pools.engine.launch import staging
+from pools.weights.merged_folder import merged_folder
+from pools.weights.merges import Merge, Source, merge_of, with_each_location
+from pools.weights.model_files import CONFIG_FILES, digest_model_folder
+from resources.errors import BadInput, IncompleteCheckpoint, NoCheckpoints
+from resources.storage import storage
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.records.details import MergedInput, MergeReference
+from tasks.spec.names import in_few_words, name_of
+
+_COPIED_BYTES = 2**24
+
+
+def merged_checkpoint(merge: Merge, find: Callable[[str], Sequence[Checkpoint]]) -> Checkpoint:
+    """The checkpoint that a merge stands for now; it is complete if each of those in it is.
+
+    Args:
+        merge: the merge, of checkpoints or of steps of runs.
+        find: lists the checkpoints at a location, by step.
+
+    Raises:
+        BadInput: a location or its steps cannot be right.
+        NoCheckpoints: steps that it names are not there.
+        CheckpointError: the checkpoints do not belong together.
+    """
+    inputs = [checkpoint for source in merge.sources for checkpoint in _chosen(source, find(source.location))]
+    if len(inputs) < 2:
+        raise BadInput(
+            expected="at least two checkpoints to average",
+            found=f"{in_few_words(checkpoint.name for checkpoint in inputs)} in {merge}",
+            remedy="name more steps, or evaluate the checkpoint itself",
+        )
+    uri = str(Merge.of_folders(merge.kind, [checkpoint.uri for checkpoint in inputs], merge.parameter))
+    run, name, step = name_of(uri)
+    problems = tuple(f"{checkpoint.name}: {problem}" for checkpoint in inputs for problem in checkpoint.problems)
+    merged = Checkpoint(uri, run, name, step, max(each.modified for each in inputs), "huggingface", problems)
+    folders = [checkpoint.folder for checkpoint in inputs if checkpoint.folder is not None]
+    return replace(merged, folder=None if problems else merged_folder(uri, folders), inputs=tuple(inputs))
+
+
+def merge_reference(checkpoint: Checkpoint) -> MergeReference | None:
+    """The way that a complete merged checkpoint is made, for its records; None for one that was written."""
+    if (merge := merge_of(checkpoint.uri)) is None:
+        return None
+    weights = merge.weights(len(checkpoint.inputs))
+    return MergeReference(
+        kind=merge.kind,
+        parameter=merge.parameter,
+        inputs=tuple(_input(each, weight) for each, weight in zip(checkpoint.inputs, weights, strict=True)),
+    )
+
+
+def write_merged(checkpoint: Checkpoint, target: Path) -> None:
+    """Writes a merged checkpoint into a folder, with tokenizer and config; the folder appears when it is whole.
+
+    Raises:
+        BadInput: it is no merged one, or something is in the folder.
+        CheckpointError: it is not complete, or its checkpoints changed meanwhile.
+        StorageError: something cannot be read, computed or written.
+    """
+    if merge_of(checkpoint.uri) is None:
+        raise BadInput(
+            expected="the name of a merged checkpoint, such as mean(runs/a@last:5)",
+            found=checkpoint.uri,
+            remedy="copy its folder, which is there",
+        )
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise BadInput(expected=f"no folder {target}, or an empty one", found="something in it", remedy="name another")
+    if checkpoint.folder is None:
+        found = "; ".join(checkpoint.problems)
+        raise IncompleteCheckpoint(expected=f"complete checkpoints in {checkpoint.uri}", found=found, remedy="wait")
+    digests = digest_model_folder(checkpoint.folder)
+    uri = with_each_location(checkpoint.uri, storage.absolute)
+    with storage.reported(str(target), "write"), staging() as copies, copies.stage(uri, digests) as staged:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
+            content = Path(aside) / target.name
+            content.mkdir()
+            for file in sorted(staged.path.iterdir(), key=lambda file: file.name == CONFIG_FILES[0]):  # it is last
+                with (content / file.name).open("wb") as written, file.open("rb") as computed:
+                    shutil.copyfileobj(computed, written, _COPIED_BYTES)
+                    written.flush()
+                    os.fsync(written.fileno())
+            staged.verify()
+            content.rename(target)
+
+
+def _input(checkpoint: Checkpoint, weight: float) -> MergedInput:
+    assert checkpoint.folder is not None, "only complete checkpoints are evaluated"
+    digest = digest_model_folder(checkpoint.folder).checkpoint
+    return MergedInput(uri=checkpoint.uri, run=checkpoint.run, step=checkpoint.step, digest=digest, weight=weight)
+
+
+def _chosen(source: Source, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """The checkpoints that a source means: of a range also those that are still being written."""
+    if not source.steps:
+        if len(found) != 1:
+            raise BadInput(
+                expected=f"one checkpoint at {source.location}, or steps behind it, such as {source.location}@last:5",
+                found=f"{len(found)} checkpoints",
+                remedy="say which of them",
+            )
+        return list(found)
+    by_step = _by_step(found)
+    if source.steps.startswith("last:"):
+        return _last(int(source.steps.removeprefix("last:")), source, by_step)
+    first, dots, end = source.steps.partition("..")
+    if dots:
+        low, high = int(first or 0), int(end) if end else max(by_step, default=0)
+        return [checkpoint for step, checkpoint in by_step.items() if low <= step <= high]
+    wanted = list(map(int, source.steps.split("+")))
+    if missing := [str(step) for step in wanted if step not in by_step]:
+        raise NoCheckpoints(
+            expected=f"checkpoints of the steps {', '.join(map(str, wanted))} at {source.location}",
+            found=f"none of {', '.join(missing)}; there are {', '.join(map(str, by_step)) or 'none'}",
+            remedy="correct the steps, or wait until they are written",
+        )
+    return [by_step[step] for step in wanted]
+
+
+def _last(count: int, source: Source, by_step: dict[int, Checkpoint]) -> list[Checkpoint]:
+    complete = [checkpoint for checkpoint in by_step.values() if checkpoint.complete]
+    if len(complete) < count:
+        raise NoCheckpoints(
+            expected=f"{count} complete checkpoints at {source.location}",
+            found=f"{len(complete)}",
+            remedy="wait until they are written, or name fewer",
+        )
+    return complete[-count:]
+
+
+def _by_step(found: Sequence[Checkpoint]) -> dict[int, Checkpoint]:
+    """One checkpoint of each step, in their order: of several a complete one, and no native one where there are others.
+
+    Raises:
+        BadInput: two complete ones have one step.
+    """
+    exports = [checkpoint for checkpoint in found if checkpoint.kind == "huggingface"]
+    by_step: dict[int, Checkpoint] = {}
+    for checkpoint in exports or found:
+        other = by_step.get(checkpoint.step)
+        if other is None or not other.complete:
+            by_step[checkpoint.step] = checkpoint
+        elif checkpoint.complete:
+            raise BadInput(
+                expected=f"one checkpoint of step {checkpoint.step}",
+                found=f"{other.uri} and {checkpoint.uri}",
+                remedy="name the folder that holds the one that is meant",
+            )
+    return dict(sorted(by_step.items()))
