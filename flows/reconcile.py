@@ -16,7 +16,8 @@ from pydantic import Field
 from flows.dispatching import dispatch
 from flows.evaluation import run_pending
 from flows.hooks import leave_nothing
-from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
+from pools.weights.merges import with_each_location
+from resources.errors import AssayError, BadInput, CheckpointError, EvaluationIncomplete, EvaluationInterrupted
 from resources.storage import storage
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
 from tasks.gates.early import require_whole, unfinished_verdict
@@ -153,7 +154,7 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
             for group in served_together(fresh):
                 [listing] = [listing for listing in listings if listing.name == group[0].run]
                 try:
-                    planned, _ = with_expectations(_planned(group, listing))
+                    planned, _ = with_expectations(_planned(group, listing, errors))
                     cells += planned
                     with marked(_configs(group)), _keeping_verdicts(listing, planned):
                         run_pending(_configs(group), planned, wait=False)
@@ -183,15 +184,18 @@ def _configs(group: Sequence[OpenCell]) -> list[Any]:
     return list({cell.evaluation.hash: cell.evaluation.config for cell in group}.values())
 
 
-def _planned(group: Sequence[OpenCell], listing: RunListing) -> list[Cell]:
-    """The cells of a group: with digests, folders and what stands there by now, and what is to be decided early."""
-    wanted = {(storage.behind_link(cell.checkpoint.uri), cell.evaluation.hash) for cell in group}
-    checkpoints = [_as_it_is(cell) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
+def _planned(group: Sequence[OpenCell], listing: RunListing, errors: list[AssayError]) -> list[Cell]:
+    """The cells of a group: with digests, folders and what stands there by now, and what is to be decided early.
+
+    A merged checkpoint whose inputs do not belong together adds its error, and stops none of the others.
+    """
+    wanted = {(_place(cell), cell.evaluation.hash) for cell in group}
+    checkpoints = [_as_it_is(cell, errors) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
     planned = plan_cells(_configs(group), [checkpoint for checkpoint in checkpoints if checkpoint is not None])
     planned = [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in wanted]
     if listing.early is None:
         return planned
-    meant = {(storage.behind_link(cell.checkpoint.uri), cell.evaluation.hash) for cell in group if cell.early}
+    meant = {(_place(cell), cell.evaluation.hash) for cell in group if cell.early}
     early = [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in meant]
     whole = [cell for cell in planned if cell not in early]
     return [*whole, *with_early(listing.early, early, evaluations=len(listing.wanted))]
@@ -209,15 +213,22 @@ def _keeping_verdicts(listing: RunListing, cells: Sequence[Cell]) -> Iterator[No
                     listing.early.keep(verdict.model_copy(update={"checkpoint": cell.reference}))
 
 
-def _as_it_is(cell: OpenCell) -> Checkpoint | None:
+def _place(cell: OpenCell) -> str:
+    return with_each_location(cell.checkpoint.uri, storage.behind_link)
+
+
+def _as_it_is(cell: OpenCell, errors: list[AssayError]) -> Checkpoint | None:
     """A checkpoint as it is by now; None if it is not whole any more, which the next pass will see too."""
     kinds = LOADED_NATIVELY if cell.evaluation.config.native else ("huggingface",)
     try:
         found = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)
     except BadInput:
         return None
-    uri = storage.behind_link(cell.checkpoint.uri)
-    return next((checkpoint for checkpoint in found if checkpoint.uri == uri and checkpoint.complete), None)
+    except CheckpointError as error:
+        report_event(f"{cell.checkpoint.name}: {error.found}")
+        errors.append(error)
+        return None
+    return next((seen for seen in found if seen.uri == _place(cell) and seen.complete), None)
 
 
 def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:

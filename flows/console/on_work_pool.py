@@ -23,7 +23,7 @@ from resources.regions.tariffs import tariff_in
 from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, discover, layouts_for
-from tasks.checkpoints.run_snapshot import listing_digest
+from tasks.checkpoints.run_snapshot import listing_of
 from tasks.gates.gate import Gate
 from tasks.policies.batches import resources_of
 from tasks.policies.dispatch import send_run, source_of, states_of
@@ -210,9 +210,7 @@ def expected_there(
 
 
 def _is_recorded(checkpoint: Checkpoint, config: EvaluationConfig, hashes: Sequence[str], known: RunRecords) -> bool:
-    folder = checkpoint.folder
-    assert folder is not None, "only complete checkpoints are selected"
-    listing = listing_digest(checkpoint.uri, folder.files.values(), reference=folder.reference)
+    listing = listing_of(checkpoint)
     states = known.done.get(f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}", ())
     return any(state.listing == listing and state.hashes.intersection(hashes) for state in states)
 

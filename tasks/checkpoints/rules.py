@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from resources.config import Config
+
+Inputs = tuple[int, ...]
+"""A checkpoint of a run by the steps of its inputs: one for a checkpoint that was written, several for a merged one."""
 
 
 class CheckpointRule(Config):
@@ -19,6 +23,9 @@ class CheckpointRule(Config):
     """Steps that are multiples of this; not also the last one, as in a selection."""
     steps: tuple[int, ...] = ()
     """These steps, whether they are written yet or not."""
+    merged: str | None = Field(default=None, pattern=r"^last ([2-9]|[1-9][0-9]+)$")
+    """`last 5` wants, in place of each of these checkpoints, the mean of its weights and those of the four before it,
+    once all five are whole; none where there are fewer."""
 
     @model_validator(mode="before")
     @classmethod
@@ -31,11 +38,51 @@ class CheckpointRule(Config):
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise ValueError(f"expected one of which, every_n_steps and steps, found {found}: write several rules")
+        if self.merged is not None and self.which == "first":
+            raise ValueError(f"expected checkpoints with others before them beside merged: {self.merged}, found first")
         return self
 
+    @property
+    def merges(self) -> int | None:
+        """Number of checkpoints that are merged into each; None where each is taken as it is."""
+        return None if self.merged is None else int(self.merged.removeprefix("last "))
 
-def eligible_steps(rules: Sequence[CheckpointRule], complete: Sequence[int], *, final_step: int | None) -> set[int]:
-    """The steps, of those with a complete checkpoint, that any of some rules takes."""
+
+def eligible(
+    rules: Sequence[CheckpointRule], complete: Sequence[int], *, listed: Sequence[int] = (), final_step: int | None
+) -> set[Inputs]:
+    """The checkpoints that any of some rules takes: complete ones, and merged ones, with inputs complete or not.
+
+    Args:
+        rules: the rules.
+        complete: steps with a complete checkpoint.
+        listed: steps with a checkpoint, complete or not; only merged ones need them.
+        final_step: last training step, where it is known.
+    """
+    taken: set[Inputs] = {(step,) for step in _steps(_plain(rules), complete, final_step=final_step)}
+    in_order = sorted({*listed, *complete})
+    newest = [max(complete)] if complete else []
+    for rule in rules:
+        if (number := rule.merges) is not None:
+            ends = _steps([rule], complete, final_step=final_step)
+            ends |= {step for step in in_order if _might_be_taken([rule], step, newest, final_step=final_step)}
+            windows = (in_order[: bisect_right(in_order, end)][-number:] for end in ends if end in in_order)
+            taken.update(tuple(window) for window in windows if len(window) == number)
+    return taken
+
+
+def might_be_eligible(
+    rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
+) -> bool:
+    """Returns whether an incomplete checkpoint will be wanted; of the complete ones the highest step is enough."""
+    return _might_be_taken(_plain(rules), step, complete, final_step=final_step)
+
+
+def _plain(rules: Sequence[CheckpointRule]) -> list[CheckpointRule]:
+    return [rule for rule in rules if rule.merged is None]
+
+
+def _steps(rules: Sequence[CheckpointRule], complete: Sequence[int], *, final_step: int | None) -> set[int]:
     taken: set[int] = set()
     for rule in rules:
         match rule.which:
@@ -49,10 +96,9 @@ def eligible_steps(rules: Sequence[CheckpointRule], complete: Sequence[int], *, 
     return taken
 
 
-def might_be_eligible(
+def _might_be_taken(
     rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
 ) -> bool:
-    """Returns whether an incomplete checkpoint will be wanted; of the complete ones the highest step is enough."""
     newest = not complete or step > max(complete)
     return any(
         rule.which == "all"

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import fsspec
 import orjson
 
+from pools.weights.merged_folder import inspect_checkpoint
+from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     INDEX_NAME,
     SETTLED_SECONDS,
@@ -38,8 +40,11 @@ from resources.storage.listings import PAGE
 from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.storage import FileInfo
 from resources.storage.tree_signature import list_tree
-from tasks.checkpoints.discovery import Kind, exports_in, native_folders, native_name
+from tasks.checkpoints.checkpoint import Checkpoint, Kind
+from tasks.checkpoints.discovery import exports_in, native_folders, native_name
 from tasks.checkpoints.frameworks import is_about_marks, marks_in, not_exported, training_states
+from tasks.checkpoints.rules import Inputs
+from tasks.spec.evaluation import digest_of
 from tasks.spec.names import name_of
 
 _LOOKS_AT_ONCE = 16  # into an object store, each of which waits for the network
@@ -56,7 +61,7 @@ class SeenCheckpoint:
     """A checkpoint as a listing shows it.
 
     `listing` changes with any of its files. `problems` say why it cannot be evaluated. `digest` is known where it was
-    asked for: see `with_digests`.
+    asked for: see `with_digests`. `merged` are the steps of what it is merged of; none for one that was written.
     """
 
     uri: str
@@ -66,6 +71,12 @@ class SeenCheckpoint:
     listing: str
     problems: tuple[str, ...]
     digest: str | None = None
+    merged: Inputs = ()
+
+    @property
+    def inputs(self) -> Inputs:
+        """Steps of what it is made of: its own alone, unless it is merged."""
+        return self.merged or (self.step,)
 
     @property
     def complete(self) -> bool:
@@ -84,6 +95,21 @@ def listing_digest(folder: str, files: Iterable[FileInfo], *, reference: ModelFo
     held += [(f"reference/{name}", file) for name, file in small_files(reference).items()] if reference else []
     listed = sorted((name, file.size, file.checksum or file.changed or file.modified) for name, file in held)
     return hashlib.blake2b(repr(listed).encode(), digest_size=12).hexdigest()
+
+
+def listing_of(checkpoint: Checkpoint) -> str:
+    """The same of a checkpoint that was found complete; of a merged one over those of its inputs."""
+    if checkpoint.inputs:
+        return listing_of_inputs(checkpoint.uri, map(listing_of, checkpoint.inputs))
+    assert checkpoint.folder is not None, "only complete checkpoints are evaluated"
+    return listing_digest(checkpoint.uri, checkpoint.folder.files.values(), reference=checkpoint.folder.reference)
+
+
+def listing_of_inputs(uri: str, listings: Iterable[str]) -> str:
+    """Over how a merged checkpoint is made, and what listings tell of its inputs: another once one is written again."""
+    merge = merge_of(uri)
+    assert merge is not None, "only merged checkpoints have inputs"
+    return digest_of([merge.recipe, *listings])
 
 
 def expand_runs(patterns: Sequence[str]) -> list[str]:
@@ -285,7 +311,7 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
     """Returns checkpoints with digests; without checksums in the store their weights are read, once, then remembered.
 
     A checkpoint that changes meanwhile gets none. Those in Levanter's own layout are read each time, since a part of
-    what they are lies elsewhere.
+    what they are lies elsewhere, and so are merged ones.
     """
     remembered = _read_memory(run, "digests")
     known: dict[str, str] = remembered.get("digests", {})
@@ -294,7 +320,7 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
     with ThreadPoolExecutor(_LOOKS_AT_ONCE) as threads:
         digests = threads.map(lambda checkpoint: _digest(checkpoint, reference=reference), missing.values())
         found = dict(zip(missing, digests, strict=True))
-    exports = [key for key, checkpoint in missing.items() if checkpoint.kind == "huggingface"]
+    exports = [key for key, seen in missing.items() if seen.kind == "huggingface" and not seen.merged]
     kept = {key: digest for key in exports if (digest := found[key])}
     if kept:
         _write_memory(run, "digests", {"digests": known | kept})
@@ -306,7 +332,9 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
 
 def _key(checkpoint: SeenCheckpoint) -> str:
     uri, known = storage.absolute(checkpoint.uri), checkpoint.listing
-    if storage.is_local(uri):  # whose listing is the same where size and time of a file were put back
+    if (
+        storage.is_local(uri) and not checkpoint.merged
+    ):  # whose listing is the same where size and time of a file were put back
         files = (path for path in sorted(storage.local_path(uri).iterdir()) if path.is_file())
         known = hashlib.blake2b(repr([known, *map(file_identity, files)]).encode(), digest_size=12).hexdigest()
     return f"{known} {uri}"
@@ -314,6 +342,11 @@ def _key(checkpoint: SeenCheckpoint) -> str:
 
 def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
     try:
+        if checkpoint.merged:
+            merged = inspect_checkpoint(checkpoint.uri)
+            listings = (listing_digest(each.uri, each.files.values()) for each in merged.inputs)
+            same = listing_of_inputs(checkpoint.uri, listings) == checkpoint.listing
+            return digest_model_folder(merged).checkpoint if same else None
         files = storage.list_files(checkpoint.uri)
         if checkpoint.kind == "levanter":
             beside = reference or Exports().beside(checkpoint.uri)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from prefect.events import Automation, Event, EventTrigger, Resource, ResourceSpecification, emit_event
 
+from pools.weights.merges import with_each_location
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
@@ -49,7 +50,7 @@ class CompleteCheckpoint:
     def labels(self) -> dict[str, str]:
         """The event's resource: `assay.checkpoint.<uri>`, with what people search for."""
         labels = {
-            "prefect.resource.id": f"{_RESOURCE}{storage.absolute(self.uri)}",
+            "prefect.resource.id": f"{_RESOURCE}{with_each_location(self.uri, storage.absolute)}",
             "prefect.resource.name": self.name,
             "assay.run": self.run,
             "assay.step": str(self.step),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from resources.storage import storage
-from tasks.checkpoints.rules import eligible_steps
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gates.conclude import judge_checkpoints
 from tasks.gates.early import decided_early
@@ -165,7 +164,7 @@ def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpo
             ready.append(checkpoint)
         elif gate.looks_back and open_states & ON_ITS_WAY:
             break
-    return ready if gate.checkpoints == "every" else ready[-1:]
+    return ready if gate.checkpoints == "every" else [found for found in ready if found.step == ready[-1].step]
 
 
 def _not_judged(
@@ -209,13 +208,12 @@ def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedChe
 
 def _wanted_of(policy: Policy, listing: RunListing) -> dict[SeenCheckpoint, list[WantedEvaluation]]:
     """The complete checkpoints of a run that are wanted, with the evaluations of each that can be made."""
-    steps = [checkpoint.step for checkpoint in listing.checkpoints if checkpoint.complete]
     wanted: dict[SeenCheckpoint, list[WantedEvaluation]] = defaultdict(list)
     for evaluation in listing.wanted:
-        eligible = eligible_steps(evaluation.rules, steps, final_step=policy.final_step)
+        taken = listing.taken_by(evaluation.rules, final_step=policy.final_step)
         for checkpoint in listing.checkpoints:
             served = checkpoint.kind == "huggingface" or evaluation.config.native
-            if checkpoint.complete and served and checkpoint.step in eligible:
+            if checkpoint.complete and served and checkpoint.inputs in taken:
                 wanted[checkpoint].append(evaluation)
     return wanted
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-from tasks.checkpoints.discovery import LOADED_NATIVELY
-from tasks.checkpoints.rules import eligible_steps, might_be_eligible
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED
+from tasks.checkpoints.merged_listing import past_means
+from tasks.checkpoints.rules import CheckpointRule, Inputs, eligible, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
 from tasks.policies.early import NOT_WORSE, EarlyDecisions
@@ -58,6 +59,12 @@ class RunListing:
     overrides: Overrides = field(default_factory=Overrides)
     early: EarlyDecisions | None = None
 
+    def taken_by(self, rules: Sequence[CheckpointRule], *, final_step: int | None) -> set[Inputs]:
+        """The checkpoints that some rules take; see `eligible`."""
+        written = [checkpoint for checkpoint in self.checkpoints if not checkpoint.merged]
+        complete = [checkpoint.step for checkpoint in written if checkpoint.complete]
+        return eligible(rules, complete, listed=[checkpoint.step for checkpoint in written], final_step=final_step)
+
 
 @dataclass(frozen=True, slots=True)
 class OpenCell:
@@ -105,20 +112,6 @@ class Reconciliation:
         return dict(found)
 
 
-def undecided(listing: RunListing) -> list[SeenCheckpoint]:
-    """Checkpoints whose digests are needed: they have records, none of which was made of what the listing shows."""
-    recorded: dict[str, set[str | None]] = defaultdict(set)
-    for record in listing.records.others:
-        recorded[record.checkpoint].add(record.listing)
-    found = []
-    for checkpoint in listing.checkpoints:
-        others, states = recorded.get(checkpoint.name, ()), listing.records.done.get(checkpoint.name, ())
-        if not checkpoint.problems and (others or states):
-            listed = checkpoint.listing in others or any(state.listing == checkpoint.listing for state in states)
-            found += [] if listed else [checkpoint]
-    return found
-
-
 def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> Reconciliation:
     """Returns what is left to do. Nothing is read and nothing written; the same listings lead to the same answer.
 
@@ -141,8 +134,8 @@ def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> 
     return Reconciliation(done, work, others, left_out)
 
 
-_WantedAtStep = dict[int, tuple[Sequence[WantedEvaluation], frozenset[str]]]
-"""The evaluations of complete checkpoints that are wanted, and their hashes, by step."""
+_WantedOf = dict[Inputs, tuple[Sequence[WantedEvaluation], frozenset[str]]]
+"""The evaluations that are wanted of checkpoints, and their hashes."""
 
 
 class _Part(NamedTuple):
@@ -156,17 +149,16 @@ class _Part(NamedTuple):
 def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
     state = _RunState(listing, policy, now=now)
     complete = [checkpoint for checkpoint in listing.checkpoints if checkpoint.complete]
-    steps = [checkpoint.step for checkpoint in complete]
-    newest = [max(steps)] if steps else []
-    wanted_at = _wanted_at_steps(listing.wanted, steps, final_step=policy.final_step)
+    newest = max((checkpoint.step for checkpoint in complete if not checkpoint.merged), default=None)
+    wanted_of = _wanted_of_each(listing, final_step=policy.final_step)
     done: Counter[tuple[str, str]] = Counter()
     open_cells: list[OpenCell] = []
     finished: Counter[frozenset[str]] = Counter()
     for checkpoint in listing.checkpoints:
-        if not checkpoint.complete:
-            open_cells += state.incomplete(checkpoint, newest)
-        elif checkpoint.step in wanted_at:
-            evaluations, hashes = wanted_at[checkpoint.step]
+        if not (checkpoint.complete or checkpoint.merged):
+            open_cells += state.incomplete(checkpoint, [] if newest is None else [newest])
+        elif checkpoint.inputs in wanted_of:
+            evaluations, hashes = wanted_of[checkpoint.inputs]
             recorded = state.recorded(checkpoint)
             if hashes <= recorded:
                 finished[hashes] += 1
@@ -180,26 +172,26 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
         for hash_ in hashes:
             done[listing.name, hash_] += times
     if listing.early is not None:
-        open_cells = _early_or_whole(listing, listing.early, open_cells, wanted_at)
-    return _Part(done, open_cells, sum(checkpoint.step not in wanted_at for checkpoint in complete))
+        open_cells = _early_or_whole(listing, listing.early, open_cells, wanted_of)
+    return _Part(done, open_cells, sum(checkpoint.inputs not in wanted_of for checkpoint in complete))
 
 
 def _early_or_whole(
-    listing: RunListing, early: EarlyDecisions, cells: Sequence[OpenCell], wanted_at: _WantedAtStep
+    listing: RunListing, early: EarlyDecisions, cells: Sequence[OpenCell], wanted_of: _WantedOf
 ) -> list[OpenCell]:
     """Open cells with those that are to be decided early, those that were, and those that an alarm has made whole."""
     steps: dict[str, set[int]] = defaultdict(set)
-    for step, (_, hashes) in wanted_at.items():
-        for hash_ in hashes:
-            steps[hash_].add(step)
+    for inputs, (_, hashes) in wanted_of.items():
+        for hash_ in hashes if len(inputs) == 1 else ():
+            steps[hash_].add(inputs[0])
     for name, recorded in listing.records.done.items():  # of checkpoints that were deleted, too
-        number = name.rpartition("-")[2]
+        number = name.removeprefix(f"{listing.name}-")
         for hash_ in frozenset().union(*(state.hashes for state in recorded)) if number.isdecimal() else ():
             steps[hash_].add(int(number))
     whole_at = {wanted.hash: early.whole_steps(steps[wanted.hash], wanted.hash) for wanted in listing.wanted}
     found: list[OpenCell] = []
     for cell in cells:
-        if cell.state in ("waiting", "not_served"):
+        if cell.state in ("waiting", "not_served") or cell.checkpoint.merged:  # of which few are wanted: whole
             found.append(cell)
         elif why := early.whole_because(cell.checkpoint, cell.evaluation):
             found.append(replace(cell, reason=cell.reason or why))
@@ -224,23 +216,21 @@ def _early_or_whole(
     ]
 
 
-def _wanted_at_steps(
-    wanted: Sequence[WantedEvaluation], steps: Sequence[int], *, final_step: int | None
-) -> _WantedAtStep:
-    """Returns what is wanted at each step at which anything is; steps that want the same share one value."""
+def _wanted_of_each(listing: RunListing, *, final_step: int | None) -> _WantedOf:
+    """Returns what is wanted of each checkpoint of which anything is; those that want the same share one value."""
     taken = {
-        rules: eligible_steps(rules, steps, final_step=final_step)
-        for rules in dict.fromkeys(evaluation.rules for evaluation in wanted)
+        rules: listing.taken_by(rules, final_step=final_step)
+        for rules in dict.fromkeys(evaluation.rules for evaluation in listing.wanted)
     }
     numbers = {rules: number for number, rules in enumerate(taken)}
     interned: dict[tuple[int, ...], tuple[Sequence[WantedEvaluation], frozenset[str]]] = {}
-    found: _WantedAtStep = {}
-    for step in set().union(*taken.values()):
-        key = tuple(number for number, steps_taken in enumerate(taken.values()) if step in steps_taken)
+    found: _WantedOf = {}
+    for inputs in set().union(*taken.values()):
+        key = tuple(number for number, taken_by_rules in enumerate(taken.values()) if inputs in taken_by_rules)
         if key not in interned:
-            evaluations = [evaluation for evaluation in wanted if numbers[evaluation.rules] in key]
+            evaluations = [evaluation for evaluation in listing.wanted if numbers[evaluation.rules] in key]
             interned[key] = evaluations, frozenset(evaluation.hash for evaluation in evaluations)
-        found[step] = interned[key]
+        found[inputs] = interned[key]
     return found
 
 
@@ -264,6 +254,7 @@ class _RunState:
             (claim.claim.subject.checkpoint, claim.claim.subject.evaluation_hash): claim for claim in listing.claims
         }
         self._has_overrides = bool(listing.overrides.by_cell or listing.overrides.by_policy)
+        self._past = past_means(listing.records.done, listing.checkpoints)
         names = Counter(checkpoint.name for checkpoint in listing.checkpoints)
         self._twice = {name for name, times in names.items() if times > 1}
 
@@ -278,6 +269,8 @@ class _RunState:
             for state in self._listing.records.done.get(checkpoint.name, ())
             if self._is_of(checkpoint, state)
         ]
+        if checkpoint.merged:
+            states += self._past.get((checkpoint.step, len(checkpoint.merged)), [])
         return states[0] if len(states) == 1 else frozenset().union(*states)
 
     def _is_of(self, checkpoint: SeenCheckpoint, recorded: Evaluated | IndexedRecord) -> bool:
@@ -293,15 +286,20 @@ class _RunState:
 
     def incomplete(self, checkpoint: SeenCheckpoint, newest: Sequence[int]) -> list[OpenCell]:
         """Returns the cells that wait for a checkpoint to be whole; `newest` is the highest step of those that are."""
-        state: State = "waiting" if checkpoint.kind in LOADED_NATIVELY else "not_served"
         return [
-            self._cell(checkpoint, wanted, state, "; ".join(checkpoint.problems))
+            self._not_whole(checkpoint, wanted)
             for wanted in self._listing.wanted
             if might_be_eligible(wanted.rules, checkpoint.step, newest, final_step=self._policy.final_step)
         ]
 
+    def _not_whole(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
+        waits = checkpoint.kind in (SERVED if checkpoint.merged else LOADED_NATIVELY)
+        return self._cell(checkpoint, wanted, "waiting" if waits else "not_served", "; ".join(checkpoint.problems))
+
     def open_cell(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
         """Returns a cell that has no succeeded record, with its state."""
+        if checkpoint.problems:
+            return self._not_whole(checkpoint, wanted)
         if checkpoint.name in self._twice:
             return self._cell(
                 checkpoint, wanted, "not_served", f"two checkpoints are called {checkpoint.name}: remove one of them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,13 +13,14 @@ from resources.regions.regions import known_regions
 from resources.regions.tariffs import Tariff, tariff_in
 from resources.regions.work_pools import choose_work_pool
 from resources.storage import storage
-from tasks.checkpoints.run_snapshot import expand_runs, snapshot_run, with_digests
+from tasks.checkpoints.merged_listing import with_means
+from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run, with_digests
 from tasks.claims.files import claims_folder, read_claims
 from tasks.policies.batches import Batch
 from tasks.policies.early import early_decisions
 from tasks.policies.overrides import read_overrides
 from tasks.policies.policy import Policy, WantedEvaluation, wanted_evaluations
-from tasks.policies.reconciliation import OpenCell, RunListing, undecided
+from tasks.policies.reconciliation import OpenCell, RunListing
 from tasks.records.cost import Predicted, Spent
 from tasks.records.index import indexed_records
 from tasks.running.expected import Expectations, Expected, together
@@ -61,7 +63,8 @@ def take_snapshot(
             overrides=read_overrides(folder),
             early=early_decisions(policy, folder, wanted),
         )
-        if unclear := undecided(listing):
+        listing = _with_means(listing, policy)
+        if unclear := _undecided(listing):
             known = {
                 checkpoint.uri: checkpoint
                 for checkpoint in with_digests(run, unclear, reference=policy.native_reference)
@@ -71,6 +74,27 @@ def take_snapshot(
             )
         listings.append(listing)
     return listings
+
+
+def _with_means(listing: RunListing, policy: Policy) -> RunListing:
+    """A listing with the merged checkpoints that its policy wants."""
+    merging = {each.rules for each in listing.wanted if any(rule.merged for rule in each.rules)}
+    wanted = [listing.taken_by(rules, final_step=policy.final_step) for rules in merging]
+    return replace(listing, checkpoints=with_means(listing.checkpoints, set().union(*wanted)))
+
+
+def _undecided(listing: RunListing) -> list[SeenCheckpoint]:
+    """Checkpoints whose digests are needed: they have records, none of which was made of what the listing shows."""
+    recorded: dict[str, set[str | None]] = defaultdict(set)
+    for record in listing.records.others:
+        recorded[record.checkpoint].add(record.listing)
+    found = []
+    for checkpoint in listing.checkpoints:
+        others, states = recorded.get(checkpoint.name, ()), listing.records.done.get(checkpoint.name, ())
+        if not checkpoint.problems and (others or states):
+            listed = checkpoint.listing in others or any(state.listing == checkpoint.listing for state in states)
+            found += [] if listed else [checkpoint]
+    return found
 
 
 def run_folder(policy: Policy, run_name: str) -> str:

@@ -16,7 +16,7 @@ from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.merged import merge_reference
-from tasks.checkpoints.run_snapshot import listing_digest
+from tasks.checkpoints.run_snapshot import listing_of
 from tasks.evaluators.early import WantedEarly
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.lazy import deployment_id, step
@@ -261,7 +261,7 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
         step=checkpoint.step,
         digest=digests.checkpoint,
         weights_digest=digests.weights,
-        listing=listing_digest(checkpoint.uri, checkpoint.folder.files.values(), reference=checkpoint.folder.reference),
+        listing=listing_of(checkpoint),
         merge=merge_reference(checkpoint),
     )
     keys = [task.metric_key for task in config.evals]

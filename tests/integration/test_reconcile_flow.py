@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -113,6 +114,32 @@ class Watched:
 def watched(folder: Path, **faults: Any) -> Iterator[Watched]:
     with endpoint(folder, *(f"run-{step}" for step in STEPS), **faults) as engine:
         yield Watched(folder, engine)
+
+
+def test_merged_checkpoint_is_evaluated_once_its_inputs_are_whole_and_again_after_one_is_rewritten(tmp_path: Path):
+    with endpoint(tmp_path, "run-1-to-3-mean3") as engine:
+        run = Watched(tmp_path, engine)
+        run.write_policy(run.write_suite("small", "demo_facts"), checkpoints=[{"steps": [3], "merged": "last 3"}])
+        for step in STEPS:
+            run.write_checkpoint(step)
+        weights = run.folder / "run" / "hf" / "step-2" / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-1])
+        assert run.missing() == {"waiting": 1}
+        weights.write_bytes(whole)
+
+        assert run.reconcile()["succeeded"] == 1
+        [record] = run.records()
+        merge = record.checkpoint.merge
+        assert merge is not None and [each.step for each in merge.inputs] == list(STEPS)
+        assert (record.checkpoint.run, record.checkpoint.name, record.checkpoint.step) == ("run", "run-1-to-3-mean3", 3)
+        assert run.missing() == {}
+
+        times = weights.stat()
+        os.utime(weights, (times.st_atime, times.st_mtime + 60))  # touched, and still the same weights
+        assert run.missing() == {}
+        run.write_checkpoint(2, seed=20)
+        assert run.missing() == {"work": 1}
 
 
 def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Path):

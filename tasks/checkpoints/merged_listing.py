@@ -1,0 +1,86 @@
+"""Merged checkpoints of a run as a listing tells of them: by what goes into them. Pure: values in, values out."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from pools.weights.merges import Merge
+from tasks.checkpoints.checkpoint import SERVED
+from tasks.checkpoints.rules import Inputs
+from tasks.checkpoints.run_snapshot import SeenCheckpoint, listing_of_inputs
+from tasks.records.index import Evaluated
+from tasks.spec.names import name_of
+
+_MEAN = re.compile(r".+-(\d+)-to-(\d+)-mean([2-9]|\d{2,})(-[0-9a-f]{6})?")
+
+
+def with_means(checkpoints: Sequence[SeenCheckpoint], wanted: Iterable[Inputs]) -> list[SeenCheckpoint]:
+    """Returns the checkpoints of a run by step, with the means of some of them: each whole once all its inputs are.
+
+    Args:
+        checkpoints: as they are listed.
+        wanted: the inputs of each mean, by their steps; those of one step are no mean.
+    """
+    by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints}
+    means = [_mean([by_step[step] for step in steps]) for steps in sorted(wanted) if len(steps) > 1]
+    return sorted([*checkpoints, *means], key=lambda checkpoint: checkpoint.step) if means else [*checkpoints]
+
+
+def _mean(inputs: Sequence[SeenCheckpoint]) -> SeenCheckpoint:
+    uri = str(Merge.of_folders("mean", [checkpoint.uri for checkpoint in inputs]))
+    _, name, step = name_of(uri)
+    others = [checkpoint for checkpoint in inputs if checkpoint.kind not in SERVED]
+    problems = [f"{seen.name}: {'; '.join(seen.problems)}" for seen in inputs if seen.problems]
+    problems += [f"{seen.name}: averages are made of exports to Hugging Face format" for seen in others]
+    return SeenCheckpoint(
+        uri,
+        name,
+        step,
+        others[0].kind if others else "huggingface",
+        listing_of_inputs(uri, [checkpoint.listing for checkpoint in inputs]),
+        tuple(problems),
+        merged=tuple(checkpoint.step for checkpoint in inputs),
+    )
+
+
+class RecordedMean(NamedTuple):
+    """A mean as a record's name tells of it: its last step, the number of its inputs, and steps that are among them."""
+
+    last: int
+    inputs: int
+    known: Inputs
+
+
+def recorded_mean(name: str) -> RecordedMean | None:
+    """The mean that a name in records is of; None for other checkpoints."""
+    if (matched := _MEAN.fullmatch(name)) is None:
+        return None
+    first, last, count = map(int, matched.group(1, 2, 3))
+    between = range(count) if matched[4] is None else (0, count - 1)  # uneven ones are told apart by a digest
+    return RecordedMean(last, count, tuple(first + (last - first) * number // (count - 1) for number in between))
+
+
+def past_means(
+    recorded: Mapping[str, Sequence[Evaluated]], listed: Sequence[SeenCheckpoint]
+) -> dict[tuple[int, int], list[frozenset[str]]]:
+    """Hashes of the evaluations of means that were recorded and have lost an input since, by last step and number.
+
+    Where old checkpoints are deleted, others take their place among the last so many, and nobody wants the mean of
+    those: the one that is recorded stands.
+
+    Args:
+        recorded: the states of each checkpoint with a succeeded record, by its name.
+        listed: the checkpoints of the run.
+    """
+    if not any(checkpoint.merged for checkpoint in listed):
+        return {}
+    steps = {checkpoint.step for checkpoint in listed if not checkpoint.merged}
+    found: dict[tuple[int, int], list[frozenset[str]]] = defaultdict(list)
+    for name, states in recorded.items():
+        mean = recorded_mean(name)
+        if mean is not None and not steps.issuperset(mean.known):
+            found[mean.last, mean.inputs] += [state.hashes for state in states]
+    return found
