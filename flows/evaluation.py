@@ -52,11 +52,21 @@ def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> l
 
 
 def evaluate(
-    configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint], *, gate: Gate | None = None
+    configs: Sequence[EvaluationConfig],
+    checkpoints: Sequence[Checkpoint],
+    *,
+    gate: Gate | None = None,
+    along: Sequence[Cell] = (),
 ) -> list[Record]:
     """Makes one or several evaluations of checkpoints on one pool, leaving out cells that have a succeeded record.
 
     What it is expected to cost is said before anything begins, and refused where it is more than `ASSAY_MAX_USD`.
+
+    Args:
+        configs: the evaluations.
+        checkpoints: each of which they are made of.
+        gate: what the scores must show.
+        along: cells of others of the run's checkpoints, which the pool serves too.
 
     Raises:
         AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
@@ -65,7 +75,7 @@ def evaluate(
     """
     configs = [as_served(config) for config in configs]
     with marked(configs), end_reported():
-        cells = plan_cells(configs, checkpoints)
+        cells = [*plan_cells(configs, checkpoints), *along]
         if gate is not None and gate.decide == "early":
             cells = decided_early(gate, cells)
         if any(config.sinks for config in configs):

@@ -23,7 +23,7 @@ from tasks.prefect_server.progress import Event
 from tasks.records.record import Record, find_records
 from tasks.reports.page import write_report
 from tasks.running.warm import begun_early
-from tasks.spec.evaluation import CheckpointSelection
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, built_in_suite
 from tasks.viewing.page import write_beside_report
 
@@ -110,19 +110,34 @@ def demo_request(folder: Path) -> SuiteRequest:
     )
 
 
-def run_demo(folder: Path, *, console: Console) -> SeriesResult:
-    """Evaluates the demo's checkpoints that lack a record, by every harness of its suite, and writes `report.html`."""
+def demo_evaluations(folder: Path) -> tuple[tuple[EvaluationConfig, ...], EvaluationConfig]:
+    """Returns the evaluations of the demo's checkpoints, and that of the mean of the last three."""
     request = demo_request(folder)
+    configs = built_in_suite(SUITE).evaluations_of(request)
+    return configs, configs[0].model_copy(update={"model_path": f"mean({request.model_path}@last:3)"})
+
+
+def run_demo(folder: Path, *, console: Console) -> SeriesResult:
+    """Evaluates the demo's checkpoints that lack a record, by every harness of its suite, and writes `report.html`.
+
+    The mean of the last three is evaluated too, by the first harness alone.
+    """
+    request = demo_request(folder)
+    configs, merged = demo_evaluations(folder)
 
     def run() -> list[Record]:
-        from flows.suites import evaluate_suite
+        from flows.demo.evaluation import evaluate_demo
 
-        return evaluate_suite(SUITE, request)
+        return evaluate_demo(configs, merged)
 
-    configs = built_in_suite(SUITE).evaluations_of(request)
+    def finished() -> list[Record] | None:
+        found = records_if_finished(configs, CheckpointSelection())
+        along = records_if_finished([merged], CheckpointSelection()) if found is not None else None
+        return None if found is None or along is None else [*found, *along]
+
     result = run_series(
         run,
-        finished=lambda: records_if_finished(configs, CheckpointSelection()),
+        finished=finished,
         configs=configs,
         evaluation_path=request.evaluation_path,
         run_name=RUN_NAME,

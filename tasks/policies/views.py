@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -18,6 +18,7 @@ from tasks.records.cost import Spent, sum_of
 from tasks.spec.names import how_many
 
 _MOST_ROWS = 40
+_SHORT_NAME = 24
 _WORDS: dict[State, str] = {
     "work": "to do",
     "waiting": "incomplete",
@@ -93,7 +94,15 @@ def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> T
     content = plan_json(policy, found, estimates)
     total, cells = content["total"], content["cells"]
     ranked = any(cell["priority"] for cell in cells)
-    columns = (*_named("Evaluation"), *(["Priority"] if ranked else []), "Where", "Seconds", "Chip-hours", "USD", "How")
+    columns = (
+        *_named("Evaluation", of=found.work),
+        *(["Priority"] if ranked else []),
+        "Where",
+        "Seconds",
+        "Chip-hours",
+        "USD",
+        "How",
+    )
     table = Table("", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
     def add(number: str, checkpoint: str, evaluation: str, rank: str, where: str, costs: dict[str, Any]) -> None:
@@ -154,10 +163,14 @@ def _in_words(spent: dict[str, Any]) -> str:
     return f"{how_many(spent['attempts'], 'attempt')}, {spent['chip_hours']} chip-hours, {spent['price']}"
 
 
-def _named(*others: str) -> list[Column]:
-    """Columns that name cells: on a narrow terminal a checkpoint's name stays whole, and the rest loses no letter."""
+def _named(*others: str, of: Iterable[OpenCell]) -> list[Column]:
+    """Columns that name cells: on a narrow terminal a checkpoint's name stays whole, and the rest loses no letter.
+
+    Names as long as those of merged checkpoints leave the rest no room, and are folded.
+    """
+    short = all(len(cell.checkpoint.name) <= _SHORT_NAME for cell in of)
     return [
-        Column("Checkpoint", no_wrap=True, overflow="fold"),
+        Column("Checkpoint", no_wrap=short, overflow="fold"),
         *(Column(heading, overflow="fold") for heading in others),
     ]
 
@@ -185,7 +198,8 @@ def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
 
 def gaps_table(found: Reconciliation) -> Table:
     """Returns the gaps for people: a line for each checkpoint and reason; cells that wait for their turn together."""
-    columns = ("State", *_named("Evaluation", "Why"), "Until, or what to do")
+    every = [*found.work, *found.others]
+    columns = ("State", *_named("Evaluation", "Why", of=every), "Until, or what to do")
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for state, cells in found.by_state().items():
         style = f"[{_STYLES[state]}]{_WORDS[state]}[/]"

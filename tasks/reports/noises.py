@@ -113,7 +113,7 @@ def noise_note(results: Results, columns: Sequence[Column]) -> list[str]:
         for run in results.runs
         if (text := summary(results, column, run)).noise
     ]
-    several = len(results.runs) > 1
+    several = len({run for _, run, _ in found}) > 1
     lines = [
         f"{results.named(column)}{f' of {run}' if several else ''} {text.noise}"
         + (f", mean of the last {LAST} {text.last}" if text.last else "")

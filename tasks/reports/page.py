@@ -107,12 +107,13 @@ def results_table(
     caption = ["value [95 % interval]"] if with_intervals else []
     caption += ["value ± standard error"] if any(m.low is None and m.stderr for m in numbers) else []
     caption += [f"{left_out} metrics of parts are in the report"] if left_out else []
-    title = f"Results of {results.runs[0]}" if len(results.runs) == 1 else "Results"
+    runs = list(dict.fromkeys(results.trained.values()))
+    title = f"Results of {runs[0]}" if len(runs) == 1 else "Results"
     table = Table(title=Text(title), caption=Text("; ".join(caption)), box=box.SIMPLE_HEAD)
-    if len(results.runs) > 1:
+    if len(runs) > 1:
         table.add_column("run", overflow="fold", max_width=24)
     table.add_column("step", justify="right", no_wrap=True)
-    wide = len(columns) <= _WIDE_COLUMNS - (len(results.runs) > 1) - with_intervals
+    wide = len(columns) <= _WIDE_COLUMNS - (len(runs) > 1) - with_intervals
     several = len(results.evaluators) > 1
     if wide:
         for column in columns:
@@ -127,9 +128,11 @@ def results_table(
         table.add_column("n", justify="right", no_wrap=True)
     shown_run = ""
     for checkpoint in results.checkpoints:
-        start = [Text(checkpoint.run if checkpoint.run != shown_run else "")] if len(results.runs) > 1 else []
-        start.append(Text(f"{checkpoint.step:,}"))
-        shown_run = checkpoint.run
+        run = results.trained[checkpoint.run]
+        start = [Text(run if run != shown_run else "")] if len(runs) > 1 else []
+        kind = results.merged_by(checkpoint.run).strip(" ()").replace(": ", ":\n")
+        start.append(Text(f"{checkpoint.step:,}\n{kind}".rstrip()))
+        shown_run = run
         outcomes = [results.outcome(checkpoint, column) for column in columns]
         values = [
             _styled(outcome, mark(results, checkpoint, column))
@@ -138,12 +141,13 @@ def results_table(
         if wide:
             table.add_row(*start, *values)
             continue
-        for number, (column, outcome) in enumerate(zip(columns, outcomes, strict=True)):
-            lead = start if number == 0 else [Text("")] * len(start)
+        asked = [number for number, outcome in enumerate(outcomes) if outcome is not None]
+        for number in asked:
+            column, outcome = columns[number], outcomes[number]
+            lead = start if number == asked[0] else [Text("")] * len(start)
             n = f"{outcome.metric.n:,}" if outcome and outcome.metric else ""
             names = ([evaluator_title(column.evaluator)] if several else []) + [column.label]
-            last = number == len(columns) - 1
-            table.add_row(*lead, *map(Text, names), values[number], n, end_section=last)
+            table.add_row(*lead, *map(Text, names), values[number], n, end_section=number == asked[-1])
     alerts = [Text(line, style="red") for column in columns for line in alert_lines(results, column)]
     return Group(table, *alerts, *map(Text, [*notes(results, columns), *noise_note(results, columns)]))
 

@@ -67,7 +67,8 @@ QUESTIONS = {"lm_evaluation_harness": 220, "helm": 120, "alpaca_eval": 24}
 
 
 def records_of(demo: Demo) -> dict[tuple[int, str], Record]:
-    records = read_records(str(demo.folder / "evaluations"))
+    """Records of the checkpoints that training wrote."""
+    records = [found for found in read_records(str(demo.folder / "evaluations")) if found.checkpoint.merge is None]
     return {(record.checkpoint.step, record.evaluator): record for record in records}
 
 
@@ -90,6 +91,17 @@ def test_demo_evaluates_every_checkpoint_by_every_evaluator(demo: Demo) -> None:
     ways = [record.served["how"] for record in by_lm_eval]
     assert ways == ["cold start", "restart", *["reload"] * (len(steps) - 2)]
     assert "compared with a cold start: they agree" in by_lm_eval[1].served["reason"]
+
+
+def test_demo_evaluates_the_mean_of_the_last_three_checkpoints_and_shows_it_apart(demo: Demo) -> None:
+    [record] = [found for found in read_records(str(demo.folder / "evaluations")) if found.checkpoint.merge]
+    last = sorted({step for step, _ in records_of(demo)})[-3:]
+    merge = record.checkpoint.merge
+    assert merge is not None and [each.step for each in merge.inputs] == last
+    assert record.succeeded and record.checkpoint.step == last[-1] and record.checkpoint.run == "tiny-llama"
+    assert record.evaluation_hash == records_of(demo)[last[-1], "lm_evaluation_harness"].evaluation_hash
+    assert re.search(r"mean of\s+3", demo.output)
+    assert "tiny-llama (merged: mean of 3)" in (demo.folder / "report.html").read_text()
 
 
 def test_scores_of_every_evaluator_improve_over_the_checkpoints(demo: Demo) -> None:
