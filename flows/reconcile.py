@@ -222,11 +222,11 @@ def _as_it_is(cell: OpenCell, errors: list[AssayError]) -> Checkpoint | None:
     kinds = LOADED_NATIVELY if cell.evaluation.config.native else ("huggingface",)
     try:
         found = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)
-    except BadInput:
-        return None
     except CheckpointError as error:
         report_event(f"{cell.checkpoint.name}: {error.found}")
         errors.append(error)
+        return None
+    except BadInput:
         return None
     return next((seen for seen in found if seen.uri == _place(cell) and seen.complete), None)
 

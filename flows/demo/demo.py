@@ -12,6 +12,7 @@ from rich.console import Console
 from flows.console.finished import records_if_finished
 from flows.console.live import live_view
 from flows.console.running import SeriesResult, import_flows, own_server, run_series
+from pools.weights.merges import Merge, Source
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -114,7 +115,8 @@ def demo_evaluations(folder: Path) -> tuple[tuple[EvaluationConfig, ...], Evalua
     """Returns the evaluations of the demo's checkpoints, and that of the mean of the last three."""
     request = demo_request(folder)
     configs = built_in_suite(SUITE).evaluations_of(request)
-    return configs, configs[0].model_copy(update={"model_path": f"mean({request.model_path}@last:3)"})
+    merge = Merge("mean", (Source(request.model_path, "last:3"),))
+    return configs, configs[0].model_copy(update={"model_path": str(merge)})
 
 
 def run_demo(folder: Path, *, console: Console) -> SeriesResult:

@@ -32,7 +32,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import EnvironmentSpec, ensure_environment
-from resources.errors import EvaluationIncomplete, EvaluationInterrupted, GateRefused
+from resources.errors import CheckpointError, EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from tasks.alerts.files import write_first
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.evaluators.levanter.evaluator import Levanter
@@ -138,8 +138,11 @@ def test_merged_checkpoint_is_evaluated_once_its_inputs_are_whole_and_again_afte
         times = weights.stat()
         os.utime(weights, (times.st_atime, times.st_mtime + 60))  # touched, and still the same weights
         assert run.missing() == {}
-        run.write_checkpoint(2, seed=20)
+        config = run.write_checkpoint(2, seed=20) / "config.json"
         assert run.missing() == {"work": 1}
+        config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5.0}))
+        with pytest.raises(CheckpointError, match="rope_theta"):
+            run.reconcile()
 
 
 def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Path):
