@@ -19,6 +19,7 @@ from pools.engine.engines import engine_variables
 from pools.engine.launch import Servable
 from pools.engine.reload_trust import ROUNDING_NATS
 from pools.pool.inference import InferencePool
+from pools.weights.merges import Merge
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
 
@@ -40,10 +41,26 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "second": {"seed": 2},
     "third": {"seed": 3},
     "dtype": {"seed": 15, "like": 1, "change": "dtype"},
+    "mean": {"seed": 16, "mean_of": [1, 2]},
 }
-"""The checkpoints of an animal: three that have nothing in common, and the first one changed in several ways."""
+"""The checkpoints of an animal: three that have nothing in common, the first one changed in several ways, and the mean
+of two, which torch writes for the references, and which the pool knows by its name alone."""
 TOUR = (
-    *("first", "nearly", "frozen", "second", "first", "row", "tensor", "third", "nearly", "dtype", "first", "second"),
+    *(
+        "first",
+        "nearly",
+        "frozen",
+        "second",
+        "first",
+        "row",
+        "tensor",
+        "third",
+        "nearly",
+        "dtype",
+        "first",
+        "second",
+        "mean",
+    ),
 )
 """Comparisons that could prove nothing come first, one that proves it then, and swaps that rely on it."""
 _OTHER_DTYPE = {"float32": "bfloat16", "float16": "bfloat16", "bfloat16": "float16"}
@@ -176,8 +193,10 @@ def pool_config(engine_kwargs: Mapping[str, Any]) -> InferencePoolConfig:
 
 
 def _servable(folder: Path, animal: Animal, name: str) -> Servable:
-    place = write_byte_tokenizer(folder / str(animal) / name)
-    return Servable.from_uri(f"{animal}-{name}", str(place))
+    place = str(write_byte_tokenizer(folder / str(animal) / name))
+    if name == "mean":
+        place = str(Merge.of_folders("mean", [str(folder / str(animal) / part) for part in ("first", "second")]))
+    return Servable.from_uri(f"{animal}-{name}", place)
 
 
 def _cold_answers(

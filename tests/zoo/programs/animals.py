@@ -3,9 +3,10 @@
     python animals.py ORDER.json
 
 An order is {"prompts", "engine", "answers", "checkpoints"}. A checkpoint is {"folder", "architecture", "tied", "dtype",
-"seed", "like", "change", "sharded"}: `change` says how it differs from the one of another seed, `like`. Each is written
-beside its tokenizer, and asked twice: with transformers in float32, and with vLLM as it is, started for it with the
-arguments `engine`. Log-probabilities, or an error, are written to the file `answers`, by folder and program.
+"seed", "like", "change", "mean_of", "sharded"}: `change` says how it differs from the one of another seed, `like`; with
+`mean_of` it is the average of those of these seeds. Each is written beside its tokenizer, and asked twice: with
+transformers in float32, and with vLLM as it is, started for it with the arguments `engine`. Log-probabilities, or an
+error, are written to the file `answers`, by folder and program.
 """
 
 from __future__ import annotations
@@ -65,7 +66,14 @@ def make(checkpoint: dict[str, Any]) -> None:
     if like is not None:
         change(model, checkpoint["change"], checkpoint["seed"])
     shards = {"max_shard_size": LARGEST_SHARD} if checkpoint.get("sharded") else {}
-    model.to(getattr(torch, checkpoint["dtype"])).save_pretrained(checkpoint["folder"], **shards)
+    dtype = getattr(torch, checkpoint["dtype"])
+    model.to(dtype)
+    if seeds := checkpoint.get("mean_of"):
+        models = [new_model(config, seed).to(dtype) for seed in seeds]
+        with torch.no_grad():
+            for mean, *parts in zip(*(each.parameters() for each in (model, *models)), strict=True):
+                mean.copy_(torch.stack([part.float() for part in parts]).mean(0))
+    model.save_pretrained(checkpoint["folder"], **shards)
 
 
 def new_model(config: Any, seed: int) -> Any:
