@@ -36,7 +36,6 @@ from resources.storage.file_copy import CopyStopped
 from resources.storage.storage import FileInfo
 
 _MOST_THREADS = 8  # past that, memory is what is waited for
-_AHEAD_BYTES = 2**23  # of each checkpoint; two thirds of a disk's rate were lost without
 
 
 def merge_checkpoints(
@@ -175,8 +174,6 @@ def _write_average(
                 sources = [opened_at(each[name]) for each in tensors]
                 for at in range(start, end, BLOCK_BYTES):
                     places = tuple((file, begin + at - start) for file, begin in sources)
-                    if (at - start) % _AHEAD_BYTES == 0:
-                        _read_ahead(places, end - at)
                     yield _Block(name, tensor.dtype, at, min(BLOCK_BYTES, end - at), places)
 
         def average(averager: Averager, block: _Block) -> None:
@@ -189,12 +186,6 @@ def _write_average(
         require_unchanged()
         os.fsync(output.fileno())
         partial.rename(target)
-
-
-def _read_ahead(places: Sequence[tuple[int, int]], left: int) -> None:
-    """Has a disk read what is averaged next: reads of many threads, from many files, look random to it."""
-    for file, start in places:
-        os.posix_fadvise(file, start, min(left, 2 * _AHEAD_BYTES), os.POSIX_FADV_WILLNEED)
 
 
 def _averaged(averager: Averager, block: _Block) -> memoryview | bytes:

@@ -130,6 +130,22 @@ def test_merged_checkpoint_is_staged_as_a_folder_like_the_last_one_with_averages
         assert progress[-1] == (sum(path.stat().st_size for path in found.values()),) * 2
 
 
+def test_tensors_of_many_blocks_are_averaged_whole(tmp_path: Path) -> None:
+    generator, counts = np.random.default_rng(0), {"F32": 700_001, "BF16": 1_200_001}
+    wide = {dtype: generator.standard_normal((3, count), dtype=np.float32) for dtype, count in counts.items()}
+    wide["BF16"] = (wide["BF16"].view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    folders = [write_checkpoint(tmp_path / f"step-{step}") for step in range(3)]
+    for folder, whole, half in zip(folders, wide["F32"], wide["BF16"], strict=True):
+        bits = (half.view(np.uint32) >> 16).astype(np.uint16)
+        held = {"half": ("BF16", (len(half),), bits.tobytes()), "whole": ("F32", (len(whole),), whole.tobytes())}
+        write_tensors(folder / WEIGHTS, held)
+    with staging(tmp_path).stage(*named(folders)) as staged:
+        content = (staged.path / WEIGHTS).read_bytes()
+    means = {dtype: (parts[0] + parts[1] + parts[2]) / np.float32(3) for dtype, parts in wide.items()}
+    expected = bfloat16(means["BF16"]).astype(np.uint16).tobytes() + means["F32"].tobytes()
+    assert content[-len(expected) :] == expected
+
+
 def test_weights_of_a_merge_are_those_of_its_kind(tmp_path: Path) -> None:
     folders = [write_checkpoint(tmp_path / f"step-{step}", seed=step) for step in (1, 2)]
     first, second = map(tensors, folders)
