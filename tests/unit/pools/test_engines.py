@@ -239,6 +239,22 @@ def test_variables_of_the_process_that_plans_reach_the_engine_and_no_others(
     assert launcher.launch(served, port=81).variables["VLLM_BATCH_INVARIANT"] == "1"
 
 
+def test_engine_sends_its_traces_where_its_agent_was_told_unless_that_holds_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    served = ServedCheckpoint.from_folder("run-1", folder, digest_model_folder(inspect_model_folder(str(folder))))
+    launcher = VllmLauncher(pool(), Environment(tmp_path / "bin" / "python", tmp_path, identity="b"))
+    before = launcher.launch(served, port=81).arguments
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    launch = launcher.launch(served, port=81)
+    added = [argument for argument in launch.arguments if argument not in before]
+    assert added == ["--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"]
+    assert launch.variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://me:secret@127.0.0.1:4318")
+    assert launcher.launch(served, port=81).arguments == before
+
+
 def test_engine_arguments_in_a_file_and_variables_of_other_kinds_are_refused() -> None:
     with pytest.raises(ValidationError, match="write what it says into engine_kwargs"):
         pool(engine_kwargs={"config": "/x.yaml"})
