@@ -8,6 +8,7 @@ rounded to the type of the checkpoint. Tensors of integers must be the same in a
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,6 +36,7 @@ from resources.storage.bounded_folder import Hold
 from resources.storage.file_copy import CopyStopped
 from resources.storage.storage import FileInfo
 
+_SYNCED_BYTES = 2**27  # else the disk writes nothing before the end, and is waited for then
 _MOST_THREADS = 8  # past that, memory is what is waited for
 
 
@@ -176,10 +178,17 @@ def _write_average(
                     places = tuple((file, begin + at - start) for file, begin in sources)
                     yield _Block(name, tensor.dtype, at, min(BLOCK_BYTES, end - at), places)
 
+        ahead = thread_count() * BLOCK_BYTES
+
         def average(averager: Averager, block: _Block) -> None:
             if stopped():
                 raise CopyStopped
+            if sys.platform == "linux":
+                for file, start in block.sources:
+                    os.posix_fadvise(file, start + ahead, block.size, os.POSIX_FADV_WILLNEED)
             os.pwrite(output.fileno(), _averaged(averager, block), block.at)
+            if (block.at - header_bytes) // _SYNCED_BYTES != (block.at + block.size - header_bytes) // _SYNCED_BYTES:
+                os.fsync(output.fileno())
             on_bytes(block.size)
 
         _on_threads(blocks(), average, lambda: Averager(len(tensors), weights))
