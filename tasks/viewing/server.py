@@ -128,11 +128,19 @@ def application(view: View, *, token: str, host: str) -> web.Application:
             return None
         if key not in reading:
             reading[key] = asyncio.ensure_future(asyncio.to_thread(view.read, key))
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(reading[key]), _PATIENCE_SECONDS)
+        running = reading[key]
+        ended, _ = await asyncio.wait([running], timeout=_PATIENCE_SECONDS)
         progress = await asyncio.to_thread(view.unread, key)
-        if progress is None:
-            reading.pop(key, None)
+        if ended:
+            if reading.get(key) is running:
+                del reading[key]
+            error = running.exception()
+            if error is not None or progress is not None:
+                raise StorageError(
+                    expected=f"to read the samples of {view.boards[key].shown.benchmark}",
+                    found=f"{type(error).__name__}: {error}" if error else "some that are still not read",
+                    remedy="load the page again, which reads those that are missing",
+                ) from error
         return None if progress is None else as_json(progress)
 
     made = web.Application(middlewares=[guarded])

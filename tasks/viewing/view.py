@@ -184,14 +184,17 @@ class View:
 
 
 def _read(found: FoundRecord, kept: KeptColumns) -> None:
-    """Reads the samples of a record into columns; a record whose samples are gone has none."""
+    """Reads the samples of a record into columns."""
     uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
     keep = TextKeeper(kept)
     try:
         content = storage.read_bytes(uri)
-    except FileNotFoundError:
-        kept.take(place_of(found), {}, {})
-        return
+    except FileNotFoundError as error:
+        raise StorageError(
+            expected=f"samples in {uri}",
+            found="no such file",
+            remedy="evaluate the cell again: delete its record.json first",
+        ) from error
     columns = columns_in(content, uri=uri, benchmark_of=cache(partial(board_of_sample, found.record)), keep=keep)
     kept.take(place_of(found), columns, keep.new)
 

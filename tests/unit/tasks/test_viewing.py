@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,15 @@ def test_damaged_samples_of_a_checkpoint_leave_the_others_theirs(tmp_path: Path)
         assert list(unreadable) == ["1"] and SAMPLES_NAME in unreadable["1"]
 
 
+def test_samples_that_are_gone_are_told_of_their_checkpoint(tmp_path: Path):
+    cell = published(tmp_path, 100, [asked(1, True)])
+    published(tmp_path, 200, [asked(1, True)])
+    Path(cell, "attempt-1", SAMPLES_NAME).unlink()
+    with viewed(tmp_path) as (view, key):
+        unreadable = had(view, f"{key}/questions.json")["unreadable"]
+        assert list(unreadable) == ["0"] and "no such file" in unreadable["0"]
+
+
 def test_records_in_a_store_are_viewed_as_those_in_a_folder(tmp_path: Path):
     published(tmp_path / "here", 100, [asked(1, True), asked(2, False)])
     storage.copy_from_local(tmp_path / "here", f"memory://{tmp_path.name}/evaluations")
@@ -367,6 +377,27 @@ async def test_server_sends_the_page_and_columns_to_whoever_has_the_address(clie
     assert (await scores.read(), scores.headers["Content-Encoding"]) == (bytes([254, 0]), "gzip")
     found = await (await client.get(f"/{TOKEN}/{key}/search.json?text=number%202")).json()
     assert found["in_questions"] == [1]
+
+
+@pytest.mark.parametrize("failures", [[BrokenProcessPool("a worker died")], [None]], ids=["failed", "ended-early"])
+async def test_server_tells_of_a_reading_that_failed_and_reads_again(
+    client: TestClient[Any, Any], monkeypatch: pytest.MonkeyPatch, failures: list[Exception | None]
+):
+    read = View.read
+
+    def fails(view: View, key: str) -> None:
+        if not failures:
+            read(view, key)
+        elif failure := failures.pop():
+            raise failure
+
+    monkeypatch.setattr(View, "read", fails)
+    index = await (await client.get(f"/{TOKEN}/index.json")).json()
+    name = f"/{TOKEN}/{index['benchmarks'][0]['key']}/questions.json"
+    refused = await client.get(name)
+    assert (refused.status, list(await refused.json())) == (500, ["error"])
+    assert "Content-Security-Policy" in refused.headers
+    assert (await client.get(name)).status == 200
 
 
 @pytest.mark.parametrize("name", ["", "index.json", "main.js", "nothing"])
