@@ -408,7 +408,8 @@ def test_one_file_without_a_server_shows_questions_and_is_searched_by_the_page(
     page: Page, server: ViewServer, tmp_path: Path
 ) -> None:
     file = tmp_path / "view.html"
-    file.write_bytes(one_file(made_files(questions=30, checkpoints=4)))
+    files = made_files(questions=30, checkpoints=4)
+    file.write_bytes(one_file(files))
     page.go(f"{file.as_uri()}#{urlencode({'b': CHOICES})}")
     page.until(DRAWN)
 
@@ -424,7 +425,9 @@ def test_one_file_without_a_server_shows_questions_and_is_searched_by_the_page(
     page.until(f"{STATUS} === '30 questions × 4 checkpoints'")
     page.value(f"location.hash = '{urlencode({'b': CHOICES, 'a': 'run-a/run-a-2000', 'c': 'run-a/run-a-1000'})}'")
     page.until("document.querySelector('.pair h2').textContent === 'run-a-2000 → run-a-1000'")
-    assert "holds no test of this pair" in page.value("document.querySelector('.pair').textContent")
+    pair = orjson.loads(files[f"{CHOICES}/pairs/0-0-1.json"])
+    text = page.value("document.querySelector('.pair').textContent").replace("−", "-")
+    assert f"{-pair['difference']:+.3f}" in text and f"{-pair['high']:+.3f} to {-pair['low']:+.3f}" in text
 
 
 def test_one_file_has_mcnemars_test_of_every_pair_where_questions_stand_alone(
@@ -442,6 +445,15 @@ def test_one_file_has_mcnemars_test_of_every_pair_where_questions_stand_alone(
     assert found.low is not None and found.high is not None and found.p is not None
     assert f"{found.difference:+.3f}" in text and f"{found.low:+.3f} to {found.high:+.3f}" in text.replace("−", "-")
     assert f"{found.p:.4f}" in text or f"{found.p:.3f}" in text or (found.p < 0.0001 and "below 0.0001" in text)
+    assert "does not say if more than the weights differs" in page.value("document.querySelector('.pair').innerText")
+
+    index = orjson.loads(files["index.json"])
+    index["benchmarks"][0]["checkpoints"][2]["scores"] = {}
+    file.write_bytes(one_file({**files, "index.json": orjson.dumps(index)}))
+    page.go("about:blank")
+    page.go(f"{file.as_uri()}#{urlencode({'a': 'run/step-0', 'c': 'run/step-2'})}")
+    page.until("document.querySelector('.pair')?.innerText.includes('Not tested: it has no published value.')")
+    assert page.value("document.querySelector('.pair .difference')") is None
 
 
 def test_mcnemars_test_of_the_page_is_that_of_the_comparison(page: Page, server: ViewServer) -> None:
@@ -481,6 +493,15 @@ def test_search_asks_the_server_and_a_slow_server_and_a_broken_one_are_said(page
     page.go(f"{server.url}/large/")
     page.until("document.getElementById('empty').textContent.includes('3 of 200 files')")
     page.until(DRAWN)
+
+    server.answers["large/questions.json"] = [
+        (200, as_json(Questions([], [], [], [], [], 1, {"0": "no such file"}))),
+    ]
+    page.go("about:blank")
+    page.go(f"{server.url}/large/")
+    page.until("document.getElementById('empty').textContent.includes('no such file')")
+    assert page.value("document.querySelectorAll('#curve .score').length") == 1
+    assert page.value("document.getElementById('problem').hidden")
 
     server.answers["large/part/0.json"] = [(500, b'{"error": "samples of step-0 are damaged"}')]
     page.go("about:blank")

@@ -4,7 +4,7 @@ import { counted } from "./dom.js";
 import { ScoreTable } from "./table.js";
 
 /**
- * Loads the questions of a benchmark and the scores of a metric; null where no samples were kept.
+ * Loads the questions of a benchmark and the scores of a metric; null where no question has a score.
  *
  * `kept` is what was loaded before, of which the questions and flags stay good for another metric.
  */
@@ -15,6 +15,7 @@ export async function loadBenchmark(source, benchmark, wanted, { kept, signal, w
   for (const [number, note] of Object.entries(questions.unreadable)) {
     Object.assign(benchmark.checkpoints[number], { samples: false, note });
   }
+  if (!questions.metrics.length) return null;
   const metric = chosenMetric(questions.metrics, benchmark.metrics, wanted);
   if (same?.metric === metric) return same;
   const size = questions.ids.length * benchmark.checkpoints.length;

@@ -11,12 +11,14 @@ import { labelOf, loadBenchmark, progressText, titleOf } from "./loading.js";
 import { mcnemar } from "./mcnemar.js";
 import { sayEmpty, sayLoading, sayMissing, sayProblem } from "./messages.js";
 import { CUT, FILTERS, LOST, MISSING, WITHHELD, WON, meanOf } from "./model.js";
-import { pairView } from "./pair.js";
+import { pairView, turned } from "./pair.js";
 import { questionView, scoreWord } from "./question.js";
 import { rowTable } from "./rows.js";
 import { ViewError, openSource } from "./source.js";
 
 const TYPED_MILLISECONDS = 250;
+const NOTES = 3; // that are said where no question can be opened
+const LEFT = 50; // room for the range of a curve without a grid below it
 const narrow = matchMedia("(max-width: 999px)");
 const source = openSource();
 let index = null;
@@ -70,9 +72,14 @@ async function show() {
 function showGrid() {
   const { checkpoints, columns, rows, found, table, names, a, b, question } = now;
   byId("tools").hidden = byId("above").hidden = byId("legend").hidden = !loaded;
+  byId("frame").hidden = !loaded;
   if (!loaded) {
-    const notes = new Set(columns.map((column) => checkpoints[column].note).filter(Boolean));
-    return sayEmpty("No questions to open", ["No samples were kept of this benchmark.", ...notes].join(" "));
+    const notes = [...new Set(columns.map((column) => checkpoints[column].note).filter(Boolean))];
+    const more = notes.length > NOTES && `And ${plural(notes.length - NOTES, "other reason")}.`;
+    sayEmpty("No questions to open", ["No question of this benchmark has a score that can be read.", ...notes.slice(0, NOTES), more].filter(Boolean).join("\n"));
+    byId("picture").hidden = false;
+    const width = byId("curve").clientWidth;
+    return followGrid({ left: LEFT, columnWidth: (width - LEFT) / columns.length, scrollLeft: 0, width, begin: 0, end: 0 });
   }
   if (search.text !== chosen.text) startSearch();
   const searching = chosen.text && search.hits === null;
@@ -182,10 +189,11 @@ async function showPair() {
   const pane = byId("pair-pane");
   const { a, b, checkpoints, pairs, rows, names, table, metric } = now;
   if (a === null || a === b) return pane.replaceChildren(element("p", { class: "muted" }, "Choose two different checkpoints, A and B."));
-  const name = `${loaded.key}/pairs/${loaded.metric}-${a}-${b}.json`;
+  const nameOf = (first, second) => `${loaded.key}/pairs/${loaded.metric}-${first}-${second}.json`;
   pane.classList.add("busy");
   try {
-    const pair = (await remembered("pair", [name], () => source.json(name))) ?? ownTest();
+    const pair = (await remembered("pair", [nameOf(a, b)], async () =>
+      (await source.json(nameOf(a, b))) ?? (source.embedded ? turned(await source.json(nameOf(b, a))) : null))) ?? ownTest();
     if (mine !== turn) return undefined;
     const shown = { names: [a, b].map((column) => titleOf(checkpoints[column], now.runs.length > 1)), pair, counts: pairs.counts, questions: table.questions, filter: chosen.filter, rows, ids: names, metric };
     pane.replaceChildren(pairView(shown, {
@@ -204,10 +212,14 @@ async function showPair() {
 /** The test of a pair that the source has none of, where questions are right or wrong and stand alone. */
 function ownTest() {
   const { clusters, parts } = loaded.questions;
-  const { counts } = now.pairs;
+  const { checkpoints, metric, a, b, pairs: { counts } } = now;
   const alone = parts.length < 2 && clusters.every((cluster) => cluster === null);
   if (!alone || !now.table.isBinary) return null;
-  return mcnemar(counts[WON], counts[LOST], counts.reduce((sum, count) => sum + count, 0));
+  if (![a, b].every((column) => checkpoints[column].scores[metric])) return { reason: "it has no published value" };
+  return {
+    ...mcnemar(counts[WON], counts[LOST], counts.reduce((sum, count) => sum + count, 0)),
+    note: "This file does not say if more than the weights differs between these two, as engine, harness or data may.",
+  };
 }
 
 async function showQuestion() {

@@ -45,6 +45,17 @@ export function pairView(shown, told) {
   );
 }
 
+/** The first of two checkpoints against the second, out of the second against the first. */
+export function turned(pair) {
+  if (!pair) return null;
+  const other = (value) => (value === null ? null : -value);
+  return {
+    ...pair, won: pair.lost, lost: pair.won, values: pair.values && [...pair.values].reverse(),
+    difference: other(pair.difference), low: other(pair.high), high: other(pair.low),
+    changes: pair.changes.map((change) => `${change} (from B to A)`),
+  };
+}
+
 function verdict(pair, metric) {
   if (!pair) {
     return element("p", { class: "note" }, "This file holds no test of this pair: those of neighbours, and of the first and last checkpoint, are in it. What is counted below is whole.");
@@ -62,6 +73,7 @@ function verdict(pair, metric) {
       pair.p !== null && pair.p !== undefined && element("div", {}, element("dt", {}, `p, ${pair.test}`), element("dd", {}, chance(pair.p))),
       pair.exact_p !== null && pair.exact_p !== undefined && element("div", {}, element("dt", {}, "p, McNemar exact"), element("dd", {}, chance(pair.exact_p)))),
     pair.reason && element("p", { class: "note" }, `Not tested: ${pair.reason}.`),
+    pair.note && element("p", { class: "note" }, pair.note),
   ];
 }
 
