@@ -27,35 +27,41 @@ def view(
     port: Annotated[int, typer.Option(help="Port to listen at; a free one when left out.", min=0, max=65535)] = 0,
 ) -> None:
     """Open questions and answers at every checkpoint, as a page for a browser."""
+    from resources.jobs.addresses import own_address
     from tasks.records.record import find_records
     from tasks.records.search import RecordFilter
-    from tasks.viewing.page import MOST_ANSWERS, answers_of, write_page
+    from tasks.viewing.page import MOST_ANSWERS, MOST_BYTES, answers_of, bytes_of, write_page
     from tasks.viewing.server import serve
     from tasks.viewing.view import View
 
     wanted = RecordFilter(runs=tuple(run or ()), benchmarks=tuple(benchmark or ()), latest=False)
     every = find_records(path)
-    meant = {id(record) for record in wanted.select([item.record for item in every])}
-    found = [item for item in every if id(item.record) in meant]
+    named = [item for item in every if any(wanted.takes(benchmark, "") for benchmark in item.record.benchmarks)]
+    meant = {id(record) for record in wanted.select([item.record for item in named])}
+    found = [item for item in named if id(item.record) in meant]
     if not found:
         raise BadInput(
             expected=f"records below {path}" + (" that match" if every else ""),
             found=f"none of {len(every):,}" if every else "none",
-            remedy="take back a filter" if every else "evaluate something, or name another folder",
+            remedy="take back a filter, or name the group that a benchmark is a part of"
+            if every
+            else "evaluate something, or name another folder",
         )
     heading = title or ", ".join(sorted({item.record.checkpoint.run for item in found}))
     if output is not None:
-        if answers_of(found) > MOST_ANSWERS:
+        if answers_of(found) > MOST_ANSWERS or bytes_of(found) > MOST_BYTES:
             raise BadInput(
-                expected=f"at most {MOST_ANSWERS:,} answers for a page in one file",
-                found=f"{answers_of(found):,} in {len(found):,} records",
+                expected=f"a page in one file of at most {MOST_ANSWERS:,} answers, in {MOST_BYTES:,} bytes of samples",
+                found=f"{answers_of(found):,} answers, {bytes_of(found):,} bytes in {len(found):,} records",
                 remedy="leave out --output, and a server has them all; or choose with --run and --benchmark",
             )
-        OUT.print(write_page(found, output, title=heading, location=path), soft_wrap=True, highlight=False)
+        page = write_page(found, output, title=heading, location=path, wanted=wanted)
+        OUT.print(page, soft_wrap=True, highlight=False)
         return
-    with closing(View(found, title=heading, location=path)) as shown:
+    with closing(View(found, title=heading, location=path, wanted=wanted)) as shown:
 
         def show(address: str) -> None:
+            address = address.replace("//0.0.0.0:", f"//{own_address()}:")  # a browser cannot open all addresses
             OUT.print(address, soft_wrap=True, highlight=False, markup=False)
             ERR.print("Ctrl-C ends it.", style="dim")
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tasks.records.current import current_records, how_merged, told_apart
 from tasks.records.details import CheckpointReference
@@ -66,10 +67,8 @@ def boards_of(found: Sequence[FoundRecord]) -> list[Board]:
     return sorted(boards, key=lambda board: (board.shown.evaluator, board.shown.benchmark, board.shown.settings))
 
 
-def board_of_sample(record: Record, benchmark: str) -> str:
-    """The benchmark of a record that shows the questions of another one: itself, or a group that this is a part of."""
-    if benchmark in record.benchmarks:
-        return benchmark
+def boards_of_sample(record: Record, benchmark: str) -> list[str]:
+    """The benchmarks of a record that show the questions of another one: itself, and groups that this is a part of."""
     groups = {metric.benchmark: metric.parts for metric in record.metrics if metric.parts}
 
     def holds(group: str) -> bool:
@@ -77,8 +76,11 @@ def board_of_sample(record: Record, benchmark: str) -> str:
         return benchmark in parts or any(holds(part) for part in parts if part != group)
 
     named = sorted(record.benchmarks, key=len, reverse=True)
-    by_name = (name for name in named if benchmark.startswith(f"{name}_"))
-    return next((name for name in named if holds(name)), next(by_name, record.benchmarks[0]))
+    by_name = (name for name in named if benchmark.startswith((f"{name}_", f"{name}.")))
+    shown = [name for name in named if name == benchmark or holds(name)] or list(islice(by_name, 1))
+    measured = {metric.benchmark for metric in record.metrics}
+    left = [name for name in named if name not in measured] or named
+    return shown or (left if len(left) == 1 else [])  # of several benchmarks none is guessed
 
 
 def _counts(record: Record) -> tuple[bool, bool, float]:
@@ -99,7 +101,7 @@ def _settings(held: Mapping[tuple[str, str, str], Mapping[str, Record]]) -> dict
 
 
 def _metrics(records: Sequence[Record], benchmark: str) -> dict[str, Metric]:
-    """The metrics with published values, as the newest record has them; smooth ones come last."""
+    """The metrics with published values, as the last of some records has them; smooth ones come last."""
     found = {
         metric.name: metric for record in records for metric in record.metrics if metric.benchmark == benchmark
     }  # fmt: skip

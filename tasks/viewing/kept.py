@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from tasks.records.record import FoundRecord
 from tasks.viewing.columns import packed
 from tasks.viewing.reading import Column, ColumnMetric, digest_of
 
-_FORMAT = 1
+_FORMAT = 2
 _MOST_BYTES = 8 * 2**30
 """Bytes of all files together; above it those go that were not opened for longest."""
 _BLOCKS_IN_MEMORY = 1024
@@ -71,15 +71,19 @@ class KeptColumns:
     """Columns of one place of records; safe to use from several threads, and from several processes if in a file."""
 
     def __init__(self, path: Path | None) -> None:
-        """Opens them; in memory without a path."""
+        """Opens them; in memory without a path.
+
+        Raises:
+            StorageError: the file cannot be written, or others have it for too long.
+        """
         self.path = path
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _make_room(path)
         try:
             self._connection = _connected(path)
-        except sqlite3.DatabaseError:
-            assert path is not None
+        except sqlite3.DatabaseError as error:
+            if path is None or error.sqlite_errorcode not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                raise _unkept(path, error) from error
             _remove(path)
             self._connection = _connected(path)
         self._lock = threading.RLock()
@@ -164,11 +168,7 @@ class KeptColumns:
                 if self._connection.in_transaction:
                     self._connection.execute("rollback")
                 if isinstance(error, sqlite3.Error):
-                    raise StorageError(
-                        expected=f"to keep columns of questions in {self.path}",
-                        found=str(error),
-                        remedy="free some space there, or name another folder by ASSAY_CACHE_DIR",
-                    ) from error
+                    raise _unkept(self.path, error) from error
                 raise
 
 
@@ -207,16 +207,36 @@ def _connected(path: Path | None) -> sqlite3.Connection:
     return connection
 
 
-def _make_room(path: Path) -> None:
-    """Removes the files that were opened least lately, until all are within their bound; this one goes last."""
+def make_room(path: Path) -> None:
+    """Removes the files beside one that were opened least lately, until all are within their bound or in use."""
     if path.exists():
         path.touch()
     files = sorted(path.parent.glob("*.sqlite"), key=lambda file: file.stat().st_mtime, reverse=True)
     total = 0
     for file in files:
         total += file.stat().st_size
-        if total > _MOST_BYTES:
+        if total > _MOST_BYTES and file != path and not _is_open(file):
             _remove(file)
+
+
+def _is_open(path: Path) -> bool:
+    """Tells if a process has a file open: SQLite then lets nobody end its log."""
+    try:
+        with closing(sqlite3.connect(path, timeout=0)) as connection:
+            connection.execute("pragma journal_mode = delete")
+    except sqlite3.OperationalError:
+        return True
+    except sqlite3.DatabaseError:  # it is none, so nobody has
+        return False
+    return False
+
+
+def _unkept(path: Path | None, error: sqlite3.Error) -> StorageError:
+    return StorageError(
+        expected=f"to keep columns of questions in {path}",
+        found=str(error),
+        remedy="free some space there, or name another folder by ASSAY_CACHE_DIR",
+    )
 
 
 def _remove(path: Path) -> None:

@@ -19,15 +19,21 @@ from importlib.resources import files
 
 from resources.storage import storage
 from tasks.records.record import FoundRecord
+from tasks.records.samples import SAMPLES_NAME
+from tasks.records.search import RecordFilter
 from tasks.viewing.columns import packed
 from tasks.viewing.view import IN_MEMORY, View
 
 CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 """Kinds of files that the page has, by the ends of their names."""
 MOST_ANSWERS = IN_MEMORY
-"""Answers that a file holds at most, some 30 MB."""
+"""Answers that a file holds at most, some 30 MB where they are short."""
+MOST_BYTES = 128 * 2**20
+"""Bytes of the files of samples that a file holds at most, as they are kept: some 500 MB of text."""
 BESIDE_A_REPORT = 20_000
 """Answers up to which a report has such a file beside it without being asked: a second, and some 5 MB."""
+BYTES_BESIDE_A_REPORT = 16 * 2**20
+"""Bytes of the files of samples up to which it has: 20,000 short answers have 2 MB, as many of 30 kB 200 MB."""
 _QUESTIONS_PER_PART = 32
 _STYLE = re.compile(r'^[ \t]*<link rel="stylesheet" href="([\w-]+\.css)">[ \t]*$', re.MULTILINE)
 _SCRIPT = re.compile(r'^[ \t]*<script type="module" src="([\w-]+\.js)"></script>[ \t]*$', re.MULTILINE)
@@ -48,7 +54,20 @@ def answers_of(found: Sequence[FoundRecord]) -> int:
     return sum(item.record.samples or 0 for item in found)
 
 
-def write_page(found: Sequence[FoundRecord], uri: str, *, title: str, location: str) -> str:
+def bytes_of(found: Sequence[FoundRecord]) -> int:
+    """Bytes of the files of samples beside records, as they are kept.
+
+    Raises:
+        StorageError: a folder of a record cannot be listed.
+    """
+    folders = [storage.join(item.cell_uri, item.record.attempt) for item in found if item.record.samples]
+    files = (file for folder in folders for file in storage.list_files(folder))
+    return sum(file.size for file in files if storage.basename(file.uri) == SAMPLES_NAME)
+
+
+def write_page(
+    found: Sequence[FoundRecord], uri: str, *, title: str, location: str, wanted: RecordFilter | None = None
+) -> str:
     """Writes the page of some records with all that it shows as one file, and returns where.
 
     Args:
@@ -56,11 +75,12 @@ def write_page(found: Sequence[FoundRecord], uri: str, *, title: str, location: 
         uri: where the file is to lie.
         title: heading.
         location: folder or place that the records lie below.
+        wanted: the benchmarks that it shows; all if left out.
 
     Raises:
         StorageError: samples cannot be read, or the place is not writable, or full.
     """
-    with closing(View(found, title=title, location=location)) as view:
+    with closing(View(found, title=title, location=location, wanted=wanted)) as view:
         storage.write_bytes(uri, one_file(view.contents(questions_per_part=_QUESTIONS_PER_PART)))
     return uri
 
@@ -69,9 +89,9 @@ def write_beside_report(found: Sequence[FoundRecord], report: str, *, title: str
     """Writes the page beside a report, and returns where; None where there are no answers, or too many for that.
 
     Raises:
-        StorageError: the place is not writable, or full.
+        StorageError: a folder of a record cannot be listed, or the place is not writable, or full.
     """
-    if not 0 < answers_of(found) <= BESIDE_A_REPORT:
+    if not 0 < answers_of(found) <= BESIDE_A_REPORT or bytes_of(found) > BYTES_BESIDE_A_REPORT:
         return None
     return write_page(found, f"{report.removesuffix('.html')}-questions.html", title=title, location=location)
 

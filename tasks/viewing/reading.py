@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import isfinite
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 BLOCK = 64
 """Questions of a block, which is read at once: 64 at 200 checkpoints are 12,800 answers, parsed in 0.05 s."""
 _OF_AN_ANSWER = ("output", "scores", "log_likelihoods", "finish", "tokens", "truncated")
+_MOST = 1e38  # float32 ends at 3.4e38; two of these still differ by a number
 _OUTLIERS = (1.0, 99.0)  # percentiles between which perplexities are told apart: one text can have 1e30
 
 
@@ -85,7 +86,7 @@ class _Reading:
         for metric, score in scores.items():
             if score is not None and isfinite(score):
                 usable = 0
-                self.scores.setdefault(metric, {}).setdefault(number, []).append(score)
+                self.scores.setdefault(metric, {}).setdefault(number, []).append(min(max(score, -_MOST), _MOST))
         if number == len(self.answers):
             self.answers.append(line)
             self.flags.append(flag | usable)
@@ -125,14 +126,14 @@ class _Reading:
 
 
 def columns_in(
-    content: bytes, *, uri: str, benchmark_of: Callable[[str], str], keep: Callable[[bytes], bytes]
+    content: bytes, *, uri: str, shown_by: Callable[[str], Sequence[str]], keep: Callable[[bytes], bytes]
 ) -> dict[str, Column]:
     """The columns of a file with samples, by benchmark.
 
     Args:
         content: of the file.
         uri: where it lies.
-        benchmark_of: the benchmark that shows a sample's own one, which may be a part of a group.
+        shown_by: the benchmarks that show a sample's own one, which may be a part of groups.
         keep: keeps names and texts, and returns their digest.
 
     Raises:
@@ -142,10 +143,10 @@ def columns_in(
     try:
         with gzip.open(io.BytesIO(content), "rb") as lines:
             for sample in map(orjson.loads, lines):
-                benchmark = benchmark_of(sample["benchmark"])
-                if benchmark not in found:
-                    found[benchmark] = _Reading(keep)
-                found[benchmark].add(sample)
+                for benchmark in shown_by(sample["benchmark"]):
+                    if benchmark not in found:
+                        found[benchmark] = _Reading(keep)
+                    found[benchmark].add(sample)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(
             expected=f"samples, one line of JSON each, in {uri}",

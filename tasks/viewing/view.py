@@ -21,34 +21,47 @@ from resources.storage import storage
 from tasks.records.record import FoundRecord
 from tasks.records.samples import SAMPLES_NAME
 from tasks.records.scores import KeptSamples, kept_samples
+from tasks.records.search import RecordFilter
 from tasks.viewing.board_columns import BoardColumns
-from tasks.viewing.boards import board_of_sample, boards_of
+from tasks.viewing.boards import boards_of, boards_of_sample
 from tasks.viewing.columns import Found, Index, Pair, Part, Progress, as_json
-from tasks.viewing.kept import KeptColumns, TextKeeper, kept_at, place_of
+from tasks.viewing.kept import KeptColumns, TextKeeper, kept_at, make_room, place_of
 from tasks.viewing.pairs import pair_of
 from tasks.viewing.reading import columns_in
 
 IN_MEMORY = 100_000
 """Questions at all checkpoints together below which nothing is kept in a file, and no further process reads."""
 _SEARCH_SECONDS = 10.0
-_NAME = re.compile(r"([a-z0-9-]+)/(?:(questions|flags)|(scores|part|pairs)/(\d+(?:-\d+-\d+)?))\.(?:json|bin)")
+_NAME = re.compile(
+    r"([a-z0-9-]+)/(?:(questions|flags)|(scores|part|pairs)/(\d{1,9}(?:-\d{1,9}-\d{1,9})?))\.(?:json|bin)"
+)
 
 
 class View:
     """Records as the page sees them. Samples of a benchmark are read when something of it is first asked for."""
 
-    def __init__(self, found: Sequence[FoundRecord], *, title: str, location: str) -> None:
-        """Takes records that were found below a location; columns of large ones are kept for it."""
-        self.boards = {board.shown.key: board for board in boards_of(found)}
+    def __init__(
+        self, found: Sequence[FoundRecord], *, title: str, location: str, wanted: RecordFilter | None = None
+    ) -> None:
+        """Takes records that were found below a location, and which of their benchmarks are shown.
+
+        Columns of large ones are kept for the location.
+        """
+        takes = (wanted or RecordFilter()).takes
+        boards = (board for board in boards_of(found) if takes(board.shown.benchmark, ""))
+        self.boards = {board.shown.key: board for board in boards}
         self.title = title
         samples = sum(item.record.samples or 0 for item in found)
         self._path = kept_at(location) if samples > IN_MEMORY else None
+        if self._path is not None:
+            make_room(self._path)
         self._kept = KeptColumns(self._path)
         self._unreadable: dict[str, str] = {}
         self._ended = threading.Event()
         self._samples = lru_cache(maxsize=4)(self._read_samples)
         self._joined = lru_cache(maxsize=4)(self._join)
         self._joining = threading.Lock()
+        self._newest_search = object()
 
     def close(self) -> None:
         """Lets go of what is kept."""
@@ -141,9 +154,12 @@ class View:
         return pair_of(columns, metric, first, second, samples_of=partial(self._samples, key))
 
     def search(self, key: str, text: str) -> Found:
-        """Questions that hold a text; those that were found when the time for it is over."""
+        """Questions that hold a text; those that were found when the time for it is over, or a newer search begins."""
         ends = time.monotonic() + _SEARCH_SECONDS
-        return self.columns(key).search(text, is_over=lambda: time.monotonic() > ends)
+        this = self._newest_search = object()
+        return self.columns(key).search(
+            text, is_over=lambda: time.monotonic() > ends or self._newest_search is not this
+        )
 
     def contents(self, *, questions_per_part: int) -> dict[str, bytes]:
         """The content of every name, for a file; samples that are not read yet are."""
@@ -195,7 +211,7 @@ def _read(found: FoundRecord, kept: KeptColumns) -> None:
             found="no such file",
             remedy="evaluate the cell again: delete its record.json first",
         ) from error
-    columns = columns_in(content, uri=uri, benchmark_of=cache(partial(board_of_sample, found.record)), keep=keep)
+    columns = columns_in(content, uri=uri, shown_by=cache(partial(boards_of_sample, found.record)), keep=keep)
     kept.take(place_of(found), columns, keep.new)
 
 

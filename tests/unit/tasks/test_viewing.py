@@ -7,9 +7,10 @@ import gzip
 import hashlib
 import json
 import re
+import sqlite3
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ from typer.testing import CliRunner
 from fakes.records import make_metric, make_record, publish
 from flows.cli.app import app
 from resources.errors import StorageError
+from resources.jobs.addresses import own_address
 from resources.storage import storage
 from tasks.records.details import MergedInput, MergeReference
 from tasks.records.record import find_records
 from tasks.records.samples import SAMPLES_NAME, Sample
 from tasks.records.search import RecordFilter
 from tasks.reports.comparison import compare
-from tasks.viewing.columns import CUT, NO_SCORE, SHORTENED, UNSCORED, Scale, as_bytes, is_right
-from tasks.viewing.kept import KeptColumns, kept_at
+from tasks.viewing.boards import boards_of_sample
+from tasks.viewing.columns import CUT, NO_SCORE, SHORTENED, UNSCORED, Found, Scale, as_bytes, is_right
+from tasks.viewing.kept import KeptColumns, kept_at, make_room
 from tasks.viewing.page import one_file, page_files, write_beside_report
 from tasks.viewing.reading import BLOCK, Column
 from tasks.viewing.server import application
@@ -213,6 +216,39 @@ def test_group_shows_the_questions_of_its_parts(tmp_path: Path):
         assert had(view, f"{other.key}/questions.json")["ids"] == ["question 1"]
 
 
+def test_group_and_a_part_of_it_that_were_both_asked_for_have_the_questions_of_the_part(tmp_path: Path):
+    for step, rights in ((100, (False, True)), (200, (True, False))):
+        samples = [asked(1, right, benchmark=part) for part, right in zip(("north", "south"), rights, strict=True)]
+        parts = [make_metric(part, float(right), n=1) for part, right in zip(("north", "south"), rights, strict=True)]
+        world = make_metric("world", 0.5, n=2).model_copy(update={"parts": {"north": 0.5, "south": 0.5}})
+        record = make_record(step=step, metrics=(world, *parts), benchmarks=("world", "south"), samples=2)
+        publish(tmp_path, record, samples)
+    with viewed(tmp_path) as (view, _):
+        boards = {board.shown.benchmark: board.shown.key for board in view.boards.values()}
+        pairs = {name: had(view, f"{key}/pairs/0-0-1.json") for name, key in boards.items()}
+        assert grid(view, boards["world"], "scores/0") == [[0, 254], [254, 0]]
+        assert grid(view, boards["south"], "scores/0") == [[254], [0]]
+    assert [pairs["world"][name] for name in ("won", "lost", "difference")] == [[0], [1], 0.0]
+    assert [pairs["south"][name] for name in ("won", "lost")] == [[], [0]]
+
+
+@pytest.mark.parametrize(
+    ("benchmarks", "measured", "shown"),
+    [
+        (("tag",), (), ["tag"]),
+        (("made", "tag"), ("made", "part.of"), ["tag"]),
+        (("made", "other"), ("made", "other"), []),
+        (("made", "other"), (), []),
+        (("made", "part"), ("made", "part"), ["part"]),
+    ],
+)
+def test_questions_of_a_benchmark_that_was_not_named_are_shown_where_there_is_no_doubt(
+    benchmarks: tuple[str, ...], measured: tuple[str, ...], shown: list[str]
+):
+    metrics = tuple(make_metric(name, 1.0) for name in measured)
+    assert boards_of_sample(make_record(benchmarks=benchmarks, metrics=metrics), "part.of") == shown
+
+
 def test_metrics_outside_of_0_to_1_have_the_ends_of_all_checkpoints(tmp_path: Path):
     for step, values in ((100, (2.5, 4.5)), (200, (0.5, 3.0))):
         samples = [
@@ -239,6 +275,21 @@ def test_perplexities_of_single_texts_are_told_apart_by_their_ratio(tmp_path: Pa
         [column] = grid(view, key, "scores/0")
     assert scale["higher_is_better"] is False and 1.4 < scale["low"] < scale["high"] < 144.3
     assert column == sorted(column) and set(column) >= {0, 254}
+
+
+@pytest.mark.filterwarnings("error")
+def test_perplexity_beyond_what_a_score_can_hold_is_the_worst_of_all(tmp_path: Path):
+    likelihoods = [-1.0] * 100 + [-90.0, -600.0]
+    samples = [
+        asked(number, True, scores={}, ratios={"word_perplexity": (likelihood, 1.0)})
+        for number, likelihood in enumerate(likelihoods)
+    ]
+    metric = make_metric("made", 3.0, name="word_perplexity", higher_is_better=False)
+    publish(tmp_path, make_record(metrics=(metric,), samples=len(samples)), [*samples, samples[-1]])
+    with viewed(tmp_path) as (view, key):
+        [scale] = had(view, f"{key}/questions.json")["metrics"]
+        [column] = grid(view, key, "scores/0")
+    assert scale["low"] < 3.0 < scale["high"] and column[-2:] == [254, 254]
 
 
 @pytest.mark.parametrize("clusters", [False, True])
@@ -289,6 +340,24 @@ def test_search_finds_texts_of_questions_and_of_answers(
     with viewed(tmp_path) as (view, key):
         found = view.search(key, text)
     assert (found.in_questions, found.in_answers, found.complete) == (in_questions, in_answers, True)
+
+
+def test_search_is_over_once_a_newer_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    published(tmp_path, 100, [asked(number, True) for number in range(BLOCK + 1)])
+    with viewed(tmp_path) as (view, key):
+        newer: list[Found] = []
+        texts = view.columns(key)._kept.texts
+
+        def slow(digest: bytes) -> bytes:
+            if not newer:
+                newer.append(Found([], [], complete=False))
+                newer[0] = view.search(key, "number 64")
+            return texts(digest)
+
+        monkeypatch.setattr(view.columns(key)._kept, "texts", slow)
+        older = view.search(key, "colour")
+    assert (newer[0].in_questions, newer[0].complete) == ([64], True)
+    assert (older.in_questions, older.complete) == (list(range(BLOCK)), False)
 
 
 def test_damaged_samples_of_a_checkpoint_leave_the_others_theirs(tmp_path: Path):
@@ -342,9 +411,36 @@ def test_large_records_are_read_once_by_processes_and_kept_below_the_cache(tmp_p
 
 def test_columns_that_were_not_opened_for_longest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tasks.viewing.kept._MOST_BYTES", 0)
-    for name in ("old", "new"):
+    for name in ("old", "open", "own"):
         KeptColumns(tmp_path / f"{name}.sqlite").close()
-    assert [path.name for path in tmp_path.glob("*.sqlite")] == ["new.sqlite"]
+    (tmp_path / "damaged.sqlite").write_bytes(b"no database" * 1000)
+    used = KeptColumns(tmp_path / "open.sqlite")
+    make_room(tmp_path / "own.sqlite")
+    used.close()
+    assert sorted(path.name for path in tmp_path.glob("*.sqlite")) == ["open.sqlite", "own.sqlite"]
+
+
+def test_columns_that_others_write_for_long_are_refused_and_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasks.viewing.kept._SECONDS", 0.0)
+    path = tmp_path / "columns.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("create table theirs (a)")
+        other.execute("begin exclusive")
+        with pytest.raises(StorageError, match="locked"):
+            KeptColumns(path)
+        other.execute("commit")
+        assert path.exists()
+
+
+def test_large_records_whose_columns_alone_are_beyond_the_bound_keep_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tasks.viewing.kept._MOST_BYTES", 0)
+    cell = published(tmp_path, 100, [asked(1, True)], samples=IN_MEMORY + 1)
+    with viewed(tmp_path):
+        Path(cell, "attempt-1", SAMPLES_NAME).unlink()
+    with viewed(tmp_path) as (view, key):
+        assert grid(view, key, "scores/0") == [[254]]
 
 
 def test_columns_that_find_no_space_are_refused_whole(tmp_path: Path):
@@ -413,6 +509,13 @@ async def test_server_refuses_who_lacks_the_token_or_comes_by_another_name(
 @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:80", "assay.test:80", "ASSAY.test"])
 async def test_server_answers_by_numbers_and_by_its_own_name(client: TestClient[Any, Any], host: str):
     assert (await client.get(f"/{TOKEN}/index.json", headers={"Host": host})).status == 200
+
+
+@pytest.mark.parametrize("name", ["scores/{}.bin", "part/{}.json", "pairs/0-0-{}.json"])
+async def test_server_has_nothing_by_a_number_of_thousands_of_digits(client: TestClient[Any, Any], name: str):
+    key = (await (await client.get(f"/{TOKEN}/index.json")).json())["benchmarks"][0]["key"]
+    assert (await client.get(f"/{TOKEN}/{key}/{name.format('9' * 5000)}")).status == 404
+    assert (await client.get(f"/{TOKEN}/{key}/{name.format('9' * 9)}")).status == 404
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
@@ -506,3 +609,44 @@ def test_one_file_of_a_large_run_is_refused_before_anything_is_read(tmp_path: Pa
     output = tmp_path / "questions.html"
     done = CliRunner().invoke(app, ["view", str(tmp_path / "evaluations"), "--output", str(output)])
     assert done.exit_code and "100,001" in str(done.exception) and not output.exists()
+
+
+def test_page_in_one_file_holds_the_benchmarks_that_were_named_and_nothing_of_others(tmp_path: Path):
+    samples = [asked(1, True), asked(2, True, benchmark="confidential", prompt="A secret", output="A secret")]
+    metrics = (make_metric("made", 1.0), make_metric("confidential", 1.0))
+    record = make_record(metrics=metrics, benchmarks=("confidential", "made"), samples=2)
+    publish(tmp_path / "evaluations", record, samples)
+    output = tmp_path / "questions.html"
+    argv = ["view", str(tmp_path / "evaluations"), "--output", str(output), "--benchmark"]
+    done = CliRunner().invoke(app, [*argv, "ma*"], catch_exceptions=False)
+    contents = embedded(output.read_text())
+    assert done.exit_code == 0 and b"Which colour" in b"".join(contents.values())
+    assert not [name for name, content in contents.items() if b"secret" in content or b"confidential" in content]
+    output.unlink()
+    done = CliRunner().invoke(app, [*argv, "other"])
+    assert "take back a filter" in str(done.exception) and not output.exists()
+
+
+def test_page_of_long_answers_is_bounded_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    published(tmp_path / "evaluations", 100, [asked(1, True)])
+    found, report = find_records(str(tmp_path / "evaluations")), str(tmp_path / "report.html")
+    size = next((tmp_path / "evaluations").rglob(SAMPLES_NAME)).stat().st_size
+    monkeypatch.setattr("tasks.viewing.page.BYTES_BESIDE_A_REPORT", size - 1)
+    monkeypatch.setattr("tasks.viewing.page.MOST_BYTES", size - 1)
+    assert write_beside_report(found, report, title="made", location="") is None
+    output = tmp_path / "questions.html"
+    done = CliRunner().invoke(app, ["view", str(tmp_path / "evaluations"), "--output", str(output)])
+    assert f"{size:,} bytes" in str(done.exception) and not output.exists()
+    monkeypatch.setattr("tasks.viewing.page.BYTES_BESIDE_A_REPORT", size)
+    assert write_beside_report(found, report, title="made", location="") is not None
+
+
+def test_command_that_listens_everywhere_prints_an_address_that_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    published(tmp_path, 100, [asked(1, True)])
+    monkeypatch.setattr(
+        "tasks.viewing.server.serve", lambda view, *, host, port, on_address: on_address(f"http://{host}:80/{TOKEN}/")
+    )
+    done = CliRunner().invoke(app, ["view", str(tmp_path), "--host", "0.0.0.0"], catch_exceptions=False)
+    assert f"http://{own_address()}:80/{TOKEN}/" in done.stdout
