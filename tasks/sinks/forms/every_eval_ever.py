@@ -26,7 +26,7 @@ from tasks.records.search import RecordFilter
 from tasks.records.verification import verified_with
 from tasks.sinks.forms.settings import answers_of, data_of, library_of, settings_of
 from tasks.statistics.composition import composed, composition_of
-from tasks.statistics.intervals import CONFIDENCE
+from tasks.statistics.intervals import CONFIDENCE, normal_interval
 
 SCHEMA_VERSION = "0.3.0"
 _BOUNDS: Mapping[tuple[float, float | str], tuple[str, ...]] = {
@@ -35,8 +35,12 @@ _BOUNDS: Mapping[tuple[float, float | str], tuple[str, ...]] = {
 }
 """Ranges of metrics that have one by definition, by their names without a filter."""
 _NOT_PORTABLE = re.compile(r'[<>:"/\\|?*\x00-\x1f]|[. ]$')
-_RIGHT_OR_WRONG = re.compile(r"acc(_norm)?|(\w+_)?exact_match")
-"""Metrics in which a question is right or wrong."""
+_RIGHT_OR_WRONG = re.compile(
+    r"acc(_norm|_mutual_info)?|(.+_)?accuracy|\w+_(strict|loose)_acc|em|exact|(\w+_)?exact_match(@\d+)?|pass@1"
+)
+"""Metrics in which a question is right where its score is 1."""
+
+_TURNS_UNKNOWN = "not known: a solver of Inspect can take several turns and call tools, which no sample says"
 
 
 class Publisher(NamedTuple):
@@ -213,11 +217,12 @@ def _source_data(metric: Metric, record: Record) -> dict[str, Any]:
         known = _texts({"revision": data.revision if data else None, "prompts": details.prompts if details else None})
         return {"dataset_name": metric.benchmark, "source_type": "other", "additional_details": known}
     known = _texts({"revision": data.revision, "prompts": details.prompts if details else None})
+    whole = record.evaluation.get("max_eval_instances") is None and not (record.counts and record.counts.skipped)
     return {
         "dataset_name": metric.benchmark,
         "source_type": "hf_dataset",
         "hf_repo": data.repository,
-        "samples_number": metric.n,
+        **({"samples_number": metric.n} if whole else {}),
         "additional_details": known,
     }
 
@@ -254,10 +259,9 @@ def _score_details(metric: Metric, record: Record, questions: Questions) -> dict
     if metric.low is not None and metric.high is not None:
         ends = {"lower": metric.low, "upper": metric.high, "confidence_level": CONFIDENCE}
         if interval is None:
-            method = "normal, from the standard error" if questions else None
-        else:
-            same = math.isclose(interval.low or 0.0, metric.low) and math.isclose(interval.high or 0.0, metric.high)
-            method = interval.method if same else None
+            interval = normal_interval(metric.value, metric.stderr)
+        same = math.isclose(interval.low or 0.0, metric.low) and math.isclose(interval.high or 0.0, metric.high)
+        method = interval.method if same and questions else None
         uncertainty["confidence_interval"] = ends | ({"method": method} if method else {})
     clusters = None if isinstance(found, str) else found.clusters
     details: dict[str, Any] = {"recomputed_from_samples": metric.recomputed, "clusters": clusters}
@@ -314,7 +318,10 @@ def sample_rows(sample: Sample, log: Mapping[str, Any]) -> Iterator[dict[str, An
             "prompt_truncated": sample.truncated or None,
             "cluster": sample.cluster,
             "log_likelihoods": list(sample.log_likelihoods) or None,
-            "is_correct": None if right_or_wrong else "not applicable: in this metric no answer is right or wrong",
+            "is_correct": None
+            if right_or_wrong
+            else "not known: no answer is known to be right or wrong by this metric",
+            "interaction_type": _TURNS_UNKNOWN if log["eval_library"]["name"] == "inspect_ai" else None,
         }
         yield {
             "schema_version": SCHEMA_VERSION,

@@ -1,4 +1,4 @@
-"""Settings behind a number, as far as they may be told to anybody: no path, no address, no name of a block."""
+"""Settings behind a number, less those that by their name or form are a path, an address, a key or a block's name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import Any, NamedTuple
 from tasks.records.record import Record
 from tasks.spec.evaluators import EVALUATORS
 
-_NOT_PUBLIC = re.compile(r"(?:^|_)(?:path|url|block|pool_name|image|variables)$")
-_PLACE = re.compile(r"^[/~]|://")
+_NOT_PUBLIC = re.compile(
+    r"(?:^|[_-])(?:block|pool_name|image|variables|urls?|files?|dirs?|paths?)$"
+    r"|(?:token|keys?|secrets?|password|headers?|authorization)$",
+    re.IGNORECASE,
+)
+_PLACE = re.compile(r"[/\\]")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.csv)(?:@\w+)?")
 _ON_THE_HUB = re.compile(r"([^/@:\s]+/[^/@:\s]+)@([0-9a-f]{40})")
 _ARGUMENTS = {
     "temperature": ("temperature",),
     "top_p": ("top_p",),
     "top_k": ("top_k",),
-    "max_tokens": ("max_new_tokens", "max_gen_toks", "max_tokens"),
+    "max_tokens": ("max_tokens", "max_gen_toks", "max_new_tokens"),
 }
 """Arguments of a generation, with their names in options of evaluators."""
 
@@ -36,8 +41,8 @@ def library_of(record: Record) -> tuple[str, str | None]:
 
 def data_of(record: Record, benchmark: str) -> Data | None:
     """The data of a benchmark, or of a group whose parts all have the same; None where nobody said."""
-    parts = {part for metric in record.metrics if metric.benchmark == benchmark for part in metric.parts}
-    known = {details.data for name in parts or {benchmark} if (details := record.details.get(name)) and details.data}
+    parts = _parts(record, benchmark) or {benchmark}
+    known = {details.data for name in parts if (details := record.details.get(name)) and details.data}
     if len(known) != 1:
         return None
     text = known.pop()
@@ -46,24 +51,30 @@ def data_of(record: Record, benchmark: str) -> Data | None:
 
 
 def answers_of(record: Record, benchmark: str) -> dict[str, Any]:
-    """Arguments of the generation that its configuration names; the benchmark's own are not among them."""
-    model = _model(record)
+    """Arguments of the generation that its configuration names; the benchmark's own are not among them.
+
+    Only AlpacaEval sends those of the model with its requests: elsewhere they are defaults of the engine, which a
+    harness or a benchmark overrides unseen. lm-eval's own max_gen_toks is likewise one that a benchmark can override.
+    """
     evaluator = record.evaluation.get("evaluator")
     options = evaluator if isinstance(evaluator, dict) else {}
-    overrides = _task(record, benchmark).get("task_kwargs") or {}
+    defaults = _model(record).get("generation_params") if record.evaluator == "alpaca_eval" else None
+    own = {name: options.get(name) for name in _ARGUMENTS}
+    overrides = ((_task(record, benchmark) or {}).get("task_kwargs") or {}).get("generation_kwargs")
     given: dict[str, Any] = {}
-    for layer in (model.get("generation_params"), options.get("generation_params"), overrides.get("generation_kwargs")):
-        given |= {name: value for name, value in (layer or {}).items() if value is not None}
-    known = {name: [given[key] for key in keys if key in given] for name, keys in _ARGUMENTS.items()}
-    return {name: values[0] for name, values in known.items() if values and isinstance(values[0], int | float)}
+    for layer in (defaults, own, options.get("generation_params"), overrides):
+        for name, aliases in _ARGUMENTS.items():
+            values = [value for key in aliases if isinstance(value := (layer or {}).get(key), int | float)]
+            given |= {name: values[0]} if values else {}
+    return given
 
 
 def settings_of(record: Record, benchmark: str) -> dict[str, Any]:
     """Settings of a benchmark by their names; None where one is not known."""
-    task, engine = _task(record, benchmark), record.served.get("engine") or {}
+    task, engine = _task(record, benchmark) or {}, record.served.get("engine") or {}
     asking = record.asking
     return {
-        "num_fewshot": "the benchmark's own" if task.get("num_fewshot") is None else task["num_fewshot"],
+        "num_fewshot": shots(record, benchmark),
         "apply_chat_template": in_chat(record),
         "chat_template_sha256": asking.chat_template,
         "max_eval_instances": record.evaluation.get("max_eval_instances"),
@@ -83,20 +94,37 @@ def in_chat(record: Record) -> bool | None:
     return _model(record).get("apply_chat_template") if own is None else own
 
 
-def shots(record: Record, benchmark: str) -> int | None:
-    """Worked examples in front of each question; None where the benchmark's own number stands."""
-    return _task(record, benchmark).get("num_fewshot")
+def shots(record: Record, benchmark: str) -> int | str | None:
+    """Worked examples in front of each question, or words where the benchmark's own number stands; None if unknown."""
+    task = _task(record, benchmark)
+    if task is None:
+        return None
+    return "the benchmark's own" if task.get("num_fewshot") is None else task["num_fewshot"]
 
 
 def _model(record: Record) -> Mapping[str, Any]:
     return (record.evaluation.get("pool_config") or {}).get("model") or {}
 
 
-def _task(record: Record, benchmark: str) -> Mapping[str, Any]:
-    """The benchmark, or the group, that was asked for and has a benchmark among its parts."""
+def _task(record: Record, benchmark: str) -> Mapping[str, Any] | None:
+    """The benchmark that was asked for, or what was asked for and has it among its parts; None if nobody knows."""
     named = {str(task.get("task_alias") or task.get("name")): task for task in record.evaluation.get("evals") or ()}
-    known = [name for name in named if benchmark == name or benchmark.startswith((f"{name}_", f"{name}."))]
-    return named[max(known, key=len)] if known else {}
+    if len(named) == 1:
+        return next(iter(named.values()))
+    parts = {name: _parts(record, name) for name in named}
+    own = _parts(record, benchmark) or {benchmark}
+    for known in (
+        [name for name in named if benchmark == name],
+        [name for name in named if benchmark.startswith(f"{name}.")],  # a part of one with an alias
+        [name for name in named if own <= parts[name]],
+    ):
+        if known:
+            return named[known[0]] if len(known) == 1 else None
+    return None
+
+
+def _parts(record: Record, benchmark: str) -> set[str]:
+    return {part for metric in record.metrics if metric.benchmark == benchmark for part in metric.parts}
 
 
 def _public(value: Any) -> Any:
@@ -107,7 +135,7 @@ def _public(value: Any) -> Any:
             return {key: item for key, item in public.items() if item is not None and item != {}}
         case list() | tuple():
             return [_public(item) for item in value]
-        case str() if _PLACE.search(value):
+        case str() if any(_PLACE.search(word) and not _HUB_ID.fullmatch(word) for word in value.split()):
             return None
         case _:
             return value

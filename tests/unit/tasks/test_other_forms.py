@@ -25,10 +25,11 @@ from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
 from tasks.records.scores import question_of
 from tasks.records.search import RecordFilter
 from tasks.sinks.announcement import Announcement
-from tasks.sinks.forms.every_eval_ever import Publisher, evaluation_log
+from tasks.sinks.forms.every_eval_ever import Publisher, evaluation_log, sample_rows
 from tasks.sinks.forms.hub_results import Leaderboard, hub_entries
 from tasks.sinks.hugging_face import HuggingFaceSink, send
 from tasks.statistics.composition import with_interval
+from tasks.statistics.intervals import normal_interval
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "every_eval_ever"
 GSM8K = Leaderboard(dataset="openai/gsm8k", task_id="gsm8k", metric="exact_match", factor=100)
@@ -119,7 +120,100 @@ def test_samples_of_an_export_give_the_scores_that_it_tells_and_say_what_was_ask
     assert (first["output"]["raw"], first["evaluation"]) == (["Yes"], {"score": 1.0, "is_correct": True})
     assert json.loads(first["metadata"]["log_likelihoods"]) == [-1.0, -2.0]
     other = next(row for row in rows if row["evaluation_result_id"] == "facts/bpb")
-    assert not other["evaluation"]["is_correct"] and "not applicable" in other["metadata"]["is_correct"]
+    assert not other["evaluation"]["is_correct"] and "not known" in other["metadata"]["is_correct"]
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        *((name, True) for name in ("accuracy", "match_accuracy", "em", "exact", "pass@1", "exact_match@5")),
+        *((name, True) for name in ("acc_mutual_info", "prompt_level_strict_acc", "exact_match,strict-match")),
+        *((name, False) for name in ("f1", "exact_score", "accrued", "pass@10", "mean")),
+    ],
+)
+def test_sample_line_says_that_an_answer_is_right_where_the_metric_can(name: str, known: bool) -> None:
+    record = facts(metrics=(make_metric("facts", 1.0, name=name, n=1),))
+    log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+    [row] = sample_rows(weighed(0, right=True).model_copy(update={"scores": {name: 1.0}}), log)
+    assert (row["evaluation"]["is_correct"], "is_correct" not in row["metadata"]) == (known, known)
+    assert "interaction_type" not in row["metadata"]
+
+
+def test_sample_line_of_inspect_says_that_its_turns_are_not_known() -> None:
+    record = facts(evaluator="inspect_ai")
+    log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+    row = next(sample_rows(weighed(0, right=True), log))
+    assert "call tools" in row["metadata"]["interaction_type"]
+
+
+def test_size_of_the_data_set_is_told_only_where_all_of_it_was_asked() -> None:
+    def told(record: Record) -> int | None:
+        log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+        return log["evaluation_results"][0]["source_data"].get("samples_number")
+
+    assert told(facts()) == 40
+    assert told(facts(evaluation=facts().evaluation | {"max_eval_instances": 20})) is None
+    assert told(facts(counts=Counts(requested=40, answered=40, scored=40, skipped=2))) is None
+
+
+def settings_in(benchmark: str, **fields: Any) -> dict[str, Any]:
+    """Settings that an export tells of one benchmark's score."""
+    log = evaluation_log(facts(**fields), {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+    return next(r["generation_config"] for r in log["evaluation_results"] if r["evaluation_name"] == benchmark)
+
+
+def test_settings_of_a_part_are_those_of_what_was_asked_for_and_left_out_where_nobody_knows() -> None:
+    def examples(benchmark: str, evals: list[dict[str, Any]]) -> str | None:
+        group = make_metric("openllm").model_copy(update={"parts": {"arc_easy": 0.5, "piqa": 0.5}})
+        inner = make_metric("easy_ones").model_copy(update={"parts": {"arc_easy": 1.0}})
+        measured = (group, inner, *(make_metric(name) for name in ("arc_easy", "piqa", "gsm8k", "mine.cola", "sst2")))
+        evaluation = facts().evaluation | {"evals": evals}
+        return settings_in(benchmark, metrics=measured, evaluation=evaluation)["additional_details"].get("num_fewshot")
+
+    tag = {"name": "glue", "num_fewshot": 25}
+    several = [{"name": "openllm", "num_fewshot": 5}, {"name": "gsm8k"}, tag, tag | {"task_alias": "mine"}]
+    assert examples("sst2", [tag]) == "25", "one benchmark was asked, and this came of it"
+    assert [examples(name, several) for name in ("openllm", "easy_ones", "piqa", "mine.cola")] == ["5", "5", "5", "25"]
+    assert examples("gsm8k", several) == "the benchmark's own"
+    assert examples("sst2", several) is None
+
+
+def test_sampling_that_is_told_is_what_was_sent_and_no_default_that_another_layer_overrode() -> None:
+    def sampling(evaluator: dict[str, Any], task: dict[str, Any] | None = None) -> dict[str, Any]:
+        model = {"name": "m", "generation_params": {"temperature": 0.6, "max_new_tokens": 256}}
+        evals = [{"name": "facts", "task_kwargs": {"generation_kwargs": task or {}}}]
+        evaluation = facts().evaluation | {
+            "evals": evals, "evaluator": evaluator, "pool_config": {"model": model},
+        }  # fmt: skip
+        return settings_in("facts", evaluation=evaluation, evaluator=evaluator["name"])["generation_args"]
+
+    lm_eval = {"name": "lm_evaluation_harness", "max_gen_toks": 4096}
+    assert sampling(lm_eval) == {}, "its client sends a temperature of its own, and benchmarks their own length"
+    assert sampling(lm_eval, {"max_gen_toks": 1024, "top_p": 0.9}) == {"max_tokens": 1024, "top_p": 0.9}
+    assert sampling({"name": "inspect_ai", "temperature": 0.2, "max_tokens": 64, "top_p": None}) == {
+        "temperature": 0.2,
+        "max_tokens": 64,
+    }
+    alpaca = {"name": "alpaca_eval", "generation_params": {"temperature": None, "max_new_tokens": 512}}
+    assert sampling(alpaca) == {"temperature": 0.6, "max_tokens": 512}
+
+
+def test_settings_less_paths_and_keys_tell_the_rest() -> None:
+    secret = {
+        "data_files": "places.jsonl",
+        "api_key": "abc",
+        "hf_token": "abc",
+        "Authorization": "Bearer abc",
+        "extra_headers": {"X": "abc"},
+        "questions": "private/abc.jsonl",
+        "windows": "C:\\abc",
+        "line": "serve --model /mnt/abc",
+        "here": "../abc",
+    }
+    public = {"model": "lab/facts-7B", "max_tokens": 5, "description": "Say yes/no.", "tokenizer": "lab/tok@main"}
+    evals = [{"name": "facts", "task_kwargs": {"inner": [secret | public]}}]
+    told = settings_in("facts", evaluation=facts().evaluation | {"evals": evals})["additional_details"]["task_kwargs"]
+    assert json.loads(told) == {"inner": [public]}
 
 
 def test_uncertainty_of_an_export_is_the_recorded_one_with_the_way_to_it(tmp_path: Path) -> None:
@@ -146,6 +240,17 @@ def test_uncertainty_of_an_export_is_the_recorded_one_with_the_way_to_it(tmp_pat
     changed = uncertainty("c", alone, low=0.1, stderr=0.2)
     assert "method" not in changed["confidence_interval"]
     assert changed["standard_error"]["method"] == "the harness's own"
+
+    def without_a_way(**fields: Any) -> str | None:
+        metric = make_metric("facts", 0.9, name="total", stderr=0.01).model_copy(update=fields)
+        questions = {"facts": [question_of(sample) for sample in alone]}
+        log = evaluation_log(facts(metrics=(metric,)), questions, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+        uncertainty = log["evaluation_results"][0]["score_details"]["uncertainty"]
+        return uncertainty["confidence_interval"].get("method")
+
+    bar = normal_interval(0.9, 0.01)
+    assert without_a_way(low=bar.low, high=bar.high) == "normal, from the standard error"
+    assert without_a_way(low=0.1, high=0.95) is None
 
 
 def test_export_tells_settings_versions_and_recipe_and_no_place(tmp_path: Path) -> None:
@@ -272,6 +377,9 @@ def test_leaderboard_gets_a_merge_with_its_recipe_and_no_score_over_a_part_of_th
     merge = MergeReference(kind="mean", parameter="1+3", inputs=inputs)
     merged = gsm8k().model_copy(update={"checkpoint": gsm8k().checkpoint.model_copy(update={"merge": merge})})
     assert "weights: mean of 2, 1+3: r 1, 3, weights 0.25, 0.75" in hub_entries(merged, boards)["gsm8k"]["notes"]
+    of_a_tag = limited | {"max_eval_instances": None, "evals": [{"name": "maths"}, {"name": "mmlu"}]}
+    assert "examples" in hub_entries(gsm8k(), boards)["gsm8k"]["notes"], "the benchmark's own number"
+    assert "examples" not in hub_entries(gsm8k(evaluation=of_a_tag), boards)["gsm8k"]["notes"], "nobody knows"
     with pytest.raises(SinkFailed, match="name one of these"):
         hub_entries(gsm8k(), {"gsm8k": GSM8K.model_copy(update={"metric": "acc"})})
 
