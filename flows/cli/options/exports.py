@@ -105,8 +105,9 @@ def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted:
     """The content of a file of `.eval_results` for one checkpoint.
 
     Raises:
-        BadInput: records are of several checkpoints, or none has a leaderboard.
+        BadInput: records are of several checkpoints, were changed, or none or several have a score for a leaderboard.
     """
+    from tasks.records.verification import verified
     from tasks.sinks.backlog import sinks_in
     from tasks.sinks.forms.hub_results import as_yaml, hub_entries
     from tasks.sinks.hugging_face import HuggingFaceSink
@@ -128,11 +129,29 @@ def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted:
             found=f"{len(checkpoints)} checkpoints: {', '.join(checkpoints[:4])}",
             remedy="choose one: --run and --steps",
         )
-    entries = [
-        entry
+    made = [
+        (item, entry)
         for item in found
         for entry in hub_entries(item.record, leaderboards, source_url=sinks[0].source_url).values()
     ]
+    scored = {item.cell_uri: item for item, _ in made}
+    if changed := [cell for cell, item in scored.items() if verified(item).integrity == "changed"]:
+        raise BadInput(
+            expected="records and samples that are as they were written",
+            found=f"changed: {', '.join(changed)}",
+            remedy="assay records --verify says how; leave them out by a filter, or evaluate again",
+        )
+    places: dict[tuple[str, str], list[str]] = {}
+    for item, entry in made:
+        places.setdefault((entry["dataset"]["id"], entry["dataset"]["task_id"]), []).append(item.cell_uri)
+    for (dataset, task_id), cells in places.items():
+        if len(cells) > 1:
+            raise BadInput(
+                expected=f"one score for task {task_id} of {dataset}",
+                found=f"{len(cells)}, of {', '.join(cells)}",
+                remedy="choose one by --evaluator, --benchmark or --tag, or name the folder of its record",
+            )
+    entries = [entry for _, entry in made]
     if not entries:
         raise BadInput(
             expected=f"a score, over all questions, of {', '.join(leaderboards or every)}",

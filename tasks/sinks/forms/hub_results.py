@@ -87,7 +87,7 @@ def _entry(record: Record, metric: Metric, board: Leaderboard, source_url: str |
 def _notes(record: Record, metric: Metric, board: Leaderboard) -> list[str]:
     """Facts that a reader needs to compare it: the metric, the way of asking, the bar, and the programs."""
     examples = shots(record, metric.benchmark)
-    told = f"{examples}-shot" if isinstance(examples, int) else examples and f"{examples} number of examples"
+    asked = f"{examples}-shot" if isinstance(examples, int) else examples and f"{examples} number of examples"
     noticed = record.noticed(metric.benchmark)
     library, version = library_of(record)
     engine = record.served.get("engine") or {}
@@ -110,7 +110,7 @@ def _notes(record: Record, metric: Metric, board: Leaderboard) -> list[str]:
     }
     return [
         metric.name,
-        *([told] if told else []),
+        *([asked] if asked else []),
         *(["chat template"] if in_chat(record) else []),
         f"{metric.n:,} questions",
         *(f"{named} {numbers}" for named, numbers in known.items()),

@@ -212,8 +212,10 @@ def test_settings_less_paths_and_keys_tell_the_rest() -> None:
     }
     public = {"model": "lab/facts-7B", "max_tokens": 5, "description": "Say yes/no.", "tokenizer": "lab/tok@main"}
     evals = [{"name": "facts", "task_kwargs": {"inner": [secret | public]}}]
-    told = settings_in("facts", evaluation=facts().evaluation | {"evals": evals})["additional_details"]["task_kwargs"]
-    assert json.loads(told) == {"inner": [public]}
+    arguments = settings_in("facts", evaluation=facts().evaluation | {"evals": evals})["additional_details"][
+        "task_kwargs"
+    ]
+    assert json.loads(arguments) == {"inner": [public]}
 
 
 def test_uncertainty_of_an_export_is_the_recorded_one_with_the_way_to_it(tmp_path: Path) -> None:
@@ -396,3 +398,17 @@ def test_records_command_prints_leaderboard_entries_of_one_checkpoint(tmp_path: 
     assert "2 checkpoints" in refused(evaluations, *form)
     assert "max_eval_instances" in refused(evaluations, "--steps", "200", "--benchmark", "mmlu", *form)
     assert "leaderboards" in refused(evaluations, "--format", "eval-results")
+
+
+def test_leaderboard_entries_for_the_same_task_or_of_a_changed_record_are_refused(tmp_path: Path) -> None:
+    evaluations, sink = tmp_path / "evaluations", tmp_path / "sink.yaml"
+    cells = [publish(evaluations, gsm8k(cell=f"gsm8k-{each}", evaluation_hash=each * 16)) for each in "ab"]
+    sink.write_text(yaml.safe_dump({"kind": "hugging_face", "leaderboards": {"gsm8k": GSM8K.model_dump()}}))
+    form = ("--format", "eval-results", "--sink", str(sink))
+    text = refused(evaluations, *form)
+    assert "one score for task gsm8k of openai/gsm8k" in text and all(cell in text for cell in cells)
+    done = CliRunner().invoke(app, [cells[0], *form], catch_exceptions=False)
+    assert len(yaml.safe_load(done.stdout)) == 1
+    record = Path(cells[0]) / "record.json"
+    record.write_text(record.read_text().replace("0.4125", "0.9125"))
+    assert f"changed: {cells[0]}" in refused(Path(cells[0]), *form)
