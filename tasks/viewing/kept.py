@@ -211,10 +211,14 @@ def make_room(path: Path) -> None:
     """Removes the files beside one that were opened least lately, until all are within their bound or in use."""
     if path.exists():
         path.touch()
-    files = sorted(path.parent.glob("*.sqlite"), key=lambda file: file.stat().st_mtime, reverse=True)
+    files: list[tuple[float, int, Path]] = []
+    for file in path.parent.glob("*.sqlite"):
+        with suppress(FileNotFoundError):  # another one makes room too
+            state = file.stat()
+            files.append((state.st_mtime, state.st_size, file))
     total = 0
-    for file in files:
-        total += file.stat().st_size
+    for _, size, file in sorted(files, reverse=True):
+        total += size
         if total > _MOST_BYTES and file != path and not _is_open(file):
             _remove(file)
 

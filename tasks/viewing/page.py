@@ -29,7 +29,7 @@ CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"
 MOST_ANSWERS = IN_MEMORY
 """Answers that a file holds at most, some 30 MB where they are short."""
 MOST_BYTES = 128 * 2**20
-"""Bytes of the files of samples that a file holds at most, as they are kept: some 500 MB of text."""
+"""Bytes of the files of samples that a file holds at most, as they are kept: some 400 MB of text."""
 BESIDE_A_REPORT = 20_000
 """Answers up to which a report has such a file beside it without being asked: a second, and some 5 MB."""
 BYTES_BESIDE_A_REPORT = 16 * 2**20
