@@ -7,6 +7,7 @@ rounded to the type of the checkpoint. Tensors of integers must be the same in a
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -111,6 +112,7 @@ def merge_checkpoints(
                 storage.write_bytes(str(target), storage.read_bytes(source.uri))
                 count(source.size)
         require_unchanged()
+    inspect_model_folder(str(content)).require_complete()
     return content
 
 
@@ -186,7 +188,8 @@ def _write_average(
             if sys.platform == "linux":
                 for file, start in block.sources:
                     os.posix_fadvise(file, start + ahead, block.size, os.POSIX_FADV_WILLNEED)
-            os.pwrite(output.fileno(), _averaged(averager, block), block.at)
+            if os.pwrite(output.fileno(), _averaged(averager, block), block.at) != block.size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as many as fitted, where a disk or quota ends
             if (block.at - header_bytes) // _SYNCED_BYTES != (block.at + block.size - header_bytes) // _SYNCED_BYTES:
                 os.fsync(output.fileno())
             on_bytes(block.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -223,6 +224,22 @@ def test_checkpoint_that_changes_after_planning_or_while_it_is_averaged_ends_it_
     (folders[0] / WEIGHTS).unlink()
     with pytest.raises(IncompleteCheckpoint, match="no weights"):
         local.stage(uri, digests)
+
+
+def test_merge_that_does_not_fit_on_the_disk_is_none_and_is_made_whole_once_it_fits(tmp_path: Path) -> None:
+    folders = [write_checkpoint(tmp_path / f"step-{step}", seed=step, parameters=PARAMETERS) for step in (1, 2)]
+    uri, digests = named(folders)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, ((folders[1] / WEIGHTS).stat().st_size - 1, hard)
+    )  # the last write's part
+    try:
+        with pytest.raises(StorageError, match="No space left"):
+            staging(tmp_path).stage(uri, digests)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with staging(tmp_path).stage(uri, digests) as staged:
+        assert (staged.path / WEIGHTS).stat().st_size == (folders[1] / WEIGHTS).stat().st_size
 
 
 def test_killed_merge_goes_on_after_the_last_file_that_it_finished(tmp_path: Path) -> None:
