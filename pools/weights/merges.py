@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, get_args
@@ -53,6 +53,20 @@ class Source:
     def __str__(self) -> str:
         quoted = "".join(_RESERVED.get(letter, letter) for letter in self.location)
         return f"{quoted}@{self.steps}" if self.steps else quoted
+
+    @property
+    def last(self) -> int | None:
+        """Number of checkpoints, where it takes the last so many."""
+        return int(self.steps.removeprefix("last:")) if self.steps.startswith("last:") else None
+
+    def taken(self, known: Collection[int]) -> list[int]:
+        """Return the steps that it takes of some; those that it lists in its order, whether they are known or not."""
+        if self.last is not None:
+            return sorted(known)[-self.last :]
+        first, dots, end = self.steps.partition("..")
+        if not dots:
+            return list(map(int, self.steps.split("+")))
+        return [step for step in sorted(known) if int(first or 0) <= step <= (int(end) if end else step)]
 
 
 @dataclass(frozen=True)
@@ -153,12 +167,20 @@ def merge_of(location: str) -> Merge | None:
     parameter = parts.pop() if len(parts) > 1 and parameters.fullmatch(parts[-1]) else ""
     if not all(parts) or any(set("()") & set(part) for part in parts):
         raise BadInput(expected=_EXAMPLES, found=location, remedy="write it so; in paths, %2C for a comma, %28 and %29")
+    if kind != "wsm":
+        parameter = "+".join(map(_shortest, filter(None, parameter.split("+"))))
     merge = Merge(kind, tuple(map(_source, parts)), parameter or ("linear" if kind == "wsm" else ""))
     if all(not source.steps for source in merge.sources):
         merge.weights(len(parts))
     elif kind != "mean":  # whose shares are counted when the steps are known
         merge.weights(2)
     return merge
+
+
+def _shortest(number: str) -> str:
+    """A number without needless zeros, so that those which are equal make one name."""
+    whole, _, part = number.partition(".")
+    return ".".join(filter(None, [whole.lstrip("0") or "0", part.rstrip("0")]))
 
 
 def locations_of(location: str) -> tuple[str, ...]:

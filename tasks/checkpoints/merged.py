@@ -113,13 +113,15 @@ def _chosen(source: Source, found: Sequence[Checkpoint]) -> list[Checkpoint]:
             )
         return list(found)
     by_step = _by_step(found)
-    if source.steps.startswith("last:"):
-        return _last(int(source.steps.removeprefix("last:")), source, by_step)
-    first, dots, end = source.steps.partition("..")
-    if dots:
-        low, high = int(first or 0), int(end) if end else max(by_step, default=0)
-        return [checkpoint for step, checkpoint in by_step.items() if low <= step <= high]
-    wanted = list(map(int, source.steps.split("+")))
+    if source.last is not None:
+        by_step = {step: checkpoint for step, checkpoint in by_step.items() if checkpoint.complete}
+        if len(by_step) < source.last:
+            raise NoCheckpoints(
+                expected=f"{source.last} complete checkpoints at {source.location}",
+                found=f"{len(by_step)}",
+                remedy="wait until they are written, or name fewer",
+            )
+    wanted = source.taken(by_step)
     if missing := [str(step) for step in wanted if step not in by_step]:
         raise NoCheckpoints(
             expected=f"checkpoints of the steps {', '.join(map(str, wanted))} at {source.location}",
@@ -127,17 +129,6 @@ def _chosen(source: Source, found: Sequence[Checkpoint]) -> list[Checkpoint]:
             remedy="correct the steps, or wait until they are written",
         )
     return [by_step[step] for step in wanted]
-
-
-def _last(count: int, source: Source, by_step: dict[int, Checkpoint]) -> list[Checkpoint]:
-    complete = [checkpoint for checkpoint in by_step.values() if checkpoint.complete]
-    if len(complete) < count:
-        raise NoCheckpoints(
-            expected=f"{count} complete checkpoints at {source.location}",
-            found=f"{len(complete)}",
-            remedy="wait until they are written, or name fewer",
-        )
-    return complete[-count:]
 
 
 def _by_step(found: Sequence[Checkpoint]) -> dict[int, Checkpoint]:

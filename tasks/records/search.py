@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -157,7 +157,7 @@ def _inputs(merge: Merge, checkpoints: Iterable[CheckpointReference]) -> list[tu
     inputs: list[tuple[str, int]] = []
     for source in merge.sources:
         run, _, step = name_of(source.location)
-        inputs += [(run, step) for step in (steps_among(source.steps, known[run]) if source.steps else [step])]
+        inputs += [(run, step) for step in (source.taken(known[run]) if source.steps else [step])]
     return inputs
 
 
@@ -177,16 +177,6 @@ def _is_made_so(checkpoint: CheckpointReference, merge: Merge, inputs: Sequence[
         and (made.kind, made.parameter, len(of)) == (merge.kind, merge.parameter, len(inputs))
         and all(run in runs and step == other for (run, step), (runs, other) in zip(inputs, of, strict=True))
     )
-
-
-def steps_among(text: str, known: Collection[int]) -> list[int]:
-    """The steps that a text such as `last:5`, `1000..2000` or `1000+2000` takes of some, in order."""
-    if text.startswith("last:"):
-        return sorted(known)[-int(text.removeprefix("last:")) :]
-    first, dots, last = text.partition("..")
-    if not dots:
-        return sorted(map(int, text.split("+")))
-    return [step for step in sorted(known) if int(first or 0) <= step <= (int(last) if last else step)]
 
 
 def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], list[FoundRecord]]) -> list[FoundRecord]:

@@ -23,6 +23,8 @@ KINDS = (("mean", ""), ("ema", "0.9"), ("wsm", "linear"), ("wsm", "cosine"), ("w
         ("wsm(a@1+2+3)", [Source("a", "1+2+3")], "linear"),
         ("interpolate(a@1000, b@2000, 0.3)", [Source("a", "1000"), Source("b", "2000")], "0.3"),
         ("mean(models:/llama@prod, a/step-3)", [Source("models:/llama@prod"), Source("a/step-3")], ""),
+        ("ema(a@last:5, 00.90)", [Source("a", "last:5")], "0.9"),
+        ("mean(a, b, 10+1.0)", [Source("a"), Source("b")], "10+1"),
         ("mean(a/x%2Cy@2, ./3, 1+3)", [Source("a/x,y", "2"), Source("./3")], "1+3"),
     ],
 )
@@ -31,6 +33,14 @@ def test_merge_name_of_every_form_says_what_goes_in(name: str, sources: list[Sou
     assert merge is not None
     assert (list(merge.sources), merge.parameter) == (sources, parameter)
     assert merge_of(str(merge)) == merge
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [("last:2", [3, 4]), ("2..3", [2, 3]), ("..2", [1, 2]), ("3..", [3, 4]), ("..", [1, 2, 3, 4]), ("4+1", [4, 1])],
+)
+def test_steps_of_a_name_are_taken_among_those_that_are_known(text: str, taken: list[int]) -> None:
+    assert Source("a", text).taken({4, 2, 1, 3}) == taken
 
 
 @pytest.mark.parametrize("location", ["runs/a", "gs://b/mean/step-1", "/r/(a)", "median(a@1)", "./mean(a)"])
