@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,13 +108,20 @@ def alerts_in(
     alerts: list[Alert] = []
     for run, checkpoints in runs.items():
         in_order = dict(sorted(checkpoints.items()))
-        apart_from_others = sharing_no_input(in_order.values())
-        kept = {place: checkpoint for place, checkpoint in in_order.items() if checkpoint in apart_from_others}
-        of_run = {
-            series: {place: values[place] for place in values if place in kept} for series, values in found[run].items()
-        }
-        alerts += _of_run(kept, of_run, qualifications, checkpoints_between_false_alarms)
+        of_run = {series: _sharing_no_input(in_order, values) for series, values in found[run].items()}
+        alerts += _of_run(in_order, of_run, qualifications, checkpoints_between_false_alarms)
     return alerts
+
+
+def _sharing_no_input(
+    checkpoints: Mapping[tuple[int, str], CheckpointReference], values: Mapping[tuple[int, str], _Value]
+) -> dict[tuple[int, str], _Value]:
+    """A series as it is; one of merged checkpoints without those that share an input with the one before in it."""
+    places = [place for place in checkpoints if place in values]
+    if not any(checkpoints[place].merge for place in places[:1]):
+        return dict(values)
+    apart = sharing_no_input(checkpoints[place] for place in places)
+    return {place: values[place] for place in places if checkpoints[place] in apart}
 
 
 def _is_beside_a_group(metric: Metric, record: Record) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from tasks.gates.baselines import Baseline, baseline_of
 from tasks.gates.gate import BaselineRule, Gate
 from tasks.gates.verdict import judge, judged_checkpoints
 from tasks.records.current import how_merged, merged_by
-from tasks.records.record import Record, find_records
-from tasks.records.search import records_of_checkpoints, steps_among
+from tasks.records.record import Record, find_records, sealed
+from tasks.records.search import records_of_checkpoints
 from tasks.reports.charts import chart_of
 from tasks.reports.noises import last_means, wavering
 from tasks.reports.page import curves_svg, render_report, results_rows
@@ -94,6 +95,10 @@ def test_alert_is_on_the_curve_of_its_own_kind_and_no_merged_score_ends_one_of_w
     assert (alert.run, alert.checkpoint) == (MERGED, fallen[-1].checkpoint.name)
     assert alerts_in(means_of([*STEADY, DROP], apart=1)) == [], "seven that share no input are too few"
 
+    each = means_of([value for falling in (*STEADY, DROP) for value in (0.6, falling)] + [0.6], apart=2)
+    asked = [record.model_copy(update={"evaluation_hash": "0" * 64}) for record in each[::2]]
+    assert len(alerts_in([*asked, *each[1::2]])) == 1, "what another suite is asked at takes none of these away"
+
     for record in [*run_of([*STEADY, *[0.6] * 43]), *fallen]:
         publish(tmp_path, record)
     [news] = find_news(str(tmp_path / "run-a"), since=FIRST - timedelta(days=1))
@@ -150,14 +155,6 @@ def test_how_a_checkpoint_was_merged_says_weights_that_differ():
 # Names
 
 
-@pytest.mark.parametrize(
-    ("text", "taken"),
-    [("last:2", [3, 4]), ("2..3", [2, 3]), ("..2", [1, 2]), ("3..", [3, 4]), ("..", [1, 2, 3, 4]), ("4+1", [1, 4])],
-)
-def test_steps_of_a_name_are_taken_among_those_that_are_known(text: str, taken: list[int]):
-    assert steps_among(text, {4, 2, 1, 3}) == taken
-
-
 @pytest.fixture
 def evaluations(tmp_path: Path) -> Path:
     """Records of three checkpoints and of their mean, each with ten questions."""
@@ -181,6 +178,40 @@ def test_merged_checkpoint_is_found_by_the_name_in_records_and_by_what_it_is_mad
     for text in (name, f"{evaluations}:{name}"):
         [found] = records_of_checkpoints([text], evaluation_path=str(evaluations))
         assert [each.record.checkpoint.name for each in found] == ["run-a-100-to-300-mean3"]
+
+
+def test_steps_one_by_one_mean_the_merged_checkpoint_of_that_order(tmp_path: Path):
+    for kind, parameter, steps in (
+        ("interpolate", "0.3", (100, 200)),
+        ("interpolate", "0.3", (200, 100)),
+        ("mean", "1+3", (200, 100)),
+        ("ema", "0.9", (100, 200)),
+    ):
+        publish(tmp_path, of_kind(merged_record(steps), kind, parameter))
+    for text, name in (
+        ("interpolate(run-a@100+200, 0.3)", "run-a-100-to-200-interpolate-0.3"),
+        ("interpolate(run-a@200+100, 0.30)", "run-a-200-to-100-interpolate-0.3"),
+        ("mean(run-a@200+100, 1+3)", "run-a-200-to-100-mean-1+3"),
+        ("ema(run-a@last:2, 0.90)", "run-a-100-to-200-ema-0.9"),
+    ):
+        [found] = records_of_checkpoints([text], evaluation_path=str(tmp_path))
+        assert [each.record.checkpoint.name for each in found] == [name], text
+    with pytest.raises(BadInput):
+        records_of_checkpoints(["mean(run-a@100+200, 1+3)"], evaluation_path=str(tmp_path))
+
+
+def of_kind(record: Record, kind: str, parameter: str) -> Record:
+    """A merged record's like of another kind of merge."""
+    found = record.checkpoint
+    assert found.merge is not None
+    steps = f"{found.merge.inputs[0].step}-to-{found.step}"
+    changes = {
+        "name": f"{found.run}-{steps}-{kind}-{parameter}",
+        "digest": sha256(f"{found.digest} {kind} {parameter}".encode()).hexdigest(),
+        "merge": found.merge.model_copy(update={"kind": kind, "parameter": parameter}),
+    }
+    checkpoint = found.model_copy(update=changes)
+    return sealed(record.model_copy(update={"checkpoint": checkpoint, "cell": f"{record.cell}-{kind}-{steps}"}))
 
 
 def test_step_of_a_run_means_the_written_checkpoint_and_an_unknown_merge_is_refused(evaluations: Path):
