@@ -24,16 +24,26 @@ def with_means(checkpoints: Sequence[SeenCheckpoint], wanted: Iterable[Inputs]) 
         checkpoints: as they are listed.
         wanted: the inputs of each mean, by their steps; those of one step are no mean.
     """
-    by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints}
+    by_step: dict[int, list[SeenCheckpoint]] = defaultdict(list)
+    for checkpoint in sorted(checkpoints, key=lambda seen: (seen.kind not in SERVED, not seen.complete)):
+        by_step[checkpoint.step].append(checkpoint)
     means = [_mean([by_step[step] for step in steps]) for steps in sorted(wanted) if len(steps) > 1]
     return sorted([*checkpoints, *means], key=lambda checkpoint: checkpoint.step) if means else [*checkpoints]
 
 
-def _mean(inputs: Sequence[SeenCheckpoint]) -> SeenCheckpoint:
+def _mean(found: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
+    """The mean of the first checkpoint found of each step."""
+    inputs = [first for first, *_ in found]
     uri = str(Merge.of_folders("mean", [checkpoint.uri for checkpoint in inputs]))
     _, name, step = name_of(uri)
     others = [checkpoint for checkpoint in inputs if checkpoint.kind not in SERVED]
     problems = [f"{seen.name}: {'; '.join(seen.problems)}" for seen in inputs if seen.problems]
+    problems += [
+        f"two checkpoints of step {first.step}, {first.uri} and {other.uri}: remove one of them"
+        for first, *more in found
+        for other in more[:1]
+        if first.complete and other.complete and other.kind in SERVED
+    ]
     problems += [f"{seen.name}: averages are made of exports to Hugging Face format" for seen in others]
     return SeenCheckpoint(
         uri,
@@ -69,7 +79,7 @@ def past_means(
     """Hashes of the evaluations of means that were recorded and have lost an input since, by last step and number.
 
     Where old checkpoints are deleted, others take their place among the last so many, and nobody wants the mean of
-    those: the one that is recorded stands.
+    those: the one that is recorded stands. Of uneven steps only the first and the last are known.
 
     Args:
         recorded: the states of each checkpoint with a succeeded record, by its name.

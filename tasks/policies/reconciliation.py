@@ -62,8 +62,18 @@ class RunListing:
     def taken_by(self, rules: Sequence[CheckpointRule], *, final_step: int | None) -> set[Inputs]:
         """The checkpoints that some rules take; see `eligible`."""
         written = [checkpoint for checkpoint in self.checkpoints if not checkpoint.merged]
-        complete = [checkpoint.step for checkpoint in written if checkpoint.complete]
-        return eligible(rules, complete, listed=[checkpoint.step for checkpoint in written], final_step=final_step)
+        averaged = [checkpoint for checkpoint in written if checkpoint.kind in SERVED] or written
+        merging = [rule for rule in rules if rule.merged is not None]
+        return eligible(
+            [rule for rule in rules if rule.merged is None],
+            [checkpoint.step for checkpoint in written if checkpoint.complete],
+            final_step=final_step,
+        ) | eligible(
+            merging,
+            [checkpoint.step for checkpoint in averaged if checkpoint.complete],
+            listed=[checkpoint.step for checkpoint in averaged],
+            final_step=final_step,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,24 @@ def test_merged_cell_of_checkpoints_in_another_layout_is_not_served_and_says_why
     assert cell.state == "not_served" and "exports to Hugging Face format" in (cell.reason or "")
 
 
+def test_merged_cell_is_of_exports_alone_where_the_run_has_any():
+    exports, latest = run(100, 200, 300), CheckpointRule(which="latest", merged="last 3")
+    native = [checkpoint(step, kind="levanter") for step in (150, 250, 350)]
+    every = CheckpointRule(every_n_steps=100, merged="last 3")
+    found = decide(sorted([*exports, *native], key=lambda seen: seen.step), every, latest)
+    assert states(found) == {"a-100-to-300-mean3": "work"}
+
+
+def test_merged_cell_of_a_step_with_two_checkpoints_waits_until_one_is_gone_unless_one_alone_is_whole():
+    again = checkpoint(4000, uri="/r/a/hf/checkpoint-4000")
+    [cell] = decide([*run(2000, 3000, 4000), again], EVERY_SECOND).others
+    assert cell.state == "waiting" and f"/r/a/hf/step-4000 and {again.uri}" in (cell.reason or "")
+    for kind in ("huggingface", "levanter"):
+        half = replace(again, kind=kind, problems=("no weights",))
+        found = [cell for cell in decide([*run(2000, 3000, 4000), half], EVERY_SECOND).work if cell.checkpoint.merged]
+        assert [cell.checkpoint.uri.count("step-") for cell in found] == [3]
+
+
 @pytest.mark.parametrize(
     ("name", "known"),
     [
