@@ -120,11 +120,12 @@ def checkpoints(
     path: Annotated[
         str, typer.Argument(help="A checkpoint, a run that holds them, or the name of a merged one.", metavar="PATH")
     ],
-    folder: Annotated[Path | None, typer.Argument(help="With --materialize, the folder.", show_default=False)] = None,
+    folder: Annotated[str | None, typer.Argument(help="With --materialize, the folder.", show_default=False)] = None,
     materialize: Annotated[bool, typer.Option("--materialize", help="Write a merged checkpoint to FOLDER.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show which checkpoints are there, and which are complete or why not."""
+    from resources.storage import storage
     from tasks.checkpoints.discovery import find_checkpoints
 
     if materialize != (folder is not None):
@@ -133,12 +134,14 @@ def checkpoints(
             found="--materialize alone" if materialize else f"{folder} alone",
             remedy="for example: assay checkpoints --materialize 'mean(runs/a@last:5)' averaged",
         )
+    if folder is not None and not storage.is_local(folder):
+        raise BadInput(expected="a folder of this machine", found=folder, remedy="write it here, and copy it there")
     found = find_checkpoints(path)
     if folder is not None:
         from tasks.checkpoints.merged import write_merged
 
-        write_merged(found[0], folder)
-        found = find_checkpoints(str(folder))
+        write_merged(found[0], storage.local_path(folder))
+        found = find_checkpoints(folder)
     if as_json:
         keys = ("uri", "run", "name", "step", "kind", "complete", "problems")
         print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in found])

@@ -90,8 +90,8 @@ def run_folder_of(uri: str) -> str:
 
 def place_of(uri: str) -> str:
     """The place of a checkpoint for as long as it is the same one: rewritten, and moved into `hf` or out of it, too."""
-    if merge_of(uri) is not None:
-        return uri
+    if (merge := merge_of(uri)) is not None:
+        return str(merge.with_locations(place_of))
     return storage.join(run_folder_of(uri), storage.basename(_without_export(uri)))
 
 

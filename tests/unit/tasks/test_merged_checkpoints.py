@@ -19,6 +19,7 @@ from tasks.checkpoints.discovery import find_checkpoints
 from tasks.generation.config import GenerationConfig
 from tasks.running.cells import plan_cells
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import place_of
 from tasks.spec.paths import is_relative
 from tasks.spec.suites import SuiteRequest
 
@@ -130,6 +131,15 @@ def test_cell_of_a_merged_checkpoint_is_not_that_of_its_last_one_and_says_how_it
     assert cell(merged.reference.uri).uri != merged.uri
 
 
+def test_place_of_a_merged_checkpoint_is_one_however_its_inputs_are_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    written = place_of(f"mean({run}/hf/step-30, {run}/hf/step-40, 1.0+3)")
+    assert place_of("mean(llama/step-30, ./llama/hf/step-40/, 1+3)") == written
+    assert place_of("mean(llama/step-20, llama/hf/step-40, 1+3)") != written
+
+
 def test_checkpoints_that_do_not_belong_together_are_refused_when_they_are_looked_at(run: Path) -> None:
     (run / "hf" / "step-30" / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"the tokenizer differs \(tokenizer.json\)"):
@@ -211,6 +221,7 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
         (["--materialize", "{run}/hf/step-40", "{run}/x"], "the name of a merged checkpoint"),
         (["--materialize", "mean({run}@last:2)"], "and a folder"),
         (["mean({run}@last:2)", "{run}/x"], "and a folder"),
+        (["--materialize", "mean({run}@last:2)", "gs://bucket/x"], "a folder of this machine"),
     ],
 )
 def test_writing_of_what_is_no_merged_checkpoint_or_to_nowhere_is_refused(
