@@ -69,8 +69,11 @@ def gate(
     as_json: Json = False,
 ) -> None:
     """Say GO (exit code 0) or NO-GO (1) on recorded results, with the reasons."""
+    from resources.errors import BadInput
     from tasks.gates.verdict import judge
 
+    if checkpoint is not None and not (run is step is None):
+        raise BadInput(expected="--checkpoint, or --run and --step", found="both", remedy="leave --run and --step out")
     wanted = load_gate(file)
     early = early or wanted.decide == "early"
     judged = (

@@ -370,9 +370,13 @@ def test_error_in_a_log_is_not_broken_into_lines_of_a_terminal(tmp_path: Path):
         (["--run", "run-z"], "runs run-a"),
         (["--records", "nowhere-at-all"], "none"),
         (["--summary", "no/such/folder/summary.md"], "No such file"),
+        (["--checkpoint", "run-a@2", "--step", "2"], "both"),
+        (["--checkpoint", "run-a@2", "--run", "run-a"], "both"),
     ],
 )
-def test_command_about_records_that_are_not_there_is_bad_input(release: Path, arguments: list[str], expected: str):
+def test_command_about_records_that_are_not_there_or_options_that_say_two_things_is_bad_input(
+    release: Path, arguments: list[str], expected: str
+):
     records = ["--records", str(release.parent / "evaluations")]
     done = CliRunner().invoke(app, ["gate", str(release), *records, *arguments])
     assert isinstance(done.exception, BadInput) and done.exception.exit_code == 3
