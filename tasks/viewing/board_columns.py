@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -31,20 +31,23 @@ _Texts = tuple[str, str, str | None, list[str]]
 
 
 class BoardColumns:
-    """Everything that is shown of a board whose samples are read.
+    """Everything that is shown of a board as far as its samples are read.
 
     Questions are in the order of the column that has most of them, then those of others. Where a column has another
     order, `_places` says at which of its places a question is.
     """
 
-    def __init__(self, board: Board, kept: KeptColumns, *, unreadable: Mapping[str, str]) -> None:
-        """Takes a board, and why samples could not be read, by their place."""
+    def __init__(self, board: Board, kept: KeptColumns, *, read: Container[str], unreadable: Mapping[str, str]) -> None:
+        """Takes a board, the places of samples that are read, and why some of these could not be, by their place."""
         self.board = board
         self._kept = kept
         self._unreadable = unreadable
+        places = [place_of(found) for found in board.records]
+        self._unread = [number for number in board.with_samples if places[number] not in read]
+        there = set(board.with_samples).difference(self._unread)
         self._columns: list[HeldColumn | None] = [
-            kept.column(place_of(found), board.shown.benchmark) if checkpoint.samples else None
-            for found, checkpoint in zip(board.records, board.shown.checkpoints, strict=True)
+            kept.column(place, board.shown.benchmark) if number in there else None
+            for number, place in enumerate(places)
         ]
         self._names, self._places = _aligned(self._columns, kept)
 
@@ -67,6 +70,7 @@ class BoardColumns:
                 for number, place in enumerate(map(place_of, self.board.records))
                 if place in self._unreadable
             },
+            unread=self._unread,
         )
 
     @cached_property

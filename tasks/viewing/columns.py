@@ -17,10 +17,14 @@ no score, and so do all bytes of a checkpoint without samples. Flags are a sum: 
 A server sends everything gzipped, with that content encoding. In a file, each name is the `data-name` of a
 `<script type="application/octet-stream">` that holds the same, gzipped, in base64.
 
-A server that has not read a benchmark's samples yet answers with status 202 and `Progress` in place of what was asked
-for; the page asks again. What goes wrong has a status of 400 or more and `{"error": text}`. A name that is not there
-has status 404 on a server, and no script in a file: pairs are in a file for neighbours, and for the first and last
-checkpoint with samples.
+A server that has read some of a benchmark's samples answers for `questions.json` with what is there: checkpoints that
+are `unread` have no score, and questions, metrics and their numbers may be others once more are read. With
+`?unread=<how many>` behind their names, scores, flags and parts are those of that answer; the page asks for all of it
+anew until none is unread. Pairs and searches, and everything while there is no score yet, are answered with status 202
+and `Progress` until all are read; the page asks again.
+
+What goes wrong has a status of 400 or more and `{"error": text}`. A name that is not there has status 404 on a server,
+and no script in a file: pairs are in a file for neighbours, and for the first and last checkpoint with samples.
 
 Two checkpoints are told apart by the bytes of a metric. The second has *won* a question where its score is the better
 one, *lost* it where it is the worse one. Of those alike, *both* have it from the middle of the scale on, on the better
@@ -123,7 +127,8 @@ class Questions:
     """Questions of a benchmark by name; `part` numbers the benchmark of a group that each is of, by `parts`.
 
     `part` is empty where there is one. `clusters` are names of shared passages, empty where no question has one.
-    `unreadable` says why the samples of a checkpoint could not be read, by its number.
+    `unreadable` says why the samples of a checkpoint could not be read, by its number. `unread` are the numbers of
+    checkpoints whose samples are still to be read.
     """
 
     ids: Sequence[str]
@@ -133,6 +138,7 @@ class Questions:
     metrics: Sequence[Scale]
     questions_per_part: int
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    unread: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import secrets
 import signal
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,7 @@ import orjson
 from aiohttp import web
 
 from resources.errors import BadInput, StorageError
-from tasks.viewing.columns import as_json, packed
+from tasks.viewing.columns import Progress, as_json, packed
 from tasks.viewing.page import CONTENT_TYPES, page_files
 from tasks.viewing.view import View
 
@@ -33,6 +34,8 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_EARLY = ("questions.json", "flags.bin", "scores/", "part/")  # that are answered while samples are still read
+_NUMBER = re.compile(r"[0-9]{1,6}")
 _PATIENCE_SECONDS = 0.5  # that a request waits for samples before it is told of progress
 _CLOSING_SECONDS = 1.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -112,24 +115,29 @@ def application(view: View, *, token: str, host: str) -> web.Application:
             kind = CONTENT_TYPES[name.rpartition(".")[2]]
             return _response(request, page_files()[name], kind)
         key, _, asked = name.partition("/")
-        if key in view.boards and (progress := await _progress(key)) is not None:
-            return web.Response(body=progress, status=202, content_type="application/json")
+        if key in view.boards:
+            early = asked.startswith(_EARLY)
+            begun = early and await asyncio.to_thread(view.has_scores, key)
+            progress = await _progress(key, patience_seconds=0.0 if begun else _PATIENCE_SECONDS)
+            if progress is not None and not (begun or (early and await asyncio.to_thread(view.has_scores, key))):
+                return web.Response(body=as_json(progress), status=202, content_type="application/json")
         if key in view.boards and asked == "search.json":
             found = await asyncio.to_thread(view.search, key, request.query.get("text", ""))
             return _response(request, as_json(found), "application/json")
-        content = await asyncio.to_thread(view.answer, name)
+        unread = request.query.get("unread", "")
+        content = await asyncio.to_thread(view.answer, name, unread=int(unread) if _NUMBER.fullmatch(unread) else None)
         if content is None:
             raise web.HTTPNotFound
         return _response(request, content, "application/octet-stream" if name.endswith(".bin") else "application/json")
 
-    async def _progress(key: str) -> bytes | None:
+    async def _progress(key: str, *, patience_seconds: float) -> Progress | None:
         """Has samples read if they are not, and tells how many are until all are."""
         if await asyncio.to_thread(view.unread, key) is None:
             return None
         if key not in reading:
             reading[key] = asyncio.ensure_future(asyncio.to_thread(view.read, key))
         running = reading[key]
-        ended, _ = await asyncio.wait([running], timeout=_PATIENCE_SECONDS)
+        ended, _ = await asyncio.wait([running], timeout=patience_seconds)
         progress = await asyncio.to_thread(view.unread, key)
         if ended:
             if reading.get(key) is running:
@@ -141,7 +149,7 @@ def application(view: View, *, token: str, host: str) -> web.Application:
                     found=f"{type(error).__name__}: {error}" if error else "some that are still not read",
                     remedy="load the page again, which reads those that are missing",
                 ) from error
-        return None if progress is None else as_json(progress)
+        return progress
 
     made = web.Application(middlewares=[guarded])
     made.router.add_route("*", "/{token}/{name:.*}", answered)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class View:
         self._unreadable: dict[str, str] = {}
         self._ended = threading.Event()
         self._samples = lru_cache(maxsize=4)(self._read_samples)
+        self._so_far: dict[str, dict[str, None]] = {}  # places that are read, by benchmark, in the order of reading
         self._joined = lru_cache(maxsize=4)(self._join)
         self._joining = threading.Lock()
         self._newest_search = object()
@@ -73,22 +74,27 @@ class View:
         return Progress(len(places) - len(missing), len(places)) if missing else None
 
     def read(self, key: str) -> None:
-        """Reads the samples of a benchmark that are not read yet; those that cannot be are passed over from then on."""
+        """Reads the samples of a benchmark that are not read yet, newest first, then from all over the run.
+
+        Those that cannot be read are passed over from then on.
+        """
         wanted, missing = self._missing(key)
+        missing = _spread(missing)
         if self._path is None or len(missing) < 2:
             for place in missing:
                 if self._ended.is_set():
                     return
                 self._take(place, partial(_read, wanted[place], self._kept))
             return
+        self._take(missing[0], partial(_read, wanted[missing[0]], self._kept))  # alone, so that it is there soonest
         workers = ProcessPoolExecutor(
-            max_workers=min(len(os.sched_getaffinity(0)), len(missing)),
+            max_workers=min(len(os.sched_getaffinity(0)), len(missing) - 1),
             mp_context=get_context("spawn"),
             initializer=_begin,
             initargs=(self._path,),
         )
         try:
-            futures = {workers.submit(_work, wanted[place]): place for place in missing}
+            futures = {workers.submit(_work, wanted[place]): place for place in missing[1:]}
             for future in as_completed(futures):
                 self._take(futures[future], future.result)
                 if self._ended.is_set():
@@ -116,11 +122,16 @@ class View:
         """Everything that can be opened."""
         return Index(self.title, searches, [board.shown for board in self.boards.values()])
 
-    def answer(self, name: str) -> bytes | None:
+    def has_scores(self, key: str) -> bool:
+        """Tells if there is something to see of a benchmark, of which more may be still to be read."""
+        return bool(self.columns(key).scales)
+
+    def answer(self, name: str, *, unread: int | None = None) -> bytes | None:
         """The content of a name, not packed; None where there is none.
 
         Args:
-            name: see `columns`; its benchmark is read.
+            name: see `columns`.
+            unread: as of when so many checkpoints were still to be read; now, if not given.
         """
         if name == "index.json":
             return as_json(self.index())
@@ -133,16 +144,16 @@ class View:
             if whole == "questions":
                 return as_json(self.columns(key).questions)
             if whole == "flags" or kind == "scores":
-                return self._bytes_of(key, asked[0] if asked else None)
+                return self._bytes_of(key, asked[0] if asked else None, unread=unread)
             if kind == "part":
-                return as_json(self.part(key, asked[0]))
+                return as_json(self.part(key, asked[0], unread=unread))
             return as_json(self.pair(key, *asked)) if len(asked) == 3 else None
         except IndexError:
             return None
 
-    def part(self, key: str, number: int, *, questions: int = 1) -> Part:
+    def part(self, key: str, number: int, *, questions: int = 1, unread: int | None = None) -> Part:
         """Texts and answers of questions in a row."""
-        columns = self.columns(key)
+        columns = self.columns(key, unread=unread)
         first, last = number * questions, min((number + 1) * questions, len(columns.questions.ids))
         if first >= last:
             raise IndexError(number)
@@ -180,13 +191,20 @@ class View:
                 found[f"{key}/part/{number}.json"] = as_json(part)
         return found
 
-    def columns(self, key: str) -> BoardColumns:
-        """The columns of a benchmark that is read; made once for requests that come side by side."""
+    def columns(self, key: str, *, unread: int | None = None) -> BoardColumns:
+        """The columns of a benchmark as far as it is read; made once for requests that come side by side."""
         with self._joining:
-            return self._joined(key)
+            wanted, unread_places = self._missing(key)
+            missing = set(unread_places)
+            so_far = self._so_far.setdefault(key, {})
+            so_far.update(dict.fromkeys(place for place in wanted if place not in missing))
+            most = len(wanted) if unread is None else max(0, len(wanted) - unread)
+            return self._joined(key, min(len(so_far), most))
 
-    def _join(self, key: str) -> BoardColumns:
-        return BoardColumns(self.boards[key], self._kept, unreadable=self._unreadable)
+    def _join(self, key: str, count: int) -> BoardColumns:
+        read = set(islice(self._so_far[key], count))
+        unreadable = {place: reason for place, reason in self._unreadable.items() if place in read}
+        return BoardColumns(self.boards[key], self._kept, read=read, unreadable=unreadable)
 
     def _read_samples(self, key: str, checkpoint: int) -> KeptSamples | None:
         try:
@@ -194,9 +212,15 @@ class View:
         except StorageError:  # the page says of the checkpoint what is wrong with them
             return None
 
-    def _bytes_of(self, key: str, metric: int | None) -> bytes:
-        columns = self.columns(key)
+    def _bytes_of(self, key: str, metric: int | None, *, unread: int | None = None) -> bytes:
+        columns = self.columns(key, unread=unread)
         return (columns.flags() if metric is None else columns.scores(metric)).tobytes()
+
+
+def _spread(places: Sequence[str]) -> list[str]:
+    """The last place first, then those that halve the widest gaps: by the number from the end, bits turned round."""
+    width = len(places).bit_length()
+    return [places[-1 - number] for number in sorted(range(len(places)), key=lambda n: f"{n:0{width}b}"[::-1])]
 
 
 def _read(found: FoundRecord, kept: KeptColumns) -> None:

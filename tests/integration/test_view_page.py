@@ -511,6 +511,36 @@ def test_search_asks_the_server_and_a_slow_server_and_a_broken_one_are_said(page
     assert "samples of step-0 are damaged" in problem and "{" not in problem
 
 
+def test_grid_of_what_is_read_so_far_grows_under_what_was_chosen(page: Page, server: ViewServer) -> None:
+    files = server.sites["large"]
+    whole = orjson.loads(files["large/questions.json"])
+    scores = np.frombuffer(files["large/scores/0.bin"], np.uint8).reshape(200, -1).copy()
+    scores[:150] = NO_SCORE
+    partly = [(200, orjson.dumps({**whole, "unread": list(range(150))}))] * 2
+    server.answers["large/questions.json"] = [*partly, (202, b'{"read": 199, "of": 200}')]
+    server.answers["large/scores/0.bin"] = [(200, scores.tobytes())] * 2
+    page.go(f"{server.url}/large/#{urlencode({'q': 'question-7', 'c': 'run/step-180'})}")
+    page.until(f"{STATUS}.trim() === '14,000 questions × 200 checkpoints, over the 50 read so far'")
+    assert "/large/large/scores/0.bin?unread=150" in server.asked
+    assert page.value("document.querySelector('#status progress').value") == 50
+    assert page.value("document.querySelector('#filter optgroup').label") == "Over the checkpoints read so far"
+    assert page.value("document.getElementById('a').value") == "run/step-150", "the first that is read"
+    page.click("document.getElementById('larger')")
+    page.until("document.getElementById('scroller').scrollHeight > 20_000")
+    page.value("document.getElementById('scroller').scrollTop = 9000")
+    page.value("document.getElementById('scroller').focus()")
+
+    page.until(f"{STATUS} === '14,000 questions × 200 checkpoints'")
+
+    kept = "[document.getElementById('scroller').scrollTop, document.activeElement.id]"
+    assert page.value(kept) == [9000, "scroller"]
+    assert page.value("[document.getElementById('a').value, document.getElementById('c').value]") == [
+        "run/step-0",
+        "run/step-180",
+    ]
+    assert "q=question-7" in page.value("location.hash")
+
+
 def test_14000_questions_at_200_checkpoints_are_drawn_in_a_page_of_few_elements_and_single_cells_can_be_hit(
     page: Page, server: ViewServer
 ) -> None:

@@ -36,7 +36,7 @@ export function showFields({ chosen, loaded, now }) {
   const names = Object.keys(FILTERS);
   fillSelect(byId("filter"), [
     ["", `all questions (${counted(loaded.table.questions)})`],
-    { label: "Over all checkpoints", options: names.slice(0, 4).map(option) },
+    { label: now.unread ? "Over the checkpoints read so far" : "Over all checkpoints", options: names.slice(0, 4).map(option) },
     { label: "Between A and B", options: names.slice(4).map(option) },
   ], chosen.filter in FILTERS ? chosen.filter : "");
   const [, reversed, sort] = /^(-?)(.*)$/.exec(chosen.sort);

@@ -29,10 +29,11 @@ export function follow({ benchmark, chosen, loaded, matching }) {
   const columns = remembered("columns", [benchmark, run], () =>
     [...checkpoints.keys()].filter((column) => !run || checkpoints[column].run === run));
   const metric = loaded ? loaded.questions.metrics[loaded.metric].name : chosen.m || benchmark.metrics[0];
-  const base = { missing: [], benchmark, checkpoints, runs, run, columns, metric };
+  const unread = columns.filter((column) => checkpoints[column].unread).length;
+  const base = { missing: [], unread, benchmark, checkpoints, runs, run, columns, metric };
   if (!loaded) return base;
   const { table, names } = loaded;
-  const answered = columns.filter((column) => checkpoints[column].samples);
+  const answered = columns.filter((column) => checkpoints[column].samples && !checkpoints[column].unread);
   const missing = [];
   const named = (label, otherwise) => {
     const place = label ? checkpoints.findIndex((checkpoint) => labelOf(checkpoint) === label) : -1;

@@ -44,10 +44,10 @@ export class Grid {
     this.scroller.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
   }
 
-  /** Shows rows and columns of a table; `ids` may still be on their way. */
-  show({ table, rows, columns, ids }) {
-    const again = table === this.table && rows.length === this.rows.length;
-    Object.assign(this, { table, rows, columns, ids, whole: null });
+  /** Shows rows and columns of a table, scrolled as before if it is `of` what it was and only has more columns read. */
+  show({ table, rows, columns, ids, of }) {
+    const again = table === this.table ? rows.length === this.rows.length : of === this.of;
+    Object.assign(this, { table, rows, columns, ids, of, whole: null });
     this.cursor.row = Math.max(0, Math.min(this.cursor.row, rows.length - 1));
     this.cursor.place = Math.max(0, Math.min(this.cursor.place, columns.length - 1));
     if (!again) this.scroller.scrollTop = 0;

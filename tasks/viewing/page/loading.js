@@ -16,16 +16,19 @@ export async function loadBenchmark(source, benchmark, wanted, { kept, signal, w
     Object.assign(benchmark.checkpoints[number], { samples: false, note });
   }
   if (!questions.metrics.length) return null;
+  const unread = new Set(questions.unread);
+  benchmark.checkpoints.forEach((checkpoint, number) => Object.assign(checkpoint, { unread: unread.has(number) }));
+  const asOf = unread.size ? `?unread=${unread.size}` : "";
   const metric = chosenMetric(questions.metrics, benchmark.metrics, wanted);
   if (same?.metric === metric) return same;
   const size = questions.ids.length * benchmark.checkpoints.length;
   const [scores, flags] = await Promise.all([
-    source.column(`${benchmark.key}/scores/${metric}.bin`, size, { signal, waited }),
-    same?.flags ?? source.column(`${benchmark.key}/flags.bin`, size, { signal, waited }),
+    source.column(`${benchmark.key}/scores/${metric}.bin${asOf}`, size, { signal, waited }),
+    same?.flags ?? source.column(`${benchmark.key}/flags.bin${asOf}`, size, { signal, waited }),
   ]);
   const runs = benchmark.checkpoints.map(({ run }) => run);
   const table = new ScoreTable({ scores, flags, scale: questions.metrics[metric], runs });
-  return { key: benchmark.key, questions, metric, flags, table, names: same?.names ?? namesOf(questions) };
+  return { key: benchmark.key, asOf, questions, metric, flags, table, names: same?.names ?? namesOf(questions) };
 }
 
 /** Number of the metric of a name, else of the first that the benchmark publishes and its questions have. */

@@ -17,6 +17,7 @@ import { rowTable } from "./rows.js";
 import { ViewError, openSource } from "./source.js";
 
 const TYPED_MILLISECONDS = 250;
+const READ_MILLISECONDS = 1500; // after which what was read since is drawn
 const NOTES = 3; // that are said where no question can be opened
 const LEFT = 50; // room for the range of a curve without a grid below it
 const narrow = matchMedia("(max-width: 999px)");
@@ -28,6 +29,7 @@ let now = null; // everything that follows from what was chosen
 let search = { text: "", hits: null, stop: null, complete: true };
 let loading = null;
 let turn = 0;
+let next = null; // time at which more is read
 let tableBegins = null; // first row of the table, null for the picture
 let inWindow = { begin: 0, end: 0, left: 0, columnWidth: 1, scrollLeft: 0 };
 
@@ -43,8 +45,9 @@ function choose(patch, { step = false } = {}) {
   show();
 }
 
-async function show() {
+async function show({ anew = false } = {}) {
   const mine = ++turn;
+  clearTimeout(next);
   try {
     const benchmark = index.benchmarks.find(({ key }) => key === chosen.b) ?? index.benchmarks[0];
     if (!benchmark) return sayEmpty("Nothing to open yet", "No record was found here. Evaluate a checkpoint, or open the folder that has the records: assay view FOLDER.");
@@ -52,8 +55,8 @@ async function show() {
     loading = new AbortController();
     showBenchmarks(index, benchmark);
     if (loaded?.key !== benchmark.key) sayLoading();
-    const waited = (progress) => mine === turn && sayEmpty("Loading questions", progressText(progress), { progress });
-    const found = await loadBenchmark(source, benchmark, chosen.m, { kept: loaded, signal: loading.signal, waited });
+    const waited = (progress) => mine === turn && !anew && sayEmpty("Loading questions", progressText(progress), { progress });
+    const found = await loadBenchmark(source, benchmark, chosen.m, { kept: anew ? null : loaded, signal: loading.signal, waited });
     if (mine !== turn) return undefined;
     byId("problem").hidden = true;
     loaded = found;
@@ -62,15 +65,26 @@ async function show() {
     if (now.missing.length) sayMissing(now.missing);
     showFields({ chosen, loaded, now });
     showGrid();
-    showPane();
+    if (loaded?.asOf) next = setTimeout(showMore, READ_MILLISECONDS);
+    await showPane();
   } catch (error) {
     if (mine === turn && error.name !== "AbortError") sayProblem(error);
   }
   return undefined;
 }
 
+/** Draws what was read since, and leaves the focus where it was. */
+async function showMore() {
+  const focused = document.activeElement;
+  const around = focused?.closest("#table, #question-pane, #pair-pane");
+  const alike = () => [...around.querySelectorAll(focused.localName)];
+  const place = around ? alike().indexOf(focused) : -1;
+  await show({ anew: true });
+  if (place >= 0 && !focused.isConnected && document.activeElement === document.body) alike()[place]?.focus({ preventScroll: true });
+}
+
 function showGrid() {
-  const { checkpoints, columns, rows, found, table, names, a, b, question } = now;
+  const { checkpoints, columns, rows, found, table, names, a, b, question, unread } = now;
   byId("tools").hidden = byId("above").hidden = byId("legend").hidden = !loaded;
   byId("frame").hidden = !loaded;
   if (!loaded) {
@@ -81,12 +95,16 @@ function showGrid() {
     const width = byId("curve").clientWidth;
     return followGrid({ left: LEFT, columnWidth: (width - LEFT) / columns.length, scrollLeft: 0, width, begin: 0, end: 0 });
   }
-  if (search.text !== chosen.text) startSearch();
-  const searching = chosen.text && search.hits === null;
+  if (search.text !== chosen.text && !(unread && chosen.text)) startSearch();
+  const searching = chosen.text && (search.hits === null || search.text !== chosen.text);
   const of = `${plural(table.questions, "question")} × ${plural(columns.length, "checkpoint")}`;
-  byId("status").textContent = searching
-    ? "Searching …"
-    : (rows.length === table.questions ? of : `${counted(rows.length)} of ${of}`) + (chosen.text && !search.complete ? ", the search stopped early" : "");
+  const waits = unread > 0 && [
+    `, over the ${counted(columns.length - unread)} read so far `,
+    element("progress", { value: columns.length - unread, max: columns.length, "aria-label": "Checkpoints read" }),
+  ];
+  byId("status").replaceChildren(...[searching
+    ? (unread ? `Searching when all are read: ${of}` : "Searching …")
+    : (rows.length === table.questions ? of : `${counted(rows.length)} of ${of}`) + (chosen.text && !search.complete ? ", the search stopped early" : ""), waits].flat().filter(Boolean));
   remembered("legend", [table, found], () => showLegend(now));
   if (!rows.length && !searching) {
     const all = element("button", { type: "button", click: () => choose({ filter: "", text: "" }) }, "Show all questions");
@@ -102,7 +120,7 @@ function showGrid() {
     return undefined;
   }
   const shown = [table, rows, columns, names];
-  remembered("shown", shown, () => grid.show({ table, rows, columns, ids: names }));
+  remembered("shown", shown, () => grid.show({ table, rows, columns, ids: names, of: `${loaded.key} ${now.metric}` }));
   remembered("marked", [...shown, a, b, question], () => grid.mark({ a, b, question }));
   return undefined;
 }
@@ -142,6 +160,7 @@ function describe([begin, end], place) {
   const marks = together ? 0 : table.marks(columns[place])[rows[begin]];
   if (marks & CUT) lines.push(element("span", {}, "cut at the length limit"));
   if (marks & WITHHELD) lines.push(element("span", {}, "withheld or left out"));
+  if (checkpoint.unread) lines.push(element("span", {}, "not read yet"));
   if (!checkpoint.samples) lines.push(element("span", {}, checkpoint.note ?? "no samples were kept"));
   return lines;
 }
@@ -192,7 +211,7 @@ async function showPair() {
   const nameOf = (first, second) => `${loaded.key}/pairs/${loaded.metric}-${first}-${second}.json`;
   pane.classList.add("busy");
   try {
-    const pair = (await remembered("pair", [nameOf(a, b)], async () =>
+    const pair = now.unread ? { reason: "not all samples are read yet" } : (await remembered("pair", [nameOf(a, b)], async () =>
       (await source.json(nameOf(a, b))) ?? (source.embedded ? turned(await source.json(nameOf(b, a))) : null))) ?? ownTest();
     if (mine !== turn) return undefined;
     const shown = { names: [a, b].map((column) => titleOf(checkpoints[column], now.runs.length > 1)), pair, counts: pairs.counts, questions: table.questions, filter: chosen.filter, rows, ids: names, metric };
@@ -227,12 +246,12 @@ async function showQuestion() {
   const pane = byId("question-pane");
   const { question, rows, names, checkpoints, columns, found, table, a, b } = now;
   if (question === null) {
-    const says = chosen.q ? `This benchmark has no question called ${chosen.q}.` : "Choose a question: click a cell of the grid, or press Enter on it.";
+    const says = chosen.q ? `This benchmark has no question called ${chosen.q}${now.unread ? " among what is read so far" : ""}.` : "Choose a question: click a cell of the grid, or press Enter on it.";
     return pane.replaceChildren(element("p", { class: "muted" }, says));
   }
   pane.classList.add("busy");
   try {
-    const part = await source.part(loaded.key, Math.floor(question / loaded.questions.questions_per_part));
+    const part = await source.part(loaded.key, Math.floor(question / loaded.questions.questions_per_part), { asOf: loaded.asOf });
     if (mine !== turn) return undefined;
     const asked = part.questions[question - part.first];
     const [first, second] = [a, b].map((column) => (column === null ? undefined : asked.answers[column]?.[0]?.output));
@@ -243,7 +262,9 @@ async function showQuestion() {
     };
     const view = questionView(shown, { chosen: (column, asA) => choose(marked(column, asA)) });
     const focus = document.activeElement?.closest(".strip, .walk") && pane.contains(document.activeElement) ? document.activeElement.textContent : null;
+    const unfolded = pane.querySelector("details")?.open && view.querySelector("details");
     pane.replaceChildren(walk(rows.indexOf(question)), view);
+    if (!moved && unfolded) view.querySelector("details").open = true;
     pane.dataset.question = names[question];
     if (focus) [...pane.querySelectorAll(".walk button")].find((button) => button.textContent === focus)?.focus();
     else if (focus === "") pane.querySelector(".strip button.b")?.focus();

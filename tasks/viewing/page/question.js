@@ -166,8 +166,9 @@ function answersSideBySide({ metric, checkpoints, table, question, a, b, scoreTe
               : element("pre", { tabindex: "0", role: "group", "aria-label": `Answer at ${letter.toUpperCase()}` },
                   diff ? diff[side].map(([text, changed]) => (changed ? element(side ? "ins" : "del", {}, text) : text)) : answer.output),
           ])
-        : element("p", { class: "muted nothing" }, checkpoint.samples
-            ? "This checkpoint was not asked the question."
+        : element("p", { class: "muted nothing" }, checkpoint.unread
+            ? "The samples of this checkpoint are not read yet."
+            : checkpoint.samples ? "This checkpoint was not asked the question."
             : checkpoint.note ?? "No answers of this checkpoint were kept.");
       return element("section", { class: "answer", "aria-label": `Answer of ${checkpoint.name}` }, heading, body);
     })),

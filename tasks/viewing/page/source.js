@@ -1,7 +1,7 @@
 /** Where the page gets its data: from the server that it came from, or out of the file that it stands in. */
 
 const MOST_KEPT_CHARACTERS = 48e6; // of parts of texts, which are the only large thing that is not needed all the time
-const ASKED_AGAIN_MILLISECONDS = 400;
+const ASKED_AGAIN_MILLISECONDS = 200;
 
 /** Something could not be shown. It says what was expected, what was found and what to do. */
 export class ViewError extends Error {
@@ -47,8 +47,8 @@ export class Source {
   }
 
   /** Texts and answers of some questions; the latest are kept. */
-  async part(key, number, options) {
-    const name = `${key}/part/${number}.json`;
+  async part(key, number, { asOf = "", ...options } = {}) {
+    const name = `${key}/part/${number}.json${asOf}`;
     const found = this.kept.get(name) ?? (await this.readPart(name, options));
     this.kept.delete(name);
     this.kept.set(name, found); // the last is the one used last

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
@@ -26,10 +27,11 @@ from resources.errors import StorageError
 from resources.jobs.addresses import own_address
 from resources.storage import storage
 from tasks.records.details import MergedInput, MergeReference
-from tasks.records.record import find_records
+from tasks.records.record import FoundRecord, find_records
 from tasks.records.samples import SAMPLES_NAME, Sample
 from tasks.records.search import RecordFilter
 from tasks.reports.comparison import compare
+from tasks.viewing import view as viewing
 from tasks.viewing.boards import boards_of_sample
 from tasks.viewing.columns import CUT, NO_SCORE, SHORTENED, UNSCORED, Found, Scale, as_bytes, is_right
 from tasks.viewing.kept import KeptColumns, kept_at, make_room
@@ -495,6 +497,59 @@ async def test_server_tells_of_a_reading_that_failed_and_reads_again(
     assert (refused.status, list(await refused.json())) == (500, ["error"])
     assert "Content-Security-Policy" in refused.headers
     assert (await client.get(name)).status == 200
+
+
+async def test_server_answers_with_what_is_read_so_far_while_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    steps = (100, 200, 300, 400, 500)
+    for step in steps:
+        published(tmp_path, step, [asked(step if step == 400 else 1, step > 200), asked(2, True)])
+    view = View(find_records(str(tmp_path)), title="made", location=str(tmp_path))
+    key, [board] = f"/{TOKEN}/{next(iter(view.boards))}", view.boards.values()
+    gates = {item.record.checkpoint.step: threading.Event() for item in board.records}
+    read = viewing._read
+    begun: list[int] = []
+
+    def reads(found: FoundRecord, kept: KeptColumns) -> None:
+        begun.append(found.record.checkpoint.step)
+        assert gates[begun[-1]].wait(30)
+        read(found, kept)
+
+    monkeypatch.setattr(viewing, "_read", reads)
+    server = TestServer(application(view, token=TOKEN, host="assay.test"))
+    async with TestClient(server) as client:
+
+        async def sent(name: str) -> Any:
+            answer = await client.get(f"{key}/{name}")
+            assert answer.status == 200, name
+            return await (answer.json() if ".json" in name else answer.read())
+
+        async def had_read(number: int) -> Any:
+            while len((found := await sent("questions.json"))["unread"]) > len(steps) - number:
+                pass
+            return found
+
+        assert (await client.get(f"{key}/questions.json")).status == 202, "nothing is read yet"
+        gates[500].set()
+        while (await client.get(f"{key}/questions.json")).status == 202:
+            pass
+        first = await sent("questions.json")
+        assert (first["ids"], first["unread"]) == (["question 1", "question 2"], [0, 1, 2, 3])
+        assert await sent("scores/0.bin?unread=4") == bytes([NO_SCORE] * 8 + [254, 254])
+        assert len(await sent("scores/0.bin?unread=0")) == 10, "which is not kept for when all are read"
+        for name in ("pairs/0-0-4.json", "search.json?text=number"):
+            assert (await client.get(f"{key}/{name}")).status == 202
+        for gate in gates.values():
+            gate.set()
+        whole = await had_read(5)
+        assert whole["unread"] == [] and len(whole["ids"]) == 3
+        assert (await client.get(f"{key}/pairs/0-0-4.json")).status == 200
+        assert len(await sent("scores/0.bin")) == 15
+        assert await sent("scores/0.bin?unread=4") == bytes([NO_SCORE] * 8 + [254, 254]), (
+            "as of when so many were unread"
+        )
+        assert (await sent("part/0.json?unread=4"))["questions"][0]["answers"][:4] == [[]] * 4
+    assert begun == [500, 100, 300, 400, 200], "the newest, then from all over the run"
+    view.close()
 
 
 @pytest.mark.parametrize("name", ["", "index.json", "main.js", "nothing"])
