@@ -1,8 +1,9 @@
 """Tells Assay that a checkpoint is complete, from within a training that neither waits for this nor fails with it.
 
 The hooks beside this file use it; it needs Python's own library alone. `assay notify` runs in a thread, for at most
-`NOTIFY_SECONDS`; before it one checkpoint at a time is prepared, exported for example, for at most `PREPARE_SECONDS`.
-What goes wrong is logged by the logger `assay`. A training that ends waits for threads that are at work.
+`NOTIFY_SECONDS`; before it one checkpoint at a time is prepared, exported for example, within `PREPARE_SECONDS` of the
+call, or not at all. What goes wrong is logged by the logger `assay`. A training that ends waits for threads that are
+at work.
 
 The environment of the training says where Assay is: `ASSAY`, its command (`assay` when unset), and `PREFECT_API_URL`.
 """
@@ -15,6 +16,7 @@ import os
 import shlex
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
@@ -41,21 +43,32 @@ def harmless(hook: Callable[Arguments, None]) -> Callable[Arguments, None]:
 
 
 def notify(
-    checkpoint: str, *, prepare: Callable[[], None] | None = None, seconds: float = NOTIFY_SECONDS
+    checkpoint: str,
+    *,
+    prepare: Callable[[float], None] | None = None,
+    seconds: float = NOTIFY_SECONDS,
+    prepare_seconds: float = PREPARE_SECONDS,
 ) -> threading.Thread:
     """Has a thread prepare a checkpoint, where that is needed, and say that it is complete.
 
     Args:
         checkpoint: its folder, in any store that Assay reads.
-        prepare: makes it, an export for example; bounds itself by `PREPARE_SECONDS`.
+        prepare: makes it, an export for example, before the time of `time.monotonic()` that it is given.
         seconds: how long telling may take.
+        prepare_seconds: until preparing has to be done, the wait for others with it.
     """
+
+    deadline = time.monotonic() + prepare_seconds
 
     @harmless
     def work() -> None:
         if prepare is not None:
-            with _PREPARING:
-                prepare()
+            if not _PREPARING.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"{checkpoint} waited {prepare_seconds:g} s for others to be prepared")
+            try:
+                prepare(deadline)
+            finally:
+                _PREPARING.release()
         _say(checkpoint, seconds=seconds)
 
     thread = threading.Thread(target=work, name=f"assay notify {checkpoint}")

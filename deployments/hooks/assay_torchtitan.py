@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
-from assay_notify import PREPARE_SECONDS, harmless, notify
+from assay_notify import harmless, notify
 from torchtitan.components.checkpointer import CheckpointManager  # pyright: ignore[reportMissingImports]
 
 SCRIPT = "scripts/checkpoint_conversion/convert_to_hf.py"
@@ -52,10 +52,12 @@ class AssayCheckpointManager(CheckpointManager):
     def _tell(self, step: int, *, exported: bool) -> None:
         state = Path(self._create_checkpoint_id(step)).absolute()
         assets, export = Path(self.sd_adapter.hf_assets_path).absolute(), state.parent / "hf" / state.name
+        before = _whole_after(state)
 
-        def prepare() -> None:
+        def prepare(deadline: float) -> None:
             if not exported:
-                _convert(state, export, ["--hf_assets_path", str(assets), *self._model])
+                _wait(state, before, deadline=deadline)
+                _convert(state, export, ["--hf_assets_path", str(assets), *self._model], deadline=deadline)
             for file in assets.iterdir():
                 if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, (state if exported else export) / file.name)
@@ -63,16 +65,28 @@ class AssayCheckpointManager(CheckpointManager):
         notify(str(state if exported else export), prepare=prepare)
 
 
-def _convert(state: Path, export: Path, options: list[str]) -> None:
-    """Waits until a checkpoint is whole, and converts it."""
-    deadline = time.monotonic() + PREPARE_SECONDS
-    while not (state / ".metadata").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{state} is not whole after {PREPARE_SECONDS:g} s")
+def _whole_after(state: Path) -> set[str]:
+    """The later steps beside a checkpoint that are whole."""
+    steps = {file.parent.name.removeprefix("step-") for file in state.parent.glob("step-*/.metadata")}
+    return {step for step in steps if step.isdigit() and int(step) > int(state.name.removeprefix("step-"))}
+
+
+def _wait(state: Path, before: set[str], *, deadline: float) -> None:
+    """Waits until a checkpoint is whole; not once another save after it is, since torchtitan makes one at a time."""
+    while True:
+        later, late = _whole_after(state) - before, time.monotonic() > deadline
+        if (state / ".metadata").exists():
+            return
+        if later or late:
+            raise TimeoutError(f"{state} is not whole, and {'later ones are' if later else 'its time is over'}")
         time.sleep(1)
+
+
+def _convert(state: Path, export: Path, options: list[str], *, deadline: float) -> None:
+    """Converts a checkpoint that is whole."""
     subprocess.run(
         [sys.executable, SCRIPT, str(state), str(export), *options],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        timeout=deadline - time.monotonic(),
+        timeout=max(0.0, deadline - time.monotonic()),
         check=True,
     )

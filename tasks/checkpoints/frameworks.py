@@ -10,7 +10,8 @@ leaves a mark is not complete before it is there. Read in these sources:
 - Megatron-LM (NVIDIA/Megatron-LM d98e8a6) and Megatron-Bridge (NVIDIA-NeMo/Megatron-Bridge 067f987, 0.7.0):
   `latest_checkpointed_iteration.txt` beside `iter_N`, once all ranks have written, an export in `iter_N/hf` too;
 - torch.distributed.checkpoint (PyTorch 2.13.0): `.metadata`, or `__0.metadata` where each rank writes its own, moved
-  into place after all files. torchtitan (pytorch/torchtitan b5bcd76) resumes from no folder without it.
+  into place after all files. torchtitan (pytorch/torchtitan b5bcd76) resumes from no folder without it;
+- accelerate 1.15.0: the same in `pytorch_model_fsdp_N`, merged by `accelerate merge-weights`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _WITHOUT_MARK = "is not there, which {framework} writes when a checkpoint is who
 _BARE = "prime-rl broadcasts weights alone: deployments/hooks/assay_prime_rl.py puts config and tokenizer beside them"
 _TRACKED = f"{_TRACKER} names"
 _SHARD = ".distcp"
+_FSDP = "pytorch_model_fsdp_"  # a folder for each model of accelerate's
 _LEGACY = "/model_optim_rng.pt"  # of Megatron's `torch` format, one in each `mp_rank_…`
 
 Folders = Mapping[str, Sequence[FileInfo]]
@@ -196,6 +198,12 @@ def _remedy(root: str, names: set[str]) -> str:
         return (
             "a checkpoint of Megatron-LM, which exports none; make run_config.yaml as Megatron-Bridge's "
             f"docs/megatron-lm-to-megatron-bridge.md says, and export it: {bridge}"
+        )
+    if shards := sorted(part for name in names if (part := name.partition("/")[0]).startswith(_FSDP)):
+        return (
+            f"a checkpoint of FSDP by accelerate; export it: mkdir -p {storage.parent(export)} && "
+            f"accelerate merge-weights {storage.join(root, shards[0])} {export}, and copy config.json and the tokenizer from {root}"
+            "; or train with FULL_STATE_DICT as FSDP's state_dict_type"
         )
     return (
         "a checkpoint of torch.distributed.checkpoint; export it, as torchtitan does: python "

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -96,19 +97,38 @@ def test_missing_command_and_a_preparation_that_fails_are_logged_and_raise_nothi
     hook = load("assay_notify")
     monkeypatch.setenv("ASSAY", "/nowhere/assay")
     hook.notify("/runs/a/step-1").join(30)
-    hook.notify("/runs/a/step-2", prepare=lambda: Path("/nowhere/model").unlink()).join(30)
+    hook.notify("/runs/a/step-2", prepare=lambda deadline: Path("/nowhere/model").unlink()).join(30)
     assert "'/nowhere/assay'" in caplog.text and "'/nowhere/model'" in caplog.text
 
 
 def test_training_goes_on_while_assay_is_told(told: Told, load: Load):
     hook, going_on = load("assay_notify"), threading.Event()
 
-    def prepare() -> None:
+    def prepare(deadline: float) -> None:
         assert going_on.wait(5)
 
     hook.notify("/runs/a/step-1", prepare=prepare)
     going_on.set()
     assert told.checkpoints() == ["/runs/a/step-1"]
+
+
+def test_preparations_wait_for_each_other_no_longer_than_their_own_time(
+    told: Told, load: Load, caplog: pytest.LogCaptureFixture
+):
+    hook, going_on, deadlines = load("assay_notify"), threading.Event(), list[float]()
+
+    def prepare(deadline: float) -> None:
+        assert going_on.wait(5)
+        deadlines.append(deadline)
+
+    for step in (1, 2):
+        hook.notify(f"/runs/a/step-{step}", prepare=prepare)
+    called = time.monotonic()
+    hook.notify("/runs/a/step-3", prepare=prepare, prepare_seconds=0.01).join(30)
+    assert "/runs/a/step-3 waited 0.01 s" in caplog.text
+    going_on.set()
+    assert sorted(told.checkpoints()) == ["/runs/a/step-1", "/runs/a/step-2"]
+    assert len(deadlines) == 2 and max(deadlines) <= called + hook.PREPARE_SECONDS
 
 
 def test_python_of_the_training_is_not_that_of_assay(
@@ -175,6 +195,24 @@ def test_torchtitan_completes_and_tells_of_a_last_checkpoint_that_it_saves_in_hu
     saved = tmp_path / "run" / "checkpoint" / "step-20"
     assert told.checkpoints() == [str(saved)]
     assert (saved / "config.json").exists() and not saved.with_name("hf").exists()
+
+
+def test_torchtitan_waits_for_no_checkpoint_that_is_gone_or_failed_when_a_later_one_is_whole(
+    told: Told, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.chdir(tmp_path)
+    manager, going_on = titan(load, tmp_path), threading.Event()
+    states = tmp_path / "run" / "checkpoint"
+    (states / "step-90").mkdir(parents=True)
+    (states / "step-90" / ".metadata").touch()  # from before the training was resumed
+    sys.modules["assay_notify"].notify("/runs/a", prepare=lambda deadline: bool(going_on.wait(5)))
+    for step in (10, 20, 30):
+        assert manager.save(step)
+    shutil.rmtree(states / "step-10")
+    (states / "step-20" / ".metadata").unlink()
+    going_on.set()
+    assert told.checkpoints() == ["/runs/a", str(states / "hf" / "step-30")]
+    assert all(f"{states / name} is not whole, and later ones are" in caplog.text for name in ("step-10", "step-20"))
 
 
 def test_torchtitan_tells_nothing_from_other_ranks(

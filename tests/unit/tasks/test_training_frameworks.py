@@ -168,7 +168,7 @@ STATES = {
     "FSDP of transformers": (
         ("run/checkpoint-10", ("config.json", "pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata")),
         ("dcp", "run-10"),
-        "export it",
+        "accelerate merge-weights {folder}/pytorch_model_fsdp_0 {run}/run/hf/checkpoint-10, and copy config.json",
     ),
     "ranks with their own metadata": (
         ("run/step-10", ("__0_0.distcp", "__0.metadata")),
