@@ -57,12 +57,12 @@ def tracing(name: str, **attributes: str | int) -> Iterator[None]:
 def _provider() -> TracerProvider | None:
     if traces_endpoint() is None:
         return None
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
     try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
         named = Resource.create({"service.name": "assay"}).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=named, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=_COLLECTOR_SECONDS)))

@@ -331,10 +331,11 @@ def environment_name(config: InferencePoolConfig) -> str:
 def _tracing_arguments() -> dict[str, Any]:
     """Engine arguments that change no answer, and so count nowhere: where it sends its traces, if that is said here.
 
-    An address with a password in it is none for a command line, which every user of the machine can read.
+    An address with a password or a query, which may be a token, is none for a command line, which every user of the
+    machine can read.
     """
     endpoint = traces_endpoint()
-    return {} if endpoint is None or "@" in endpoint else {"otlp_traces_endpoint": endpoint}
+    return {} if endpoint is None or not {"@", "?"}.isdisjoint(endpoint) else {"otlp_traces_endpoint": endpoint}
 
 
 def part_arguments(part: HostPart) -> dict[str, Any]:

@@ -253,6 +253,8 @@ def test_engine_sends_its_traces_where_its_agent_was_told_unless_that_holds_a_pa
     assert launch.variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://me:secret@127.0.0.1:4318")
     assert launcher.launch(served, port=81).arguments == before
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:4318/v1/traces?token=secret")
+    assert launcher.launch(served, port=81).arguments == before
 
 
 def test_engine_arguments_in_a_file_and_variables_of_other_kinds_are_refused() -> None:

@@ -122,3 +122,10 @@ def test_collector_that_is_not_there_or_named_wrongly_fails_nothing(
     with tracing("evaluation"), span("cell"):
         done.append("work")
     assert done == ["work"]
+
+
+def test_exporter_that_cannot_be_imported_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with tracing("evaluation"), span("cell"):
+        assert traceparent() is None
