@@ -188,6 +188,7 @@ async def test_tool_is_called_and_its_result_answered_and_epochs_are_clusters(
     assert numbers["sums", "accuracy"].value == 1.0
     assert {"long_mean", "vowels_mean"} == {name for benchmark, name in numbers if benchmark == "repeated"}
     assert numbers["repeated", "long_mean"].recomputed and numbers["repeated", "long_mean"].low is not None
+    assert numbers["sums", "accuracy"].higher_is_better and numbers["repeated", "long_mean"].higher_is_better is None
     samples = samples_in(tmp_path / "out")
     [first] = [sample for sample in samples if sample.id == "s1"]
     assert (first.prompt, first.output, first.tokens) == ("What is 1 + 1?", "It is 2.", 2)
@@ -223,6 +224,29 @@ async def test_engine_without_a_parser_of_tool_calls_is_named_with_the_arguments
         with pytest.raises(EndpointUnusable, match="tool choice requires") as caught:
             await harness.evaluate(make_model(there.url, tokenizer), make_config("sums"), tmp_path / "out")
     assert "enable_auto_tool_choice=true" in caught.value.expected
+
+
+async def test_choices_that_a_task_shuffles_without_a_seed_are_asked_alike_in_every_process(
+    harness: Harness, tokenizer: Path, tmp_path: Path
+):
+    asked, config = [], make_config("shuffled", options={"epochs": 2})
+    for attempt in range(2):
+        async with FakeJudge(says=letter_of) as there:
+            await harness.evaluate(make_model(there.url, tokenizer), config, tmp_path / f"out-{attempt}")
+            asked.append(sorted(there.prompts))
+    assert asked[0] == asked[1] and len(asked[0]) == 48 and len(set(asked[0])) == 24
+    assert {found for prompt in asked[0] for found in re.findall(r"A\) \d+(.)", prompt)} == set("abcd")
+
+
+async def test_endpoint_without_the_path_of_prompts_as_they_are_has_failed(
+    harness: Harness, tokenizer: Path, tmp_path: Path
+):
+    async with FakeJudge(says=letter_of) as there:
+        model = make_model(there.url, tokenizer, apply_chat_template=False)
+        parsed = await harness.evaluate(model, make_config("demo_choices", max_eval_instances=3), tmp_path / "out")
+    assert parsed.counts == Counts(requested=3, answered=0, scored=0)
+    with pytest.raises(EndpointUnusable, match="NotFoundError 404"):
+        verify_counts(parsed)
 
 
 async def test_answers_that_fail_and_verdicts_or_scores_that_are_none_are_told_apart_and_nothing_is_published(

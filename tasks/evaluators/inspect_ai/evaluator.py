@@ -76,7 +76,7 @@ class Inspect:
             ],
             "benchmarks_path": benchmarks_here(config),
             "limit": config.max_eval_instances,
-            **options.model_dump(mode="json", exclude={"name", "judge"}),
+            **options.model_dump(mode="json", exclude={"name", "judge", "higher_is_better"}),
             "model": _endpoint(model),
             "chat": model.apply_chat_template,
             "tokenizer": model.tokenizer,

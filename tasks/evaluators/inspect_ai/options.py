@@ -33,10 +33,12 @@ class InspectOptions(JudgedOptions, CodeOptions):
     """Most tokens of an answer; the task's own, else what the context leaves, without a chat template half of it."""
     emulate_tools: bool = False
     """Describe tools in the prompt and read calls out of the answer, for engines without a parser of tool calls."""
+    higher_is_better: dict[str, bool] = {}
+    """Directions of metrics by name: true if more is better. Only that of accuracy is known without being said."""
 
     def score_inputs(self) -> dict[str, Any]:
         """Return the options that can change a score."""
-        return self.model_dump(mode="json", exclude={"name", "allow_code_execution"})
+        return self.model_dump(mode="json", exclude={"name", "allow_code_execution", "higher_is_better"})
 
 
 OPTIONS = InspectOptions

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tasks.evaluators.evaluator import Parsed
+from tasks.evaluators.inspect_ai.options import InspectOptions
 from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, invalid_results, is_unclosed, read_result
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
@@ -82,7 +83,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         HarnessOutputInvalid: something is missing or cannot be read, or no usable number came of whole answers.
     """
     plan, results = _read_both(output, config)
-    rows = _rows(output)
+    rows, better = _rows(output), config.options(InspectOptions).higher_is_better
     details: dict[str, BenchmarkDetails] = {}
     answered = scored = errors = 0
     for key, questions in plan.questions.items():
@@ -98,7 +99,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         problem = "; ".join(f"{key}: {why}" for key, why in results.problems.items())
         raise invalid_results(_HARNESS, output, problem or "no usable number")
     return Parsed(
-        metrics=tuple(_metric(key, number) for key, numbers in results.metrics.items() for number in numbers),
+        metrics=tuple(_metric(key, number, better) for key, numbers in results.metrics.items() for number in numbers),
         counts=Counts(requested=requested, answered=answered, scored=scored, judge_errors=errors),
         versions=results.versions,
         links={f"Inspect log of {key}": f"{LOGS}/{log}" for key, log in results.logs.items()},
@@ -143,14 +144,14 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
             )
 
 
-def _metric(key: str, number: _Number) -> Metric:
+def _metric(key: str, number: _Number, better: Mapping[str, bool]) -> Metric:
     return Metric(
         benchmark=key,
         name=number.name,
         value=number.value,
         stderr=number.stderr,
         n=number.n or 0,
-        higher_is_better=number.better,
+        higher_is_better=better.get(number.name, number.better),
     )
 
 

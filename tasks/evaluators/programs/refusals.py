@@ -17,22 +17,6 @@ def refuse(output: Path, *, kind: str, expected: str, found: str, remedy: str) -
     sys.exit(f"refused: expected {expected}, found {found}")
 
 
-def refuse_environment(arguments: list[str], error: BaseException) -> None:
-    """Says that the environment is broken, if these are the arguments of a run that was given a job.
-
-    Returns only if they are not.
-    """
-    if not arguments or arguments[-1].startswith("-"):
-        return
-    refuse(
-        Path(json.loads(Path(arguments[-1]).read_text())["output"]),
-        kind="EnvironmentBuildFailed",
-        expected=f"an environment with all that lm-eval imports in {sys.prefix}",
-        found=f"{type(error).__name__}: {error}",
-        remedy=f"Delete the folder {sys.prefix} and run again: it is built anew",
-    )
-
-
 def write_json(path: Path, content: Any) -> None:
     """Writes a file that another program reads."""
     path.write_text(json.dumps(content, indent=2))

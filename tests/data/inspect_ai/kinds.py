@@ -1,9 +1,9 @@
-"""Tasks of Inspect: judged answers, a call of a tool, epochs, several values of one score, and a sandbox."""
+"""Tasks of Inspect: judged answers, a call of a tool, epochs, several values of one score, chance, and a sandbox."""
 
 from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.scorer import Score, accuracy, includes, mean, model_graded_qa, scorer, stderr
-from inspect_ai.solver import generate, system_message, use_tools
+from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.scorer import Score, accuracy, choice, includes, mean, model_graded_qa, scorer, stderr
+from inspect_ai.solver import generate, multiple_choice, system_message, use_tools
 from inspect_ai.tool import bash, tool
 
 
@@ -59,6 +59,16 @@ def shell() -> Task:
     """A command in a sandbox."""
     sample = Sample(id="sum", input="Use the shell to compute 6 * 7.", target="42")
     return Task(dataset=[sample], solver=[use_tools(bash()), generate()], scorer=includes(), sandbox="local")
+
+
+@task
+def shuffled() -> Task:
+    """Questions and their choices in orders that are chance."""
+    samples = [Sample(id=f"q{n}", input=f"{n}?", choices=[f"{n}{x}" for x in "abcd"], target="A") for n in range(24)]
+    dataset = MemoryDataset(samples)
+    dataset.shuffle_choices()
+    dataset.shuffle()
+    return Task(dataset=dataset, solver=multiple_choice(shuffle=True), scorer=choice())
 
 
 @task

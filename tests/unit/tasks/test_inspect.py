@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tasks
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.harness import read_output, verify_counts
@@ -20,6 +24,17 @@ from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.suites import Suite, SuiteRequest
 
 PYTHON = Path("/environment/bin/python")
+SHUFFLES = """
+import sys
+sys.path.append(sys.argv[1])
+import inspect_shuffles
+import random
+from random import Random
+cards = list(range(50))
+for chance in (Random(), random.Random(None)):
+    chance.shuffle(cards)
+print(cards, Random(7).random())
+"""
 JUDGE = {"base_url": "http://judge/v1", "model": "judge"}
 
 
@@ -136,6 +151,21 @@ def test_suite_gives_inspect_the_judge_of_its_request_without_what_only_alpaca_e
     assert isinstance(inspect, InspectOptions) and inspect.judge is not None
     assert inspect.judge.model_dump(exclude_defaults=True) == JUDGE
     assert alpaca.model_dump()["judge"]["annotator"] == "demo_verdict"
+
+
+def test_generators_without_a_seed_are_alike_in_every_process_and_those_with_one_are_as_ever():
+    command = [sys.executable, "-c", SHUFFLES, str(Path(tasks.__path__[0], "evaluators", "inspect_ai", "programs"))]
+    [shown] = {subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3)}
+    assert shown.rpartition("]")[2].strip() == str(random.Random(7).random())
+
+
+def test_direction_of_a_metric_is_that_of_the_options_and_changes_no_hash(tmp_path: Path):
+    numbers = [{"name": name, "value": 0.5, "score": "match", "better": None} for name in ("mean", "other")]
+    plain = make_config("demo_choices")
+    said = make_config("demo_choices", options={"higher_is_better": {"mean": False}})
+    parsed = Inspect().parse(written(tmp_path / "out", WHOLE, numbers), said)
+    assert [metric.higher_is_better for metric in parsed.metrics] == [False, None]
+    assert evaluation_hash(said) == evaluation_hash(plain)
 
 
 def written(output: Path, rows: list[dict[str, Any]], metrics: list[dict[str, Any]], **results: Any) -> Path:

@@ -87,8 +87,9 @@ def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
     async def generate(*given: Any, **named: Any) -> Any:
         try:
             output = await asked(*given, **named)
-        except openai.OpenAIError as error:
-            _note(error, unanswered)
+        except Exception as error:
+            if (clients := _of_client(error)) is not None:
+                _note(clients, unanswered)
             raise
         failed = output[0] if isinstance(output, tuple) else None
         if isinstance(failed, Exception):
@@ -97,6 +98,13 @@ def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
 
     model.api.generate = generate
     model.api.handle_bad_request = lambda error: error
+
+
+def _of_client(error: BaseException | None) -> Exception | None:
+    """The client's error in those that led to one: Inspect makes errors of its own of some, and hides which."""
+    while error is not None and not isinstance(error, openai.OpenAIError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _note(error: Exception, unanswered: valid_answers.Unanswered) -> None:

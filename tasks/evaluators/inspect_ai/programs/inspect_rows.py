@@ -65,7 +65,7 @@ def metrics_of(log: EvalLog) -> list[dict[str, Any]]:
                     "value": metric.value,
                     "stderr": error,
                     "n": score.scored_samples,
-                    "better": True if mean else None,
+                    "better": True if metric.name == "accuracy" else None,
                     "score": f"{score.scorer}\n{score.name}" if score.name != score.scorer else score.scorer,
                     "cluster": cluster,
                 }

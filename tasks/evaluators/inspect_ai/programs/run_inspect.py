@@ -18,13 +18,13 @@ import importlib
 import importlib.metadata
 import json
 import os
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
+import inspect_shuffles  # before Inspect
 import valid_answers
 from inspect_ai import Task
 from inspect_ai import eval as evaluate
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
     job = json.loads(Path(arguments[-1]).read_text())
     output = Path(job["output"])
     keys = [os.environ.pop(name, "") for name in ("OPENAI_API_KEY", "ASSAY_JUDGE_API_KEY")]
-    random.seed(0)  # a task that shuffles without a seed asks the same after a kill, so that the journal answers
+    inspect_shuffles.repeat()  # checkpoints are asked the same, and after a kill the journal answers
     nothing_but_ours()
     template = chat_template_needed(job, output)
     tasks, solver = load_tasks(job, output), load_solver(job, output)

@@ -25,7 +25,24 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 from lm_eval_answers import installed
-from refusals import refuse, refuse_environment, write_json
+from refusals import refuse, write_json
+
+
+def _refuse_environment(arguments: list[str], error: BaseException) -> None:
+    """Says that the environment is broken, if these are the arguments of a run that was given a job.
+
+    Returns only if they are not.
+    """
+    if not arguments or arguments[-1].startswith("-"):
+        return
+    refuse(
+        Path(json.loads(Path(arguments[-1]).read_text())["output"]),
+        kind="EnvironmentBuildFailed",
+        expected=f"an environment with all that lm-eval imports in {sys.prefix}",
+        found=f"{type(error).__name__}: {error}",
+        remedy=f"Delete the folder {sys.prefix} and run again: it is built anew",
+    )
+
 
 LATE_MODULES = (
     "datasets.packaged_modules.json.json",
@@ -51,7 +68,7 @@ try:
             importlib.import_module(name)
 except (ImportError, OSError, SyntaxError) as error:
     if __name__ == "__main__":
-        refuse_environment(sys.argv[1:], error)
+        _refuse_environment(sys.argv[1:], error)
     raise
 
 __all__ = [
