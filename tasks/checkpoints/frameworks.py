@@ -202,8 +202,8 @@ def _remedy(root: str, names: set[str]) -> str:
     if shards := sorted(part for name in names if (part := name.partition("/")[0]).startswith(_FSDP)):
         return (
             f"a checkpoint of FSDP by accelerate; export it: mkdir -p {storage.parent(export)} && "
-            f"accelerate merge-weights {storage.join(root, shards[0])} {export}, and copy config.json and the tokenizer from {root}"
-            "; or train with FULL_STATE_DICT as FSDP's state_dict_type"
+            f"accelerate merge-weights {storage.join(root, shards[0])} {export}, "
+            f"and copy config.json and the tokenizer from {root}; or train with FULL_STATE_DICT as state_dict_type"
         )
     return (
         "a checkpoint of torch.distributed.checkpoint; export it, as torchtitan does: python "

@@ -162,10 +162,10 @@ def test_generators_without_a_seed_are_alike_in_every_process_and_those_with_one
 def test_direction_of_a_metric_is_that_of_the_options_and_changes_no_hash(tmp_path: Path):
     numbers = [{"name": name, "value": 0.5, "score": "match", "better": None} for name in ("mean", "other")]
     plain = make_config("demo_choices")
-    said = make_config("demo_choices", options={"higher_is_better": {"mean": False}})
-    parsed = Inspect().parse(written(tmp_path / "out", WHOLE, numbers), said)
+    directed = make_config("demo_choices", options={"higher_is_better": {"mean": False}})
+    parsed = Inspect().parse(written(tmp_path / "out", WHOLE, numbers), directed)
     assert [metric.higher_is_better for metric in parsed.metrics] == [False, None]
-    assert evaluation_hash(said) == evaluation_hash(plain)
+    assert evaluation_hash(directed) == evaluation_hash(plain)
 
 
 def written(output: Path, rows: list[dict[str, Any]], metrics: list[dict[str, Any]], **results: Any) -> Path:
