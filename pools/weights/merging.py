@@ -201,14 +201,18 @@ def _write_average(
 
 
 def _averaged(averager: Averager, block: _Block) -> memoryview | bytes:
-    def read(number: int, buffer: memoryview) -> None:
+    def read(number: int, buffer: memoryview | bytearray) -> None:
         file, start = block.sources[number]
         if os.preadv(file, [buffer], start) != len(buffer):
             raise OSError(f"the file of {block.tensor} ends within it")
 
     if block.dtype not in KEPT:
         return averager.average(block.dtype, block.size, read)
-    contents = {os.pread(file, block.size, start) for file, start in block.sources}
+    contents = set()
+    for number in range(len(block.sources)):
+        content = bytearray(block.size)
+        read(number, content)
+        contents.add(bytes(content))
     if len(contents) > 1:
         raise CheckpointError(
             expected=f"the same {block.dtype} numbers of {block.tensor} in every checkpoint of a merge",
