@@ -176,14 +176,13 @@ def test_log_likelihoods_go_to_levanter_where_the_engine_has_none_and_agree_with
     assert native.served == {"by": "the evaluator itself"}
     assert reserved == [ResourceConfig(), None]
     [folder] = (path.parent for path in (tmp_path / "evaluations").glob(f"*/*/{native.evaluator}/*/record.json"))
-    [cell] = (demo.folder / "evaluations").glob(f"*/step-{last}/lm_evaluation_harness/*/record.json")
-    served = log_probabilities(records_of(demo)[last, "lm_evaluation_harness"], cell.parent)
+    record = records_of(demo)[last, "lm_evaluation_harness"]
+    [cell] = (demo.folder / "evaluations").glob(f"*/step-{last}/{record.evaluator}/{record.cell}")
+    served = log_probabilities(record, cell)
     loaded = log_probabilities(native, folder)
     assert loaded.keys() == served.keys()
     assert max(abs(loaded[key] - served[key]) for key in loaded) < 1e-3
-    assert smooth_scores(native) == pytest.approx(
-        smooth_scores(records_of(demo)[last, "lm_evaluation_harness"]), abs=1e-4
-    )
+    assert smooth_scores(native) == pytest.approx(smooth_scores(record), abs=1e-4)
 
 
 def smooth_scores(record: Record) -> dict[str, float]:
