@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
-sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "lm_eval" / "programs"))
+_EVALUATORS = Path(__file__).parents[2] / "evaluators"
+sys.path += [str(_EVALUATORS / "lm_eval" / "programs"), str(_EVALUATORS / "programs")]
 
 gc.disable()  # a quarter of the time would go to looking for garbage that is not there
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
