@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -45,6 +46,15 @@ class Progress:
     stage: str
     done: int
     total: int
+
+    @classmethod
+    def last_in(cls, log: str, lines: re.Pattern[str]) -> Progress | None:
+        """By the last of a log's lines that tell it, as groups `stage`, `done` and `total`; None before the first."""
+        *_, found = None, *lines.finditer(log)
+        if found is None:
+            return None
+        total = int(found["total"])
+        return cls(found["stage"], min(int(found["done"]), total), total)
 
 
 @dataclass(frozen=True)

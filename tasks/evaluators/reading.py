@@ -9,6 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from resources.errors import HarnessOutputInvalid
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
 
 PLAN_NAME = "plan.json"
@@ -69,6 +70,19 @@ def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:
         first = error.errors()[0]
         found = f"not what {harness} writes: {'.'.join(map(str, first['loc']))} {first['msg']}"
         raise invalid_results(harness, path, found) from error
+
+
+def require_plan_of(planned: Iterable[str], config: EvaluationConfig, *, harness: str, output: Path) -> None:
+    """Passes if a plan is of the benchmarks that an evaluation asks.
+
+    Raises:
+        HarnessOutputInvalid: it is of others.
+    """
+    found, wanted = set(planned), {task.metric_key for task in config.evals}
+    if found != wanted:
+        raise invalid_results(
+            harness, output, f"a plan for {', '.join(sorted(found))}, not {', '.join(sorted(wanted))}"
+        )
 
 
 def finish_of(reasons: Iterable[str | None]) -> str | None:

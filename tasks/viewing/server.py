@@ -25,7 +25,7 @@ from tasks.viewing.columns import Progress, as_json, packed
 from tasks.viewing.page import CONTENT_TYPES, page_files
 from tasks.viewing.view import View
 
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -34,6 +34,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+"""Rules for browsers, in every answer."""
 _EARLY = ("questions.json", "flags.bin", "scores/", "part/")  # that are answered while samples are still read
 _NUMBER = re.compile(r"[0-9]{1,6}")
 _PATIENCE_SECONDS = 0.5  # that a request waits for samples before it is told of progress
@@ -106,7 +107,7 @@ def application(view: View, *, token: str, host: str) -> web.Application:
                 response = _refusal(error.status, error.reason)
             except StorageError as error:
                 response = _refusal(500, str(error))
-        response.headers.update(_HEADERS)
+        response.headers.update(HEADERS)
         return response
 
     async def answered(request: web.Request) -> web.StreamResponse:

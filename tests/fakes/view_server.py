@@ -1,4 +1,4 @@
-"""A server of the page over made files, with the rules for content that a browser gets from the real one."""
+"""A server of the page over made files, with the rules that a browser gets from the real one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tasks.viewing.page import CONTENT_TYPES, page_files
-
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'"
-)
+from tasks.viewing.server import HEADERS
 
 
 @dataclass
@@ -52,7 +48,8 @@ def view_server() -> Iterator[ViewServer]:
             self.send_header("Content-Type", kind)
             self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("Content-Security-Policy", POLICY)
+            for name, value in HEADERS.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 

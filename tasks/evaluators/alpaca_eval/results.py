@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.evaluator import Parsed
-from tasks.evaluators.reading import PLAN_NAME, Unanswered, invalid_results, is_unclosed, read_result
+from tasks.evaluators.reading import PLAN_NAME, Unanswered, invalid_results, is_unclosed, read_result, require_plan_of
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
@@ -202,9 +202,5 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 def _read_both(output: Path, config: EvaluationConfig) -> tuple[_Plan, _Results]:
     plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
-    wanted = {task.metric_key for task in config.evals}
-    if set(plan.sets) != wanted:
-        raise invalid_results(
-            _HARNESS, output, f"a plan for {', '.join(sorted(plan.sets))}, not {', '.join(sorted(wanted))}"
-        )
+    require_plan_of(plan.sets, config, harness=_HARNESS, output=output)
     return plan, read_result(_HARNESS, output / RESULTS_NAME, _Results)

@@ -127,11 +127,7 @@ class Helm:
 
     def progress(self, log: str) -> Progress | None:
         """From the last line that our program wrote about it."""
-        lines = list(_PROGRESS.finditer(log))
-        if not lines:
-            return None
-        done, total = int(lines[-1]["done"]), int(lines[-1]["total"])
-        return Progress(lines[-1]["stage"], min(done, total), total)
+        return Progress.last_in(log, _PROGRESS)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         """Looks every run entry up, with its arguments.

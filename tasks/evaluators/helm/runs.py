@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, invalid_results, read_result
+from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, read_result, require_plan_of
 from tasks.records.details import Asking
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -206,11 +206,7 @@ def planned_runs(output: Path, plan: Plan, config: EvaluationConfig) -> Iterator
     Raises:
         HarnessOutputInvalid: a file is missing or cannot be read, or these are not the benchmarks that were asked for.
     """
-    wanted, planned = {task.metric_key for task in config.evals}, {run.key for run in plan.runs.values()}
-    if wanted != planned:
-        raise invalid_results(
-            HARNESS, output, f"a plan for {', '.join(sorted(planned))}, not {', '.join(sorted(wanted))}"
-        )
+    require_plan_of((run.key for run in plan.runs.values()), config, harness=HARNESS, output=output)
     for name, planned_run in plan.runs.items():
         folder = output / RESULTS_FOLDER / "benchmark_output" / "runs" / plan.suite / name
         states: dict[QuestionKey, list[RequestState]] = defaultdict(list)

@@ -29,7 +29,7 @@ _FETCH_OPTION = "--fetch"
 _JOB_FILE = "job.json"
 _LONGEST_ANSWER = 2048
 """Tokens of an answer to a prompt that is sent as it is, where nobody says; half of a shorter context."""
-_PROGRESS = re.compile(r"Answered (?P<done>\d+) of (?P<total>\d+) samples")
+_PROGRESS = re.compile(r"Answered (?P<done>\d+) of (?P<total>\d+) (?P<stage>samples)")
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,7 @@ class Inspect:
 
     def progress(self, log: str) -> Progress | None:
         """From the last line that our program wrote about it."""
-        lines = list(_PROGRESS.finditer(log))
-        if not lines:
-            return None
-        done, total = int(lines[-1]["done"]), int(lines[-1]["total"])
-        return Progress("samples", min(done, total), total)
+        return Progress.last_in(log, _PROGRESS)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         """Looks every task up, and refuses what Inspect would ignore.

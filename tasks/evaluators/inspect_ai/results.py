@@ -15,7 +15,15 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.inspect_ai.options import InspectOptions
-from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, invalid_results, is_unclosed, read_result
+from tasks.evaluators.reading import (
+    PLAN_NAME,
+    Unanswered,
+    finish_of,
+    invalid_results,
+    is_unclosed,
+    read_result,
+    require_plan_of,
+)
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
@@ -182,9 +190,5 @@ def _rows(output: Path) -> dict[str, list[_Row]]:
 
 def _read_both(output: Path, config: EvaluationConfig) -> tuple[_Plan, _Results]:
     plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
-    wanted = {task.metric_key for task in config.evals}
-    if set(plan.questions) != wanted:
-        raise invalid_results(
-            _HARNESS, output, f"a plan for {', '.join(sorted(plan.questions))}, not {', '.join(sorted(wanted))}"
-        )
+    require_plan_of(plan.questions, config, harness=_HARNESS, output=output)
     return plan, read_result(_HARNESS, output / "results.json", _Results)

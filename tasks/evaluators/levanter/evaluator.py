@@ -144,12 +144,7 @@ class Levanter:
 
     def progress(self, log: str) -> Progress | None:
         """From the last line about requests that are scored."""
-        lines = list(_SCORING.finditer(log))
-        if not lines:
-            return None
-        found = lines[-1]
-        total = int(found["total"])
-        return Progress(found["stage"], min(int(found["done"]), total), total)
+        return Progress.last_in(log, _SCORING)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         """Looks every benchmark up as for lm-eval; those that generate are refused, some only by the program.

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.lm_eval.asked import Asked, read_asked
-from tasks.evaluators.reading import PLAN_NAME, invalid_results, read_result
+from tasks.evaluators.reading import PLAN_NAME, invalid_results, read_result, require_plan_of
 from tasks.records.details import BenchmarkDetails
 from tasks.records.early import ANSWERED_NAME
 from tasks.records.record import Counts, Metric
@@ -98,11 +98,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     if (output / ANSWERED_NAME).exists() and not _results_in(output):
         return _read_early(output)
     plan, results, stamped = read_files(output)
-    wanted = {task.metric_key for task in config.evals}
-    if set(plan.benchmarks) != wanted:
-        raise invalid_results(
-            _HARNESS, output, f"a plan for {', '.join(sorted(plan.benchmarks))}, not {', '.join(sorted(wanted))}"
-        )
+    require_plan_of(plan.benchmarks, config, harness=_HARNESS, output=output)
     answered = scored = 0
     for name, task in plan.tasks.items():
         filters = {split(key)[1] for key in results.results[name] if "," in key}
