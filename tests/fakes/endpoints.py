@@ -14,6 +14,10 @@ from typing import Any
 
 from fakes import engine as engine_program
 from fakes.polling import eventually
+from pools.endpoint import RunningModel
+
+KEY = "sk-a-key-that-nobody-may-see"
+"""Key of the models below, to look for where it must not be."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,18 @@ def endpoint(folder: Path, *models: str, label: str = "w0", port: int = 0, **fau
     finally:
         process.kill()
         process.wait()
+
+
+def served_model(base_url: str, tokenizer: Path, **changes: Any) -> RunningModel:
+    """A model behind an endpoint of the tests."""
+    given = {
+        "base_url": base_url,
+        "model": "m",
+        "tokenizer": str(tokenizer),
+        "capacity": 8,
+        "prompt_logprobs": True,
+        "request_timeout_seconds": 60.0,
+        "max_model_len": 2048,
+        "api_key": KEY,
+    }
+    return RunningModel(**{**given, **changes})

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fakes.endpoints import KEY, served_model
 from fakes.engine import FakeEngine
 from fakes.judge import FakeJudge
 from fakes.lm_eval import Harness, kept_imported
@@ -32,7 +33,6 @@ from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
-KEY = "sk-a-key-that-nobody-may-see"
 JUDGE_KEY = "sk-the-judges-key-that-nobody-may-see"
 DEMO = "demo_instructions"
 GREEDY = {"temperature": 0, "max_new_tokens": 24}
@@ -68,18 +68,7 @@ def make_config(options: dict[str, Any] = OURS, **changes: Any) -> EvaluationCon
 
 
 def make_model(url: str, tokenizer: Path, **changes: Any) -> RunningModel:
-    given = {
-        "base_url": url,
-        "model": "m",
-        "tokenizer": str(tokenizer),
-        "capacity": 8,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "apply_chat_template": True,
-        "max_model_len": 2048,
-        "api_key": KEY,
-    }
-    return RunningModel(**{**given, **changes})
+    return served_model(url, tokenizer, **{"apply_chat_template": True, **changes})
 
 
 class Runner:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fakes.endpoints import KEY, served_model
 from fakes.engine import FakeEngine
 from fakes.launcher import FakeLauncher
 from fakes.lm_eval import Harness, kept_imported, smooth_by_hand
@@ -35,7 +36,6 @@ from tasks.spec.suites import SuiteRequest, load_suite
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 
-KEY = "sk-a-key-that-nobody-may-see"
 NATURAL = EvalTaskConfig(name="synthetic_reasoning_natural", task_kwargs={"difficulty": "easy"}, num_fewshot=1)
 MODEL = "assay/run-1"
 RUNS = Path("helm", "benchmark_output", "runs", "assay")
@@ -67,17 +67,7 @@ def make_config(*benchmarks: str | EvalTaskConfig, **changes: Any) -> Evaluation
 
 
 def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningModel:
-    given = {
-        "base_url": f"{engine.url}/v1",
-        "model": "m",
-        "tokenizer": str(tokenizer),
-        "capacity": 8,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "max_model_len": 2048,
-        "api_key": KEY,
-    }
-    return RunningModel(**{**given, **changes})
+    return served_model(f"{engine.url}/v1", tokenizer, **changes)
 
 
 def write_questions(folder: Path, *, before: str = "") -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fakes.endpoints import KEY, served_model
 from fakes.engine import FakeEngine
 from fakes.judge import FakeJudge
 from fakes.lm_eval import Harness, kept_imported
@@ -32,7 +33,6 @@ from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
-KEY = "sk-a-key-that-nobody-may-see"
 JUDGE_KEY = "sk-the-judges-key-that-nobody-may-see"
 KINDS = Path(__file__).parents[1] / "data" / "inspect_ai"
 ELSEWHERE = {"judge": {"base_url": "http://judge/v1", "model": "judge"}}
@@ -80,18 +80,7 @@ def make_config(*names: str, options: dict[str, Any] | None = None, **changes: A
 
 
 def make_model(url: str, tokenizer: Path, **changes: Any) -> RunningModel:
-    given = {
-        "base_url": url,
-        "model": "m",
-        "tokenizer": str(tokenizer),
-        "capacity": 8,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "apply_chat_template": True,
-        "max_model_len": 2048,
-        "api_key": KEY,
-    }
-    return RunningModel(**{**given, **changes})
+    return served_model(url, tokenizer, **{"apply_chat_template": True, **changes})
 
 
 def letter_of(number: int, prompt: str) -> str:
