@@ -136,15 +136,27 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
     """
     described = inspect_reference_folder(uri, files)
     by_name, problems = described.files, list(described.problems)
-    weights = _weight_files(by_name, problems)
+    weights, tensors = _weight_files(by_name, problems)
+    shard_of: dict[str, str] = {}
+    before = len(problems)
     for name in weights:
         if name not in by_name:
             problems.append(f"{ascii(name)[1:-1]} is named by {INDEX_NAME} and is not there")
             continue
         try:
-            read_safetensors_header(by_name[name])
+            held = read_safetensors_header(by_name[name])
         except CheckpointError as error:
             problems.append(error.found)
+            continue
+        # Engines read every shard, so the last one of two would win, whichever the index names.
+        problems += [
+            f"{ascii(f'{tensor} is in {shard_of[tensor]} and in {name}')[1:-1]}; write the weights again"
+            for tensor in sorted(held.keys() & shard_of.keys())[:1]
+        ]
+        shard_of |= dict.fromkeys(held, name)
+    if len(problems) == before and (missing := sorted(tensors - shard_of.keys())):
+        named = ascii(", ".join(missing[:3]))[1:-1]
+        problems.append(f"{INDEX_NAME} names {named}, which no shard holds; write the weights again")
     weight_files = tuple(name for name in weights if name in by_name)
     return replace(described, problems=tuple(problems), weight_files=weight_files)
 
@@ -238,15 +250,16 @@ def read_json(file: FileInfo, problems: list[str]) -> dict[str, Any]:
     return content
 
 
-def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> list[str]:
+def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> tuple[list[str], set[str]]:
+    """The files that hold the weights, and the tensors that an index says they hold."""
     if INDEX_NAME in files:
         weight_map = read_json(files[INDEX_NAME], problems).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             problems.append(f"{INDEX_NAME} has no weight_map")
-            return []
-        return sorted({str(shard) for shard in weight_map.values()})
+            return [], set()
+        return sorted({str(shard) for shard in weight_map.values()}), set(weight_map)
     if "model.safetensors" in files:
-        return ["model.safetensors"]
+        return ["model.safetensors"], set()
     shards = [name for name in files if name.endswith(".safetensors")]
     if "adapter_config.json" in files:
         problems.append("an adapter without its model; merge it, and save the whole model")
@@ -256,7 +269,7 @@ def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> list[st
         problems.append("weights are in pytorch_model*.bin; save them as safetensors")
     else:
         problems.append("no weights: neither model.safetensors nor an index is there")
-    return []
+    return [], set()
 
 
 def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:

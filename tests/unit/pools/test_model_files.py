@@ -158,6 +158,27 @@ def test_sharded_folder_wants_every_shard_its_index_names(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("shard", "held", "also_named", "problem"),
+    [
+        (2, ["model.embed_tokens.weight", "lm_head.weight"], [], "model.embed_tokens.weight is in model-00001-of"),
+        (2, [], [], "names lm_head.weight, which no shard holds"),
+        (2, ["lm_head.weight"], ["model.norm.weight"], "names model.norm.weight, which no shard holds"),
+    ],
+)
+def test_shards_that_contradict_themselves_or_their_index_are_incomplete(
+    tmp_path: Path, shard: int, held: list[str], also_named: list[str], problem: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "step-1", shards=2)
+    name = f"model-0000{shard}-of-00002.safetensors"
+    write_safetensors(folder / name, parameters=dict.fromkeys(held, (16, 8)))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(also_named, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    [found] = inspect_model_folder(str(folder)).problems
+    assert problem in found and found.endswith("write the weights again")
+
+
 def test_shards_without_an_index_are_incomplete(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "step-1", shards=2)
     (folder / "model.safetensors.index.json").unlink()
