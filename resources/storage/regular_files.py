@@ -1,0 +1,179 @@
+"""Reading folders that other programs can write: regular files only, and no link at any level of a path.
+
+Each folder on the way is opened without following links, and the type of a file is taken from the open descriptor, so
+that a file which is exchanged meanwhile is not followed, and no FIFO, socket or device is waited for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NoReturn
+
+LARGEST_COPY_BYTES = 1 << 30
+_MOST_FILES, _MOST_ENTRIES, _MOST_LEVELS = 10_000, 100_000, 32
+_BLOCK_BYTES = 1 << 20
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_NO_FOLLOW_ERRORS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, a file in place of a folder, a socket
+
+
+class UnsafeFile(OSError):
+    """A file that is refused: reached by a link, not regular, of another user, or too large; `strerror` says which."""
+
+
+@dataclass
+class Copied:
+    """Outcome of `copy_regular_files`: files and bytes copied, and the number left behind by their kind."""
+
+    files: int = 0
+    bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.dropped.items()))
+
+
+def open_regular(root: Path, name: str, *, owned: bool = False, max_bytes: int | None = None) -> BinaryIO:
+    """Opens a regular file below a folder for reading. Links that lead to the folder itself are followed.
+
+    Args:
+        root: the folder.
+        name: path of the file relative to it, with `/` between its parts.
+        owned: also refuses a file that another user owns or can write, as for a cache.
+        max_bytes: also refuses a larger file; no bound when None.
+
+    Raises:
+        UnsafeFile: it is refused.
+        OSError: there is no such file, or it cannot be read.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise UnsafeFile(errno.EINVAL, "not a path below the folder", name)
+    folder = _open_folder(root, path.parent)
+    try:
+        file = _open_file(folder, path.name, shown=str(root / path))
+    finally:
+        os.close(folder)
+    status = os.fstat(file.fileno())
+    refused = (
+        "files of another user, or that others can write"
+        if owned and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        else "files that are too large"
+        if max_bytes is not None and status.st_size > max_bytes
+        else None
+    )
+    if refused:
+        file.close()
+        raise UnsafeFile(errno.EPERM, refused, str(root / path))
+    return file
+
+
+def copy_regular_files(
+    source: Path, target: Path, *, reserved: frozenset[str] = frozenset(), max_bytes: int = LARGEST_COPY_BYTES
+) -> Copied:
+    """Copies the regular files below a folder that others wrote into a folder that only we write.
+
+    Files get mode 644, and replace files of the same name. Left behind and counted are links, files with several
+    names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, the `reserved` names
+    directly in the folder, and all beyond 10,000 files, 100,000 entries, 32 levels, or `max_bytes` together.
+
+    Raises:
+        OSError: the source cannot be listed, or the target cannot be written.
+    """
+    copied, entries = Copied(), 0
+    waiting = [PurePosixPath()]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            descriptor = _open_folder(source, folder)
+        except OSError:
+            if not folder.parts:
+                raise
+            copied.dropped["unreadable folders"] += 1
+            continue
+        try:
+            with os.scandir(descriptor) as listed:
+                for entry in listed:
+                    entries += 1
+                    if entries > _MOST_ENTRIES:
+                        copied.dropped[f"further entries, not counted beyond {_MOST_ENTRIES}"] = 1
+                        return copied
+                    if not entry.name.isprintable():  # nor are the surrogates that stand for bytes outside UTF-8
+                        copied.dropped["names that are not printable"] += 1
+                    elif not folder.parts and entry.name in reserved:
+                        copied.dropped["names of Assay's own files"] += 1
+                    elif not entry.is_dir(follow_symlinks=False):
+                        _copy_file(descriptor, entry.name, target / folder, copied=copied, max_bytes=max_bytes)
+                    elif len(folder.parts) < _MOST_LEVELS:
+                        waiting.append(folder / entry.name)
+                    else:
+                        copied.dropped[f"folders deeper than {_MOST_LEVELS} levels"] += 1
+        finally:
+            os.close(descriptor)
+    return copied
+
+
+def _copy_file(folder: int, name: str, target: Path, *, copied: Copied, max_bytes: int) -> None:
+    try:
+        source = _open_file(folder, name, shown=name)
+    except UnsafeFile as error:
+        copied.dropped[error.strerror or "unsafe files"] += 1
+        return
+    except OSError:
+        copied.dropped["unreadable files"] += 1
+        return
+    with source:
+        status = os.fstat(source.fileno())
+        if status.st_nlink != 1:
+            copied.dropped["files with several names"] += 1
+        elif copied.files >= _MOST_FILES or copied.bytes + status.st_size > max_bytes:
+            copied.dropped[f"files beyond {_MOST_FILES}, or {max_bytes >> 20} MiB together"] += 1
+        elif (target / name).is_dir() or any(parent.is_file() for parent in (target, *target.parents)):
+            copied.dropped["names that are both a file and a folder"] += 1
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            unfinished = target / f".copied-{os.getpid()}"
+            unfinished.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with os.fdopen(os.open(unfinished, flags, 0o644), "wb") as file:
+                left = status.st_size  # where namespaces are missing, a process may still be writing
+                while block := source.read(min(left, _BLOCK_BYTES)):
+                    left -= file.write(block)
+            unfinished.replace(target / name)
+            copied.files += 1
+            copied.bytes += status.st_size
+
+
+def _open_folder(root: Path, path: PurePosixPath) -> int:
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    for number, part in enumerate(path.parts, 1):
+        try:
+            inner = os.open(part, _FOLDER, dir_fd=descriptor)
+        except OSError as error:
+            _raise(error, "links", str(root.joinpath(*path.parts[:number])))
+        finally:
+            os.close(descriptor)
+        descriptor = inner
+    return descriptor
+
+
+def _open_file(folder: int, name: str, *, shown: str) -> BinaryIO:
+    try:
+        descriptor = os.open(name, _FILE, dir_fd=folder)
+    except OSError as error:
+        _raise(error, "sockets" if error.errno == errno.ENXIO else "links", shown)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise UnsafeFile(errno.EINVAL, "FIFOs, devices or folders in place of files", shown)
+
+
+def _raise(error: OSError, kind: str, shown: str) -> NoReturn:
+    if error.errno in _NO_FOLLOW_ERRORS:
+        raise UnsafeFile(error.errno, kind, shown) from error
+    raise error
