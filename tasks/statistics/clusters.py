@@ -31,9 +31,10 @@ class Stratum:
 
 
 class Estimate(NamedTuple):
-    """A weighted mean with what its interval follows from; no error is known of a single cluster.
+    """A weighted mean with the numbers for its interval; no error is known of a single cluster.
 
-    `skewness` is that of the mean, not of single questions.
+    `skewness` is that of the mean, not of single questions. `constant` are the strata whose clusters are all the same,
+    which add nothing to the error: weight, mean and clusters of each.
     """
 
     value: float
@@ -41,6 +42,7 @@ class Estimate(NamedTuple):
     freedom: float
     skewness: float
     clusters: int
+    constant: tuple[tuple[float, float, int], ...] = ()
 
 
 class _Moments(NamedTuple):
@@ -55,6 +57,7 @@ def estimate(strata: Sequence[Stratum]) -> Estimate:
 
     value, clusters = 0.0, 0
     found: list[_Moments] = []
+    constant: list[tuple[float, float, int]] = []
     alone: list[tuple[float, float]] = []
     for stratum in strata:
         values = np.asarray(stratum.values, dtype=float)
@@ -68,17 +71,21 @@ def estimate(strata: Sequence[Stratum]) -> Estimate:
             alone.append((mean, stratum.weight))
         else:
             found.append(_moments(np.bincount(codes, values), np.bincount(codes, sizes), stratum.weight))
+            if found[-1].variance == 0.0:
+                constant.append((stratum.weight, mean, number))
     if len(alone) > 1:
         means, weights = np.array(alone).T
         found.append(_moments(means * weights, weights, float(weights.sum())))
+        if found[-1].variance == 0.0:
+            constant.append((float(weights.sum()), alone[0][0], len(alone)))
     elif alone:
         return Estimate(value, None, 0.0, 0.0, clusters)
     variance = math.fsum(part.variance for part in found)
     if variance == 0.0:
-        return Estimate(value, 0.0, math.inf, 0.0, clusters)
+        return Estimate(value, 0.0, math.inf, 0.0, clusters, tuple(constant))
     freedom = variance**2 / math.fsum(part.variance**2 / part.freedom for part in found)
     third = math.fsum(part.third for part in found)
-    return Estimate(value, math.sqrt(variance), freedom, third / variance**1.5, clusters)
+    return Estimate(value, math.sqrt(variance), freedom, third / variance**1.5, clusters, tuple(constant))
 
 
 def _codes(clusters: Sequence[Hashable]) -> np.ndarray:

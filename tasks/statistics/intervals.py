@@ -32,7 +32,10 @@ class Interval(NamedTuple):
 
 
 def mean_interval(strata: Sequence[Stratum]) -> Interval:
-    """The interval of a weighted mean: of a share where every value is 0 or 1, else by a t distribution."""
+    """The interval of a weighted mean: of a share where every value is 0 or 1, else by a t distribution.
+
+    Strata that are all the same hide their error, so their own intervals are combined with that of the rest (MOVER).
+    """
     import numpy as np
 
     found = estimate(strata)
@@ -40,10 +43,28 @@ def mean_interval(strata: Sequence[Stratum]) -> Interval:
     if np.isin(values, (0.0, 1.0)).all():
         alone = len(strata) == 1 and found.clusters == len(values)
         ends = _share(int(values.sum()), len(values)) if alone else _clustered_share(found, len(values))
-        return Interval(found.stderr, *ends)
-    if found.stderr is None or found.stderr == 0.0:
+    elif not found.stderr:
         return Interval(found.stderr, None, None)
-    return Interval(found.stderr, *_mean(found, found.stderr))
+    else:
+        ends = _mean(found, found.stderr)
+    if len(strata) > 1 and found.constant:
+        ends = _with_constant(found, ends, least=min(0.0, values.min()), most=max(1.0, values.max()))
+    return Interval(found.stderr, *ends)
+
+
+def unseen_reach(parts: Sequence[tuple[float, int]]) -> float:
+    """The largest change of a value by clusters that differ from those seen, in parts whose clusters were all the same.
+
+    Args:
+        parts: of each, the change of the value if all of its clusters differed, and the number of those seen.
+    """
+    tail, parts = (1 - CONFIDENCE) / 2, [(most, number) for most, number in parts if most > 0.0]
+    if not parts:
+        return 0.0
+    each = math.hypot(*(most * (1 - tail ** (1 / number)) for most, number in parts))
+    # Together: in Π (1 − q)^n ≥ tail no shares q change the value more than if each part were known as the least is.
+    whole = math.fsum(most for most, _ in parts)
+    return min(each, whole * (1 - tail ** (1 / (whole * min(number / most for most, number in parts)))))
 
 
 def ratio_interval(sums: Sequence[tuple[float, float]], clusters: Sequence[Hashable], *, form: RatioForm) -> Interval:
@@ -127,6 +148,20 @@ def _clustered_share(found: Estimate, questions: int) -> tuple[float | None, flo
     middle = (share + spread / 2) / (1 + spread)
     half = reach / (1 + spread) * math.sqrt(share * (1 - share) / effective + spread / (4 * effective))
     return max(0.0, middle - half), min(1.0, middle + half), "Wilson, on the effective number of questions"
+
+
+def _with_constant(
+    found: Estimate, ends: tuple[float | None, float | None, str], *, least: float, most: float
+) -> tuple[float | None, float | None, str]:
+    low, high, method = ends
+    if low is None or high is None:
+        return ends
+    if not found.stderr:
+        low = high = found.value
+    down = unseen_reach([(weight * (mean - least), number) for weight, mean, number in found.constant])
+    up = unseen_reach([(weight * (most - mean), number) for weight, mean, number in found.constant])
+    reached = found.value - math.hypot(found.value - low, down), found.value + math.hypot(high - found.value, up)
+    return max(least, reached[0]), min(most, reached[1]), f"MOVER: {method}; parts that are all the same by clusters"
 
 
 def _mean(found: Estimate, stderr: float) -> tuple[float, float, str]:

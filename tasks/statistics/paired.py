@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tasks.statistics.clusters import Stratum, estimate
-from tasks.statistics.intervals import CONFIDENCE, RatioForm, quantile, ratio_slope, ratio_value, tail_beyond
+from tasks.statistics.intervals import RatioForm, quantile, ratio_slope, ratio_value, tail_beyond, unseen_reach
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +77,7 @@ def compare_pairs(strata: Sequence[PairedStratum]) -> Finding:
         Stratum(after - before, stratum.clusters, stratum.weight)
         for stratum, (before, after) in zip(strata, pairs, strict=True)
     ]
-    return _paired_t(differences, largest=float(np.ptp(scores)))
+    return _paired_t(differences, largest=float(max(1.0, scores.max()) - min(0.0, scores.min())))
 
 
 class McNemarP(NamedTuple):
@@ -172,17 +172,17 @@ def _paired_t(differences: Sequence[Stratum], *, largest: float) -> Finding:
     found = estimate(differences)
     if found.stderr is None:
         return Finding("none", found.value, None, None, None)
-    if found.stderr > 0.0:
-        reach = quantile(found.freedom) * found.stderr
-        p = 2 * tail_beyond(abs(found.value) / found.stderr, found.freedom)
-        ends = found.value - reach, found.value + reach
-        return Finding("paired t", found.value, *ends, p, found.stderr, found.freedom, found.clusters)
-    if math.isnan(largest):  # every document has the same likelihood: nothing but the same weights does that
+    if math.isnan(largest) and found.stderr == 0.0:  # equal likelihoods: nothing but the same weights gives them
         p = 1.0 if found.value == 0.0 else None
         return Finding("paired t", found.value, found.value, found.value, p, 0.0, clusters=found.clusters)
-    # At most this share of clusters differs from all that were seen, else one of them would have been among these.
-    unseen = 1 - ((1 - CONFIDENCE) / 2) ** (1 / found.clusters)
-    reach = (largest + abs(found.value)) * unseen
-    p = 1.0 if found.value == 0.0 else 2.0 ** (1 - found.clusters)
-    ends = found.value - reach, found.value + reach
-    return Finding("paired t", found.value, *ends, p, reach / quantile(math.inf), clusters=found.clusters)
+    # At most some share of a part's clusters differs from all that were seen, else one would have been among these.
+    hidden = found.constant if found.stderr == 0.0 or len(differences) > 1 else ()
+    unseen = unseen_reach([(weight * (largest + abs(mean)), number) for weight, mean, number in hidden])
+    errors = quantile(found.freedom)
+    stderr = math.hypot(found.stderr, unseen / errors)
+    if found.stderr > 0.0:
+        p = 2 * tail_beyond(abs(found.value) / stderr, found.freedom)
+    else:
+        p = 2.0 ** (1 - min((number for _, mean, number in hidden if mean != 0.0 != found.value), default=1))
+    ends = found.value - errors * stderr, found.value + errors * stderr
+    return Finding("paired t", found.value, *ends, p, stderr, found.freedom, found.clusters)

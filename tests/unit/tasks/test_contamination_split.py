@@ -133,6 +133,22 @@ def test_group_of_which_a_part_has_no_flagged_question_is_compared_over_the_othe
     assert (found.difference, found.parts) == (pytest.approx(2 / 8 - 1.0), (1, 2))
 
 
+def test_uneven_flags_of_parts_that_weigh_alike_leave_as_much_open_as_the_fewest(tmp_path: Path) -> None:
+    few = flags_of(tmp_path, flagged=range(3), clean=range(3, 300), benchmark="g_a")
+    half = flags_of(tmp_path / "b", flagged=range(150), clean=range(150, 300), benchmark="g_b")
+    write_flags(str(tmp_path), half.search.model_copy(update={"name": "b"}), half.questions.values())
+    assert (few.search.flagged, half.search.flagged) == (3, 150)
+    samples = [s for name in ("g_a", "g_b") for s in make_samples([1.0, 1.0, 1.0, 1.0, 0.0] * 60, benchmark=name)]
+    group = make_metric("g", 0.8, n=600).model_copy(update={"parts": {"g_a": 0.5, "g_b": 0.5}})
+
+    found = split(tmp_path, group, samples, *(make_metric(name, 0.8, n=300) for name in ("g_a", "g_b")))
+
+    unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # all three flagged ones of a part are right, which says little of others
+    assert found.flagged is not None and found.flagged.low is not None and found.high is not None
+    assert found.flagged.value - found.flagged.low > unseen
+    assert found.high - (found.difference or 0.0) > unseen
+
+
 def series(path: Path, *, text: str = "the words") -> list[Record]:
     for step in (100, 200):
         samples = make_samples(RIGHT)

@@ -183,6 +183,39 @@ def _width(interval: Interval) -> float:
     return high - low
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [
+        ([500, 500, 5], [0.5, 0.5, 0.9]),  # covered 0.63 as one normal mean, with the small part all right 0.35
+        ([1_000, 3], [0.8, 0.9]),  # 0.28, 0.00
+        ([1_000, 1_000, 5], [1.0, 1.0, 0.9]),  # 0.42
+        ([2_000, 20], [0.6, 0.97]),  # 0.85
+        ([20] * 57, [0.9] * 57),
+        ([2] * 10 + [400], [0.9] * 11),
+    ],
+)
+def test_interval_of_parts_that_weigh_alike_holds(sizes: list[int], shares: list[float]):
+    random, held, trials = np.random.default_rng(8), 0, 250
+    for _ in range(trials):
+        right = [(random.random(size) < share).astype(float) for size, share in zip(sizes, shares, strict=True)]
+        found = mean_interval([Stratum(part, range(len(part)), 1 / len(sizes)) for part in right])
+        held += found.low is not None and found.high is not None and found.low <= np.mean(shares) <= found.high
+    assert held / trials >= 0.92
+
+
+def test_difference_of_parts_that_weigh_alike_claims_no_more_than_the_smallest_shows():
+    right, small = [1.0] * 1_000, PairedStratum([1.0] * 3, [1.0] * 3, range(3), 0.5)
+    found, unchanged = (
+        compare_pairs([PairedStratum(right, after, range(1_000), 0.5), small])
+        for after in ([0.0] * 10 + right[10:], right)
+    )
+
+    unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # of the whole may differ in the small part though none of its three did
+    assert found.low == pytest.approx(-0.005 - unseen, abs=1e-3)
+    assert found.p is not None and found.p > 0.9, "ten of a thousand are lost, but half of the whole is hardly known"
+    assert (unchanged.p, unchanged.high) == (1.0, pytest.approx(unseen, abs=1e-3))
+
+
 def test_interval_of_a_mean_that_leans_is_bent_to_its_long_side():
     symmetric, leaning = mean_interval([alone([-1.0, 0.0, 1.0] * 10)]), mean_interval([alone([0.0, 0.0, 3.0] * 10)])
 
