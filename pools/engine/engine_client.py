@@ -27,6 +27,7 @@ _ANSWER_SECONDS = 60.0
 _REACHABLE_SECONDS = 5.0
 _NOT_FINITE = "Out of range float values"  # vLLM answers 400 with this, since JSON has no NaN
 _RELOAD_SECONDS = 900.0
+_SHOWN_NAMES = 5
 _NO_SUCH_CALL = ("404 ", "405 ", "501 ")
 
 
@@ -93,6 +94,24 @@ class EngineClient:
             ModelUnusable: a log-probability that is not a finite number.
         """
         self._logprobs(model, CANARY_PROMPTS[:1], echo=False)
+
+    def require_written(self, model: str) -> None:
+        """Passes if loading the checkpoint that the engine was started with wrote each parameter, where it tells.
+
+        Raises:
+            ModelUnusable: it left some as they were in memory.
+        """
+        left: dict[str, str] = {}
+        with suppress(SwapRefused):
+            for part in self._of_workers("assay_unwritten"):
+                left |= part
+        if left:
+            named = [f"{name} ({numbers} numbers)" for name, numbers in sorted(left.items())[:_SHOWN_NAMES]]
+            raise ModelUnusable(
+                expected=f"the weights of {model} to hold each parameter of its architecture",
+                found=f"{len(left)} that nothing wrote: {', '.join(named)}",
+                remedy="write the missing tensors under the names of this architecture, or correct config.json",
+            )
 
     def has_prompt_logprobs(self, model: str) -> bool:
         """True if `echo` with `logprobs` gives finite log-probabilities for the prompt's own tokens.

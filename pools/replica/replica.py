@@ -25,6 +25,7 @@ from pools.engine.launch import (
 )
 from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, largest_difference
 from pools.engine.scoring import scoring_of
+from pools.engine.tokenizer_reading import require_read_as_written
 from pools.jobs import Restarts
 from pools.protocol import ReplicaState
 from pools.replica.gang import Gang
@@ -54,7 +55,6 @@ class ReplicaEngine:
         name: unique in the pool.
         config: how the pool serves.
         launcher: how a server is started.
-        client: who runs it.
         on_change: called after every change of state, from the thread that made it.
         drain: waits until nothing is in flight on this replica any more.
         gang: the other hosts of the replica.
@@ -192,6 +192,7 @@ class ReplicaEngine:
                 engine.reload_weights(wanted.folders, version=wanted.digests.checkpoint, ranks=ranks_of(self._config))
             with loading.phase("canary"):
                 canary = engine.canary(wanted.name, prompt_logprobs=self.prompt_logprobs)
+                require_read_as_written(engine, wanted, self._config)
             reloaded = engine.reading(canary, weights=True) if compared else None
             wrong = None if compared else self._in_memory.why_wrong(engine, wanted)
         except ModelUnusable as error:
@@ -260,6 +261,7 @@ class ReplicaEngine:
                 self.max_model_len = engine.max_model_len(checkpoint.name)
                 self.engine_version = engine.version()
                 self._canary = engine.canary(checkpoint.name, prompt_logprobs=self.prompt_logprobs)
+                require_read_as_written(engine, checkpoint, self._config)
                 self.scoring = scoring_of(engine, checkpoint, longest=self.max_model_len)
                 if self._why_never_reload is None:
                     with suppress(ReloadUnavailable, SwapRefused):  # a reload will say so
@@ -297,8 +299,7 @@ class ReplicaEngine:
         return difference if difference > ROUNDING_NATS["float32" if exact else "bfloat16"] else None
 
     def _wait_until_answers(self, job: JobHandle, engine: EngineClient, model: str, launch: Launch) -> None:
-        deadline = time.monotonic() + self._config.startup_timeout_seconds
-        refusals = 0
+        deadline, refusals = time.monotonic() + self._config.startup_timeout_seconds, 0
         found = f"it did not answer within {self._config.startup_timeout_seconds:g} s"
         while time.monotonic() < deadline:
             if self._stopping:
@@ -309,6 +310,7 @@ class ReplicaEngine:
                 break
             if engine.healthy():
                 try:
+                    engine.require_written(model)
                     return engine.prove_it_answers(model)
                 except EndpointUnusable as error:
                     refusals += 1

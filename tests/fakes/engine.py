@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -89,6 +90,10 @@ class Faults:
     """Reloads leave the output layer as it was at the start, though the answers do not show it."""
     wrong_tensor: bool = False
     """Reloads leave a tensor of other bytes behind, which no answer shows."""
+    unwritten: dict[str, str] = field(default_factory=dict)
+    """Parameters that nothing wrote at the start, with how much of them."""
+    composes: bool = False
+    """Accents are composed before a text is read, as its tokenizer.json does not say."""
     forgets_name: bool = False
     """The engine does not take the name of its weights."""
     fail_reload: bool = False
@@ -183,6 +188,8 @@ class FakeEngine:
                 *(web.post(path, self._complete) for path in COMPLETIONS),
                 web.post("/v1/responses", self._respond),
                 web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.post("/assay_read", self._read_by_file),
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
@@ -405,8 +412,18 @@ class FakeEngine:
         return response
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        tokens = list(str((await request.json())["prompt"]).encode())
+        prompt = str((await request.json())["prompt"])
+        tokens = list((unicodedata.normalize("NFC", prompt) if self.faults.composes else prompt).encode())
         return web.json_response({"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens})
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"prompt": bytes((await request.json())["tokens"]).decode()})
+
+    async def _read_by_file(self, request: web.Request) -> web.StreamResponse:
+        text = str((await request.json())["text"])
+        ids = list(text.encode())
+        starts = [place for place, character in enumerate(text) for _ in character.encode()]
+        return web.json_response({"ids": ids, "special": ids, "text": text, "starts": starts})
 
     async def _health(self, _request: web.Request) -> web.Response:
         self.stats.health_checks += 1
@@ -454,6 +471,8 @@ class FakeEngine:
         if call.get("method") == "assay_weights":
             wrong = self.faults.wrong_tensor and self.stats.reloads
             return web.json_response({"results": [{"all": self.label, "head": "wrong" if wrong else self.label}]})
+        if call.get("method") == "assay_unwritten":
+            return web.json_response({"results": [self.faults.unwritten] * self.ranks})
         if call.get("method") != "assay_reload":
             return _error(400, f"no method {call.get('method')}")
         folders = [Path(folder) for folder in call.get("kwargs", {}).get("folders", [])]

@@ -13,8 +13,13 @@ _TEMPLATE = (
 )
 
 
-def write_byte_tokenizer(folder: Path, *, adds_bos: bool = False, template: str = _TEMPLATE) -> Path:
-    """Writes a tokenizer with a chat template: token ids are bytes, then <|bos|> and <|eos|>."""
+def write_byte_tokenizer(
+    folder: Path, *, adds_bos: bool = False, composes: bool = False, template: str = _TEMPLATE
+) -> Path:
+    """Writes a tokenizer with a chat template: token ids are bytes, then <|bos|> and <|eos|>.
+
+    One that composes accents first reads text as transformers reads every tokenizer of a qwen2 model.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = {byte: chr(byte) for byte in printable}
     for place, byte in enumerate(sorted(set(range(256)) - set(printable))):
@@ -32,6 +37,7 @@ def write_byte_tokenizer(folder: Path, *, adds_bos: bool = False, template: str 
     tokenizer = {
         "version": "1.0",
         "added_tokens": [{"id": number, "content": text, **flags} for text, number in special.items()],
+        "normalizer": {"type": "NFC"} if composes else None,
         "pre_tokenizer": byte_level,
         "post_processor": with_bos if adds_bos else None,
         "decoder": byte_level,

@@ -193,7 +193,7 @@ def pool_config(engine_kwargs: Mapping[str, Any]) -> InferencePoolConfig:
 
 
 def _servable(folder: Path, animal: Animal, name: str) -> Servable:
-    place = str(write_byte_tokenizer(folder / str(animal) / name))
+    place = str(write_byte_tokenizer(folder / str(animal) / name, composes=True))
     if name == "mean":
         place = str(Merge.of_folders("mean", [str(folder / str(animal) / part) for part in ("first", "second")]))
     return Servable.from_uri(f"{animal}-{name}", place)
@@ -207,7 +207,7 @@ def _cold_answers(
         {
             **{"architecture": animal.architecture, "tied": animal.tied, "sharded": animal.sharded},
             **{"dtype": _OTHER_DTYPE[animal.dtype] if name == "dtype" else animal.dtype},
-            **{"folder": str(write_byte_tokenizer(folder / str(animal) / name)), **CHECKPOINTS[name]},
+            **{"folder": str(write_byte_tokenizer(folder / str(animal) / name, composes=True)), **CHECKPOINTS[name]},
         }
         for animal, tour in tours.items()
         for name in dict.fromkeys(tour)

@@ -13,9 +13,13 @@ import hmac
 import importlib
 import os
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 KEY_VARIABLE = "ASSAY_ENGINE_KEY"
+READING = "/assay_read"
+"""Path at which the door itself answers, see `tell_reading`."""
 ASKED: contextvars.ContextVar[str | None] = contextvars.ContextVar("asked", default=None)
 """Model name in the request that is being answered."""
 
@@ -37,7 +41,7 @@ class EngineDoor:
     async def __call__(self, scope: dict[str, Any], receive: Call, send: Call) -> None:
         """Passes a call on, or refuses it."""
         if scope["type"] == "lifespan" or self._is_open_to(dict(scope["headers"])):
-            await self._app(scope, receive, send)
+            await (tell_reading if scope.get("path") == READING else self._app)(scope, receive, send)
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body"})
@@ -47,6 +51,25 @@ class EngineDoor:
     def _is_open_to(self, headers: dict[bytes, bytes]) -> bool:
         given = headers.get(b"authorization", b"")
         return self._expected != b"Bearer " and hmac.compare_digest(given, self._expected)
+
+
+async def tell_reading(scope: dict[str, Any], receive: Call, send: Call) -> None:
+    """Answers how `tokenizers` reads a `text` by the tokenizer.json of a `folder`; empty where it has none."""
+    asked = await importlib.import_module("starlette.requests").Request(scope, receive).json()
+    file = Path(asked["folder"]) / "tokenizer.json"
+    found = reading(file.read_bytes(), asked["text"]) if file.is_file() else {}
+    await importlib.import_module("starlette.responses").JSONResponse(found)(scope, receive, send)
+
+
+@lru_cache(maxsize=1)
+def reading(content: bytes, text: str) -> dict[str, Any]:
+    """Returns the ids of a text without and with special tokens, the text of the former, and where each starts."""
+    tokenizer: Any = importlib.import_module("tokenizers").Tokenizer.from_buffer(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    plain, special = (tokenizer.encode(text, add_special_tokens=special) for special in (False, True))
+    read = {"ids": plain.ids, "special": special.ids, "starts": [start for start, _ in plain.offsets]}
+    return {**read, "text": tokenizer.decode(plain.ids, skip_special_tokens=False)}
 
 
 def answer_with_the_name_asked_for() -> None:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import unwritten
 from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -44,7 +45,8 @@ class ReloadingWorker:
             folders: one on each host of the engine, in the order of their ranks.
 
         Raises:
-            RuntimeError: whether this model's embeddings are tied was read from its weights, not from its config.
+            RuntimeError: whether this model's embeddings are tied was read from its weights, not from its config; or
+                parameters were left unwritten.
         """
         if self.model_runner.model_config.word_embeddings_untied_by_checkpoint:
             raise RuntimeError("the weights hold an output layer that their config says is tied to the embedding")
@@ -56,6 +58,12 @@ class ReloadingWorker:
         if on_cpu:
             pack_again(model)
             fill_convolutions(model)
+        if left := unwritten.find(model):
+            raise RuntimeError(f"nothing wrote these numbers of parameters: {left}")
+
+    def assay_unwritten(self) -> dict[str, str]:
+        """Parameters of the model that this worker was started with, and how much of them nothing wrote."""
+        return dict(unwritten.AT_START)
 
     def assay_output_layer(self) -> dict[str, Any]:
         """The model's dtype, and log-probabilities that its output layer alone gives for fixed random numbers.
@@ -152,6 +160,7 @@ def leave_out_rows_of_the_cache() -> None:
 
 
 leave_out_rows_of_the_cache()
+unwritten.watch_loading()
 
 
 def random_rows(count: int, width: int) -> torch.Tensor:

@@ -218,7 +218,8 @@ def take_back_discarded_samples() -> None:
 def remember_texts_of_tokens() -> None:
     """Looks the text of each token up once, which rows of log-probabilities name again and again.
 
-    A third of what the server computed for echoes went into that: each token was decoded by itself, each time.
+    A third of what the server computed for echoes went into that: each token was decoded by itself, each time. An id
+    that the tokenizer has no piece for, as those that pad a vocabulary, has no text: it ended vLLM (vllm#56100).
     """
     rows: Any = importlib.import_module("vllm.v1.engine.logprobs")
     convert: Callable[[Any, list[int]], list[str]] = rows.convert_ids_list_to_tokens
@@ -227,7 +228,10 @@ def remember_texts_of_tokens() -> None:
     def convert_ids_list_to_tokens(tokenizer: Any, token_ids: list[int]) -> list[str]:
         _, texts = known.setdefault(id(tokenizer), (tokenizer, {}))  # kept, so that its id stays its own
         new = [token for token in dict.fromkeys(token_ids) if token not in texts]
-        texts.update(zip(new, convert(tokenizer, new), strict=True))
+        pieces = tokenizer.convert_ids_to_tokens(new) if hasattr(tokenizer, "backend_tokenizer") else new
+        known_ids = [token for token, piece in zip(new, pieces, strict=True) if piece is not None]
+        texts.update(dict.fromkeys(new, ""))
+        texts.update(zip(known_ids, convert(tokenizer, known_ids), strict=True))
         return [texts[token] for token in token_ids]
 
     rows.convert_ids_list_to_tokens = convert_ids_list_to_tokens

@@ -27,7 +27,7 @@ from pools.replica.loading import Loading
 from pools.replica.replica import ReplicaEngine
 from pools.weights.staging import Staging
 from resources.backends.local.client import LocalClient
-from resources.errors import CheckpointChanged, EngineDied
+from resources.errors import CheckpointChanged, EngineDied, ModelUnusable
 
 
 def test_restarts_are_those_of_ten_minutes() -> None:
@@ -161,6 +161,21 @@ def test_files_that_change_while_requests_are_drained_leave_the_former_checkpoin
             replica.load(staged(second, staging), Loading())
         assert replica.standing == ("ready", former)
         assert launcher.launches == ["run-1"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "found"),
+    [
+        ({"unwritten": {"lm_head.weight": "8 of 16"}}, r"nothing wrote: lm_head\.weight \(8 of 16 numbers\)"),
+        ({"composes": True}, r"ids \[195, 132, .*gives \[65, 204, .*in 'A\u0308pfel .*PreTrainedTokenizerFast"),
+    ],
+)
+def test_engine_that_misreads_a_checkpoint_condemns_it(tmp_path: Path, faults: dict[str, Any], found: str) -> None:
+    staging = Staging(tmp_path / "staged", max_bytes=10**6)
+    with one_replica(tmp_path, FakeLauncher(tmp_path, faults=faults), lambda: None) as replica:
+        with pytest.raises(ModelUnusable, match=re.compile(found, re.DOTALL)):
+            replica.load(staged(write_checkpoint(tmp_path / "run-1", seed=1), staging), Loading())
+        assert replica.state == "dead"
 
 
 def test_reload_that_answers_otherwise_than_before_is_a_restart(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Proof that an engine reads text as the checkpoint's `tokenizer.json` says.
+
+A tokenizer class that a checkpoint names by mistake, or that transformers takes for its architecture, replaces the
+file's rules by those of the class: other ids for most texts, and as a rule the model answers all the same, worse.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+from pools.config import InferencePoolConfig
+from pools.engine.engine_client import EngineClient
+from pools.engine.launch import ServedCheckpoint
+from pools.weights.model_files import read_json
+from resources.errors import ModelUnusable
+
+_CODE = """
+def mean(values: list[float], *, digits: int = 3) -> float:
+\t\"\"\"Returns the mean; 0.0 for none.\"\"\"
+    if not values:        # an empty list
+        return 0.0
+
+
+    return round(sum(x**2 for x in values) / (len(values) + 1e-9), digits) \r\n
+for (int i = 0; i <= n; ++i) { total[i] += (a[i] << 2) ^ 0xFF; }   // <p class="x">&amp;</p>
+SELECT COUNT(*) FROM "t" WHERE a!=b AND c LIKE '%_x%'; {"key": [null, true, -1.5e+10]} https://a.example/?q=1&r=%20#top
+"""
+_WORDS = """
+The QUICK brown fox doesn't jump; they're I'VE'd WE'LL O'Neill's co-operation, re-entry… “quoted” ‘single’ — dash–dash.
+Straße Äpfel größer, naïve café déjà-vu façade, Ångström smørrebrød, ¿mañana? señor, Łódź żółć, příliš žluťoučký kůň,
+İstanbul ağaç, Việt Nam tiếng, ﬁne ﬂow № ™ ａｂｃ ＤＥＦ, $5 €7 £9 50% #tag @user a_b CamelCase HTTPServer2Go
+Все люди рождаются свободными и равными в своём достоинстве, й ё. Όλοι οι άνθρωποι γεννιούνται ελεύθεροι, ΐ ΰ.
+يولد جميع الناس أحرارًا متساوين في الكرامة. כל בני האדם נולדו בני חורין, שָׁלוֹם. सभी मनुष्यों को गौरव और अधिकारों क़ ज़।
+มนุษย์ทั้งหลายเกิดมามีอิสระ 人人生而自由,在尊严和权利上一律平等。すべての人間は、がぎぐ パピプ 東京は晴れ。
+모든 인간은 태어날 때부터 자유로우며 존엄과 권리에 있어 동등하다.
+🙂🙃 👩‍👩‍👧 🇩🇪 👍🏽 ∑∫√≤≥∞ αβγ →⇒ ░▒▓ \u00a0nbsp\u200bzero\u3000wide   three    four
+"""
+_NUMBERS = " ".join(f"{7**power} {power / 7:.4f} {power:05d}" for power in range(1, 30))
+PROBE = f"{_NUMBERS}{_CODE}{_WORDS}{unicodedata.normalize('NFD', _WORDS)}"
+"""Numbers, code, and words of several scripts, with composed and with decomposed accents: some 3,000 characters.
+
+Without blanks before a full stop or the like, which some tokenizers are set to drop when they decode, and without
+numerals such as ½: SmolLM's are the only texts that its class reads in another way than its file.
+"""
+_ONLY_AS_QWEN2 = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+"""Types of models that transformers 5 reads by Qwen2Tokenizer, whichever class a checkpoint names."""
+_FRAMED = ("add_bos_token", "add_eos_token")
+_SHOWN, _SHOWN_CHARACTERS = 5, 20
+
+
+def require_read_as_written(engine: EngineClient, checkpoint: ServedCheckpoint, config: InferencePoolConfig) -> None:
+    """Passes if an engine turns text into ids, and ids into text, as `tokenizers` does by the file tokenizer.json.
+
+    Nothing is compared where there is no such file, in the checkpoint or in the engine argument `tokenizer`.
+
+    Raises:
+        ModelUnusable: it does not.
+        EndpointUnusable: it does not answer.
+    """
+    folder = config.model.engine_kwargs.get("tokenizer", str(checkpoint.folder))
+    if not (written := engine.ask("/assay_read", {"folder": folder, "text": PROBE})):
+        return
+    asked = {"model": checkpoint.name, "prompt": PROBE}
+    plain, special = (
+        engine.ask("/tokenize", {**asked, "add_special_tokens": special})["tokens"] for special in (False, True)
+    )
+    text = engine.ask("/detokenize", {"model": checkpoint.name, "tokens": written["ids"]})["prompt"]
+    settings = read_json(checkpoint.files.files["tokenizer_config.json"], [])
+    found = {"ids": plain, "special": special, "text": text}
+    if (why := difference(written, found, framed=any(name in settings for name in _FRAMED))) is not None:
+        raise ModelUnusable(
+            expected=f"the engine to read text by the tokenizer.json of {checkpoint.name}, as `tokenizers` does",
+            found=why,
+            remedy=_remedy(str(checkpoint.files.config.get("model_type")), settings.get("tokenizer_class")),
+        )
+
+
+def difference(written: Mapping[str, Any], found: Mapping[str, Any], *, framed: bool) -> str | None:
+    """Returns the first difference between two readings of the probe; None where there is none.
+
+    Args:
+        written: `ids`, the `text` that they are, and `special`, the ids with special tokens, by the file. `starts` are
+            the places of ids in the probe.
+        found: the same by an engine.
+        framed: whether other settings than the file's may put special tokens around a text.
+    """
+    for name, what in (("ids", "ids"), ("text", "text of its ids"), ("special", "ids with special tokens")):
+        ours, theirs = written[name], found[name]
+        count = len(ids := found["ids"])
+        holds = any(theirs[start : start + count] == ids for start in range(len(theirs) - count + 1))
+        if ours == theirs or (name == "special" and framed and holds):
+            continue
+        place = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
+        start = written["starts"][place] if name == "ids" else 0
+        shown = [repr(each[place:][:_SHOWN]) for each in (theirs, ours)]
+        return f"{what} {shown[0]} where the file gives {shown[1]}, in {PROBE[start:][:_SHOWN_CHARACTERS]!r}"
+    return None
+
+
+def _remedy(model_type: str, tokenizer_class: Any) -> str:
+    if model_type in _ONLY_AS_QWEN2:
+        return (
+            f"no setting helps: transformers reads each checkpoint of model_type {model_type} by Qwen2Tokenizer; "
+            "give the model another architecture, or a tokenizer with the rules of Qwen2Tokenizer"
+        )
+    named = f"in place of {tokenizer_class!r} " if tokenizer_class else ""
+    return f'set "tokenizer_class": "PreTrainedTokenizerFast" {named}in tokenizer_config.json'

