@@ -13,6 +13,7 @@ from resources.config import CpuConfig, Device, GpuConfig, TpuConfig
 from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import Command, EnvironmentConfig
+from resources.jobs.user_key import USER_KEY_VARIABLE
 from resources.settings import process_environment, settings
 from resources.storage.files import replace_text
 
@@ -82,6 +83,8 @@ def variables_of(environment: EnvironmentConfig, *, python: Path, given: Mapping
     """The whole environment of a job's processes: what it inherits, the request's, and what the backend has `given`."""
     own = {"PYTHONUNBUFFERED": "1", **environment.env_vars, **given}
     variables = process_environment(own, inherited=environment.inherited)
+    if USER_KEY_VARIABLE not in own:  # with it, a job could sign the results of all others
+        variables.pop(USER_KEY_VARIABLE, None)
     return {**variables, "PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}
 
 

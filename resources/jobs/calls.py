@@ -9,14 +9,14 @@ from resources.jobs.jobs import Call
 from resources.jobs.results import new_seal
 
 
-def pickled(call: Call) -> bytes:
-    """Returns the content of the file that `resources/backends/programs/run_call.py` executes.
+def pickled(call: Call, *, job_id: str) -> bytes:
+    """Returns the content of the file that `resources/backends/programs/run_call.py` executes in a job.
 
     Raises:
         BadInput: the callable or one of its arguments cannot be pickled.
     """
     try:
-        return new_seal() + cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
+        return new_seal(job_id) + cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
     except Exception as error:  # whatever the objects' own pickling code raises
         raise BadInput(
             expected="a callable and arguments that can be pickled, since they are sent to another process",

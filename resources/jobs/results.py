@@ -1,8 +1,8 @@
 """Results of jobs: the value that a callable returned, or the exception that it raised, in another process.
 
 `resources/backends/programs/run_call.py` writes a result where the job ran, and its backend brings it here as bytes.
-They are signed with a key that went there with the call and follows from the user's: nothing is unpickled here that
-anybody else could have put in their place.
+They are signed with a key that went there with the call, follows from the user's, and signs the results of that job
+alone: nothing is unpickled here that another job, or another user, could have put in their place.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class _RemoteTraceback(Exception):
         return f'\n"""\n{self._text}"""'
 
 
-def new_seal() -> bytes:
-    """Returns a nonce and the key that a call signs its result with; where there is no key of the user, nobody's."""
+def new_seal(job_id: str) -> bytes:
+    """Returns a nonce and the key that signs the results of a job alone; a random key if the user has none."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
-        return nonce + _key_of(nonce)
+        return nonce + _key_of(nonce, job_id)
     except StorageError:  # most callers want no result; who does is told then
         return nonce + secrets.token_bytes(_PROOF_BYTES)
 
@@ -137,8 +137,8 @@ def _unsendable(job_id: str) -> Callable[[str], JobFailed]:
     )
 
 
-def _key_of(nonce: bytes) -> bytes:
-    return hmac.digest(user_key(), b"result\0" + nonce, "sha256")
+def _key_of(nonce: bytes, job_id: str) -> bytes:
+    return hmac.digest(user_key(), b"result of a job\0" + nonce + job_id.encode(), "sha256")
 
 
 def _opened(left: bytes | None, job_id: str, replica: int) -> tuple[str, Any]:
@@ -147,10 +147,10 @@ def _opened(left: bytes | None, job_id: str, replica: int) -> tuple[str, Any]:
     nonce, proof = left[:_NONCE_BYTES], left[_NONCE_BYTES : _NONCE_BYTES + _PROOF_BYTES]
     body = left[_NONCE_BYTES + _PROOF_BYTES :]
     signed = f"{job_id}\0{replica}\0".encode() + body
-    if not hmac.compare_digest(proof, hmac.digest(_key_of(nonce), signed, "sha256")):
+    if not hmac.compare_digest(proof, hmac.digest(_key_of(nonce, job_id), signed, "sha256")):
         raise BadInput(
-            expected=f"a result of {job_id} signed with the key of the user who asks, since reading it can run code",
-            found="a signature of another key, or none",
+            expected=f"a result of {job_id} signed with the key of that job, since reading it can run code",
+            found="a signature of another job or user, or none",
             remedy="Ask as the user, and with the cache's folder, that submitted it; or give this process its "
             "ASSAY_ACTOR_KEY.",
         )

@@ -166,7 +166,7 @@ class IrisClient:
         job_id = f"{parent or f'/{self._user()}'}/{request.name}-{suffix}"
         files = {f"{_FOLDER}/{name}": (_PROGRAMS / name).read_bytes() for name in _SHIPPED}
         if isinstance(request.entrypoint, Call):
-            files[f"{_FOLDER}/call.pickle"] = pickled(request.entrypoint)
+            files[f"{_FOLDER}/call.pickle"] = pickled(request.entrypoint, job_id=job_id)
             files[f"{_FOLDER}/assay.zip"] = own_code().content  # which Iris keeps once, however many jobs bring it
         files[f"{_FOLDER}/job.json"] = json.dumps(
             self._job(request, environment, workspace=workspace, hosts=placed.hosts)

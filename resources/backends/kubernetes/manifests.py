@@ -117,7 +117,7 @@ def secret_content(
     files = {"pod.json": json.dumps(specification).encode()}
     files["run_in_pod.py"] = (_PROGRAMS / "run_in_pod.py").read_bytes()
     if isinstance(entrypoint, Call):
-        files["call.pickle"] = pickled(entrypoint)
+        files["call.pickle"] = pickled(entrypoint, job_id=job_id)
         files["run_call.py"] = (_PROGRAMS / "run_call.py").read_bytes()
     return bounded(files)
 

@@ -98,7 +98,8 @@ class LocalClient:
         environment = request.environment or create_environment()
         workspace = workspace_of(environment, backend="the local backend runs")
         working_directory = existing_folder(request.working_directory or workspace)
-        payload = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else None
+        job_id = f"{request.name}-{secrets.token_hex(4)}"
+        payload = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
         python = interpreter_of(environment, workspace=workspace)
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
@@ -108,7 +109,7 @@ class LocalClient:
                 self._has_pruned = True
             for name in [name for name, job in self._jobs.items() if job.has_ended()]:
                 del self._jobs[name]  # each holds a pipe open
-            folder = self._jobs_dir / f"{request.name}-{secrets.token_hex(4)}"
+            folder = self._jobs_dir / job_id
             folder.mkdir(parents=True, mode=0o700)
             if payload is not None:
                 (folder / CALL).write_bytes(payload)

@@ -87,12 +87,13 @@ class RayClient:
         environment = request.environment or create_environment()
         workspace = workspace_of(environment, backend="nodes of Ray run")
         working_directory = existing_folder(request.working_directory or workspace)
-        entrypoint = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else request.entrypoint
+        job_id, call = f"{request.name}-{secrets.token_hex(4)}", request.entrypoint
+        entrypoint = pickled(call, job_id=job_id) if isinstance(call, Call) else call
         controller = connection.detached_controller() if request.outlives_parent else self._own_controller(connection)
         nodes = connection.ask(controller, "check", resources=request.resources, replicas=request.replica_count)
         digest = None if connection.is_on(nodes) else _sent(connection, controller, workspace)
         order = JobOrder(
-            job_id=f"{request.name}-{secrets.token_hex(4)}",
+            job_id=job_id,
             name=request.name,
             client=self._id,
             entrypoint=entrypoint,
@@ -109,7 +110,7 @@ class RayClient:
             submitted_at=time.time(),
             address=connection.address,
         )
-        job_id: str = connection.ask(controller, "submit", order=order, adopt_existing=adopt_existing)
+        job_id = str(connection.ask(controller, "submit", order=order, adopt_existing=adopt_existing))
         return self._handle(connection, controller, job_id, own=True)
 
     def attach(self, job_id: str) -> RayJob:

@@ -111,11 +111,12 @@ class SlurmClient:
             self._check(request.resources, image=environment.docker_image, replicas=request.replica_count)
             if not self._has_begun:
                 self._begin()
-            payload = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else None
+            job_id = f"{request.name}-{secrets.token_hex(4)}"
+            payload = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
             here = workspace_of(environment, backend="on Slurm we run")
             workspace = unpack(package_workspace(here), self._folder / "workspaces")
             python = interpreter_of(environment, workspace=workspace)
-            folder = self._folder / "jobs" / f"{request.name}-{secrets.token_hex(4)}"
+            folder = self._folder / "jobs" / job_id
             folder.mkdir(parents=True, mode=0o700)
             if payload is not None:
                 (folder / CALL).write_bytes(payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import pickle
 import subprocess
@@ -45,7 +46,7 @@ class Picky(Exception):
 def left_by(function: Callable[[], object], folder: Path, *, job_id: str = "job-1") -> bytes | None:
     """Returns the content of the file that the program leaves for a call in a job."""
     call, result = folder / "call.pickle", folder / "result"
-    call.write_bytes(pickled(Call(function)))
+    call.write_bytes(pickled(Call(function), job_id=job_id))
     places: Mapping[str, str] = {"ASSAY_JOB_ID": job_id, "ASSAY_REPLICA_INDEX": "0", "ASSAY_RESULT": str(result)}
     argv = [sys.executable, str(PROGRAMS / "run_call.py"), str(call), *import_folders()]
     subprocess.run(argv, env={**os.environ, **places}, capture_output=True, check=False)
@@ -75,6 +76,22 @@ def test_result_of_another_user_another_job_or_another_content_is_not_unpickled(
         with pytest.raises(BadInput, match="signature"):
             read(forged)
     assert "unpickled" not in capfd.readouterr().out
+
+
+def test_result_signed_by_another_job_is_not_unpickled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    call, forged = tmp_path / "call.pickle", tmp_path / "forged"
+
+    def forge() -> None:
+        seal = call.read_bytes()[:48]
+        body = pickle.dumps(("returned", pickle.dumps(Spy())))
+        forged.write_bytes(seal[:16] + hmac.digest(seal[16:], b"job-1\x000\x00" + body, "sha256") + body)
+
+    left_by(forge, tmp_path, job_id="job-2")
+    with pytest.raises(BadInput, match="of another job"):
+        read(forged.read_bytes())
+    left_by(forge, tmp_path, job_id="job-1")
+    read(forged.read_bytes())  # its own: the forgery is right but for the job
+    assert capfd.readouterr().out.count("unpickled") == 1
 
 
 def test_exit_before_the_return_leaves_no_result_and_the_error_says_so(tmp_path: Path) -> None:
