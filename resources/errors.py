@@ -120,6 +120,10 @@ class StorageError(AssayError):
     """A file could not be read or written where it belongs."""
 
 
+class IrregularFile(StorageError):
+    """A pipe, a device, a folder, or a link that leads out of its folder, where a file is expected."""
+
+
 class EnvironmentBuildFailed(AssayError):
     """uv could not build an environment from its pinned list."""
 

@@ -30,7 +30,7 @@ from pools.weights.model_files import (
     ModelDigests,
     ModelFolder,
     digest_model_folder,
-    inspect_model_folder,
+    inspect_staged_folder,
     read_tensors,
 )
 from pools.weights.shared_tensors import tensor_in_common
@@ -142,7 +142,7 @@ class ServedCheckpoint:
         elsewhere: Sequence[str] = (),
     ) -> ServedCheckpoint:
         """A checkpoint that was staged into a folder of this machine, and of the replica's other ones."""
-        return cls(name, folder, inspect_model_folder(str(folder)), digests, verify, tuple(elsewhere))
+        return cls(name, folder, inspect_staged_folder(folder), digests, verify, tuple(elsewhere))
 
 
 def digests_of(served: ServedModel) -> ModelDigests:

@@ -91,7 +91,7 @@ def copy_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
         StorageError: they cannot be read or written.
     """
     for name, file in small_files(inspect_reference_folder(uri)).items():
-        storage.write_bytes(str(folder / name), storage.read_bytes(file.uri))
+        storage.write_bytes(str(folder / name), storage.read_bytes(file.place))
     verify_small_files(uri, digests, folder)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pools.weights.content import content_digest
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     CONFIG_FILES,
     SAME_WHATEVER_THEY_SAY,
     ModelFolder,
-    content_digest,
     inspect_model_folder,
     read_tensors,
     small_files,
@@ -103,9 +103,8 @@ def _changed_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[s
 def _same(file: FileInfo | None, other: FileInfo | None) -> bool:
     if file is None or other is None:
         return False
-    return content_digest(file) == content_digest(other) or storage.read_bytes(file.uri) == storage.read_bytes(
-        other.uri
-    )
+    same = content_digest(file) == content_digest(other)
+    return same or storage.read_bytes(file.place) == storage.read_bytes(other.place)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pools.weights.averages import BLOCK_BYTES, Averager
 from pools.weights.checkpoint_copy import Progress, changed_since_planned, counted, require_planned
+from pools.weights.content import file_identity
 from pools.weights.merged_folder import KEPT, inspect_checkpoint
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
@@ -25,7 +26,6 @@ from pools.weights.model_files import (
     ModelFolder,
     Tensor,
     digest_model_folder,
-    file_identity,
     inspect_model_folder,
     read_safetensors_header,
     read_tensors,
@@ -35,6 +35,7 @@ from resources.errors import CheckpointError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import Hold
 from resources.storage.file_copy import CopyStopped
+from resources.storage.regular_files import open_within
 from resources.storage.storage import FileInfo
 
 _SYNCED_BYTES = 2**27  # else the disk writes nothing before the end, and is waited for then
@@ -109,7 +110,7 @@ def merge_checkpoints(
                     require_unchanged()  # which says why, if that is why
                     raise
             else:
-                storage.write_bytes(str(target), storage.read_bytes(source.uri))
+                storage.write_bytes(str(target), storage.read_bytes(source.place))
                 count(source.size)
         require_unchanged()
     inspect_model_folder(str(content)).require_complete()
@@ -161,14 +162,14 @@ def _write_average(
     header_bytes = min((tensor.span[0] for tensor in written.values()), default=last.size)
     with storage.reported(str(target), "write"), ExitStack() as open_files:
         output = open_files.enter_context(partial.open("w+b"))
-        output.write(storage.read_bytes(last.uri, start=0, end=header_bytes))
+        output.write(storage.read_bytes(last.place, start=0, end=header_bytes))
         output.flush()
         on_bytes(header_bytes)
         opened: dict[str, int] = {}
 
         def opened_at(tensor: Tensor) -> tuple[int, int]:
             if tensor.uri not in opened:
-                file = open_files.enter_context(storage.local_path(tensor.uri).open("rb"))
+                file = open_files.enter_context(os.fdopen(open_within(storage.local_path(tensor.uri)), "rb"))
                 opened[tensor.uri] = file.fileno()
             return opened[tensor.uri], tensor.span[0]
 

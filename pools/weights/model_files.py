@@ -7,27 +7,22 @@ where the store has no checksum of its own. Every file that is served is digeste
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pools.weights.content import content_digest, hash_of
 from pools.weights.merges import merge_of
 from resources.errors import CheckpointError, IncompleteCheckpoint, StorageError
-from resources.settings import settings
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """One of these holds the vocabulary; `tokenizer_config.json` is wanted beside it."""
-SETTLED_SECONDS = 3.0
-"""Seconds after which another write shows in a file's times; some file systems count in steps of 2 s."""
 CONFIG_FILES = ("config.json", "generation_config.json")
 """Files that the config's digest is over."""
 SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version")
@@ -36,7 +31,6 @@ _LARGEST_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itsel
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
 _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 """Endings of the names of what tokenizers and engines read beside the weights."""
-_RANGE_BYTES = 32 * 2**20
 _MERGING = "merge 1"  # to be raised where the same names and files give other numbers
 _CANNOT_BE_READ = "cannot be read"
 _NEVER_SERVED = (
@@ -74,7 +68,7 @@ class ModelDigests:
     @property
     def checkpoint(self) -> str:
         """Identifies the checkpoint as a whole."""
-        return _hash(self.weights.encode(), self.tokenizer.encode(), self.config.encode())
+        return hash_of(self.weights.encode(), self.tokenizer.encode(), self.config.encode())
 
 
 @dataclass(frozen=True)
@@ -161,9 +155,14 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
     return replace(described, problems=tuple(problems), weight_files=weight_files)
 
 
+def inspect_staged_folder(folder: Path) -> ModelFolder:
+    """Judges a folder of ours, whose links lead wherever the files of a checkpoint are."""
+    return inspect_model_folder(str(folder), storage.list_files(str(folder), within="/"))
+
+
 def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
     """Inspects a folder of which only config and tokenizer are needed, not the weights."""
-    listed = storage.list_files(uri) if files is None else files
+    listed = checkpoint_files(uri) if files is None else files
     prefix = uri.rstrip("/") + "/"
     by_name = {info.uri.removeprefix(prefix): info for info in listed}
     by_name = {name: info for name, info in by_name.items() if "/" not in name}
@@ -190,6 +189,12 @@ def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) 
     return replace(folder, problems=(*problems, *filter(None, map(irregular, others))))
 
 
+def checkpoint_files(uri: str) -> list[FileInfo]:
+    """Lists a checkpoint, in which links may lead into its run: the folder above it, and above its `hf/`."""
+    run = storage.parent(storage.absolute(uri))
+    return storage.list_files(uri, within=storage.parent(run) if storage.basename(run) == "hf" else run)
+
+
 def may_pass(problem: str) -> bool:
     """Returns whether a problem may be gone without a change in what a listing shows."""
     return _CANNOT_BE_READ in problem
@@ -199,7 +204,8 @@ def irregular(file: FileInfo) -> str | None:
     """Returns what is wrong with a file that must not be opened; None for a regular one."""
     if file.regular:
         return None
-    return f"{ascii(storage.basename(file.uri))[1:-1]} is no regular file: a pipe, a device, or a link to nothing"
+    name = ascii(storage.basename(file.uri))[1:-1]
+    return f"{name} is no regular file: a pipe, a device, or a link to nothing or out of its run's folder"
 
 
 def _unreadable(file: FileInfo, error: StorageError) -> str:
@@ -234,7 +240,7 @@ def read_json(file: FileInfo, problems: list[str]) -> dict[str, Any]:
         problems.append(problem)
         return {}
     try:
-        content = json.loads(storage.read_bytes(file.uri))
+        content = json.loads(storage.read_bytes(file.place))
     except FileNotFoundError:
         problems.append(f"{name} is missing")
         return {}
@@ -300,15 +306,15 @@ def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
 def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
     """The parameters that a header names, and what is wrong with the file's length. Damage raises errors."""
     name = storage.basename(file.uri)
-    header_bytes = int.from_bytes(storage.read_bytes(file.uri, start=0, end=8), "little")
+    header_bytes = int.from_bytes(storage.read_bytes(file.place, start=0, end=8), "little")
     if header_bytes > min(_LARGEST_HEADER_BYTES, file.size):
         return {}, f"{name} is cut off within its header ({file.size} bytes)"
-    header = json.loads(storage.read_bytes(file.uri, start=8, end=8 + header_bytes))
+    header = json.loads(storage.read_bytes(file.place, start=8, end=8 + header_bytes))
     header.pop("__metadata__", None)
     tensors: dict[str, Tensor] = {}
     for key, entry in header.items():
         start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-        tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), file.uri, (start, end))
+        tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), file.place, (start, end))
     wanted = max((tensor.span[1] for tensor in tensors.values()), default=8 + header_bytes)
     return tensors, None if file.size == wanted else f"{name} has {file.size} bytes where its header says {wanted}"
 
@@ -335,54 +341,13 @@ def digest_model_folder(folder: ModelFolder) -> ModelDigests:
     if (merge := merge_of(folder.uri)) is not None:
         digests = [digest_model_folder(each) for each in folder.inputs]
         recipe = f"{_MERGING} {merge.recipe}".encode()
-        return replace(digests[-1], weights=_hash(recipe, *(each.weights.encode() for each in digests)))
+        return replace(digests[-1], weights=hash_of(recipe, *(each.weights.encode() for each in digests)))
     files = small_files(folder.reference or folder)
     with storage.reported(folder.uri, "read"):
         weights = [part for name in folder.weight_files for part in (name.encode(), content_digest(folder.files[name]))]
         if folder.kind == "huggingface" and INDEX_NAME in folder.files:
-            weights.append(storage.read_bytes(folder.files[INDEX_NAME].uri))
-        config = [storage.read_bytes(files[name].uri) for name in CONFIG_FILES if name in files]
+            weights.append(storage.read_bytes(folder.files[INDEX_NAME].place))
+        config = [storage.read_bytes(files[name].place) for name in CONFIG_FILES if name in files]
         texts = sorted(files.keys() - set(CONFIG_FILES))
-        tokenizer = [part for name in texts for part in (os.fsencode(name), storage.read_bytes(files[name].uri))]
-    return ModelDigests(weights=_hash(*weights), tokenizer=_hash(*tokenizer), config=_hash(*config))
-
-
-def _hash(*parts: bytes) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _hash_in_ranges(file: FileInfo) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(file.size.to_bytes(8, "little"))
-    for start in range(0, file.size, _RANGE_BYTES):
-        digest.update(storage.read_bytes(file.uri, start=start, end=min(start + _RANGE_BYTES, file.size)))
-    return digest.hexdigest()
-
-
-def content_digest(file: FileInfo) -> bytes:
-    """Returns a digest of a file: the store's checksum where it has one; that of a local file is remembered."""
-    if file.checksum:
-        return file.checksum.encode()
-    if not storage.is_local(file.uri):  # a store without checksums, such as memory:// or MLflow's
-        return _hash_in_ranges(file).encode()
-    path = storage.local_path(file.uri).resolve()
-    began, identity = time.time(), file_identity(path)
-    memory = settings().cache_dir / "digests" / _hash(repr(identity).encode())
-    with suppress(OSError):  # it is not there, or somebody else's
-        return memory.read_bytes()
-    with path.open("rb") as content:
-        digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode()
-    if path.stat().st_ctime < began - SETTLED_SECONDS and file_identity(path) == identity:
-        with suppress(StorageError):  # it only saves time
-            storage.write_bytes(str(memory), digest)
-    return digest
-
-
-def file_identity(path: Path) -> tuple[str, int, int, int, int]:
-    """Returns what changes with the content of a local file, even where size and time of writing are put back."""
-    status = path.stat()
-    return str(path), status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
+        tokenizer = [part for name in texts for part in (os.fsencode(name), storage.read_bytes(files[name].place))]
+    return ModelDigests(weights=hash_of(*weights), tokenizer=hash_of(*tokenizer), config=hash_of(*config))

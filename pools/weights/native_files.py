@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pools.weights.merged_folder import inspect_checkpoint
 from pools.weights.model_files import (
     ModelFolder,
+    checkpoint_files,
     inspect_reference_folder,
     irregular,
     read_json,
@@ -80,7 +81,7 @@ def inspect_again(folder: ModelFolder) -> ModelFolder:
     if folder.kind == "huggingface":
         return inspect_checkpoint(folder.uri)
     reference = folder.reference.uri if folder.reference else None
-    return inspect_native_folder(folder.uri, storage.list_files(folder.uri), reference=reference).folder
+    return inspect_native_folder(folder.uri, checkpoint_files(folder.uri), reference=reference).folder
 
 
 def _step(files: Mapping[str, FileInfo], problems: list[str]) -> int | None:

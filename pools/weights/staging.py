@@ -27,13 +27,14 @@ from pools.weights.checkpoint_copy import (
     require_planned,
     verify_small_files,
 )
+from pools.weights.content import file_identity
 from pools.weights.merges import locations_of, merge_of
 from pools.weights.model_files import (
     ModelDigests,
     ModelFolder,
     digest_model_folder,
-    file_identity,
     inspect_model_folder,
+    inspect_staged_folder,
     served_files,
 )
 from resources.errors import AssayError, StorageError
@@ -217,7 +218,7 @@ class Staging:
         """A folder of links to the files that are served: what else lies beside them, no engine gets to see."""
         folder = inspect_model_folder(uri)
         folder.require_complete()
-        links = {name: storage.local_path(file.uri).resolve() for name, file in served_files(folder).items()}
+        links = {name: storage.local_path(file.place).resolve() for name, file in served_files(folder).items()}
         key = hashlib.blake2b(repr(sorted(links.items())).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         hold = self._copies.hold(key)
         try:
@@ -352,7 +353,7 @@ def _is_linked(uri: str) -> bool:
 
 
 def _verify_links(folder: Path, uri: str, digests: ModelDigests) -> None:
-    require_planned(uri, digest_model_folder(inspect_model_folder(str(folder))), digests)
+    require_planned(uri, digest_model_folder(inspect_staged_folder(folder)), digests)
 
 
 def _links_in(folder: Path) -> dict[str, Path]:

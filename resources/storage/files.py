@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 _TAIL_BYTES = 1 << 20
+_ASIDE = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
+_ABANDONED_SECONDS = 600.0
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:
@@ -33,3 +41,35 @@ def tail(path: Path, max_lines: int) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
+
+
+@contextmanager
+def written_aside(path: Path, content: bytes, *, mode: int) -> Iterator[Path]:
+    """Provides the content, safely on disk next to `path` under a temporary name, which is gone afterwards."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with suppress(OSError):  # a store without locks, a folder that cannot be listed
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _sweep(path.parent)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.chmod(mode)
+            yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@lru_cache(maxsize=1024)
+def _sweep(folder: Path) -> None:
+    """Removes what killed writers have left in a folder, once per process: the files of living ones are locked."""
+    now = folder.stat().st_mtime  # by the store's own clock: something was just begun in it
+    for path in folder.iterdir():
+        if _ASIDE.fullmatch(path.name):
+            with suppress(OSError), path.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_mtime < now - _ABANDONED_SECONDS:  # else it may not be locked yet
+                    path.unlink()

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import fsspec
 import orjson
 
+from resources.storage.regular_files import leads_out
+
 PAGE = 1000
 """Objects that Google's store lists in one answer at most."""
 _ASKED = "nextPageToken,items(name,size,updated,md5Hash,crc32c)"
@@ -45,9 +47,10 @@ class FileInfo:
 
     `checksum` is the store's own over the content where it keeps one, else None; it changes with the content, and is
     all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
-    since the epoch, 0.0 where the store does not say. What is not `regular` (a pipe, a device, a link to nothing) has
-    no content: opening it may hang. `changed` is a local disk's own time at which a file last changed in any way, in
-    nanoseconds, which nobody can set (of a link, its own and the file's together).
+    since the epoch, 0.0 where the store does not say. What is not `regular` (a pipe, a device, a link to nothing or out
+    of the folder) has no content: opening it may hang. `changed` is a local disk's own time at which a file last
+    changed in any way, in nanoseconds, which nobody can set (of a link, its own and the file's together). `link` is the
+    file that a link led to.
     """
 
     uri: str
@@ -57,25 +60,33 @@ class FileInfo:
     content_hash: ContentHash | None = None
     regular: bool = True
     changed: int | None = None
+    link: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Location to read from, with a link resolved as it was when it was checked."""
+        return self.link or self.uri
 
 
-LocalFile = tuple[str, int, float, int, int, bool]
-"""Name, size, time of a file, in seconds and in nanoseconds, time of its change, and whether it is a regular one.
+LocalFile = tuple[str, int, float, int, int, bool, str | None]
+"""Name, size, time in seconds and in nanoseconds, time of change of a file; True if regular; file behind a link.
 
 A link has the size of what it points to, 0 where there is nothing, and of both their times the later one: it says
 something else since it was made anew, or since what it points to was written.
 """
 
 
-def walk(path: str) -> Iterator[tuple[str, list[LocalFile]]]:
+def walk(path: str, *, within: str | None = None) -> Iterator[tuple[str, list[LocalFile]]]:
     """Each folder at or below a local one, with the files directly in it; links to folders are left out.
 
-    Temporary files of writes in progress are left out, and folders that vanish meanwhile.
+    Temporary files of writes in progress are left out, and folders that vanish meanwhile. Links that lead out of
+    `within`, `path` if None, are not regular.
 
     Raises:
         OSError: a folder cannot be read.
     """
     files, folders = [], []
+    within = within or path
     with os.scandir(path) as entries:
         for entry in entries:
             name = entry.name
@@ -83,7 +94,7 @@ def walk(path: str) -> Iterator[tuple[str, list[LocalFile]]]:
                 folders.append(entry.path)
             elif not (name.startswith(".") and name.endswith(".partial")):
                 if entry.is_symlink():
-                    files += _link(entry)
+                    files += _link(entry, within)
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
@@ -91,29 +102,32 @@ def walk(path: str) -> Iterator[tuple[str, list[LocalFile]]]:
                     continue
                 regular = stat.S_ISREG(status.st_mode)
                 times = (status.st_mtime, status.st_mtime_ns, status.st_ctime_ns)
-                files.append((name, status.st_size, *times, regular))
+                files.append((name, status.st_size, *times, regular, None))
     yield path, files
     for folder in folders:
         try:
-            yield from walk(folder)
+            yield from walk(folder, within=within)
         except FileNotFoundError:
             continue
 
 
-def _link(entry: os.DirEntry[str]) -> list[LocalFile]:
+def _link(entry: os.DirEntry[str], within: str) -> list[LocalFile]:
     try:
         own = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         return []
+    times = (own.st_mtime, own.st_mtime_ns, own.st_ctime_ns)
     try:
-        behind = entry.stat()
+        behind, real = entry.stat(), os.path.realpath(entry.path)
     except OSError:
-        return [(entry.name, 0, own.st_mtime, own.st_mtime_ns, own.st_ctime_ns, False)]
+        return [(entry.name, 0, *times, False, None)]
     if stat.S_ISDIR(behind.st_mode):
         return []
+    if not stat.S_ISREG(behind.st_mode) or leads_out(entry.path, real, within=within):
+        return [(entry.name, 0, *times, False, None)]
     last = max(own, behind, key=lambda status: status.st_mtime_ns)
     changed = own.st_ctime_ns + behind.st_ctime_ns
-    return [(entry.name, behind.st_size, last.st_mtime, last.st_mtime_ns, changed, stat.S_ISREG(behind.st_mode))]
+    return [(entry.name, behind.st_size, last.st_mtime, last.st_mtime_ns, changed, True, real)]
 
 
 def bucket_objects(
@@ -184,8 +198,8 @@ def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) 
             start = len(folder.rstrip("/"))
         prefix = root + folder[start:]
         files += [
-            FileInfo(f"{prefix}/{name}", size, modified, None, regular=regular, changed=changed)
-            for name, size, modified, _, changed, regular in held
+            FileInfo(f"{prefix}/{name}", size, modified, None, regular=regular, changed=changed, link=link)
+            for name, size, modified, _, changed, regular, link in held
         ]
     return files
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pools.weights.merges import merge_of, with_each_location
-from pools.weights.model_files import INDEX_NAME, inspect_model_folder
+from pools.weights.model_files import INDEX_NAME, checkpoint_files, inspect_model_folder
 from pools.weights.native_files import Exports, inspect_native_folder, is_native
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
@@ -54,7 +54,7 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     if (merge := merge_of(path)) is not None:
         return [merged_checkpoint(merge, find_checkpoints)]
     path = storage.behind_link(path)  # a link may show elsewhere by the time that an engine starts
-    files = storage.list_files(path)
+    files = checkpoint_files(path) if step_of(storage.basename(path)) is not None else storage.list_files(path)
     if [file.uri for file in files] == [path] and not storage.is_folder(path):
         raise BadInput(
             expected="a folder: a checkpoint, or a run that holds checkpoints",

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import fsspec
 import orjson
 
+from pools.weights.content import SETTLED_SECONDS, file_identity
 from pools.weights.merged_folder import inspect_checkpoint
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     INDEX_NAME,
-    SETTLED_SECONDS,
     TOKENIZER_FILES,
     ModelFolder,
+    checkpoint_files,
     digest_model_folder,
-    file_identity,
     inspect_model_folder,
     may_pass,
     small_files,
@@ -347,7 +347,7 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
             listings = (listing_digest(each.uri, each.files.values()) for each in merged.inputs)
             same = listing_of_inputs(checkpoint.uri, listings) == checkpoint.listing
             return digest_model_folder(merged).checkpoint if same else None
-        files = storage.list_files(checkpoint.uri)
+        files = checkpoint_files(checkpoint.uri)
         if checkpoint.kind == "levanter":
             beside = reference or Exports().beside(checkpoint.uri)
             return digest_model_folder(inspect_native_folder(checkpoint.uri, files, reference=beside).folder).checkpoint

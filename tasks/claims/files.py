@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 
 from resources.config import Config
+from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.claims.process_marks import ProcessMark
 
@@ -230,7 +231,7 @@ def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:
     """Reads a file; None where it is gone, or cannot be understood."""
     try:
         return kind.model_validate_json(storage.read_bytes(uri))
-    except (FileNotFoundError, ValidationError):
+    except (FileNotFoundError, IrregularFile, ValidationError):
         return None
 
 

@@ -206,7 +206,7 @@ def _rows(shard: Shard) -> Iterator[Row]:
         for batch in table_batches(source, from_row=shard.first_row):
             yield from batch.to_pylist()
     elif shard.start is not None:
-        content = storage.read_bytes(source.uri, start=shard.start, end=shard.end)
+        content = storage.read_bytes(source.uri, start=shard.start, end=shard.end, within="/")
         yield from _objects(shard, (line for line in content.split(b"\n") if line.strip()))
     else:
         with opened_lines(source) as lines:

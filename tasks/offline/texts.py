@@ -131,7 +131,7 @@ def _blob(content: bytes) -> str:
 def _read(uri: str) -> bytes:
     if not uri.startswith(("http://", "https://")):
         try:
-            return storage.read_bytes(uri)
+            return storage.read_bytes(uri, within="/")
         except FileNotFoundError:
             raise _missing(uri) from None
     for attempt in range(1, _ATTEMPTS + 1):

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, FiniteFloat, ValidationError
 
+from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.records.builds import Build
 from tasks.records.cost import Cost, Spent, spent_on
@@ -132,7 +133,7 @@ def read_early(cell_uri: str) -> EarlyVerdict | None:
     """The early verdict in a cell's folder; None if there is none, or none that can be read."""
     try:
         return EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
-    except (FileNotFoundError, ValidationError):
+    except (FileNotFoundError, IrregularFile, ValidationError):
         return None
 
 

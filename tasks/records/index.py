@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from resources.errors import RecordStatus, StorageError
+from resources.errors import IrregularFile, RecordStatus, StorageError
 from resources.storage import storage
+from resources.storage.regular_files import UnsafeFile, open_within
 from resources.storage.storage import FileInfo
 from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_record
 from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
@@ -178,15 +179,13 @@ def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
     with storage.reported(run_folder, "read"):
         for cell in _local_cells(root):
             try:
-                file = os.open(f"{cell}/{RECORD_NAME}", os.O_RDONLY | os.O_NONBLOCK)
+                file = open_within(f"{cell}/{RECORD_NAME}")
             except OSError as error:
-                if error.errno in _NO_FILE:
+                if isinstance(error, UnsafeFile) or error.errno in _NO_FILE:
                     continue
                 raise
             try:
                 status = os.fstat(file)
-                if not stat.S_ISREG(status.st_mode):
-                    continue
                 content = os.read(file, status.st_size + 1)
             finally:
                 os.close(file)
@@ -295,7 +294,7 @@ def _from_summary(content: Mapping[str, Any]) -> RunRecords:
 def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunRecords:
     rows: dict[str, IndexedRecord] = {}
     for file in _news(run_folder, since=since):
-        with suppress(FileNotFoundError, ValueError, TypeError):
+        with suppress(FileNotFoundError, IrregularFile, ValueError, TypeError):
             row = IndexedRecord(*orjson.loads(storage.read_bytes(file.uri)))
             if row.cell not in rows or row.created >= rows[row.cell].created:
                 rows[row.cell] = row
@@ -374,7 +373,7 @@ def _rows(run_folder: str, cells: Sequence[str]) -> list[IndexedRecord]:
     def read(cell: str) -> IndexedRecord | None:
         try:
             return _row_in(storage.read_bytes(f"{folder}/{cell}/{RECORD_NAME}"), cell)
-        except FileNotFoundError:
+        except (FileNotFoundError, IrregularFile):
             return None
 
     if storage.is_local(run_folder):

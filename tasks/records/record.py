@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field, FiniteFloat, ValidationError
 
-from resources.errors import RecordStatus, StorageError
+from resources.errors import IrregularFile, RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.conditional_writes import read_version, replace_bytes
 from tasks.records.cost import Cost, Spent, spent_on
@@ -197,7 +197,7 @@ def read_record(cell_uri: str) -> Record | None:
     """The record of a cell, or None if it has none or only something unreadable (which counts as not done)."""
     try:
         return parsed_record(storage.read_bytes(record_uri(cell_uri)))
-    except FileNotFoundError:
+    except (FileNotFoundError, IrregularFile):
         return None
 
 
@@ -359,7 +359,7 @@ def find_records(evaluation_path: str, *, unreadable: list[str] | None = None) -
     cells = [
         storage.parent(file.uri)
         for file in storage.list_files(evaluation_path)
-        if storage.basename(file.uri) == RECORD_NAME and file.regular and not file.uri.startswith(aside)
+        if storage.basename(file.uri) == RECORD_NAME and not file.uri.startswith(aside)
     ]
     if storage.is_local(evaluation_path):
         read: Iterable[Record | None] = map(read_record, cells)

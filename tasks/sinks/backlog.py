@@ -64,7 +64,7 @@ def sinks_in(sink: str | None, config: str | None) -> tuple[Sink, ...] | None:
 
 def _sinks_of_file(uri: str) -> tuple[Sink, ...]:
     try:
-        content = yaml.safe_load(storage.read_bytes(uri))
+        content = yaml.safe_load(storage.read_bytes(uri, within="/"))
     except FileNotFoundError:
         raise BadInput(expected="a file with a sink", found=f"{uri} is not there", remedy="check the path") from None
     except (yaml.YAMLError, UnicodeDecodeError):

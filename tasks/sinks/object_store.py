@@ -118,17 +118,14 @@ def send(
 
 @contextmanager
 def _local_files(announcement: Announcement, sink: ObjectStoreSink) -> Iterator[dict[str, Path]]:
-    """The files of the attempt, by their place in the cell's folder; copied here first if they lie elsewhere."""
+    """The files of the attempt, by their place in the cell's folder; copied here first."""
     record = announcement.record
     if record is None or not sink.harness_output or not storage.exists(announcement.attempt_uri):
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="assay-sink-") as scratch:
         folder = Path(scratch) / "attempt"
-        if storage.is_local(announcement.attempt_uri):
-            folder = storage.local_path(announcement.attempt_uri)
-        else:
-            storage.copy_to_local(announcement.attempt_uri, folder)
+        storage.copy_to_local(announcement.attempt_uri, folder)  # of this machine too: without links that lead out
         found = sorted(path for path in folder.rglob("*") if path.is_file())
         yield {posixpath.join(record.attempt, path.relative_to(folder).as_posix()): path for path in found}
 

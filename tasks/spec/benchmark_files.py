@@ -100,7 +100,7 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
         if storage.is_local(uri) and not os.path.isfile(storage.local_path(uri)):  # noqa: PTH113 - a pipe hangs
             continue
         try:
-            content = read_benchmark(storage.read_bytes(uri))
+            content = read_benchmark(storage.read_bytes(uri, within="/"))
         except (FileNotFoundError, ValueError, yaml.YAMLError):
             continue
         except RecursionError:

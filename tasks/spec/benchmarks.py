@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from resources.errors import BadInput
@@ -47,7 +48,7 @@ def benchmarks_digest(config: EvaluationConfig) -> str:
     root, names = _files_of(config)
     return digest_of(
         [
-            *([f"/{name}", storage.read_bytes(storage.join(root, name)).hex()] for name in names),
+            *([f"/{name}", storage.read_bytes(storage.join(root, name), within=root).hex()] for name in names),
             *([place, _content_of(place)] for place in sorted(named_elsewhere(config))),
         ]
     )
@@ -66,9 +67,12 @@ def named_elsewhere(config: EvaluationConfig) -> set[str]:
 
 def _files_of(config: EvaluationConfig) -> tuple[str, list[str]]:
     root = benchmarks_uri(config).rstrip("/")
-    names = [file.uri.removeprefix(f"{root}/") for file in storage.list_files(root) if file.regular]
+    files = storage.list_files(root)
+    names = [file.uri.removeprefix(f"{root}/") for file in files if file.regular]
     if storage.is_local(root):
         _refuse_linked_folders(storage.local_path(root))
+        others = (file.uri.removeprefix(f"{root}/") for file in files if not file.regular)
+        _refuse_links_out(storage.local_path(root), [name for name in others if not is_hidden(name)])
         names = [name for name in names if not is_hidden(name)]
     names = [name for name in names if "__pycache__" not in name]
     if config.benchmarks_path is None:
@@ -84,8 +88,18 @@ def _refuse_linked_folders(root: Path) -> None:
                 raise BadInput(
                     expected="a benchmarks folder without links to other folders, whose files would not count",
                     found=f"{path}, a link to {path.resolve()}",
-                    remedy="Let benchmarks name that folder itself, or link or copy its files one by one",
+                    remedy="Let benchmarks name that folder itself, or copy its files",
                 )
+
+
+def _refuse_links_out(root: Path, names: Iterable[str]) -> None:
+    for path in (root / name for name in names):
+        if path.is_symlink() and path.exists():  # a pipe, or a link to nothing, counts for nothing
+            raise BadInput(
+                expected=f"regular files in {root}, and links that stay in it",
+                found=f"{path}, a link to {path.resolve()}",
+                remedy="Copy the file there, or let the benchmark name it by its whole path",
+            )
 
 
 def _content_of(place: str) -> str:

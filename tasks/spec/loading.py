@@ -21,7 +21,7 @@ def load_config(uri: str, kind: type[_Model]) -> _Model:
         BadInput: it is not there, is not YAML, or does not describe a valid `kind`.
     """
     try:
-        text = storage.read_bytes(uri)
+        text = storage.read_bytes(uri, within="/")
         content = yaml.safe_load(text)
     except FileNotFoundError:
         raise BadInput(expected="a configuration file", found=f"{uri} is not there", remedy="check the path") from None

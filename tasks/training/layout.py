@@ -105,7 +105,7 @@ def _train_config(config: TrainLmOnPodConfig) -> dict[str, Any]:
     if isinstance(given, dict):
         return given
     try:
-        content = yaml.safe_load(storage.read_bytes(given))
+        content = yaml.safe_load(storage.read_bytes(given, within="/"))
         if not isinstance(content, dict):
             raise ValueError(f"expected keys and values, found {type(content).__name__}")
         check_train_config(content)

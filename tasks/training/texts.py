@@ -55,7 +55,7 @@ def training_texts(uri: str) -> tuple[list[TextSource], list[str]]:
 
 def _read(uri: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(storage.read_bytes(uri))
+        content = yaml.safe_load(storage.read_bytes(uri, within="/"))
     except FileNotFoundError:
         raise BadInput(
             expected="a file with a training's configuration", found=f"{uri} is not there", remedy="check the path"

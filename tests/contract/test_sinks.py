@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,36 @@ def test_sink_shows_every_number_with_error_and_n_and_publishing_twice_is_the_sa
         name: (state.status, state.where) for name, state in first.items()
     }
     assert place.everything() == before
+
+
+@pytest.mark.parametrize("linked", ["file", "attempt"])
+@pytest.mark.parametrize("kind", ["object_store", "mlflow", "hugging_face"])
+def test_sink_publishes_no_file_behind_a_link(kind: str, linked: str, senders: Senders, tmp_path: Path):
+    private, out = tmp_path / "private", tmp_path / "out"
+    private.mkdir()
+    (private / "key").write_text(KEY)
+    record, cell = make_cell(tmp_path / "evaluations")
+    attempt = cell / record.attempt
+    if linked == "attempt":
+        attempt.rename(tmp_path / "moved")
+        attempt.symlink_to(private)
+    else:
+        (attempt / "log").symlink_to(private / "key")
+        (attempt / "work" / "log").symlink_to(private / "key")
+        os.mkfifo(attempt / "pipe")
+    card = out / "run-a" / "step-100" / "README.md"
+    card.parent.mkdir(parents=True)
+    card.symlink_to(private / "key")
+    sinks: dict[str, Sink] = {
+        "object_store": ObjectStoreSink(url=str(out)),
+        "mlflow": MlflowSink(tracking_uri=str(out), experiment="links"),
+        "hugging_face": HuggingFaceSink(path=str(out)),
+    }
+    state = publish_record(record, str(cell), (sinks[kind],), senders=senders)[sinks[kind].name]
+    published = [path for path in out.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert [path for path in published if KEY in path.read_bytes().decode(errors="replace")] == []
+    refused = kind == "hugging_face" or linked == "attempt"
+    assert (state.status, "link" in (state.reason or "")) == ("failed", True) if refused else ("published", False)
 
 
 @pytest.mark.parametrize("place", ["wandb", "mlflow"], indirect=True)

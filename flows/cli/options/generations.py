@@ -120,6 +120,6 @@ def _read(file: str) -> Any:
 
 def _content(file: str) -> bytes:
     try:
-        return storage.read_bytes(file)
+        return storage.read_bytes(file, within="/")
     except FileNotFoundError:
         raise BadInput(expected="a file", found=f"{file} is not there", remedy="check the path") from None

@@ -119,7 +119,7 @@ def _read(uri: str, *, content: str) -> list[Instruction]:
     if storage.content_digest(uri) is None:
         raise BadInput(expected=expected, found="no such file, or none that can be read", remedy=remedy)
     try:
-        found = _INSTRUCTIONS.validate_python(json.loads(storage.read_bytes(uri)))
+        found = _INSTRUCTIONS.validate_python(json.loads(storage.read_bytes(uri, within="/")))
     except ValidationError as error:
         first: Any = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the whole"

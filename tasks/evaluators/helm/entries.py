@@ -90,7 +90,7 @@ def read_entries_file(uri: str) -> bytes:
         raise BadInput(
             expected="a file of run entries", found=f"run_specs_path={uri}, which is none", remedy="Correct the path"
         )
-    return storage.read_bytes(uri)
+    return storage.read_bytes(uri, within="/")
 
 
 def _check_folder(config: EvaluationConfig) -> None:

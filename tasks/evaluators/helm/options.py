@@ -59,7 +59,8 @@ class HelmOptions(EvaluatorOptions):
     def _named_files(self) -> dict[str, str]:
         """The digest of each file that an entry names by its whole path."""
         try:
-            entries = storage.read_bytes(self.run_specs_path).decode() if self.run_specs_path is not None else ""
+            path = self.run_specs_path
+            entries = storage.read_bytes(path, within="/").decode() if path is not None else ""
         except (OSError, ValueError, StorageError):  # refused where it is needed
             return {}
         paths = sorted(set(_WHOLE_PATH.findall(entries)))

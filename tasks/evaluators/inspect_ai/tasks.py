@@ -73,8 +73,8 @@ def _own_tasks(config: EvaluationConfig) -> Iterator[FoundTask]:
     root = benchmarks_uri(config).rstrip("/")
     for file in storage.list_files(root):
         relative = file.uri.removeprefix(f"{root}/")
-        if relative.endswith(".py") and storage.parent(relative) in ("", _FOLDER):
-            yield from (FoundTask(task, relative) for task in _defined(storage.read_bytes(file.uri)))
+        if file.regular and relative.endswith(".py") and storage.parent(relative) in ("", _FOLDER):
+            yield from (FoundTask(task, relative) for task in _defined(storage.read_bytes(file.place)))
 
 
 def _defined(code: bytes) -> Iterator[str]:

@@ -233,7 +233,7 @@ def test_digest_needs_no_cache_that_can_be_written(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
     folder = inspect_model_folder(str(write_checkpoint(tmp_path / "a", seed=1)))
     before = digest_model_folder(folder)
-    monkeypatch.setattr("pools.weights.model_files.SETTLED_SECONDS", -1e9)
+    monkeypatch.setattr("pools.weights.content.SETTLED_SECONDS", -1e9)
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "digests").write_text("in the place of the folder")

@@ -188,6 +188,14 @@ def test_link_to_a_folder_in_the_benchmarks_folder_is_refused_by_name(folder: Pa
         digest(folder, dataset_kwargs={"data_files": "data/questions.jsonl"})
 
 
+def test_link_out_of_the_benchmarks_folder_is_refused_by_name(folder: Path) -> None:
+    (folder / "link.yaml").symlink_to("mine.yaml")
+    digest(folder)
+    (folder / "bad.yaml").symlink_to("../data/questions.jsonl")
+    with pytest.raises(BadInput, match=r"bad\.yaml, a link to"):
+        digest(folder)
+
+
 @pytest.mark.parametrize("named", ["../data/questions.jsonl", "../link/../questions.jsonl", "NAME/../data/*.jsonl"])
 @pytest.mark.parametrize("where", ["data", "include"])
 def test_way_up_leads_out_of_the_folder_that_links_point_to(
