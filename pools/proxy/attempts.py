@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pools.journal.answers import AnswerFacts, judge, judge_response, judge_tokens
 from pools.proxy.connections.messages import Reply, Responder
 from pools.proxy.connections.stream import EventRelay
-from pools.proxy.connections.upstream import Call, Lost, TimedOut
+from pools.proxy.connections.upstream import Call, Lost, NotConnected, TakenAway, TimedOut
 from pools.proxy.request import RESPONSES, TOKENIZE, Asked
 from pools.proxy.routing import RequestOutcome, RoutedReplica, outcome_of
 
@@ -59,6 +59,10 @@ async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder
         while chunk:
             await relay.send(chunk)
             chunk = await call.read()
+    except NotConnected:
+        return Attempt(RequestOutcome.UNREACHED)
+    except TakenAway:
+        return Attempt(RequestOutcome.TAKEN_AWAY, stream=relay)
     except Lost:
         return Attempt(RequestOutcome.LOST, stream=relay)
     except TimedOut:

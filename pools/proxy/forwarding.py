@@ -22,7 +22,9 @@ from pools.proxy.probes import Probes
 from pools.proxy.request import Asked, asked_in
 from pools.proxy.routing import RequestOutcome, RoutedReplica, RoutingTable, may_retry
 
-SERVER_ERROR_PAUSE_SECONDS = 0.1
+RETRY_PAUSE_SECONDS = 0.1
+_UNCOUNTED = (RequestOutcome.UNREACHED, RequestOutcome.TAKEN_AWAY)
+"""The request did nothing to the engine; it counts as failed only if the engine does not come back."""
 
 _log = logging.getLogger("assay.proxy")
 
@@ -170,15 +172,16 @@ class Forwarder:
         """
         asked.fields = {}  # nobody reads them any more, and they take as much memory as the body
         tried: dict[str, RequestOutcome] = {}
-        attempts = 0
+        failed = 0
+        taken_from: set[tuple[RoutedReplica, tuple[str | None, int]]] = set()
+        patient_until = self._loop.time() + self._limits.hold_timeout_seconds
         tallies = self._tallies(asked, scope)
         while True:
             replica = self._choose(asked, tried)
             if replica is None:
                 replica = await self._hold(asked, scope, lambda: self._choose(asked, tried))
                 tallies = self._tallies(asked, scope)
-            attempts += 1
-            digest = replica.announcement.digest
+            digest, engine = replica.announcement.digest, replica.engine
             for tally in tallies:
                 tally.upstream += 1
             last = await self._attempt(replica, asked, responder)
@@ -186,12 +189,17 @@ class Forwarder:
                 self._count_tokens(last.facts, tallies)
                 return last, digest
             tried[replica.name] = last.outcome
+            if last.outcome not in _UNCOUNTED or self._loop.time() > patient_until:
+                failed += 1
+            elif last.outcome is RequestOutcome.TAKEN_AWAY:
+                taken_from.add((replica, engine))
+            attempts = failed + sum(other.gone or other.engine != then for other, then in taken_from)
             if not may_retry(last.outcome, attempts=attempts):
                 break
             if last.outcome is RequestOutcome.TIMED_OUT and self._choose(asked, tried) is None:
                 break
-            if last.outcome is RequestOutcome.SERVER_ERROR:
-                await asyncio.sleep(SERVER_ERROR_PAUSE_SECONDS)
+            if last.outcome in (RequestOutcome.SERVER_ERROR, RequestOutcome.UNREACHED):
+                await asyncio.sleep(RETRY_PAUSE_SECONDS)
             for tally in tallies:
                 tally.retried += 1
         if last.reply is not None:
@@ -200,7 +208,7 @@ class Forwarder:
             raise Refusal(504, f"No engine answered in {self._limits.engine_timeout_seconds:g} s.")
         if last.outcome is RequestOutcome.SERVER_ERROR:
             raise _InvalidAnswers(502, f"Engines gave answers that are not whole or not valid, {attempts} times.")
-        raise Refusal(502, f"Engines broke the connection before they had answered, {attempts} times.")
+        raise Refusal(502, f"Engines broke the connection, or took none, before they had answered, {attempts} times.")
 
     def _count_tokens(self, facts: AnswerFacts | None, tallies: list[RequestTally]) -> None:
         if facts is not None:

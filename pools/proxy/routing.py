@@ -7,21 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pools.protocol import (
-    Announcement,
-    Demand,
-    DesiredState,
-    Failure,
-    Orders,
-    ProxyHealth,
-    ReplicaStatus,
-    ServedModel,
-)
+from pools.protocol import Announcement, Demand, DesiredState, Failure, Orders, ProxyHealth, ReplicaStatus, ServedModel
 from pools.proxy.connections.engine_connection import EngineKeys
 from pools.proxy.names import Claim, Names
 
 MAX_ATTEMPTS = 3
-"""Times one request is sent in all: a prompt that crashes engines must not take down every replica."""
+"""Attempts at one request that may fail: a prompt that crashes engines must not take down every replica."""
 _REMEMBERED_DEMAND_SECONDS = 600.0
 
 
@@ -33,7 +24,11 @@ class RequestOutcome(Enum):
     SERVER_ERROR = "server error"
     """A whole answer with status 5xx, or one that is not what an engine answers."""
     LOST = "lost"
-    """No connection, or one that broke before the answer was whole."""
+    """A connection that broke before the answer was whole."""
+    UNREACHED = "unreached"
+    """No connection: the replica has not seen the request."""
+    TAKEN_AWAY = "taken away"
+    """The replica's lease ran out, or its agent reported that the engine is gone, before the answer was whole."""
     TIMED_OUT = "timed out"
     """No answer in the time an engine has for one."""
 
@@ -44,7 +39,7 @@ def outcome_of(status: int) -> RequestOutcome:
 
 
 def may_retry(outcome: RequestOutcome, *, attempts: int) -> bool:
-    """True if a request is to be sent again after `attempts` attempts, of which the last ended so."""
+    """True if a request is to be sent again after `attempts` failed attempts, of which the last ended so."""
     return outcome is not RequestOutcome.ANSWERED and attempts < MAX_ATTEMPTS
 
 
@@ -99,6 +94,11 @@ class RoutedReplica:
         return not (self.gone or self.hung_up)
 
     @property
+    def engine(self) -> tuple[str | None, int]:
+        """Identity of the running engine: another address or count of restarts is another engine."""
+        return self.announcement.url, self.announcement.restarts
+
+    @property
     def gone(self) -> bool:
         """True if what it was working on will not be answered."""
         return self.lost or self.announcement.state == "dead"
@@ -151,11 +151,7 @@ class RoutingTable:
         self.on_news()
 
     def apply(self, desired: DesiredState) -> list[RoutedReplica]:
-        """Replaces what the pool wants; replicas keep what they announced, and their load.
-
-        Returns:
-            replicas that the pool does not want any more: whatever they were working on will not be answered.
-        """
+        """Replaces the pool's wishes; replicas keep their announcements and load. Returns those no longer wanted."""
         changed = (self.models, self._orders, self.next) != (desired.models, desired.orders, desired.next)
         self.models = dict(desired.models)
         self.engine = desired.engine
@@ -176,12 +172,9 @@ class RoutingTable:
         return unwanted
 
     def announce(self, name: str, announcement: Announcement) -> list[RoutedReplica]:
-        """Takes what a replica says of itself, and renews its lease.
+        """Stores an announcement and renews the lease; `Names` says which instance of a name counts.
 
-        See `Names` for which instance of a name counts.
-
-        Returns:
-            replicas whose work is lost by that: itself if it is dead, or the one before it of the same name.
+        Returns the replicas whose work is lost by that: itself if it is dead, or the one before it of the same name.
         """
         before = self.replicas.get(name)
         lost: list[RoutedReplica] = []
@@ -214,8 +207,13 @@ class RoutingTable:
         before.announcement, before.announced, before.lost = announcement, self.clock(), False
         return [before] if announcement.state == "dead" else []
 
-    def expire(self, lease_seconds: float) -> list[RoutedReplica]:
-        """Marks the replicas as lost that have been silent for longer than their lease; those newly lost."""
+    def expire(self, lease_seconds: float, *, stalled_seconds: float = 0.0) -> list[RoutedReplica]:
+        """Marks replicas as lost that were silent for longer than their lease, and returns them.
+
+        `stalled_seconds` of that time this process read nothing; they count as no silence of a replica.
+        """
+        for replica in self.replicas.values():
+            replica.announced += stalled_seconds
         deadline = self.clock() - lease_seconds
         lost = [replica for replica in self.replicas.values() if not replica.lost and replica.announced < deadline]
         for replica in lost:
@@ -306,10 +304,10 @@ class RoutingTable:
             replica.in_flight == 0 and replica.announcement.state == "draining"
         ):
             self.bump()
-        if outcome is RequestOutcome.LOST or outcome is RequestOutcome.TIMED_OUT:
+        if outcome in (RequestOutcome.LOST, RequestOutcome.UNREACHED, RequestOutcome.TIMED_OUT):
             replica.consecutive_failures += 1
             replica.suspect = True
-        elif outcome is not None:
+        elif outcome not in (None, RequestOutcome.TAKEN_AWAY):
             replica.consecutive_failures = 0
 
     def demand(self) -> dict[str, Demand]:

@@ -294,11 +294,7 @@ class ProxyServer:
         return _value(self._status_now())
 
     def _check_digests(self, name: str, lease: Lease) -> None:
-        """One name never stands for two checkpoints while somebody relies on the first.
-
-        Raises:
-            Refusal: another user's lease has other weights under a name of this one.
-        """
+        """Raises a Refusal if another user's lease has other weights under a name of this one."""
         for other, held in self._leases.status().items():
             for model, served in lease.models.items():
                 if other != name and model in held.models and held.models[model].digest != served.digest:
@@ -355,13 +351,16 @@ class ProxyServer:
 
     async def _expire(self) -> None:
         """Ends leases of replicas and users that were not renewed."""
+        loop, pause, stalled = asyncio.get_running_loop(), min(_EXPIRY_SECONDS, self._limits.lease_seconds / 4), 0.0
         while True:
-            if lost := self._table.expire(self._limits.lease_seconds):
+            if lost := self._table.expire(self._limits.lease_seconds, stalled_seconds=stalled):
                 _log.warning("lease of %s has run out", ", ".join(replica.name for replica in lost))
                 self._forwarder.table_changed(lost)
             if self._leases.expire():
                 self._table.bump()
-            await asyncio.sleep(min(_EXPIRY_SECONDS, self._limits.lease_seconds / 4))
+            due = loop.time() + pause
+            await asyncio.sleep(pause)
+            stalled = max(0.0, loop.time() - due)
 
 
 def json_object(body: bytes) -> dict[str, object]:

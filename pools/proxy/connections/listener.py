@@ -81,7 +81,8 @@ class Listener:
     def _look_at_connections(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
+        stalled = max(0.0, now - (self._timer.when() if self._timer is not None else now))
         for connection in tuple(self._connections):
-            connection.look_at(now)
+            connection.look_at(now, stalled_seconds=stalled)
         pause = min(1.0, self._bounds.head_timeout_seconds / 4, self._bounds.idle_timeout_seconds / 4)
         self._timer = loop.call_later(pause, self._look_at_connections)

@@ -17,6 +17,14 @@ class Lost(Exception):
     """No connection to the replica, or one that broke before the answer was whole."""
 
 
+class NotConnected(Lost):
+    """No connection could be made: the replica has not seen the request."""
+
+
+class TakenAway(Lost):
+    """The proxy ended the call, since the replica is silent or reports that its engine is gone."""
+
+
 class TimedOut(Exception):
     """No answer in the time an engine has for one."""
 
@@ -129,8 +137,8 @@ class Call:
             await self._news()
 
     def lose(self) -> None:
-        """Gives the answer up: its replica is known to be dead."""
-        self._fail(Lost())
+        """Ends the call, as its replica is silent or dead; it raises `TakenAway`."""
+        self._fail(TakenAway())
 
     def close(self) -> None:
         """Gives up what is not whole yet."""
@@ -175,7 +183,7 @@ class Call:
                 raise self._error from None
             if isinstance(error, TimeoutError) and origin.loop.time() >= self.deadline:
                 raise TimedOut from None
-            raise Lost from None
+            raise NotConnected from None
         finally:
             self._connecting = None
 
@@ -224,8 +232,9 @@ class Call:
         self._connection = None
         self._fail(_Stale() if stale else Lost())
 
-    def look_at(self, now: float) -> None:
-        """Gives the answer up if its time is over."""
+    def look_at(self, now: float, *, stalled_seconds: float) -> None:
+        """Gives the answer up if its time, less the seconds in which this process read nothing, is over."""
+        self.deadline += stalled_seconds
         if now >= self.deadline:
             self._fail(TimedOut())
 
@@ -271,8 +280,9 @@ class Upstream:
 
     def _look_around(self) -> None:
         now = self._loop.time()
+        stalled = max(0.0, now - self._timer.when())
         for call in tuple(self.calls):
-            call.look_at(now)
+            call.look_at(now, stalled_seconds=stalled)
         in_use = {call.origin for call in self.calls}  # a call may still be connecting
         for where, origin in tuple(self._origins.items()):
             origin.close_idle(now)

@@ -256,12 +256,9 @@ class ClientConnection(asyncio.Protocol):
         """The task that answers a request now."""
         return self._task
 
-    def look_at(self, now: float) -> None:
-        """Ends the connection if its time is over. Called every now and then.
-
-        Args:
-            now: the loop's time.
-        """
+    def look_at(self, now: float, *, stalled_seconds: float = 0.0) -> None:
+        """Ends the connection if its time, less the seconds in which this process read nothing, is over."""
+        self._deadline += stalled_seconds
         if now < self._deadline:
             return
         unsent = self._transport.get_write_buffer_size()
