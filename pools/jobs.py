@@ -61,6 +61,11 @@ class Restarts:
         return len(self._deaths) <= self._most
 
     @property
+    def count(self) -> int:
+        """Deaths in the ten minutes before the last one."""
+        return len(self._deaths)
+
+    @property
     def last(self) -> str:
         """The last death among those of ten minutes, in words."""
-        return f"for the {len(self._deaths)}. time in ten minutes"
+        return f"for the {self.count}. time in ten minutes"

@@ -135,6 +135,8 @@ class Announcement(Config):
     """Engines started again because one died, since this replica exists."""
     last_death: str | None = None
     """The first error in the log of the engine that died last."""
+    deaths: dict[str, int] = {}
+    """Engines that died of an error of their own, by the digest of the checkpoint that they held."""
     failure: Failure | None = None
     """The reason that it is dead."""
     loads: tuple[LoadReport, ...] = ()

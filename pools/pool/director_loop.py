@@ -123,7 +123,7 @@ class DirectorLoop:
     def _order(self, status: ProxyStatus) -> None:
         self._give_up_or_try_again(status)
         usable = self._agents.usable
-        self._loads.forgive(status.leases)
+        self._loads.forgive(status.leases, self._models)
         unusable = self._loads.unusable(self._models)
         wanted = (name for lease in status.leases.values() for name in lease.wants)
         wants = [name for name in wanted if name in self._models and name not in unusable]
@@ -152,8 +152,10 @@ class DirectorLoop:
 
     def _give_up_or_try_again(self, status: ProxyStatus) -> None:
         """Gives up once nothing is left that could answer; a request or a user that comes after that is a new try."""
-        if self._failed is None:
-            self._failed = self._agents.given_up if not self._agents.usable else self._loads.start_failure
+        start_failure = self._loads.start_failure(self._models)
+        if self._failed is None or (self._agents.usable and start_failure is None):
+            of_starts = start_failure.found if start_failure else None
+            self._failed = of_starts if self._agents.usable else self._agents.given_up
             self._users_then = frozenset(status.leases)
         elif status.held or not self._users_then.issuperset(status.leases):
             self._on_event("the pool had given up and tries again")

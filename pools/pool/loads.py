@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pools.protocol import Failure, LeaseStatus, LoadReport, ProxyStatus, ReplicaStatus
-from resources.errors import EngineDied, EngineStartFailed
+from pools.jobs import Restarts
+from pools.protocol import Failure, LeaseStatus, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
+from resources.errors import EngineDied, EngineStartFailed, ModelUnusable
 
 _SHORTEST_LINGER_SECONDS = 0.1
 _LONGEST_LINGER_SECONDS = 5.0
+_MOST_DEATHS = 1  # of engines with one checkpoint; the second condemns it
+_DIFFERS = re.compile(r"/\S+|\{.*|0x[0-9a-f]+|\d+")  # between two reports of one error: paths, sets, addresses, numbers
 
 
 def loads_of(model: str, digest: str, *, status: ProxyStatus) -> Iterator[tuple[ReplicaStatus, LoadReport]]:
@@ -20,8 +24,17 @@ def loads_of(model: str, digest: str, *, status: ProxyStatus) -> Iterator[tuple[
                 yield replica, load
 
 
+def error_in(failure: Failure) -> str:
+    """Returns the error of an engine's start, the same for two checkpoints whose starts fail alike."""
+    first, *others = failure.found.splitlines() or [""]
+    return _DIFFERS.sub("", first if "First error" in first or not others else f"{first} {others[-1]}")
+
+
 class LoadLog:
-    """The loads of a pool's replicas so far.
+    """The loads of a pool's replicas so far, and the deaths of engines by the checkpoint that they held.
+
+    A failure belongs to the checkpoint that was loaded or held. It is the pool's where no engine has answered yet, and
+    either two different checkpoints met one error, or none is left to try.
 
     `linger_seconds` is how long a checkpoint must be idle before its replica is free: as long as a swap takes.
 
@@ -42,7 +55,10 @@ class LoadLog:
         self._engine_starts: dict[str, int] = {}
         self._reasons_told: set[str] = set()
         self._has_answered = False
-        self._start_failure: Failure | None = None
+        self._start_errors: dict[str, tuple[str, Failure]] = {}  # by digest, with the checkpoint's name
+        self._deaths: dict[str, Restarts] = {}
+        self._deaths_seen: Counter[tuple[str, str]] = Counter()
+        self._deadly: dict[str, Failure] = {}  # by digest
         self._unusable: dict[str, Failure] = {}
         self._failures_in_a_row: Counter[str] = Counter()
         self._to_pause: set[str] = set()
@@ -56,6 +72,11 @@ class LoadLog:
                 error = f" ({replica.announcement.last_death})" if replica.announcement.last_death else ""
                 self._on_event(f"the engine of {replica.name} died, or hung, and is started again{error}")
                 self._engine_starts[replica.announcement.instance] = replica.announcement.restarts
+            for digest, count in replica.announcement.deaths.items():
+                seen = self._deaths_seen[replica.announcement.instance, digest]
+                self._deaths_seen[replica.announcement.instance, digest] = count
+                for _ in range(seen, count):
+                    self._died(digest, replica.announcement.last_death or "no error in its log")
             for load in replica.announcement.loads:
                 report = (replica.name, replica.announcement.instance, load.number)
                 if report in self._seen:
@@ -67,6 +88,16 @@ class LoadLog:
                     others = (other for other in replicas if other.name != replica.name)
                     held_elsewhere = any(other.holds(load.digest) for other in others)
                     self._failed(replica.name, load, load.failure, held_elsewhere=held_elsewhere)
+
+    def _died(self, digest: str, error: str) -> None:
+        deaths = self._deaths.setdefault(digest, Restarts(_MOST_DEATHS))
+        if not deaths.allow():
+            self._deadly[digest] = Failure(
+                kind=EngineDied.__name__,
+                expected="engines that hold this checkpoint to live",
+                found=f"an engine died of it {deaths.last}. First error in its log: {error}",
+                remedy="look for that error among the engine's known ones; the other checkpoints are served",
+            )
 
     def _succeeded(self, replica: str, load: LoadReport) -> None:
         self._has_answered = True
@@ -88,35 +119,66 @@ class LoadLog:
                 self._give_up(replica, failure.found)
             return
         self._unusable[load.model] = failure
-        if not self._has_answered and failure.kind == EngineStartFailed.__name__:
-            self._start_failure = failure  # it never worked: the next checkpoint would meet the same
+        if failure.kind == EngineStartFailed.__name__:
+            self._start_errors[load.digest] = load.model, failure
 
-    @property
-    def start_failure(self) -> str | None:
-        """The reason that no checkpoint can be served, since no engine has ever started; None if one has."""
-        return self._start_failure.found if self._start_failure is not None and not self._has_answered else None
+    def start_failure(self, models: Mapping[str, ServedModel]) -> Failure | None:
+        """Returns the reason that no checkpoint can be served, since no engine of the pool starts; None if one may."""
+        if self._has_answered:
+            return None
+        alike: dict[str, list[str]] = {}
+        for name, failure in self._start_errors.values():
+            alike.setdefault(error_in(failure), []).append(name)
+        for name, failure in self._start_errors.values():
+            if len(names := alike[error_in(failure)]) < 2 or name != names[0]:
+                continue
+            return Failure(
+                kind=EngineStartFailed.__name__,
+                expected="an engine of this pool to start",
+                found=f"{', '.join(names)} met one and the same error, so it is the pool's: {failure.found}",
+                remedy="mend the engine's arguments, environment or device; the records of those have log and command",
+            )
+        failed = [self._unusable.get(name) for name in models]
+        if any(failure is None or failure.kind != EngineStartFailed.__name__ for failure in failed):
+            return None
+        return failed[0] if failed else None
 
     def try_again(self) -> None:
         """Forgets that engines did not start, and which replicas failed."""
-        self._unusable = {model: why for model, why in self._unusable.items() if why != self._start_failure}
-        self._start_failure = None
+        kept = self._has_answered
+        self._unusable = {
+            model: why for model, why in self._unusable.items() if kept or why.kind != EngineStartFailed.__name__
+        }
+        self._start_errors.clear()
         self._failures_in_a_row.clear()
 
-    def forgive(self, leases: Mapping[str, LeaseStatus]) -> None:
-        """Forgets that a checkpoint could not be served once a user wants it anew."""
+    def forgive(self, leases: Mapping[str, LeaseStatus], models: Mapping[str, ServedModel]) -> None:
+        """Forgets that a checkpoint could not be served once a user wants it anew.
+
+        A refusal by the loader and weights without finite numbers stay so for a user that had wanted it before, as does
+        a start that failed before any engine answered.
+        """
+        unusable = self.unusable(models)
+        final = {ModelUnusable.__name__, *([] if self._has_answered else [EngineStartFailed.__name__])}
         tries = {(lease, name): count for lease, held in leases.items() for name, count in held.tries.items()}
         for (lease, name), count in tries.items():
-            if name in self._unusable and count > self._tries.get((lease, name), 0):
-                del self._unusable[name]
+            if name in unusable and count > self._tries.get((lease, name), 0):
+                if unusable[name].kind in final and (lease, name) in self._tries:
+                    continue
+                self._unusable.pop(name, None)
+                if name in models:
+                    self._deadly.pop(models[name].digest, None)
+                    self._deaths.pop(models[name].digest, None)
+        unusable = self.unusable(models)
         for (lease, name), count in tries.items():
-            if name not in self._unusable:
+            if name not in unusable:
                 self._tries[lease, name] = count
 
-    def unusable(self, models: Iterable[str]) -> dict[str, Failure]:
-        """Models that cannot be served; all of them if the engine did not even start for the first one."""
-        if self._start_failure is not None and not self._has_answered:
-            return dict.fromkeys(models, self._start_failure)
-        return dict(self._unusable)
+    def unusable(self, models: Mapping[str, ServedModel]) -> dict[str, Failure]:
+        """Returns the models that cannot be served: all of them where no engine of the pool starts."""
+        common = self.start_failure(models)
+        deadly = {name: self._deadly[served.digest] for name, served in models.items() if served.digest in self._deadly}
+        return {**(dict.fromkeys(models, common) if common else {}), **deadly, **self._unusable}
 
     def take_paused(self) -> set[str]:
         """Replicas that failed a load since this was asked last: without an order for a moment, they may try again."""

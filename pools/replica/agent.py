@@ -22,6 +22,7 @@ from pools.engine.device import device_name
 from pools.engine.launch import Launcher, ServedCheckpoint, VllmLauncher, digests_of, environment_name, staging
 from pools.protocol import Announcement, Failure, LoadReport, Orders, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
+from pools.replica.deaths import DIED
 from pools.replica.follower import Follower
 from pools.replica.gang import Gang, leave
 from pools.replica.ingress import Ingress
@@ -261,7 +262,7 @@ class Agent:
                 self._healthy_at = time.monotonic()
             elif replica.engine_ended:
                 self._say_at_once()
-                replica.revive("died", still=lambda: replica.engine_ended)
+                replica.revive(DIED, still=lambda: replica.engine_ended)
             elif time.monotonic() - looked_at > min(_HEALTH_SECONDS, lease / 6):
                 hung = self._hangs
                 if replica.healthy(timeout_seconds=lease / 2):
@@ -305,8 +306,9 @@ class Agent:
                 max_model_len=replica.max_model_len,
                 scoring=replica.scoring,
                 engine_version=replica.engine_version,
-                restarts=replica.revived,
-                last_death=replica.last_death,
+                restarts=replica.deaths.revived,
+                last_death=replica.deaths.last,
+                deaths=dict(replica.deaths.of_errors),
                 failure=Failure(**replica.failure.as_values()) if replica.failure else None,
                 loads=tuple(self._loads),
                 seen=seen,

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from pools.config import InferencePoolConfig
-from pools.engine.engine_log import SEARCHED_LINES
+from pools.engine.engine_log import excerpt, whole_log
 from pools.engine.launch import HostPart, Launcher, ServedCheckpoint, digests_of, engine_job, staging
 from pools.protocol import Failure, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
@@ -132,7 +132,7 @@ class Follower:
         """Its state, with the end of its part if that has ended by itself."""
         job, state = self._job, self._state
         if job is not None and state.part and not state.ended and job.status().finished and self._job is job:
-            state = self._state = state.model_copy(update={"ended": True, "log": job.logs(max_lines=SEARCHED_LINES)})
+            state = self._state = state.model_copy(update={"ended": True, "log": excerpt(whole_log(job))})
         return state
 
     def _say(self, **fields: object) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pools.config import InferencePoolConfig
 from pools.endpoint import Scoring
 from pools.engine.engine_client import EngineClient
-from pools.engine.engine_log import SEARCHED_LINES, explained, first_error
+from pools.engine.engine_log import start_failure, whole_log
 from pools.engine.engines import RELOADING_WORKER, engine_kwargs, ranks_of, replica_capacity
 from pools.engine.launch import (
     Launch,
@@ -26,8 +26,8 @@ from pools.engine.launch import (
 from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, largest_difference
 from pools.engine.scoring import scoring_of
 from pools.engine.tokenizer_reading import require_read_as_written
-from pools.jobs import Restarts
 from pools.protocol import ReplicaState
+from pools.replica.deaths import DIED, Deaths
 from pools.replica.gang import Gang
 from pools.replica.loading import Loading, Standing
 from pools.replica.memory import WeightsInMemory
@@ -35,7 +35,6 @@ from pools.weights.model_files import read_tensors
 from resources.errors import (
     AssayError,
     EndpointUnusable,
-    EngineDied,
     EngineStartFailed,
     ModelUnusable,
     ReloadUnavailable,
@@ -82,12 +81,8 @@ class ReplicaEngine:
         self.max_model_len: int | None = None
         self.scoring = Scoring()
         self.engine_version: str | None = None
-        self.revived = 0
-        """Engines started again since this replica exists, because one died."""
-        self.last_death: str | None = None
-        """Why the engine ended that died last, in a line of its log."""
+        self.deaths = Deaths(name, config.max_replica_restarts)
         self.failure: AssayError | None = None
-        self._restarts = Restarts(config.max_replica_restarts)
         self._config = config
         self._launcher = launcher
         self._client = client
@@ -136,7 +131,7 @@ class ReplicaEngine:
                 self._drain()
             self._verify(checkpoint, loading, otherwise=Standing("ready", running))
             loading.how = "reload"
-            reason = self._why_restart(running, checkpoint, loading) if self._lives else self._count_death("died")
+            reason = self._why_restart(running, checkpoint, loading) if self._lives else self._count_death(DIED)
             if reason is None:
                 self._verify(checkpoint, loading, otherwise=Standing("dead", checkpoint))
                 self._canaries.setdefault(checkpoint.digests.checkpoint, self._canary)
@@ -318,11 +313,7 @@ class ReplicaEngine:
                         found = f"its port is open, but the model does not answer: {error.found}"
                         break
             time.sleep(_ENGINE_POLL_SECONDS)
-        raise EngineStartFailed(
-            expected=f"the engine of {self.name} to answer for {model}",
-            found=f"{found}. {explained(self._log_of(job))}",
-            remedy=f"read the log; to see it by hand:\n{launch.by_hand()}",
-        )
+        raise start_failure(self._log_of(job), model=model, ended=found, by_hand=launch.by_hand())
 
     @property
     def engine_ended(self) -> bool:
@@ -362,22 +353,18 @@ class ReplicaEngine:
             EngineDied: it was one too many; the replica is dead.
         """
         log = self._log_of(self._job).replace(self.key, "***") if self._job else ""
-        self.last_death = first_error(log) or f"none in its log; it {why}"
-        if self._restarts.allow():
-            self.revived += 1
+        held = self.checkpoint.digests.checkpoint if self.checkpoint else ""
+        failure = self.deaths.count(why, log=log, job=self._job, held=held)
+        if failure is None:
             return f"the engine {why}"
         self._end_job()
-        self.failure = EngineDied(
-            expected=f"the engine of {self.name} to live",
-            found=f"it {why}, {self._restarts.last}. {explained(log)}",
-            remedy="read the log above; run again, or give the replicas more memory",
-        )
+        self.failure = failure
         self._become("dead", self.checkpoint)
-        raise self.failure
+        raise failure
 
     def _log_of(self, job: JobHandle) -> str:
         """The log of a part on another host that has ended, which the server's own only follows; else of the server."""
-        return self._gang.ended_part or job.logs(max_lines=SEARCHED_LINES)
+        return self._gang.ended_part or whole_log(job)
 
     def stop(self) -> None:
         """Ends the engine's whole process tree; safe to call twice, and while it starts."""

@@ -486,8 +486,60 @@ def test_engine_that_dies_at_start_shows_its_log_and_the_command(
         assert "it ended before its model answered" in caught.value.found
         assert sys.executable in caught.value.remedy
         with pytest.raises(EngineStartFailed, match="no such kernel"):
-            pool.load("run-2")
-    assert launcher.launches == ["run-1"]
+            pool.load("run-1")
+        assert launcher.launches == ["run-1"]
+        assert ask(pool.load("run-2")[0]).status_code == 200
+
+
+LOADER_LOG = """
+Traceback (most recent call last):
+  File "model.py", line 218, in load_weights
+    loaded_weight = loaded_weight.narrow(
+ValueError: There is no module or parameter named '_orig_mod' in LlamaForCausalLM."""
+
+
+def test_checkpoint_that_the_loader_refuses_fails_alone(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    launcher = FakeLauncher(tmp_path, scripts={0: f"raise SystemExit({LOADER_LOG!r})"})
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        for checkpoint in checkpoints:
+            pool.session.want(checkpoint.name)
+        with pytest.raises(ModelUnusable, match="named '_orig_mod' in LlamaForCausalLM"):
+            pool.session.load("run-1")
+        for name in ("run-2", "run-3"):
+            assert ask(pool.load(name)[0]).status_code == 200
+    assert launcher.launches[:2] == ["run-1", "run-2"]
+
+
+def test_two_checkpoints_with_one_error_are_the_pools_fault(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    script = "import os; raise SystemExit(f'RuntimeError: no device {os.getpid()}')"
+    launcher = FakeLauncher(tmp_path, scripts=dict.fromkeys(range(9), script))
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        for name, reason in zip(("run-1", "run-2", "run-3"), ("run-1", "run-2", "so it is the pool's"), strict=True):
+            with pytest.raises(EngineStartFailed, match="no device") as caught:
+                pool.load(name)
+            assert reason in str(caught.value)
+    assert launcher.launches == ["run-1", "run-2"]
+
+
+def test_checkpoint_that_two_engines_died_of_leaves_the_pool_to_others(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    launcher = FakeLauncher(tmp_path)
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        for deaths in (1, 2):
+            pool.load("run-1")
+            with pytest.raises(httpx.TransportError):
+                httpx.post(f"{pool.engine_urls()[0]}/fake/die", json={"error": "IndexError: piece id is out of range"})
+            eventually(lambda wanted=deaths: pool.proxy_status().replicas[0].announcement.restarts == wanted)
+        eventually(lambda: pool.proxy_status().unusable)
+        with pytest.raises(EngineDied, match="IndexError: piece id"):
+            pool.session.check("run-1")
+        assert ask(pool.load("run-2")[0]).status_code == 200
+        pool.session.check("run-2")
 
 
 def test_checkpoint_with_useless_or_changed_weights_fails_alone_and_an_error_in_the_block_ends_every_process(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from pools.pool.loads import LoadLog
-from pools.protocol import Announcement, Failure, LeaseStatus, LoadedHow, LoadReport, ReplicaStatus
+from typing import Any
 
-MODELS = ("run-1", "run-2")
+import pytest
+
+from pools.pool.loads import LoadLog
+from pools.protocol import Announcement, Failure, LeaseStatus, LoadedHow, LoadReport, ReplicaStatus, ServedModel
+
+SERVED = {name: ServedModel(digest=name) for name in ("run-1", "run-2", "run-3")}
 
 
 class Pool:
@@ -22,11 +26,11 @@ class Pool:
 
     @property
     def unusable(self) -> dict[str, str]:
-        return {model: failure.found for model, failure in self.loads.unusable(MODELS).items()}
+        return {model: failure.found for model, failure in self.loads.unusable(SERVED).items()}
 
 
-def failure(kind: str = "ModelUnusable") -> Failure:
-    return Failure(kind=kind, expected="finite numbers", found="NaN", remedy="train again")
+def failure(kind: str = "StorageError", found: str = "NaN") -> Failure:
+    return Failure(kind=kind, expected="finite numbers", found=found, remedy="train again")
 
 
 def load(
@@ -35,8 +39,9 @@ def load(
     return LoadReport(number=number, model=model, digest=model, how=how, seconds=seconds, failure=failed)
 
 
-def replica(name: str, *loads: LoadReport, holds: str | None = None, restarts: int = 0) -> ReplicaStatus:
-    announcement = Announcement(instance=f"{name}-a", state="ready", digest=holds, loads=loads, restarts=restarts)
+def replica(name: str, *loads: LoadReport, holds: str | None = None, **fields: Any) -> ReplicaStatus:
+    fields = {"last_death": "IndexError: 320", **fields} if "deaths" in fields else fields
+    announcement = Announcement(instance=f"{name}-a", state="ready", digest=holds, loads=loads, **fields)
     return ReplicaStatus(
         name=name,
         ordered=None,
@@ -55,11 +60,11 @@ def leases(tries: int) -> dict[str, LeaseStatus]:
 
 def test_load_that_failed_makes_its_checkpoint_unusable_until_it_is_wanted_anew() -> None:
     pool = Pool()
-    pool.loads.forgive(leases(1))
+    pool.loads.forgive(leases(1), SERVED)
     pool.loads.take_in([replica("r0", load(1, "run-1"), load(2, "run-2", failed=failure()))])
-    pool.loads.forgive(leases(1))
+    pool.loads.forgive(leases(1), SERVED)
     assert pool.unusable == {"run-2": "NaN"}
-    pool.loads.forgive(leases(2))
+    pool.loads.forgive(leases(2), SERVED)
     assert pool.unusable == {}
     assert pool.loads.take_paused() == set()
 
@@ -83,21 +88,60 @@ def test_load_that_went_well_forgets_the_failures_before_it() -> None:
     assert pool.given_up == []
 
 
-def test_engine_that_never_started_makes_every_checkpoint_unusable_until_something_answers() -> None:
+def test_verdict_on_the_model_is_final_for_its_user() -> None:
     pool = Pool()
-    pool.loads.take_in([replica("r0", load(1, "run-1", failed=failure("EngineStartFailed")))])
-    assert set(pool.unusable) == set(MODELS)
-    pool.loads.take_in([replica("r1", load(1, "run-2"))])
-    assert set(pool.unusable) == {"run-1"}
+    pool.loads.forgive(leases(1), SERVED)
+    pool.loads.take_in([replica("r0", load(1, "run-2", failed=failure("ModelUnusable")))])
+    pool.loads.forgive(leases(2), SERVED)
+    assert set(pool.unusable) == {"run-2"}
+    pool.loads.forgive({"another": leases(1)["lease"]}, SERVED)
+    assert pool.unusable == {}
 
 
-def test_engine_that_never_started_is_forgotten_for_another_try() -> None:
+START = "EngineStartFailed"
+ENDED = "it ended before its model answered. "
+
+
+@pytest.mark.parametrize(
+    ("failures", "unusable"),
+    [
+        ([("run-1", START, f"{ENDED}First error in its log: TypeError: a")], {"run-1"}),
+        ([("run-1", START, "a"), ("run-1", START, "a")], {"run-1"}),
+        ([("run-1", START, "First error: a"), ("run-2", START, "First error: b")], {"run-1", "run-2"}),
+        ([("run-1", START, f"{ENDED}Last lines:\na"), ("run-2", START, f"{ENDED}Last lines:\nb")], {"run-1", "run-2"}),
+        ([("run-1", START, "no /staged/a3 at 0x7f, 12 B"), ("run-2", START, "no /staged/b4 at 0x8, 9 B")], set(SERVED)),
+        ([("run-1", "ModelUnusable", "no parameter"), ("run-2", "ModelUnusable", "no parameter")], {"run-1", "run-2"}),
+    ],
+)
+def test_start_failure_is_the_pools_once_two_checkpoints_met_it(
+    failures: list[tuple[str, str, str]], unusable: set[str]
+) -> None:
     pool = Pool()
-    assert pool.loads.start_failure is None
-    pool.loads.take_in([replica("r0", load(1, "run-1", failed=failure("EngineStartFailed")))])
-    assert pool.loads.start_failure == "NaN"
+    loads = [load(number, name, failed=failure(kind, found)) for number, (name, kind, found) in enumerate(failures)]
+    pool.loads.take_in([replica("r0", *loads)])
+    assert set(pool.unusable) == unusable
+    assert (pool.loads.start_failure(SERVED) is not None) == (unusable == set(SERVED))
+    assert {name: pool.unusable[name] for name, _, _ in failures} == {name: found for name, _, found in failures}
+    pool.loads.take_in([replica("r1", load(1, "run-3"))])
+    assert set(pool.unusable) == {name for name, _, _ in failures}
+
+
+def test_start_failure_of_every_checkpoint_is_forgotten_for_another_try() -> None:
+    pool, only = Pool(), {"run-1": SERVED["run-1"]}
+    pool.loads.take_in([replica("r0", load(1, "run-1", failed=failure(START)))])
+    assert pool.loads.start_failure(only) == failure(START)
     pool.loads.try_again()
-    assert (pool.loads.start_failure, pool.unusable) == (None, {})
+    assert (pool.loads.start_failure(only), pool.unusable) == (None, {})
+
+
+def test_second_death_of_an_error_condemns_what_was_held() -> None:
+    pool = Pool()
+    for deaths in (1, 2):
+        pool.loads.take_in([replica(f"r{deaths}", deaths={"run-2": 1})])
+        assert set(pool.unusable) == ({"run-2"} if deaths == 2 else set())
+    assert "for the 2. time in ten minutes. First error in its log: IndexError: 320" in pool.unusable["run-2"]
+    pool.loads.forgive(leases(1), SERVED)
+    assert pool.unusable == {}
 
 
 def test_load_before_which_the_engine_had_died_is_no_fault_of_its_checkpoint() -> None:

@@ -61,7 +61,7 @@ def test_death_that_the_load_of_another_checkpoint_overtakes_counts(tmp_path: Pa
             return
         replica.load(second, loading)
         assert (replica.state, loading.how, loading.reason) == ("ready", "restart", "the engine died")
-        assert replica.revived == 1
+        assert replica.deaths.revived == 1
     finally:
         replica.stop()
         client.shutdown()
@@ -104,7 +104,7 @@ def test_death_of_an_engine_is_told_with_its_first_error_and_no_key(tmp_path: Pa
             httpx.post(f"{replica.url}/fake/die", json={"error": f"RuntimeError: no, {replica.key}"}, headers=headers)
         eventually(lambda: replica.engine_ended)
         replica.revive("died", still=lambda: True)
-        assert (replica.state, replica.last_death) == ("ready", "RuntimeError: no, ***")
+        assert (replica.state, replica.deaths.last) == ("ready", "RuntimeError: no, ***")
 
 
 def staged(folder: Path, staging: Staging) -> ServedCheckpoint:
