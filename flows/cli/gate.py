@@ -45,7 +45,10 @@ class EarlyOptions:
         ),
     ] = False
     alpha: Annotated[
-        float | None, typer.Option(help="Largest probability that the whole contradicts a checkpoint's early verdicts.")
+        float | None,
+        typer.Option(
+            help="Largest probability that the whole contradicts early verdicts on a checkpoint, of one baseline."
+        ),
     ] = None
     finish: Annotated[
         bool, typer.Option("--finish", help="Ask the rest where an earlier run was decided early, and nothing else.")

@@ -176,7 +176,7 @@ class Gate(Config):
     """Judge whole evaluations, or stop asking once it is known whether the whole will be worse than the baseline by
     more than the margin; rules with not_worse_than only."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Largest probability that the whole contradicts any early verdict on a checkpoint."""
+    """Largest probability that the whole contradicts any early verdict on a checkpoint, of one command and baseline."""
     whole_every: int | None = Field(default=None, ge=2)
     """In a policy's own gate that decides early, of the checkpoints of a run that an evaluation is wanted of, by step:
     the first and each so many-th after it is evaluated whole; 10 when unset."""

@@ -1,9 +1,11 @@
-"""Is a score shown not to be worse by a margin, and could so many questions show it at all? (Non-inferiority.)
+"""Is a score shown not to be worse by a margin? (Non-inferiority.)
 
-GO needs the lower end of the change's 95 % interval to lie above −margin. So a score that is worse by the margin passes
-in 2.5 % of cases at most, and a gate with such a score no more often, as all of its rules must pass. An equal score is
-refused by chance if the margin is small against the interval. So the smallest loss that can be ruled out is found such
-that a gate refuses 5 % of equal runs at most, over all of its scores and checkpoints; a margin below it is refused.
+GO needs the lower end of the change's 95 % interval to lie above −margin. Where single questions are right or wrong and
+stand alone, it is the score interval (Tango 1998): of scores that are worse by the margin at most 3.2 % pass, by exact
+enumeration of 10 to 200 questions. Else it is a t interval over clusters: 2.5 % by simulation, where there are many. A
+gate passes such a score no more often, as all of its rules must pass. An equal score is refused by chance if the margin
+is small against the interval. So each reason names the margin from which on a gate refuses 5 % of equal runs at most,
+over all of its scores and checkpoints.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from tasks.statistics.adjustment import spent
 
 FALSE_ALARMS = 0.05
 """Share of runs, or checkpoints, no worse than the baseline that a gate may refuse by chance."""
+
+MOST_LEFT_OUT = 0.05
+"""Share of the questions of both that only one of them may have: as for prompts that are cut (`max_truncated`)."""
 
 
 def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path: str) -> float:
@@ -40,16 +45,25 @@ def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path
     return FALSE_ALARMS * spent(before + 1)
 
 
-def judged_by_margin(metric: ComparedMetric, *, margin: float, false_alarms: float) -> tuple[str, bool]:
+def judged_by_margin(
+    metric: ComparedMetric, *, margin: float, false_alarms: float, left_out: float = MOST_LEFT_OUT
+) -> tuple[str, bool]:
     """Returns what was found of one score against the baseline, in words, and whether it passes.
 
     Args:
         metric: both values, with the interval of their difference.
         margin: the loss that must be ruled out.
         false_alarms: the chance of refusing an equal score.
+        left_out: the largest share of all questions that only one of the two may have.
     """
     n = f"{how_many(metric.pairing.pairs, 'question')} of both" if metric.pairing else metric.unpaired_because
     shown = f"{measured(metric.first, None)} → {measured(metric.second, None)} ({n})"
+    apart = metric.pairing.only_first + metric.pairing.only_second if metric.pairing else 0
+    if metric.pairing and apart:
+        shown += f"; left out, as only one was asked: {metric.pairing.only_first:,} of the baseline's questions, "
+        shown += f"{metric.pairing.only_second:,} of this one's"
+        if apart > left_out * (apart + metric.pairing.pairs):
+            return f"{shown}, more than {left_out:.0%} of all", False
     if metric.higher_is_better is None:
         return f"{shown}; nothing says which direction is better", False
     if not math.isfinite(metric.finding.difference):
@@ -57,15 +71,14 @@ def judged_by_margin(metric: ComparedMetric, *, margin: float, false_alarms: flo
     end = metric.finding.low if metric.higher_is_better else metric.finding.high
     detectable = metric.finding.detectable(false_alarms)
     if end is None or detectable is None:
-        return f"{shown}; not tested: neither samples nor standard errors", False
+        why = "all questions are one cluster" if metric.pairing else "nor are there standard errors of both"
+        return f"{shown}; not tested: {why}", False
     lowest = end if metric.higher_is_better else -end
     shown += f"; worse by {_loss(-lowest)} at most" if lowest < 0 else f"; better by {_loss(lowest)} at least"
-    shown += f"; such questions rule out losses of {_loss(detectable)} and more"
-    if lowest >= 0:
-        return shown, True
-    if detectable > margin:
+    shown += f"; equal scores pass margins from {_loss(detectable)} on"
+    if lowest <= -margin and margin < detectable:
         needed = math.ceil((detectable / margin) ** 2 * (metric.pairing.pairs if metric.pairing else min(metric.n)))
-        return f"{shown}, not of {margin:g}: about {how_many(needed, 'question')} would", False
+        shown += f", but may not pass {margin:g}: that takes about {how_many(needed, 'question')}"
     return shown, lowest > -margin
 
 

@@ -14,7 +14,7 @@ from resources.errors import BadInput
 from tasks.gates.baselines import Baseline, Find, baseline_of, wanted_scores
 from tasks.gates.early import agreement, early_words
 from tasks.gates.gate import EVERYTHING, BaselineRule, BoundRule, Gate, NamedCheckpoint
-from tasks.gates.margin import false_alarms_of, judged_by_margin
+from tasks.gates.margin import MOST_LEFT_OUT, false_alarms_of, judged_by_margin
 from tasks.gates.reasons import Reason, Verdict
 from tasks.records.current import current_records, newest_settings, told_apart
 from tasks.records.early import EarlyVerdict, read_early
@@ -153,7 +153,8 @@ def _judged_by(
     for metric in comparison.metrics:
         score = baseline.scores[ScoreKey(metric.evaluator, metric.benchmark, metric.metric)]
         shared = false_alarms / score.chosen_from
-        found, go = judged_by_margin(metric, margin=rule.by_more_than, false_alarms=shared)
+        left_out = 1.0 if rule.anyway else MOST_LEFT_OUT
+        found, go = judged_by_margin(metric, margin=rule.by_more_than, false_alarms=shared, left_out=left_out)
         against = "" if isinstance(rule.baseline, NamedCheckpoint) else f"against {score.words(scores)}: "
         yield Reason(name, rule.words, f"{metric.benchmark} · {metric.metric}: {against}{found}", go)
 

@@ -125,8 +125,10 @@ def decided_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
     """The number of questions that a score was decided by, and with what error, in words."""
     if not score.early:
         return f"all {how_many(score.questions, 'question')} asked"
-    several = f" for {how_many(len(verdict.scores), 'score')} together" if score.alpha < verdict.alpha else ""
-    return f"decided early at {score.asked:,} of {score.questions:,} questions (α = {verdict.alpha:g}{several})"
+    of = "one command and baseline"
+    if score.alpha < verdict.alpha:
+        of += f", for {how_many(len(verdict.scores), 'score')} together"
+    return f"decided early at {score.asked:,} of {score.questions:,} questions (α = {verdict.alpha:g} of {of})"
 
 
 def read_early(cell_uri: str) -> EarlyVerdict | None:

@@ -35,6 +35,8 @@ class Composition:
     weights: Mapping[str, float]
     scale: float = 1.0
     form: RatioForm | None = None
+    left_out: int = 0
+    """Questions that some of several values lack, of which this is the mean."""
 
     @property
     def is_plain(self) -> bool:
@@ -108,7 +110,8 @@ def mean_composition(found: Sequence[Composition | str]) -> Composition | str:
     }
     if not all(asked.values()):
         return "they have no question in common"
-    return replace(first, asked=asked)
+    every = {(part, name) for each in compositions for part, questions in each.asked.items() for name in questions}
+    return replace(first, asked=asked, left_out=len(every) - sum(map(len, asked.values())))
 
 
 def _mean_asked(each: Sequence[Asked]) -> Asked:
@@ -163,8 +166,10 @@ def compare_compositions(first: Composition, second: Composition) -> Paired | st
         return "they are made of other parts"
     names = {part: sorted(asked.keys() & second.asked[part].keys()) for part, asked in first.asked.items()}
     pairs = sum(map(len, names.values()))
-    if pairs < 2 or not all(names.values()):
-        return "they have no two questions in common"
+    if apart := [part for part, found in names.items() if not found]:
+        return f"they have no question of {apart[0]} in common"
+    if pairs < 2:
+        return "they have one question in common, which shows nothing of others"
     both = {part: [(first.asked[part][n], second.asked[part][n]) for n in found] for part, found in names.items()}
     clusters = {part: [pair[1].cluster for pair in matched] for part, matched in both.items()}
     sides = [{part: [pair[side] for pair in matched] for part, matched in both.items()} for side in (0, 1)]
@@ -181,7 +186,7 @@ def compare_compositions(first: Composition, second: Composition) -> Paired | st
         finding,
         (_value(first, sides[0]), _value(first, sides[1])),
         pairs=pairs,
-        only_first=sum(map(len, first.asked.values())) - pairs,
+        only_first=sum(map(len, first.asked.values())) - pairs + first.left_out,
         only_second=sum(map(len, second.asked.values())) - pairs,
         other_prompts=sum(one.prompt != other.prompt for one, other in matches),
     )

@@ -17,6 +17,7 @@ from tasks.statistics.intervals import RatioForm, quantile, ratio_slope, ratio_v
 if TYPE_CHECKING:
     import numpy as np
 
+_HALVINGS = 50
 TestName = Literal["McNemar, mid-p", "paired t", "paired ratio", "z, unpaired", "none"]
 
 
@@ -45,7 +46,7 @@ class Finding:
         return replace(self, difference=self.difference * scale, low=low, high=high, stderr=stderr)
 
     def detectable(self, missed: float) -> float | None:
-        """The smallest loss that can be ruled out: one that an equal checkpoint is not said to have, but for a chance.
+        """The smallest loss that the interval of an equal checkpoint rules out, but for a chance.
 
         Args:
             missed: the chance that the interval of an equal checkpoint does not rule it out.
@@ -103,7 +104,8 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> Finding:
     """McNemar's test: of the questions that only one of two got right, are as many on either side?
 
     With the mid-p (Fagerland, Lydersen and Laake 2013): the exact p finds differences where there are none too seldom.
-    The interval is that of Bonett and Price (2012), which holds for few questions and for none that differ.
+    The interval is the score interval (Tango 1998), whose lower end is above a true loss in 3.2 % of cases at most (10
+    to 200 questions); that of Bonett and Price in up to 6.9 %. The standard error is that of an equal checkpoint.
     """
     questions = len(first)
     lost, won = int((first & ~second).sum()), int((~first & second).sum())
@@ -111,11 +113,31 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> Finding:
     if questions < 2:
         return Finding("none", difference, None, None, None)
     p = mcnemar_p(won, lost).mid
-    share_won, share_lost = (won + 1) / (questions + 2), (lost + 1) / (questions + 2)
-    middle = share_won - share_lost
-    stderr = math.sqrt((share_won + share_lost - middle**2) / (questions + 2))
-    low, high = max(-1.0, middle - quantile(math.inf) * stderr), min(1.0, middle + quantile(math.inf) * stderr)
+    low, high, alike = score_bound(won, lost, questions), -score_bound(lost, won, questions), (won + lost) / 2
+    stderr = -score_bound(alike, alike, questions) / quantile(math.inf)
     return Finding("McNemar, mid-p", difference, low, high, p, stderr, clusters=questions)
+
+
+def score_bound(won: float, lost: float, questions: int) -> float:
+    """The lower end of the score interval of a difference between two shares of the same questions (Tango 1998).
+
+    It is the largest difference so far below the one found that it is contradicted at 2.5 %, whichever shares it is of.
+
+    Args:
+        won: questions that only the second got right.
+        lost: those that only the first did.
+        questions: all of them.
+    """
+    low, high, reach = -1.0, (won - lost) / questions, quantile(math.inf)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        linear = (2 * questions - won + lost) * middle - won - lost
+        root = linear**2 + 8 * questions * lost * middle * (1 - middle)
+        share_lost = (math.sqrt(max(0.0, root)) - linear) / (4 * questions)
+        variance = questions * (2 * share_lost + middle * (1 - middle))
+        contradicted = (won - lost - questions * middle) ** 2 > reach**2 * variance
+        low, high = (middle, high) if contradicted else (low, middle)
+    return low
 
 
 def paired_ratio(

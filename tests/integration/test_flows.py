@@ -210,7 +210,7 @@ def test_checkpoint_is_decided_early_without_a_record_and_finished_to_one(
         assert score.verdict == "not worse" and 0 < score.asked <= verdict.asked < verdict.questions == score.questions
         assert [record.checkpoint.name for record in training_run.records().values()] == ["run-1"]
         assert (Path(cell) / SCOPE_NAME).is_file(), "its answers would be lost"
-        words = f"decided early at {score.asked} of 120 questions (α = 0.05): not worse"
+        words = f"decided early at {score.asked} of 120 questions (α = 0.05 of one command and baseline): not worse"
         assert words in json.dumps(json.loads(decided.stdout)["gate"], ensure_ascii=False)
         assert words in str(getattr(Artifact.get("run-gate"), "data", None))
 

@@ -13,10 +13,25 @@ function logFactorial(number) {
   return (n - 0.5) * Math.log(n) - n + 0.5 * Math.log(2 * Math.PI) + 1 / (12 * n) - 1 / (360 * n ** 3) + 1 / (1260 * n ** 5);
 }
 
+/** The lower end of the score interval, as `score_bound` of the comparison finds it. */
+function scoreBound(won, lost, questions) {
+  let [low, high] = [-1, (won - lost) / questions];
+  for (let halving = 0; halving < 50; halving += 1) {
+    const middle = (low + high) / 2;
+    const linear = (2 * questions - won + lost) * middle - won - lost;
+    const root = linear ** 2 + 8 * questions * lost * middle * (1 - middle);
+    const shareLost = (Math.sqrt(Math.max(0, root)) - linear) / (4 * questions);
+    const variance = questions * (2 * shareLost + middle * (1 - middle));
+    if ((won - lost - questions * middle) ** 2 > NORMAL ** 2 * variance) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
 /**
  * The second checkpoint's share of right answers less the first's, in the form of the source's pairs.
  *
- * As `assay compare` does it: the mid-p and the exact p, and the interval of Bonett and Price (2012).
+ * As `assay compare` does it: the mid-p and the exact p, and the score interval (Tango 1998).
  */
 export function mcnemar(won, lost, questions) {
   const difference = (won - lost) / questions;
@@ -27,13 +42,10 @@ export function mcnemar(won, lost, questions) {
   let tail = 0;
   for (let right = Math.min(won, lost); right >= 0; right -= 1) tail += chanceOf(right);
   const exact = won === lost ? 1 : Math.min(1, 2 * tail);
-  const [gained, missed] = [(won + 1) / (questions + 2), (lost + 1) / (questions + 2)];
-  const middle = gained - missed;
-  const reach = NORMAL * Math.sqrt((gained + missed - middle ** 2) / (questions + 2));
   return {
     difference,
-    low: Math.max(-1, middle - reach),
-    high: Math.min(1, middle + reach),
+    low: scoreBound(won, lost, questions),
+    high: -scoreBound(lost, won, questions),
     p: won === lost ? 1 : exact - chanceOf(Math.min(won, lost)),
     exact_p: exact,
     test: "McNemar, mid-p",

@@ -90,7 +90,7 @@ def test_best_is_by_the_score_in_its_direction_and_its_luck_is_paid_for(run: Pat
 
 
 def smallest_loss(reason: Reason) -> float:
-    return float(reason.found.partition("rule out losses of ")[2].split()[0])
+    return float(reason.found.partition("pass margins from ")[2].split()[0])
 
 
 def test_mean_of_last_is_taken_question_by_question_over_those_that_all_were_asked(tmp_path: Path):

@@ -364,7 +364,10 @@ def test_verdict_says_when_it_was_decided_with_what_error_and_what_it_does_not_c
     assert found.go
     [reason] = [reason for reason in found.reasons if reason.early]
     [score] = verdict.scores
-    assert f"decided early at {score.asked} of 200 questions (α = 0.05): not worse" in reason.found
+    assert (
+        f"decided early at {score.asked} of 200 questions (α = 0.05 of one command and baseline): not worse"
+        in reason.found
+    )
     assert "neither training's jitter nor other questions" in reason.found and "0.600 → 0.600 (" in reason.found
     assert reason.found.replace("|", "\\|") in verdict_markdown(found)
     shown = json.loads(json.dumps(found.as_dict()))["reasons"][-1]["early"]
@@ -443,7 +446,7 @@ def test_page_shows_an_early_verdict_in_a_section_of_its_own_and_nowhere_else(tm
     section, rest = page_of(tmp_path)
     assert rest == page, "no curve, no table, no sum has it"
     shown = words_of(section)
-    assert f"run-a-200 demo_facts · acc not worse decided early at {score.asked} of 200 questions (α = 0.05)" in shown
+    assert f"run-a-200 demo_facts · acc not worse decided early at {score.asked} of 200 questions (α = 0.05" in shown
     assert f"0.600 [{score.low:.3f}, {score.high:.3f}] 0.600 run-a-100 margin 0.100 not asked" in shown
     assert "neither training" in shown and "--finish" in shown and "badge" not in section
     again = decide(tmp_path, 200, 0.0)

@@ -246,7 +246,7 @@ def test_gate_takes_an_early_verdict_once_and_the_whole_where_it_comes_later(wat
     assert watched.judge() == ["run-100 GO", "run-200 GO"]
     assert watched.judge() == []
     [_, kept] = sorted((watched.folder / "out" / "run" / "gates").glob("*/step-*.json"))
-    words = "decided early at 40 of 200 questions (α = 0.05): not worse"
+    words = "decided early at 40 of 200 questions (α = 0.05 of one command and baseline): not worse"
     assert any(words in reason["found"] for reason in json.loads(kept.read_bytes())["reasons"])
     watched.publish(200, 100)
     assert watched.judge() == ["run-200 NO-GO", "refused"], "the whole has other things to say"

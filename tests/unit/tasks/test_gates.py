@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -11,9 +12,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from pydantic import ValidationError
+from scipy import stats
 from typer.testing import CliRunner
 
 from fakes.records import make_metric, make_qualification, make_record, make_samples, publish
@@ -29,6 +32,7 @@ from tasks.records.provenance import versions
 from tasks.records.record import FoundRecord, Record, find_records, read_records
 from tasks.records.samples import Sample
 from tasks.records.search import records_of_checkpoints
+from tasks.statistics.paired import PairedStratum, compare_pairs, score_bound
 
 FACTS = {"benchmark": "demo_facts", "metric": "acc"}
 
@@ -177,7 +181,7 @@ BASELINE = {"not_worse_than": "run-a@100", "by_more_than": 0.1}
         (0, 0.1, True, "worse by 0.0"),
         (10, 0.1, True, ""),
         (60, 0.1, False, ""),
-        (0, 0.005, False, "about"),  # nothing was lost, yet 400 questions cannot show so little
+        (0, 0.005, False, "takes about"),  # nothing was lost, yet 400 questions cannot show so little
         (400, 0.1, False, ""),
         (-200, 0.005, True, "better by"),  # what is shown to be better needs no margin
     ],
@@ -190,7 +194,11 @@ def test_baseline_is_compared_question_by_question(tmp_path: Path, lost: int, ma
     [reason] = about(verdict(tmp_path, gate(FACTS | BASELINE | {"by_more_than": margin})), "worse than run-a@100")
 
     assert reason.go is go
-    assert "400 questions of both" in reason.found and "rule out losses of" in reason.found and found in reason.found
+    assert (
+        "400 questions of both" in reason.found
+        and "equal scores pass margins from" in reason.found
+        and found in reason.found
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 0.0), (1.0, 1.0), (0.9, 0.1)])
@@ -198,13 +206,73 @@ def test_five_questions_show_nothing_whatever_came_of_them(tmp_path: Path, befor
     scored(tmp_path, 100, [before] * 5)
     scored(tmp_path, 200, [after] * 5)
     [reason] = verdict(tmp_path, gate(FACTS | BASELINE)).refusals
-    assert "not of 0.1: about" in reason.found
+    assert "may not pass 0.1: that takes about" in reason.found
+
+
+def test_equal_scores_pass_a_margin_from_what_was_named_on(tmp_path: Path):
+    """Of equal runs that share a tenth of flipped answers, all that exclude the margin pass, whatever flipped."""
+    random, passed = np.random.default_rng(1), 0
+    margin = 1.001 * (compare_pairs([PairedStratum(*flipped(10, 10, 200), range(200))]).detectable(0.05) or 0.0)
+    for step in range(1, 41):
+        lost, won = random.multinomial(200, [0.05, 0.05, 0.9])[:2]
+        before, after = flipped(int(lost), int(won), 200)
+        scored(tmp_path / str(step), 100, before)
+        scored(tmp_path / str(step), 200, after)
+        [reason] = about(verdict(tmp_path / str(step), gate(FACTS | BASELINE | {"by_more_than": margin})), "not worse")
+        bound = float(reason.found.split("worse by ")[1].split()[0]) if "worse by" in reason.found else 0.0
+        assert reason.go is (bound < margin), reason.found
+        assert not (reason.go and "may not pass" in reason.found)
+        passed += reason.go
+    assert passed >= 36, "5 % of equal runs are refused by chance; half were, by what a reason said of each anew"
+
+
+def flipped(lost: int, won: int, questions: int) -> tuple[list[float], list[float]]:
+    """Scores of two checkpoints, of which some questions only one got right."""
+    same = [1.0] * (questions - lost - won)
+    return [1.0] * lost + [0.0] * won + same, [0.0] * lost + [1.0] * won + same
+
+
+def test_scores_worse_by_the_margin_pass_in_three_of_a_hundred_cases_at_most():
+    """Every outcome of so many questions, by its chance, where the true loss is the margin (exact, no simulation)."""
+    worst = 0.0
+    for questions in (20, 56, 100):
+        outcomes = [(won, lost) for won in range(questions + 1) for lost in range(questions + 1 - won)]
+        won, lost = np.array(outcomes).T
+        bounds = np.array([score_bound(*outcome, questions) for outcome in outcomes])
+        for margin, wins in itertools.product((0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (0.0, 0.01, 0.05, 0.1, 0.2, 0.3)):
+            if 2 * wins + margin <= 1:
+                shares = [wins, wins + margin, 1 - 2 * wins - margin]
+                chance = stats.multinomial.pmf(np.stack([won, lost, questions - won - lost], axis=1), questions, shares)
+                worst = max(worst, float(chance[bounds > -margin].sum()))
+    assert 0.02 < worst <= 0.032, "6.9 % by a Wald interval; it is 2.5 % where questions are many"
+
+
+@pytest.mark.parametrize(("asked", "go"), [(400, True), (380, True), (379, False)])
+def test_questions_that_only_one_was_asked_are_said_and_refused_above_a_share(tmp_path: Path, asked: int, go: bool):
+    scored(tmp_path, 100, [1.0] * 400)
+    scored(tmp_path, 200, [1.0] * asked)
+
+    [reason] = about(verdict(tmp_path, gate(FACTS | BASELINE)), "worse than run-a@100")
+
+    assert reason.go is go
+    assert (f"{400 - asked} of the baseline's questions, 0 of this one's" in reason.found) is (asked < 400)
+    assert ("more than 5% of all" in reason.found) is not go
+    assert verdict(tmp_path, gate(FACTS | BASELINE | {"anyway": True})).go
+
+
+def test_benchmark_of_one_question_is_not_said_to_have_no_samples(tmp_path: Path):
+    for step in (100, 200):
+        publish(
+            tmp_path, make_record(step=step, metrics=(make_metric(value=1.0, n=1, stderr=None),)), make_samples([1])
+        )
+    [reason] = verdict(tmp_path, gate(FACTS | BASELINE)).refusals
+    assert "they have one question in common" in reason.found and "samples" not in reason.found
 
 
 def test_smallest_loss_that_is_ruled_out_grows_with_the_scores_and_checkpoints_that_a_gate_decides_on(tmp_path: Path):
     def smallest(folder: Path, **fields: Any) -> float:
         [*_, reason] = about(verdict(folder, gate(FACTS | BASELINE, **fields)), "worse than")
-        return float(reason.found.partition("losses of ")[2].split()[0])
+        return float(reason.found.partition("margins from ")[2].split()[0])
 
     for step in (100, *range(101, 170)):
         scored(tmp_path / "long", step, [1.0] * 200 + [0.0] * 200)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import optimize, special, stats
 
 from fakes.records import make_metric
 from tasks.records.record import Metric
@@ -50,14 +50,31 @@ def test_mcnemar_of_known_tables_gives_the_binomial_p_less_half_of_its_last_step
     assert found.low is not None and found.high is not None and found.low < found.difference < found.high
 
 
-def test_mcnemar_interval_is_that_of_bonett_and_price():
-    # 100 questions, 10 and 2 of which only one got right: (11 - 3) / 102 ± 1.96 √((14/102 − (8/102)²) / 102)
-    first = np.array([False] * 10 + [True] * 2 + [True] * 88)
-    second = np.array([True] * 10 + [False] * 2 + [True] * 88)
+@pytest.mark.parametrize(
+    ("lost", "won", "questions"), [(2, 10, 100), (2, 12, 50), (0, 0, 54), (0, 3, 20), (7, 7, 7_000)]
+)
+def test_mcnemar_interval_ends_where_the_likeliest_shares_are_contradicted(lost: int, won: int, questions: int):
+    """Tango (1998), by maximising the likelihood itself in place of his formula."""
 
-    found = mcnemar(first, second)
+    def score(difference: float) -> float:
+        def unlikely(share_lost: float) -> float:
+            shares = [share_lost + difference, share_lost, 1 - 2 * share_lost - difference]
+            return -float(special.xlogy([won, lost, questions - won - lost], np.clip(shares, 0, 1)).sum())
 
-    assert (found.low, found.high) == (pytest.approx(0.00821, abs=1e-4), pytest.approx(0.14865, abs=1e-4))
+        bounds = max(0.0, -difference), (1 - difference) / 2
+        share: float = optimize.minimize_scalar(unlikely, bounds=bounds, options={"xatol": 1e-12})["x"]  # pyright: ignore[reportIndexIssue]
+        error = math.sqrt((2 * share + difference - difference**2) / questions)
+        return ((won - lost) / questions - difference) / error
+
+    found = mcnemar(*(np.array(side) for side in answers(lost, won, questions)))
+
+    assert found.low is not None and found.high is not None
+    assert (score(found.low), score(found.high)) == (pytest.approx(1.96, abs=1e-3), pytest.approx(-1.96, abs=1e-3))
+
+
+def answers(lost: int, won: int, questions: int) -> tuple[list[bool], list[bool]]:
+    same = [True] * (questions - lost - won)
+    return [True] * lost + [False] * won + same, [False] * lost + [True] * won + same
 
 
 def test_scores_of_single_questions_are_tested_as_student_did():
