@@ -10,9 +10,10 @@ import json
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,7 +39,7 @@ from resources.tracing import span
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.early import WantedEarly, scores_decided
 from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress
-from tasks.evaluators.isolation import isolated
+from tasks.evaluators.isolation import cage, isolated
 from tasks.evaluators.outcome import with_samples
 from tasks.records.samples import SAMPLES_NAME
 from tasks.spec.evaluation import EvaluationConfig
@@ -47,6 +48,9 @@ LOG_NAME = "harness.log"
 REFUSAL_NAME = "refused.json"
 """Written by our own programs when they find that the request, not the harness, is at fault."""
 WORKING_FOLDER = "work"
+_REFUSALS = (
+    *("BadInput", "CountsDisagree", "EndpointUnusable", "EnvironmentBuildFailed", "GraderFailed", "UnknownBenchmark"),
+)
 
 _PROGRESS_LINES = 200
 _KEPT_LOG_LINES = 1_000_000
@@ -78,15 +82,13 @@ def run_harness(
 
     Args:
         evaluator: the harness.
-        model: where it asks its questions.
-        config: what is asked; `timeout_seconds` is the wall clock.
-        output: folder for everything it writes, created here.
+        model: the endpoint that it asks.
+        config: its `timeout_seconds` is the wall clock.
+        output: folder for its files, created here.
         python: interpreter of the harness's environment.
         client: runs the job.
-        judge: who compares answers, for an evaluator that has them compared.
-        on_progress: called whenever there is news.
-        check_endpoint: called at every poll; what it raises ends the harness and is raised from here.
-        poll_seconds: time between two looks at the job.
+        judge: endpoint that compares answers, if the evaluator needs one.
+        check_endpoint: called at every poll; its error ends the harness and is raised from here.
         server: runs it in a fork, see `warmed`; it starts cold when None.
         name: of the job; after the environment when None.
         early: what is to be decided before all is asked, if anything; verdicts are in `Parsed.early` then.
@@ -100,41 +102,66 @@ def run_harness(
         StorageError: the output folder cannot be written.
     """
     output = output.absolute()
-    command = evaluator.command(model, config, output, python=python, judge=judge)
-    if early is not None:
-        command = replace(command, files={**command.files, **early.files()})
-    variables = {**cache_variables(), **command.variables, **_past_proxies(model, judge)}
-    working_folder = prepare(command, output)
-    argv = _isolated(command, config, output, python=python, variables=variables)
-    request = JobRequest(
-        name or f"{evaluator.environment(config).name}-{secrets.token_hex(4)}",
-        server.command(*command.arguments) if server and argv == command.argv else Command(argv[0], argv[1:]),
-        resources=ResourceConfig(),
-        environment=create_environment(
-            workspace=working_folder, python=python, env_vars=variables, inherited=inheritance.HARNESS
-        ),
-        max_retries_preemption=0,  # whoever called us retries, with a fresh folder
-    )
-    deadline = time.monotonic() + config.timeout_seconds
-    job = client.submit(request)
-    try:
-        with span("ask"):
-            _follow(job, evaluator, deadline, on_progress=on_progress, check_endpoint=check_endpoint, poll=poll_seconds)
-    finally:
-        job.terminate()
-        log = _without_keys(job.logs(_KEPT_LOG_LINES), command)
-        with suppress(OSError):  # a full disk must not hide how the harness ended
-            (output / LOG_NAME).write_text(log + "\n")
-        with suppress(OSError):  # there is none, as a rule
-            refusal = output / REFUSAL_NAME
-            refusal.write_text(_without_keys(refusal.read_text(), command))  # may quote what an endpoint said
+    ask = partial(evaluator.command, model, config, python=python, judge=judge)
+    with ExitStack() as stack:
+        with _writing_into(output):
+            (output / REFUSAL_NAME).unlink(missing_ok=True)
+            caged = stack.enter_context(cage(output, apart=ask(output).model_code is not None))
+        command = ask(caged.folder)
+        if early is not None:
+            command = replace(command, files={**command.files, **early.files()})
+        variables = {**cache_variables(), **command.variables, **_past_proxies(model, judge)}
+        working_folder = prepare(command, caged.folder)
+        with _writing_into(output):
+            argv = isolated(
+                command.argv,
+                command.model_code,
+                caged,
+                python=python,
+                refusal=output / REFUSAL_NAME,
+                seconds=config.timeout_seconds,
+                variables=variables,
+            )
+        request = JobRequest(
+            name or f"{evaluator.environment(config).name}-{secrets.token_hex(4)}",
+            server.command(*command.arguments) if server and argv == command.argv else Command(argv[0], argv[1:]),
+            resources=ResourceConfig(),
+            environment=create_environment(
+                workspace=working_folder, python=python, env_vars=variables, inherited=inheritance.HARNESS
+            ),
+            max_retries_preemption=0,  # whoever called us retries, with a fresh folder
+        )
+
+        def check() -> None:
+            caged.bring_plan()
+            check_endpoint()
+
+        deadline = time.monotonic() + config.timeout_seconds
+        job = client.submit(request)
+        left: str | None = None
+        try:
+            with span("ask"):
+                _follow(job, evaluator, deadline, on_progress=on_progress, check_endpoint=check, poll=poll_seconds)
+        finally:
+            job.terminate()
+            left = caged.bring_out()
+            log = "\n".join(filter(None, [_without_keys(job.logs(_KEPT_LOG_LINES), command), left]))
+            with suppress(OSError):  # a full disk must not hide how the harness ended
+                (output / LOG_NAME).write_text(log + "\n")
+            with suppress(OSError):  # there is none, as a rule
+                refusal = output / REFUSAL_NAME
+                refusal.write_text(_without_keys(refusal.read_text(), command))  # may quote what an endpoint said
     if job.status() is not JobStatus.SUCCEEDED:
-        remedy = f"Run it by hand: {_by_hand(command, working_folder)}"
+        by_hand = f"Run it by hand: {_by_hand(command, working_folder)}"
+        remedy = f"Read the whole log: {output / LOG_NAME}" if caged.apart else by_hand
         late = time.monotonic() > deadline
         raise refusal_in(output) or job_failure(job, evaluator, config, log=log, remedy=remedy, late=late)
     if early is not None and early.scores and (answered := early.stopped_after(output)) is not None:
-        return replace(evaluator.parse(output, config), early=scores_decided(answered, early))
-    return read_output(evaluator, config, output, samples=output / SAMPLES_NAME)
+        parsed = replace(evaluator.parse(output, config), early=scores_decided(answered, early))
+    else:
+        parsed = read_output(evaluator, config, output, samples=output / SAMPLES_NAME)
+    notes = (*parsed.asking.notes, *([left] if left else []))
+    return replace(parsed, asking=parsed.asking.model_copy(update={"notes": notes}))
 
 
 def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *, samples: Path) -> Parsed:
@@ -248,24 +275,6 @@ def prepare(command: HarnessCommand, output: Path) -> Path:
     return working_folder
 
 
-def _isolated(
-    command: HarnessCommand, config: EvaluationConfig, output: Path, *, python: Path, variables: Mapping[str, str]
-) -> tuple[str, ...]:
-    """The command to run: isolated where it runs code that the model wrote."""
-    if command.model_code is None:
-        return command.argv
-    with _writing_into(output):
-        return isolated(
-            command.argv,
-            command.model_code,
-            python=python,
-            output=output,
-            refusal=output / REFUSAL_NAME,
-            seconds=config.timeout_seconds,
-            variables=variables,
-        )
-
-
 def cache_variables() -> dict[str, str]:
     """Data sets are downloaded once per machine, into a place of our own unless the user has one."""
     shared = {"HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"} & set(process_environment())
@@ -342,17 +351,7 @@ def failure_of(
     late: bool,
     remedy: str,
 ) -> AssayError:
-    """Describes the end of a harness that has left no results.
-
-    Args:
-        evaluator: the harness.
-        config: what was asked.
-        log: all that it printed.
-        found: how it ended.
-        interrupted: it was ended from outside.
-        late: its wall clock ended it.
-        remedy: what to do about an error of its own.
-    """
+    """Describes the end, as `found`, of a harness that has left no results; `remedy` is for an error of its own."""
     lines = [line[:_SHOWN_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
     last_lines = "\n".join(lines[-_SHOWN_LOG_LINES:])
     expected = f"{evaluator.name} to end with exit code 0 within {config.timeout_seconds:g} s"
@@ -375,7 +374,7 @@ def refusal_in(output: Path) -> AssayError | None:
     """The refusal that a program of ours left in its output; None where it did not refuse."""
     try:
         refusal = json.loads((output / REFUSAL_NAME).read_text())
-        return error_of(refusal)
+        return error_of(refusal) if refusal["kind"] in _REFUSALS else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

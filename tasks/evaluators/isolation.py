@@ -1,20 +1,34 @@
-"""The bounds of a harness that runs code which a model wrote: what it sees, reaches and may use up."""
+"""The bounds of a harness that runs code which a model wrote: what it sees, reaches, may use up, and leaves.
+
+It writes into a folder of its own, which Assay neither writes nor reads by name after the harness began: when all of
+its processes have ended, the regular files are copied into the folder of the attempt, and the rest is counted.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from resources.jobs import inheritance
 from resources.settings import process_environment, settings
+from resources.storage.files import replace_text
+from resources.storage.regular_files import copy_regular_files, open_regular
+from tasks.evaluators.reading import PLAN_NAME
 
 _PROGRAM = Path(__file__).parent / "programs" / "run_isolated.py"
-_SPECIFICATION, _ROOT = "isolation.json", "isolated"
+_SPECIFICATION = "isolation.json"
+_RESERVED = frozenset({_SPECIFICATION, "harness.log", "record.json", "samples.jsonl.gz"})
 _LEAST_MEMORY_BYTES = 8 << 30
-_FILE_BYTES = 1 << 30
+_FILE_BYTES, _PLAN_BYTES = 1 << 30, 16 << 20
+_PROCESSES = 256
+_TASKS = 512 + 32 * (os.cpu_count() or 1)  # threads included: numeric libraries start one for each core
+_REMOVE_SECONDS = 120.0  # ten times as long as a million files take
 
 
 @dataclass(frozen=True)
@@ -32,21 +46,77 @@ class ModelCode:
     """Whole paths of folders whose code may write beside itself; all of that is thrown away."""
 
 
+@dataclass(frozen=True)
+class Cage:
+    """The folder that a harness writes into, in place of the attempt's folder `output`; the same without isolation."""
+
+    folder: Path
+    output: Path
+
+    @property
+    def apart(self) -> bool:
+        """Returns True if the harness is isolated."""
+        return self.folder != self.output
+
+    def bring_plan(self) -> None:
+        """Copies the plan that the harness wrote, if there is one yet, while it runs."""
+        with suppress(OSError, ValueError):
+            if self.apart and not (self.output / PLAN_NAME).exists():
+                with open_regular(self.folder, PLAN_NAME, max_bytes=_PLAN_BYTES) as file:
+                    text = file.read(_PLAN_BYTES).decode()
+                json.loads(text)  # fails while it is being written
+                replace_text(self.output / PLAN_NAME, text)
+
+    def bring_out(self) -> str | None:
+        """Copies the regular files that an ended harness left; returns a sentence on the rest, if any."""
+        if not self.apart:
+            return None
+        try:
+            copied = copy_regular_files(self.folder, self.output, reserved=_RESERVED)
+        except OSError as error:
+            return f"Files of the harness could not be copied out of its folder: {error}."
+        return f"Not copied from the folder of the code that the model wrote: {copied}." if copied.dropped else None
+
+
+@contextmanager
+def cage(output: Path, *, apart: bool) -> Iterator[Cage]:
+    """A cage for one harness; the folder of an isolated harness is removed at the end of the block.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not apart:
+        yield Cage(output, output)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="assay-cage-")).resolve()
+    try:
+        (folder / "output").mkdir()
+        yield Cage(folder / "output", output)
+    finally:
+        # Not shutil.rmtree, which fails on deep trees; neither command follows a link.
+        for command in (("chmod", "-R", "u+rwx"), ("rm", "-rf")):
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run([*command, "--", str(folder)], check=False, capture_output=True, timeout=_REMOVE_SECONDS)
+
+
 def isolated(
     argv: tuple[str, ...],
-    code: ModelCode,
+    code: ModelCode | None,
+    cage: Cage,
     *,
     python: Path,
-    output: Path,
     refusal: Path,
     seconds: float,
     variables: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """The command that runs another one isolated; what bounds it is written into the output folder.
+    """The command that runs another one, isolated if it runs code; its bounds are written into the attempt's folder.
 
     Raises:
         OSError: the folder cannot be written.
     """
+    if code is None:
+        return argv
     hub = _hub_folders({**process_environment(inherited=inheritance.HARNESS), **variables})
     for folder in hub.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -57,18 +127,20 @@ def isolated(
         "prepare": code.prepare,
         "required": settings().code_isolation == "required",
         "refusal": str(refusal),
-        "root": str(output / _ROOT),
+        "root": str(cage.folder.parent / "root"),
         "reads": _outermost(reads),
         "scratch": _outermost((*hub.values(), *code.scratch)),
-        "writes": [str(output)],
+        "writes": [str(cage.folder)],
         "variables": [*inheritance.ISOLATED, *variables],
         "given": {"HOME": "/tmp", "TMPDIR": "/tmp", **hub, **offline},
         "memory_bytes": max(_LEAST_MEMORY_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2),
         "cpu_seconds": max(1, int(seconds)),
         "file_bytes": _FILE_BYTES,
+        "processes": _PROCESSES,
+        "tasks": _TASKS,
     }
-    (output / _SPECIFICATION).write_text(json.dumps(specification, indent=2))
-    return (str(python), "-I", "-S", "-u", str(_PROGRAM), str(output / _SPECIFICATION), *argv)
+    (cage.output / _SPECIFICATION).write_text(json.dumps(specification, indent=2))
+    return (str(python), "-I", "-S", "-u", str(_PROGRAM), str(cage.output / _SPECIFICATION), *argv)
 
 
 def _hub_folders(variables: Mapping[str, str]) -> dict[str, str]:

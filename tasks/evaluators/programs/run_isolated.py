@@ -4,25 +4,29 @@
 
 The command gets namespaces of its own: it sees its own processes, the folders that the specification names, and of
 the network one address, whose connections a process outside passes on. What it writes anywhere but into the writable
-folders is thrown away. It has no capability, and bounds on memory, time and file size. First `prepare` is run as this
-process would, to fetch what cannot be fetched later. Linux only; needs the standard library only.
+folders is thrown away. Its output is a pipe, of which start and end are passed on. It has no capability, no kernel
+keys, and bounds. First `prepare` is run as this process would, to fetch data. Needs Linux and the standard library.
 
-Exit code 78 and a refusal, if the kernel allows no such namespaces and the specification wants them.
+Exit code 78 and a refusal, if the kernel allows no such namespaces and the specification wants them; 79 if all
+processes were ended for having too many, or too much memory, together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import fcntl
 import json
 import os
-import resource
+import platform
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -30,23 +34,39 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+from isolation_bounds import bound_process, bound_tasks, excess, pass_log_on
+
 _NEW_NS, _NEW_UTS, _NEW_IPC = 0x20000, 0x4000000, 0x8000000
 _NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE, _DETACH = 1, 2, 4, 8, 4096, 16384, 1 << 18, 2
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTRIBUTE_RDONLY = 442, -100, 0x8000, 1
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
+_READ_ONLY, _DEVICE, _WRITABLE = 1 | 2 | 4, 1, 2 | 4  # attributes of mounts: read-only 1, no setuid 2, no devices 4
 _SET_PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP, _SET_NO_NEW_PRIVS = 1, 4, 24, 38
 _SIOCSIFADDR, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8916, 0x8913, 0x8914, 1
 _CAPABILITIES_VERSION = 0x20080522
+_SET_SECCOMP, _FILTER, _ALLOW, _REFUSE = 22, 2, 0x7FFF0000, 0x50000 | errno.ENOSYS
+_JOIN_SESSION_KEYRING = 1
+# By machine: its number for the kernel, those of keyctl and socket, and of calls that are refused: kernel keys, which
+# the user's other processes share; memory that is no process's (shmget, msgget, semget, memfd_create, memfd_secret);
+# and io_uring_setup, userfaultfd, bpf, perf_event_open, which harnesses do not need and kernels often had holes in.
+_CALLS = {
+    "x86_64": (0xC000003E, 250, 41, (248, 249, 250, 29, 68, 64, 319, 447, 425, 323, 321, 298)),
+    "aarch64": (0xC00000B7, 219, 198, (217, 218, 219, 194, 186, 190, 279, 447, 425, 282, 280, 241)),
+}
+_SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # not AF_VSOCK, which reaches a virtual machine's host
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION = (
     *("alternatives", "ca-certificates", "group", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime"),
     *("mime.types", "nsswitch.conf", "passwd", "pki", "ssl"),
 )
 _TOKENS = ("token", "stored_tokens")  # in the folder of the hub's clients
+_HIDDEN = ("keys", "key-users")  # in /proc, names of the user's kernel keys
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SCRATCH_BYTES = 1 << 30
-_NOT_ALLOWED = 78
+_NOT_ALLOWED, _TOO_MUCH = 78, 79
 _LARGEST_READ = 1 << 16
+_LOOK_SECONDS = 0.2
 
 
 class NotIsolated(Exception):
@@ -75,8 +95,8 @@ class Kernel:
         texts = (os.fsencode(source), os.fsencode(target), kind.encode() or None)
         self.call("mount", *texts, ctypes.c_ulong(flags), os.fsencode(data) or None)
 
-    def show(self, path: str, root: Path, *, writable: bool = False) -> None:
-        """Shows a file or folder of the machine at the same place below the new root."""
+    def show(self, path: str, root: Path, *, attributes: int = _READ_ONLY) -> None:
+        """Shows a file or folder of the machine at the same place below the new root, read-only by default."""
         target = root / path.lstrip("/")
         if Path(path).is_dir():
             target.mkdir(parents=True, exist_ok=True)
@@ -84,10 +104,9 @@ class Kernel:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch()
         self.mount(os.path.realpath(path), target, flags=_BIND | _REC)
-        if not writable:
-            attributes = (ctypes.c_uint64 * 4)(_ATTRIBUTE_RDONLY, 0, 0, 0)
-            place = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE)
-            self.call("syscall", _MOUNT_SETATTR, *place, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)))
+        given = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+        place = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE)
+        self.call("syscall", _MOUNT_SETATTR, *place, given, ctypes.c_size_t(ctypes.sizeof(given)))
 
     def show_with_scratch(self, path: str, root: Path, scratch: Path) -> None:
         """Shows a folder whose changes are thrown away."""
@@ -110,6 +129,27 @@ class Kernel:
         self.call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())
         self.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)  # our own variables and memory, which the command could read
 
+    def refuse_calls(self) -> None:
+        """Leaves the user's session keyring, and has the kernel refuse some system calls from here on.
+
+        Raises:
+            NotIsolated: the calls of such a machine are not known, or the kernel has no such filter.
+        """
+        if platform.machine() not in _CALLS:
+            raise NotIsolated(f"no list of system calls of {platform.machine()}")
+        machine, keyctl, sockets, refused = _CALLS[platform.machine()]
+        self._libc.syscall(keyctl, _JOIN_SESSION_KEYRING, None)  # fails where the kernel has no keys
+        lines = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, _REFUSE), (0x20, 0, 0, 0)]  # of that machine
+        lines += [(0x35, 0, 1, 1 << 30), (0x06, 0, 0, _REFUSE)]  # no second way to count calls, as x32's
+        for number in refused:
+            lines += [(0x15, 0, 1, number), (0x06, 0, 0, _REFUSE)]
+        lines += [(0x15, 0, len(_SOCKETS) + 2, sockets), (0x20, 0, 0, 16)]
+        lines += [(0x15, len(_SOCKETS) - place, 0, family) for place, family in enumerate(_SOCKETS)]
+        lines += [(0x06, 0, 0, _REFUSE), (0x06, 0, 0, _ALLOW)]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+        program = ctypes.create_string_buffer(struct.pack("HP", len(lines), ctypes.addressof(code)))
+        self.call("prctl", _SET_SECCOMP, _FILTER, program, 0, 0)
+
 
 def main(arguments: list[str]) -> None:
     """Prepares, isolates, runs, and ends as the command ended."""
@@ -125,19 +165,27 @@ def main(arguments: list[str]) -> None:
     ours, theirs = socket.socketpair()
     root = Path(specification["root"])
     root.mkdir(exist_ok=True)
+    log, log_end = os.pipe()
     child = os.fork()
     if child == 0:
         ours.close()
+        os.dup2(log_end, 1)
+        os.dup2(log_end, 2)
         _in_child(lambda: _isolate(specification, command, environment, theirs, root))
     theirs.close()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     word, listeners, _, _ = socket.recv_fds(ours, 4096, 1)
-    if not listeners:
+    why = "" if listeners else word.decode(errors="replace") or "it was killed"
+    if why:
         os.waitpid(child, 0)
-        _without_namespaces(specification, command, environment, why=word.decode(errors="replace") or "it was killed")
-    address = urlsplit(specification["endpoint"])
-    port = address.port or (443 if address.scheme == "https" else 80)
-    asyncio.run(_pass_on(socket.socket(fileno=listeners[0]), (address.hostname or "", port), until=child))
+        child = _without_namespaces(specification, command, environment, log_end, why=why)
+    os.close(log_end)
+    passing = threading.Thread(target=pass_log_on, args=(log,), daemon=True)
+    passing.start()
+    passed = None if why else _pass_on(socket.socket(fileno=listeners[0]), specification["endpoint"], until=child)
+    status = asyncio.run(passed) if passed else os.waitpid(child, 0)[1]
+    passing.join(1.0 if why else None)  # without namespaces a process that was left may hold the pipe
+    _end_as(status)
 
 
 def _in_child(action: Callable[[], None]) -> NoReturn:
@@ -149,8 +197,8 @@ def _in_child(action: Callable[[], None]) -> NoReturn:
 
 
 def _without_namespaces(
-    specification: dict[str, Any], command: list[str], environment: dict[str, str], *, why: str
-) -> NoReturn:
+    specification: dict[str, Any], command: list[str], environment: dict[str, str], log: int, *, why: str
+) -> int:
     if specification["required"]:
         refusal = {
             "kind": "BadInput",
@@ -164,7 +212,17 @@ def _without_namespaces(
         print(f"refused: not isolated: {why}", file=sys.stderr)
         sys.exit(_NOT_ALLOWED)
     print(f"warning: code that the model wrote is NOT isolated: {why}", file=sys.stderr, flush=True)
-    _bound(specification)
+    child = os.fork()
+    if child == 0:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        _in_child(lambda: _execute(specification, command, environment))
+    return child
+
+
+def _execute(specification: dict[str, Any], command: list[str], environment: dict[str, str]) -> NoReturn:
+    os.setsid()
+    bound_process(specification)
     os.execvpe(command[0], command, environment)
 
 
@@ -214,6 +272,7 @@ def _be_first(
         _furnish(kernel, specification, root)
         os.chdir(folder)
         kernel.give_up_rights()
+        kernel.refuse_calls()
     except (NotIsolated, OSError) as error:
         outside.sendall(str(error).encode())
         return
@@ -222,23 +281,31 @@ def _be_first(
     listener.close()
     child = os.fork()
     if child == 0:
-
-        def execute() -> None:
-            os.setsid()
-            _bound(specification)
-            os.execvpe(command[0], command, environment)
-
-        _in_child(execute)
+        bound_tasks(specification["tasks"])
+        _in_child(lambda: _execute(specification, command, environment))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    looked = 0.0
     while True:
-        pid, status = os.wait()
+        pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == child:
             _end_as(status)
+        if pid == 0:
+            signal.sigtimedwait({signal.SIGCHLD}, _LOOK_SECONDS)
+        if time.monotonic() > looked + _LOOK_SECONDS:
+            if found := excess(specification["processes"], specification["memory_bytes"]):
+                print(f"isolation: ended all processes: {found}", file=sys.stderr, flush=True)
+                os._exit(_TOO_MUCH)
+            looked = time.monotonic()
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    address = urlsplit(endpoint)
+    return address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
 
 
 def _listener(endpoint: str) -> socket.socket:
     """Listens, in the new network, at the endpoint's own address; a name is one of this machine there."""
-    address = urlsplit(endpoint)
-    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+    host, port = _address(endpoint)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         flags = fcntl.ioctl(control, _SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0))
         up = struct.unpack("16sh14x", flags)[1] | _IFF_UP
@@ -266,16 +333,19 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
     for path in (Path("/etc") / name for name in _CONFIGURATION):
         if path.exists():
             kernel.show(str(path), root)
-    host = urlsplit(specification["endpoint"]).hostname or ""
+    host, _ = _address(specification["endpoint"])
     (root / "etc" / "hosts").write_text(f"127.0.0.1 localhost {host}\n")
     for folder in ("dev/shm", "proc", "tmp"):
         (root / folder).mkdir(parents=True)
         (root / folder).chmod(0o1777)
     for name in _DEVICES:
-        kernel.show(f"/dev/{name}", root, writable=True)
+        kernel.show(f"/dev/{name}", root, attributes=_DEVICE)  # read-only: root could change its mode
     (root / "dev" / "fd").symlink_to("/proc/self/fd")
     # Read-only: to root's files below /proc/sys, whoever is root outside is root in here.
     kernel.mount("proc", root / "proc", kind="proc", flags=_RDONLY | _NOSUID | _NODEV | _NOEXEC)
+    for path in (root / "proc" / name for name in _HIDDEN):
+        if path.exists():
+            kernel.mount("/dev/null", path, flags=_BIND)
     for path in specification["reads"]:
         if not path.startswith(tuple(f"{name}/" for name in _SYSTEM)):  # as an interpreter of the system is
             kernel.show(path, root)
@@ -285,22 +355,10 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
             if token.is_file():
                 kernel.mount("/dev/null", token, flags=_BIND)
     for path in specification["writes"]:
-        kernel.show(path, root, writable=True)
+        kernel.show(path, root, attributes=_WRITABLE)
     os.chdir(root)
     kernel.call("pivot_root", b".", b".")
     kernel.call("umount2", b".", _DETACH)
-
-
-def _bound(specification: dict[str, Any]) -> None:
-    for kind, bound in (
-        (resource.RLIMIT_AS, specification["memory_bytes"]),
-        (resource.RLIMIT_CPU, specification["cpu_seconds"]),
-        (resource.RLIMIT_FSIZE, specification["file_bytes"]),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        _, most = resource.getrlimit(kind)
-        bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
-        resource.setrlimit(kind, (bound, bound))
 
 
 def _end_as(status: int) -> NoReturn:
@@ -309,12 +367,12 @@ def _end_as(status: int) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-async def _pass_on(listener: socket.socket, address: tuple[str, int], *, until: int) -> NoReturn:
-    """Passes connections on to the endpoint until the child has ended."""
+async def _pass_on(listener: socket.socket, endpoint: str, *, until: int) -> int:
+    """Passes connections on to the endpoint until the child has ended; returns its status."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection(*address)
+            far_reader, far_writer = await asyncio.open_connection(*_address(endpoint))
         except OSError:
             writer.transport.abort()
             return
@@ -322,9 +380,8 @@ async def _pass_on(listener: socket.socket, address: tuple[str, int], *, until: 
         for end in (writer, far_writer):
             end.close()
 
-    async with await asyncio.start_server(connected, sock=listener):
-        _, status = await asyncio.to_thread(os.waitpid, until, 0)
-    _end_as(status)
+    await asyncio.start_server(connected, sock=listener)
+    return (await asyncio.to_thread(os.waitpid, until, 0))[1]
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

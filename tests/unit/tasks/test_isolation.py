@@ -17,17 +17,14 @@ from typing import Any
 
 import pytest
 
+from fakes.attacked import Attacked
 from fakes.attacker import main as attacker
 from fakes.polling import eventually
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.settings import settings
-from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed
 from tasks.evaluators.harness import run_harness
-from tasks.evaluators.isolation import ModelCode, isolated
-from tasks.evaluators.lm_eval.evaluator import LmEval
-from tasks.records.record import Counts
-from tasks.records.samples import Sample
+from tasks.evaluators.isolation import Cage, ModelCode, isolated
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 ATTACKER = Path(attacker.__code__.co_filename)
@@ -71,35 +68,6 @@ def client(tmp_path: Path) -> Iterator[LocalClient]:
 
 
 @dataclass(frozen=True)
-class Attacked(LmEval):
-    """An evaluator whose harness runs what a hostile model wrote."""
-
-    arguments: tuple[str, ...] = ()
-    code: ModelCode | None = None
-
-    def command(
-        self,
-        model: EvaluatedModel,
-        config: EvaluationConfig,
-        output: Path,
-        *,
-        python: Path,
-        judge: RunningModel | None = None,
-    ) -> HarnessCommand:
-        """The command of the attack."""
-        argv = (str(python), "-I", str(ATTACKER), str(output), *self.arguments)
-        return HarnessCommand(argv=argv, variables={"OPENAI_API_KEY": "k"}, files={}, model_code=self.code)
-
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Returns nothing: what was tried is looked at."""
-        return Parsed(metrics=(), counts=Counts(requested=1, answered=1, scored=1), versions={})
-
-    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Yields none."""
-        return iter(())
-
-
-@dataclass(frozen=True)
 class Target:
     """A machine with secrets, on which an attack is run."""
 
@@ -131,7 +99,7 @@ class Target:
         arguments = (host, *map(str, (*self.ports, os.getpid())), SECRET, *map(str, files))
         output = self.folder / "output"
         run_harness(
-            Attacked(arguments=arguments, code=code if isolated else None),
+            Attacked(attack=ATTACKER, arguments=arguments, code=code if isolated else None),
             model,
             EvaluationConfig(model_path="checkpoint", evals=(EvalTaskConfig(name="b"),), timeout_seconds=60),
             output=output,
@@ -198,8 +166,8 @@ def test_machine_without_namespaces_refuses_or_says_that_it_isolates_nothing(tmp
         argv = isolated(
             ("sh", "-c", "echo ran with a limit of $(ulimit -c)"),
             code,
+            Cage(tmp_path / "cage", tmp_path),
             python=Path(sys.executable),
-            output=tmp_path,
             refusal=tmp_path / "refused.json",
             seconds=60,
             variables={"HF_HOME": str(tmp_path / "hub")},

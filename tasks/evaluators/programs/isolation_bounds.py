@@ -1,0 +1,77 @@
+"""Bounds of processes that run code which a model wrote: each one's, those of all together, and their log's.
+
+Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_LARGEST_READ = 1 << 16
+_LOG_BYTES, _LOG_END_BYTES = 16 << 20, 1 << 16
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def pass_log_on(log: int) -> None:
+    """Passes on the start of a log, and from the rest of a longer log its end, when it is complete."""
+    passed = left_out = 0
+    end = b""
+    while block := os.read(log, _LARGEST_READ):
+        start = block[: _LOG_BYTES - passed]
+        passed, left_out = passed + len(start), left_out + len(block) - len(start)
+        end = (end + block[len(start) :])[-_LOG_END_BYTES:]
+        with suppress(OSError):  # on a full disk the command is to end, not to wait
+            sys.stdout.buffer.write(start)
+            sys.stdout.buffer.flush()
+    if left_out:
+        note = f"\nisolation: {left_out - len(end)} bytes of the log are left out here\n"
+        sys.stdout.buffer.write(note.encode() + end)
+        sys.stdout.buffer.flush()
+
+
+def bound_tasks(tasks: int) -> None:
+    """Bounds processes and threads; since Linux 5.14 those of a user in one namespace are counted, and never root's."""
+    if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
+
+
+def bound_process(specification: dict[str, Any]) -> None:
+    """Bounds memory, processor time and file sizes of this process, and of each that it starts."""
+    for kind, bound in (
+        (resource.RLIMIT_AS, specification["memory_bytes"]),
+        (resource.RLIMIT_CPU, specification["cpu_seconds"]),
+        (resource.RLIMIT_FSIZE, specification["file_bytes"]),
+        (resource.RLIMIT_CORE, 1),  # with 0 a program that the kernel pipes core dumps to would be started, as root
+    ):
+        _, most = resource.getrlimit(kind)
+        bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
+        resource.setrlimit(kind, (bound, bound))
+
+
+def excess(processes: int, memory_bytes: int) -> str | None:
+    """Returns the bound that the processes in here exceed, in words; None if they exceed none."""
+    found = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    if len(found) > processes:
+        return f"{len(found)} at once, and {processes} are allowed"
+    used = sum(_memory_bytes(path, exactly=False) for path in found)
+    if used > memory_bytes:  # counts pages that forked processes share for each of them; the exact number is slow
+        used = sum(_memory_bytes(path, exactly=True) for path in found)
+    return None if used <= memory_bytes else f"{used >> 20} MiB together, and {memory_bytes >> 20} are allowed"
+
+
+def _memory_bytes(process: Path, *, exactly: bool) -> int:
+    try:
+        if exactly:
+            with suppress(PermissionError):  # of a process that hides from others
+                lines = (process / "smaps_rollup").read_text().splitlines()
+                return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+        _, resident, shared, *_ = (process / "statm").read_text().split()
+        return (int(resident) - int(shared)) * _PAGE_BYTES
+    except OSError:
+        return 0  # it has ended

@@ -1,0 +1,312 @@
+"""Attempts of code that a model wrote to leave something behind, or to reach something, each in a process of its own.
+
+    python cage_attacks.py OUTPUT OUTSIDE PORT OWNER_PID READ_ONLY,… SCRATCH,… [ATTACK]
+
+Writes into `outcomes.json` how far each attempt got: an error, or its result. Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import platform
+import resource
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+OUTPUT, OUTSIDE, PORT, OWNER, READ_ONLY, SCRATCH = (sys.argv[1:7] + [""] * 6)[:6]
+LEFT = Path(OUTPUT or "/nowhere")
+TARGET = f"{OUTSIDE}/site.pth"
+LIBC = ctypes.CDLL(None, use_errno=True)
+KEYCTL, ADD_KEY, MEMFD, IO_URING, SHMGET, BPF = (
+    (250, 248, 319, 425, 29, 321) if platform.machine() == "x86_64" else (219, 217, 279, 425, 194, 280)
+)
+
+
+def call(number: int, *arguments: object) -> int:
+    """A system call; its error is raised."""
+    if (result := LIBC.syscall(number, *arguments)) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def function(name: str, *arguments: object) -> int:
+    """A function of the C library; its error is raised."""
+    if (result := getattr(LIBC, name)(*arguments)) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def write(path: str | Path, text: str = "import os; os.system('id')\n") -> str:
+    """Writes a file; returns its path."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+    return str(path)
+
+
+def link(name: str, target: str) -> None:
+    """Puts a link in place of a file of the output folder."""
+    path = LEFT / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def connect(family: int, address: Any) -> str:
+    """Connects to an address."""
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(2)
+        connection.connect(address)
+    return "connected"
+
+
+def daemon(action: Callable[[], None]) -> None:
+    """Runs an action in a process that has left its parent and session."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            action()
+        os._exit(0)
+
+
+def toggle() -> None:
+    """Exchanges a file for a link, and back, for as long as this process lives."""
+    while True:
+        link("swapped.json", TARGET)
+        (LEFT / "swapped.json").unlink()
+        write(LEFT / "swapped.json", "{}")
+
+
+def write_late() -> None:
+    """Writes on, when the harness has ended."""
+    while True:
+        write(LEFT / "late", str(time.time()))
+        write(LEFT / "late.log", "late")
+
+
+def keep(name: str, text: str, mode: int) -> None:
+    """Leaves a file of some mode."""
+    os.chmod(write(LEFT / name, text), mode)
+
+
+def deep(levels: int) -> None:
+    """Makes a tree deeper than a path can be long."""
+    os.chdir(LEFT)
+    for _ in range(levels):
+        os.mkdir("d")
+        os.chdir("d")
+
+
+def bound_socket(path: Path) -> None:
+    """Leaves a socket."""
+    socket.socket(socket.AF_UNIX).bind(str(path))
+
+
+def crash() -> int:
+    """Ends a process with a core dump."""
+    if (pid := os.fork()) == 0:
+        os.chdir(LEFT)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return int(os.WCOREDUMP(os.waitpid(pid, 0)[1]) or bool(list(LEFT.glob("core*")))) or fail()
+
+
+def fail() -> int:
+    """Says that an attempt got nowhere."""
+    raise PermissionError("nothing came of it")
+
+
+def many(count: int) -> None:
+    """Leaves many names."""
+    (LEFT / "many").mkdir()
+    for number in range(count):
+        os.close(os.open(LEFT / "many" / str(number), os.O_CREAT | os.O_WRONLY))
+
+
+LEAVES: dict[str, Callable[[], object]] = {
+    "log is a link": lambda: link("harness.log", TARGET),
+    "log is a chain of links": lambda: (link("harness.log.1", TARGET), link("work/harness.log", "../harness.log.1")),
+    "record is a link": lambda: link("record.json", f"{OUTSIDE}/record.json"),
+    "samples are a link": lambda: link("samples.jsonl.gz", TARGET),
+    "result is a link": lambda: link("result.json", f"{OUTSIDE}/id_rsa"),
+    "relative link": lambda: link("up.json", "../" * 30 + f"{OUTSIDE}/id_rsa"),
+    "link loop": lambda: (link("loop", "loop2"), link("loop2", "loop")),
+    "folder is an absolute link": lambda: link("absolute", OUTSIDE),
+    "folder is a relative link": lambda: link("relative", "../" * 30 + OUTSIDE),
+    "link through /proc": lambda: link("proc", f"/proc/{OWNER}/cwd/id_rsa"),
+    "link to own descriptor": lambda: link("fd", "/proc/self/fd/0"),
+    "link to nothing": lambda: link("dangling", f"{OUTSIDE}/new"),
+    "swapped while it runs": lambda: daemon(toggle),
+    "hard links": lambda: [os.link(write(LEFT / "hard" / "0"), LEFT / "hard" / str(n)) for n in (1, 2)],
+    "FIFO for the refusal": lambda: os.mkfifo(LEFT / "refused.json"),
+    "FIFO for the plan": lambda: os.mkfifo(LEFT / "plan.json"),
+    "FIFO for results": lambda: ((LEFT / "fifos").mkdir(), os.mkfifo(LEFT / "fifos" / "results_1.json")),
+    "socket": lambda: bound_socket(LEFT / "socket"),
+    "device 0:0": lambda: os.mknod(LEFT / "whiteout", stat.S_IFCHR | 0o666, 0),
+    "folder for a result": lambda: (LEFT / "results.json" / "x").mkdir(parents=True),
+    "setuid shell": lambda: keep("setuid", "#!/bin/sh\n", 0o6777),
+    "sticky and open folder": lambda: (LEFT / "open").mkdir() or os.chmod(LEFT / "open", 0o1777),
+    "file without rights": lambda: keep("closed", "x", 0),
+    "folder without rights": lambda: keep("closed folder/x", "x", 0) or os.chmod(LEFT / "closed folder", 0),
+    "sparse gigabyte": lambda: os.truncate(write(LEFT / "sparse"), (1 << 30)),
+    "many names": lambda: many(20_000),
+    "deep tree": lambda: deep(3000),
+    "newline in a name": lambda: write(LEFT / "a\nb"),
+    "escape in a name": lambda: write(LEFT / "\x1b]52;c;aWQ=\x07"),
+    "name that is not UTF-8": lambda: os.close(os.open(os.fsencode(LEFT) + b"/\xff\xfe", os.O_CREAT)),
+    "name of 255 bytes": lambda: write(LEFT / ("n" * 255)),
+    "name like an option": lambda: write(LEFT / "-rf"),
+    "specification of the cage": lambda: write(LEFT / "isolation.json", "{}"),
+    "site and hooks": lambda: [write(LEFT / name) for name in ("x.pth", "sitecustomize.py", "conftest.py", ".bashrc")],
+    "extended attribute": lambda: os.setxattr(write(LEFT / "attributed"), "user.key", b"x"),
+    "lock and lease": lambda: fcntl.flock(os.open(write(LEFT / "locked"), os.O_RDWR), fcntl.LOCK_EX),
+    "write outside": lambda: write(f"{OUTSIDE}/written"),
+    "write into a temporary folder": lambda: write("/tmp/left"),
+    "write into shared memory": lambda: write(f"/dev/shm/assay-{OWNER}"),
+    "cgroup": lambda: write("/sys/fs/cgroup/x/cgroup.procs", "0"),
+    "end of the first process": lambda: os.kill(1, signal.SIGKILL),
+    "daemon": lambda: daemon(write_late),
+    "escapes in the log": lambda: os.write(1, b"\x1b]0;title\x07\x1b[2J\r\n"),
+}
+"""Attempts that may succeed inside; outside nothing comes of them."""
+REACHES: dict[str, Callable[[], object]] = {
+    "write beside the output": lambda: os.rename(LEFT, LEFT.with_name("moved")),
+    "block device": lambda: os.mknod(LEFT / "disk", stat.S_IFBLK | 0o666, os.makedev(8, 0)),
+    "memory device": lambda: os.mknod(LEFT / "mem", stat.S_IFCHR | 0o666, os.makedev(1, 1)),
+    "file capability": lambda: os.setxattr(
+        write(LEFT / "able"), "security.capability", bytes.fromhex("00000002" + "00" * 16)
+    ),
+    "immutable file": lambda: fcntl.ioctl(
+        os.open(write(LEFT / "fixed"), os.O_RDONLY), 0x40086602, (16).to_bytes(8, "little")
+    ),
+    "huge file": lambda: os.truncate(write(LEFT / "huge"), 1 << 40),
+    "log cut": lambda: os.ftruncate(1, 0),
+    "log opened again": lambda: os.lseek(os.open("/proc/self/fd/1", os.O_RDWR), 0, 0),
+    "mode of a device": lambda: os.chmod("/dev/null", 0o666),
+    "environment": lambda: [write(f"{path}/x.pth") for path in READ_ONLY.split(",")],
+    "system": lambda: write("/usr/lib/x.pth"),
+    "system's mode": lambda: os.chmod("/usr/bin/env", 0o6755),
+    "configuration": lambda: write("/etc/passwd"),
+    "kernel setting": lambda: write("/proc/sys/kernel/core_pattern", "|/bin/sh"),
+    "sysrq": lambda: write("/proc/sysrq-trigger", "h"),
+    "ptrace": lambda: function("ptrace", 16, int(OWNER), 0, 0),
+    "ptrace of the first process": lambda: function("ptrace", 16, 1, 0, 0),
+    "root of the owner": lambda: list((Path("/proc") / OWNER / "root").iterdir()),
+    "root of the first process": lambda: list((Path("/proc/1") / "root").iterdir()),
+    "descriptors of the first process": lambda: [os.open(path, os.O_RDONLY) for path in Path("/proc/1/fd").iterdir()],
+    "variables of the first process": lambda: Path("/proc/1/environ").read_bytes() or fail(),
+    "memory of the first process": lambda: os.open("/proc/1/mem", os.O_RDWR),
+    "descriptor of a process": lambda: call(438, os.pidfd_open(1), 0, 0),
+    "namespaces of the first process": lambda: function("setns", os.open("/proc/1/ns/mnt", os.O_RDONLY), 0),
+    "memory of the owner": lambda: Path(f"/proc/{OWNER}/mem").read_bytes(),
+    "signal to the owner": lambda: os.kill(int(OWNER), 0),
+    "signal to the group 0 outside": lambda: os.killpg(int(OWNER), 0),
+    "session keys": lambda: call(KEYCTL, 11, ctypes.c_int(-3), None, 0),
+    "user's keys": lambda: call(KEYCTL, 8, ctypes.c_int(-4), ctypes.c_int(-3)),
+    "key added": lambda: call(ADD_KEY, b"user", b"left", b"x", 1, ctypes.c_int(-4)),
+    "names of keys": lambda: Path("/proc/keys").read_text() or fail(),
+    "other port": lambda: connect(socket.AF_INET, ("127.0.0.1", int(PORT))),
+    "other port by IPv6": lambda: connect(socket.AF_INET6, ("::1", int(PORT))),
+    "network": lambda: connect(socket.AF_INET, ("192.0.2.1", 80)),
+    "metadata server": lambda: connect(socket.AF_INET, ("169.254.169.254", 80)),
+    "name": lambda: socket.getaddrinfo("example.com", 80),
+    "datagram": lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.1", 53)),
+    "abstract socket": lambda: connect(socket.AF_UNIX, f"\0assay-{OWNER}"),
+    "socket by path": lambda: connect(socket.AF_UNIX, f"{OUTSIDE}/socket"),
+    "host of the virtual machine": lambda: socket.socket(40, socket.SOCK_STREAM).fileno(),
+    "kernel's ciphers": lambda: socket.socket(38, socket.SOCK_SEQPACKET).fileno(),
+    "packets": lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW).fileno(),
+    "shared memory of the system": lambda: call(SHMGET, 7, 1 << 30, 0o1600),
+    "memory of no process": lambda: call(MEMFD, b"x", 0),
+    "io_uring": lambda: call(IO_URING, 1, ctypes.create_string_buffer(200)),
+    "bpf": lambda: call(BPF, 0, ctypes.create_string_buffer(128), 128),
+    "limit raised": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)),
+    "priority": lambda: os.nice(-10),
+    "namespaces": lambda: function("unshare", 0x10000000 | 0x20000),
+    "mount": lambda: function("mount", b"none", b"/tmp", b"tmpfs", 0, None),
+    "unmount": lambda: function("umount2", os.fsencode(LEFT), 2),
+    "remount": lambda: function("mount", None, b"/usr", None, 0x1020, None),
+    "other root": lambda: os.chroot("/tmp"),
+    "host name": lambda: socket.sethostname("x"),
+    "clock": lambda: time.clock_settime(time.CLOCK_REALTIME, 0),
+    "another user": lambda: os.setresuid(12345, 12345, 12345),
+    "groups": lambda: os.setgroups([0]),
+    "terminal": lambda: fcntl.ioctl(os.open("/dev/tty", os.O_RDWR), 0x5412, b"x"),
+    "input of a terminal": lambda: fcntl.ioctl(0, 0x5412, b"x"),
+    "core dump": crash,
+    "secrets of the first process": lambda: Path("/proc/1/maps").read_text() or fail(),
+}
+"""Attempts that fail inside."""
+
+
+def fork_many() -> None:
+    """Starts processes that stay, until no more may be started."""
+    for _ in range(3000):
+        try:
+            if os.fork() == 0:
+                time.sleep(600)
+                os._exit(0)
+        except OSError:
+            break
+    time.sleep(600)
+
+
+def take_memory() -> None:
+    """Takes a bound's share of memory in each of several processes."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    for _ in range(6):
+        if os.fork() == 0:
+            held = bytearray(limit // 4)
+            time.sleep(600)
+            os._exit(len(held) & 1)
+    time.sleep(600)
+
+
+def flood() -> None:
+    """Prints more than a log may hold."""
+    for _ in range(40):
+        os.write(1, b"flood\n" * 200_000)
+    print("the last line", flush=True)
+
+
+ALONE: dict[str, Callable[[], None]] = {"processes": fork_many, "memory": take_memory, "flood": flood}
+
+
+def outcome(action: Callable[[], object]) -> str:
+    """Runs an attempt in a process of its own; says how far it got."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            word = f"done: {action()!r}"
+        except BaseException as error:  # noqa: BLE001 - the boundary of a process
+            word = f"{type(error).__name__}: {error}"
+        os.write(writing, word.encode(errors="replace")[:500])
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    word = os.read(reading, 500).decode()  # once: a daemon may hold the other end
+    os.close(reading)
+    return word
+
+
+def main() -> None:
+    """Tries everything, or the named attack alone."""
+    if sys.argv[7:]:
+        ALONE[sys.argv[7]]()
+        return
+    (LEFT / "good.json").write_text('{"good": true}')
+    outcomes = {name: outcome(action) for name, action in (REACHES | LEAVES).items()}
+    for path in SCRATCH.split(","):
+        outcomes[f"scratch {path}"] = outcome(lambda path=path: write(f"{path}/x.pth"))
+    (LEFT / "outcomes.json").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Real isolated code that tries to leave something behind, or to reach something: see `fakes/cage_attacks.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import cage_attacks
+from fakes.attacked import Attacked
+from fakes.polling import eventually
+from pools.endpoint import RunningModel
+from resources.backends.local.client import LocalClient
+from resources.settings import settings
+from tasks.evaluators.evaluator import Parsed
+from tasks.evaluators.harness import run_harness
+from tasks.evaluators.isolation import Cage, ModelCode, isolated
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+
+PROGRAM = Path(cage_attacks.__file__)
+NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount", "true")
+CAN_ISOLATE = (
+    shutil.which("unshare") is not None and subprocess.run(NAMESPACES, check=False, capture_output=True).returncode == 0
+)
+ENDPOINT = "http://127.0.0.1:9/v1"
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not CAN_ISOLATE, reason="this machine allows no namespaces of users"),
+]
+
+
+@dataclass(frozen=True)
+class Attempted:
+    """A run of all attacks, as it looks from outside."""
+
+    folder: Path
+    output: Path
+    parsed: Parsed
+    outcomes: dict[str, str]
+    before: dict[str, Any]
+
+    @property
+    def log(self) -> str:
+        return (self.output / "harness.log").read_text()
+
+
+def seen(folder: Path) -> dict[str, Any]:
+    """All below a folder, with modes, contents and targets of links."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else None)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="module")
+def attempted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempted]:
+    folder = tmp_path_factory.mktemp("cage")
+    for name in ("outside", "hub", "benchmarks", "tokenizer", "tmp"):
+        (folder / name).mkdir()
+        (folder / name / "content").write_text("as before")
+    (folder / "outside" / "id_rsa").write_text("a private key")
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder / "tmp"))
+        patch.setenv("HF_HOME", str(folder / "hub"))
+        patch.setenv("ASSAY_CACHE_DIR", str(folder / "cache"))
+        settings.cache_clear()
+        sockets = [stack.enter_context(socket.socket(family)) for family in (socket.AF_UNIX,) * 2 + (socket.AF_INET,)]
+        for server, address in zip(
+            sockets, (f"\0assay-{os.getpid()}", str(folder / "outside" / "socket"), ("127.0.0.1", 0)), strict=True
+        ):
+            server.bind(address)
+            server.listen()
+        before = seen(folder)
+        client = LocalClient(folder / "jobs", grace_seconds=1.0)
+        stack.callback(client.shutdown)
+        scratch = [str(folder / name) for name in ("hub", "benchmarks")]
+        code = ModelCode(
+            endpoint=ENDPOINT,
+            prepare=("true",),
+            reads=(str(PROGRAM), str(folder / "tokenizer")),
+            scratch=(str(folder / "benchmarks"),),
+        )
+        read_only = (sys.prefix, str(folder / "tokenizer"), str(PROGRAM.parent))
+        port = str(sockets[2].getsockname()[1])
+        arguments = (str(folder / "outside"), port, str(os.getpid()), ",".join(read_only), ",".join(scratch))
+        output = folder / "attempt"
+        parsed = run_harness(
+            Attacked(attack=PROGRAM, arguments=arguments, code=code),
+            RunningModel(
+                base_url=ENDPOINT,
+                model="m",
+                tokenizer="t",
+                capacity=1,
+                prompt_logprobs=True,
+                request_timeout_seconds=10,
+                api_key="k",
+            ),
+            EvaluationConfig(model_path="checkpoint", evals=(EvalTaskConfig(name="b"),), timeout_seconds=60),
+            output=output,
+            python=Path(sys.executable),
+            client=client,
+            poll_seconds=0.1,
+        )
+        yield Attempted(folder, output, parsed, json.loads((output / "outcomes.json").read_text()), before)
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize("name", cage_attacks.REACHES)
+def test_attempt_to_reach_something_fails(attempted: Attempted, name: str):
+    assert attempted.outcomes[name] and not attempted.outcomes[name].startswith("done")
+
+
+def test_attempts_leave_nothing_outside(attempted: Attempted):
+    done = {name for name in cage_attacks.LEAVES if attempted.outcomes[name].startswith("done")}
+    assert set(cage_attacks.LEAVES) - done <= {"device 0:0"}, attempted.outcomes
+    ours = ("attempt", "jobs", "cache")
+    after = {name: state for name, state in seen(attempted.folder).items() if not name.startswith(ours)}
+    assert after == attempted.before
+    assert not (Path("/dev/shm") / f"assay-{os.getpid()}").exists()
+    eventually(lambda: not any(str(attempted.folder / "outside").encode() in line for line in commands()))
+
+
+def test_folder_of_the_attempt_holds_plain_files_of_plain_names(attempted: Attempted):
+    found = [path for path in attempted.output.rglob("*") if not path.is_dir() or path.is_symlink()]
+    assert {"good.json", "setuid", "x.pth", "harness.log"} <= {path.name for path in found}
+    for path in found:
+        status = path.lstat()
+        assert stat.S_ISREG(status.st_mode) and not status.st_mode & 0o7133 and status.st_nlink == 1, path
+        assert path.name.isprintable() and "user.key" not in os.listxattr(path)
+    assert len(found) <= 10_050
+    assert "isolation.json" in {path.name for path in found}
+    assert json.loads((attempted.output / "isolation.json").read_text())["processes"] == 256
+
+
+def test_record_and_log_say_what_was_left_behind(attempted: Attempted):
+    [note] = attempted.parsed.asking.notes
+    assert note in attempted.log
+    for kind in ("links", "FIFOs, devices or folders", "sockets", "files with several names", "not printable"):
+        assert kind in note
+    assert "site.pth" not in seen(attempted.folder / "outside")
+
+
+@pytest.mark.parametrize(
+    ("attack", "bounds", "found"),
+    [
+        ("processes", {}, "at once, and 256 are allowed"),
+        ("memory", {"memory_bytes": 1 << 29}, "MiB together, and 512 are allowed"),
+    ],
+)
+def test_processes_together_beyond_a_bound_are_all_ended(
+    tmp_path: Path, attack: str, bounds: dict[str, int], found: str
+):
+    ran = run_alone(tmp_path, attack, bounds)
+    assert (ran.returncode, found in ran.stdout) == (79, True), ran.stdout
+    eventually(lambda: not any(str(tmp_path).encode() in line for line in commands()))
+
+
+def test_log_beyond_its_bound_keeps_its_start_and_its_end(tmp_path: Path):
+    log = run_alone(tmp_path, "flood", {}).stdout
+    assert len(log) < 17 << 20 and log.startswith("flood") and log.endswith("the last line\n")
+    assert "bytes of the log are left out here" in log
+
+
+def run_alone(folder: Path, attack: str, bounds: dict[str, int]) -> subprocess.CompletedProcess[str]:
+    """Runs one attack in a cage with some bounds of its own."""
+    (folder / "cage" / "output").mkdir(parents=True)
+    cage = Cage(folder / "cage" / "output", folder)
+    argv = isolated(
+        (sys.executable, "-I", str(PROGRAM), str(cage.folder), str(folder), "1", "1", "", "", attack),
+        ModelCode(endpoint=ENDPOINT, prepare=(), reads=(str(PROGRAM),)),
+        cage,
+        python=Path(sys.executable),
+        refusal=folder / "refused.json",
+        seconds=60,
+        variables={"HF_HOME": str(folder / "hub")},
+    )
+    specification = folder / "isolation.json"
+    specification.write_text(json.dumps(json.loads(specification.read_text()) | bounds))
+    return subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+
+
+def commands() -> list[bytes]:
+    """The command lines of all processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes())
+        except OSError:
+            continue
+    return found
