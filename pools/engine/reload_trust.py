@@ -24,6 +24,7 @@ from typing import Any
 
 from resources.settings import settings
 from resources.storage import storage
+from resources.storage.regular_files import read_cached
 
 SCHEMA_VERSION = 2
 """Verdicts of other versions were reached by other rules, and are not read."""
@@ -92,7 +93,7 @@ class ReloadTrust:
     def recall(self) -> Verdict | None:
         """The verdict of an earlier comparison, None if there was none or it cannot be read."""
         try:
-            return Verdict(**json.loads(self.path.read_bytes()))
+            return Verdict(**json.loads(read_cached(self.path)))
         except (OSError, ValueError, TypeError):
             return None
 

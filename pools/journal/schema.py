@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import stat
 import time
@@ -10,6 +11,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
+
+from resources.storage.regular_files import is_own
 
 SCHEMA_VERSION = 5
 """`PRAGMA user_version` of the file, and the version in the first line of a segment.
@@ -138,7 +141,9 @@ def connect(path: Path, *, wait_seconds: float) -> sqlite3.Connection:
     for suffix in ("", *_COMPANIONS):
         with suppress(FileNotFoundError):
             file = path.with_name(path.name + suffix)
-            file.chmod(stat.S_IMODE(file.stat().st_mode) & 0o700)
+            if not is_own(status := file.stat(), check_mode=False):
+                raise PermissionError(errno.EPERM, "it is another user's", str(file))
+            file.chmod(stat.S_IMODE(status.st_mode) & 0o700)
     connection = sqlite3.connect(path, timeout=wait_seconds, isolation_level=None, check_same_thread=False)
     connection.text_factory = _decoded
     try:

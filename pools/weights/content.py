@@ -11,7 +11,7 @@ from pathlib import Path
 from resources.errors import StorageError
 from resources.settings import settings
 from resources.storage import storage
-from resources.storage.regular_files import open_within
+from resources.storage.regular_files import open_within, read_cached
 from resources.storage.storage import FileInfo
 
 SETTLED_SECONDS = 3.0
@@ -46,7 +46,7 @@ def content_digest(file: FileInfo) -> bytes:
     began, identity = time.time(), file_identity(path)
     memory = settings().cache_dir / "digests" / hash_of(repr(identity).encode())
     with suppress(OSError):  # it is not there, or somebody else's
-        return memory.read_bytes()
+        return read_cached(memory)
     with os.fdopen(open_within(path), "rb") as content:
         digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode()
     if path.stat().st_ctime < began - SETTLED_SECONDS and file_identity(path) == identity:

@@ -27,6 +27,7 @@ import uv
 
 from resources.errors import BadInput, EnvironmentBuildFailed
 from resources.settings import pip_find_links, process_environment, settings
+from resources.storage.regular_files import is_own
 
 _REQUIREMENTS = Path(__file__).parent / "requirements"
 _MANIFEST = ".complete"
@@ -208,12 +209,18 @@ def _interpreter(spec: EnvironmentSpec) -> str:
 
 
 def _planned(spec: EnvironmentSpec, interpreter: str, parent: Path) -> Environment:
-    """The environment in `parent`, or the one built ahead if there is one."""
     identity = f"{spec.name}-{_digest(spec, interpreter)}"
-    ahead = settings().built_environments
-    folders = [folder / identity for folder in (ahead, parent) if folder is not None]
+    folders = [folder / identity for folder in (settings().built_environments, parent) if folder is not None]
     planned = [Environment(folder / "bin" / "python", folder, identity) for folder in folders]
-    return next((environment for environment in planned if _is_complete(environment)), planned[-1])
+    found = next((environment for environment in planned if _is_complete(environment)), planned[-1])
+    place = found.directory
+    if found is planned[-1] and place.exists() and not is_own(place.stat(), check_mode=False):
+        raise EnvironmentBuildFailed(
+            expected=f"an environment of this user in {place}",
+            found=f"one of user {place.stat().st_uid}",
+            remedy="Set ASSAY_CACHE_DIR to a folder of your own, or ASSAY_BUILT_ENVIRONMENTS to the folder above",
+        )
+    return found
 
 
 def install_attempts(

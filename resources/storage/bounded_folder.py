@@ -28,6 +28,7 @@ from typing import IO
 
 from resources.errors import StorageError
 from resources.storage import storage
+from resources.storage.regular_files import read_cached
 
 _OF_AN_ENTRY = re.compile(r"([0-9a-f]{32})(\.(lock|copying|partial|used|note))?")
 _PLANNED = "planned_bytes"
@@ -142,7 +143,7 @@ class BoundedFolder:
     def note(self, key: str) -> bytes | None:
         """Returns what was noted of an entry when it was published."""
         try:
-            return (self.folder / f"{key}.note").read_bytes()
+            return read_cached(self.folder / f"{key}.note")
         except OSError:
             return None
 

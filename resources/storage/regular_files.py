@@ -7,6 +7,7 @@ that a file which is exchanged meanwhile is not followed, and no FIFO, socket or
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections import Counter
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NoReturn
 
+_log = logging.getLogger(__name__)
 LARGEST_COPY_BYTES = 1 << 30
 _MOST_FILES, _MOST_ENTRIES, _MOST_LEVELS = 10_000, 100_000, 32
 _BLOCK_BYTES = 1 << 20
@@ -62,7 +64,7 @@ def open_regular(root: Path, name: str, *, owned: bool = False, max_bytes: int |
     status = os.fstat(file.fileno())
     refused = (
         "files of another user, or that others can write"
-        if owned and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        if owned and not is_own(status)
         else "files that are too large"
         if max_bytes is not None and status.st_size > max_bytes
         else None
@@ -71,6 +73,26 @@ def open_regular(root: Path, name: str, *, owned: bool = False, max_bytes: int |
         file.close()
         raise UnsafeFile(errno.EPERM, refused, str(root / path))
     return file
+
+
+def is_own(status: os.stat_result, *, check_mode: bool = True) -> bool:
+    """Returns True if this user or root owns a file, and neither group nor others can write it."""
+    others_write = check_mode and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid in (os.geteuid(), 0) and not others_write
+
+
+def read_cached(path: Path) -> bytes:
+    """Returns the content of a file of the cache.
+
+    Raises:
+        OSError: there is none that can be read, or it may be another user's, which is logged.
+    """
+    try:
+        with open_regular(path.parent, path.name, owned=True) as file:
+            return file.read()
+    except UnsafeFile as error:
+        _log.warning("Not used: %s (%s). Set ASSAY_CACHE_DIR to a folder of your own.", path, error.strerror)
+        raise
 
 
 def open_within(path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> int:

@@ -38,6 +38,7 @@ from resources.settings import settings
 from resources.storage import storage
 from resources.storage.listings import PAGE
 from resources.storage.mlflow_artifacts import in_mlflow, real_location
+from resources.storage.regular_files import read_cached
 from resources.storage.storage import FileInfo
 from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.checkpoint import Checkpoint, Kind
@@ -373,8 +374,8 @@ def _memory(uri: str, kind: str) -> str:
 
 def _read_memory(uri: str, kind: str) -> dict[str, Any]:
     try:
-        content = orjson.loads(storage.read_bytes(_memory(uri, kind)))
-    except (FileNotFoundError, StorageError, ValueError):
+        content = orjson.loads(read_cached(storage.local_path(_memory(uri, kind))))
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) and content.get("format") == _FORMAT else {}
 

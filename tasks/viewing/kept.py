@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import sqlite3
 import threading
 import zlib
@@ -22,11 +24,14 @@ import orjson
 from resources.errors import StorageError
 from resources.settings import settings
 from resources.storage import storage
+from resources.storage.regular_files import is_own
 from tasks.records.record import FoundRecord
 from tasks.viewing.columns import packed
 from tasks.viewing.reading import Column, ColumnMetric, digest_of
 
+_log = logging.getLogger(__name__)
 _FORMAT = 2
+_FILES = ("", "-wal", "-shm")
 _MOST_BYTES = 8 * 2**30
 """Bytes of all files together; above it those go that were not opened for longest."""
 _BLOCKS_IN_MEMORY = 1024
@@ -42,10 +47,23 @@ create table if not exists texts (digest blob primary key, content blob) without
 """
 
 
-def kept_at(location: str) -> Path:
-    """The file with columns of the records below a location."""
+def kept_at(location: str) -> Path | None:
+    """Returns the file with columns of the records below a location; None if others can write the folder.
+
+    A file that others could have written is removed. Both are logged.
+    """
     name = hashlib.sha256(f"{_FORMAT} {storage.absolute(location)}".encode()).hexdigest()[:32]
-    return settings().cache_dir / "columns" / f"{name}.sqlite"
+    path = settings().cache_dir / "columns" / f"{name}.sqlite"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = [Path(f"{path}{suffix}") for suffix in _FILES]
+    foreign = [file for file in (path.parent, *files) if os.path.lexists(file) and not is_own(file.lstat())]
+    if foreign:
+        _log.warning("Not used: %s, which others can write. Set ASSAY_CACHE_DIR to a folder of your own.", foreign[0])
+        if path.parent in foreign:
+            return None
+        _remove(path)
+    path.touch(mode=0o600)
+    return path
 
 
 def place_of(found: FoundRecord) -> str:
@@ -244,6 +262,6 @@ def _unkept(path: Path | None, error: sqlite3.Error) -> StorageError:
 
 
 def _remove(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
+    for suffix in _FILES:
         with suppress(FileNotFoundError):
             Path(f"{path}{suffix}").unlink()

@@ -15,6 +15,7 @@ from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
 from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
+from resources.storage.regular_files import read_cached
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -165,7 +166,7 @@ def _listed(python: Path) -> _Known:
     identity = python.absolute().parent.parent.name
     remembered = settings().environments_dir / f"{identity}.entries.json"
     try:
-        return _Known.model_validate_json(remembered.read_bytes())
+        return _Known.model_validate_json(read_cached(remembered))
     except (OSError, ValidationError):
         pass
     listed = _last_line(python)

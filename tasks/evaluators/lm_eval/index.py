@@ -15,6 +15,7 @@ from resources.errors import BadInput, EnvironmentBuildFailed, HarnessFailed
 from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
+from resources.storage.regular_files import read_cached
 from tasks.spec.benchmark_files import read_benchmark
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvaluationConfig
@@ -59,7 +60,7 @@ def listing(python: Path) -> Listing:
     environment = python.absolute().parent.parent
     remembered = settings().environments_dir / f"{environment.name}.index.json"
     try:
-        return Listing.model_validate_json(remembered.read_bytes())
+        return Listing.model_validate_json(read_cached(remembered))
     except (OSError, ValidationError):
         pass
     argv = [str(python), "-I", str(PROGRAM), "--list"]
