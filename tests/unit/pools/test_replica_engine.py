@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from pools.engine.engine_log import explained, first_error
 from pools.engine.launch import HostPart, Launch, Servable, ServedCheckpoint
 from pools.jobs import Restarts
 from pools.replica.gang import Gang
-from pools.replica.loading import Loading
+from pools.replica.loading import WITHOUT_PREFIX_CACHE, Loading
 from pools.replica.replica import ReplicaEngine
 from pools.weights.staging import Staging
 from resources.backends.local.client import LocalClient
-from resources.errors import CheckpointChanged, EngineDied, ModelUnusable
+from resources.errors import CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable
 
 
 def test_restarts_are_those_of_ten_minutes() -> None:
@@ -176,6 +176,27 @@ def test_engine_that_misreads_a_checkpoint_condemns_it(tmp_path: Path, faults: d
         with pytest.raises(ModelUnusable, match=re.compile(found, re.DOTALL)):
             replica.load(staged(write_checkpoint(tmp_path / "run-1", seed=1), staging), Loading())
         assert replica.state == "dead"
+
+
+@pytest.mark.parametrize(
+    ("said", "model", "again"),
+    [
+        ("Padding mamba page size by 62.03%", {}, True),
+        ("out of memory", {}, False),
+        ("Padding mamba page size by 62.03%", {"engine_kwargs": {"enable_prefix_caching": True}}, False),
+    ],
+)
+def test_engine_of_a_model_with_a_state_that_ends_is_started_without_prefix_cache(
+    tmp_path: Path, said: str, model: dict[str, Any], again: bool
+) -> None:
+    staging = Staging(tmp_path / "staged", max_bytes=10**6)
+    launcher = FakeLauncher(tmp_path, scripts={0: f"print({said!r}); raise SystemExit(1)"})
+    with one_replica(tmp_path, launcher, lambda: None, model={"name": "run", **model}) as replica:
+        loading = Loading()
+        with nullcontext() if again else pytest.raises(EngineStartFailed, match="ended before its model answered"):
+            replica.load(staged(write_checkpoint(tmp_path / "run-1", seed=1), staging), loading)
+        assert (replica.state, loading.reason) == (("ready", WITHOUT_PREFIX_CACHE) if again else ("dead", None))
+        assert len(launcher.launches) == 1 + again
 
 
 def test_reload_that_answers_otherwise_than_before_is_a_restart(tmp_path: Path) -> None:

@@ -61,8 +61,11 @@ async def test_engine_that_answers_otherwise_does_not_score_from_its_cache(
         assert not (await proved(engine, checkpoint)).scores_from_cache
 
 
-@pytest.mark.parametrize(("block_size", "longest", "expected"), [(16, 18, True), (16, 17, False), (128, 128, False)])
-async def test_engine_whose_cache_held_nothing_of_the_text_has_proved_nothing(
+@pytest.mark.parametrize(
+    ("block_size", "longest", "expected"),
+    [(16, 18, True), (16, 17, False), (128, 128, False), (528, 4096, True), (2048, 4096, True)],
+)
+async def test_engine_scores_from_its_cache_where_a_text_fills_a_block(
     checkpoint: ServedCheckpoint, block_size: int, longest: int, expected: bool
 ) -> None:
     async with FakeEngine(max_model_len=longest + 1) as engine:

@@ -23,6 +23,7 @@ VOCABULARY = 260
 _ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 2}
 _DENSE = {**_ATTENTION, "intermediate_size": 128, "max_position_embeddings": 512}
 _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_STATE = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 _HEADS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_DENSE, "num_key_value_heads": 1}),
@@ -42,6 +43,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mamba2Config",
         {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1},
     ),
+    "falcon_h1": ("FalconH1Config", {**_DENSE, "head_dim": 32, **_STATE}),
 }
 """Configuration classes of transformers, with what makes them tiny; heads have the 32 values that vLLM wants."""
 LARGEST_SHARD = "100KB"
