@@ -149,14 +149,16 @@ class AgentJobs:
         agent.restarting.start()  # what hangs takes its time to end; the other replicas need orders meanwhile
 
     def stop(self) -> None:
-        """Ends every agent, with its engine; safe to call twice."""
+        """Ends every agent, with its engine, and reports those that may still run; safe to call twice."""
         self._closing.set()
         for agent in self._agents.values():
             if agent.restarting is not None:
                 agent.restarting.join()
         with ThreadPoolExecutor(max(1, len(self._agents))) as threads:
-            for agent in self._agents.values():
-                threads.submit(agent.job.terminate)
+            ending = {name: threads.submit(agent.job.terminate) for name, agent in self._agents.items()}
+        for name, ended in ending.items():
+            if (error := ended.exception()) is not None:
+                self._on_event(f"{name} may still run, as it could not be ended: {error}")
 
 
 def is_silent(

@@ -1,13 +1,16 @@
 """Stand-in for a node: runs the containers of a pod as processes of this machine, and reports as a kubelet does.
 
 There are no namespaces: paths that a pod mounts are replaced by folders in its command, and what is left of a pod when
-its first process ends is found by a variable and killed, as a kernel ends a pid namespace.
+its first process ends is found by a limit that every process inherits, whatever its environment and session are, and
+killed, as a kernel ends a pid namespace.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MARKER = "FAKE_POD_UID"
+_MARKS = itertools.count(os.getpid() % 800 * 1000 + 1)  # several clusters may run at once
+_LIMIT = resource.RLIMIT_MSGQUEUE  # nothing here opens a message queue
 _DONE = {"terminated": {"exitCode": 0, "reason": "Completed"}}
 
 
@@ -35,6 +39,7 @@ class RunningPod:
         self.uid = pod["metadata"]["uid"]
         self._image_variables, self._entrypoint = image_variables, entrypoint
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._mark = next(_MARKS)
         self._kill_at: float | None = None
         self.ended = False
         self.began: dict[str, int] = {}
@@ -117,7 +122,7 @@ class RunningPod:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_all(self) -> None:
-        _kill_marked(self.uid, reaped_by_us={process.pid for process in self._processes.values()})
+        _kill_marked(self._mark, reaped_by_us={process.pid for process in self._processes.values()})
 
     def _finish(self, terminated: dict[str, Any], *, of: str | None = None) -> None:
         self._kill_all()
@@ -155,7 +160,8 @@ class RunningPod:
                 self._processes[container["name"]] = subprocess.Popen(
                     argv,
                     cwd=container.get("workingDir", self.folder),
-                    env={**self._image_variables, **variables, MARKER: self.uid},
+                    env={**self._image_variables, **variables},
+                    preexec_fn=lambda: resource.setrlimit(_LIMIT, (self._mark, resource.getrlimit(_LIMIT)[1])),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -177,13 +183,12 @@ def _status(name: str, state: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "state": state, "ready": "running" in state, "restartCount": 0, "image": "", "imageID": ""}
 
 
-def _kill_marked(uid: str, *, reaped_by_us: set[int]) -> None:
+def _kill_marked(mark: int, *, reaped_by_us: set[int]) -> None:
     """Kills every process of a pod, and those that they start meanwhile; returns when no trace of them is left."""
-    marker = f"{MARKER}={uid}".encode()
     deadline = time.monotonic() + 10
     killed: set[int] = set()
     while time.monotonic() < deadline:
-        found = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _has(folder, marker)}
+        found = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _has(folder, mark)}
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -193,8 +198,8 @@ def _kill_marked(uid: str, *, reaped_by_us: set[int]) -> None:
         time.sleep(0.005)
 
 
-def _has(folder: Path, marker: bytes) -> bool:
+def _has(folder: Path, mark: int) -> bool:
     try:
-        return marker in (folder / "environ").read_bytes().split(b"\0")
+        return f"Max msgqueue size {mark} " in " ".join((folder / "limits").read_text().split())
     except OSError:
         return False

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fakes.jobs import FakeJob
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint, write_safetensors
 from pools.config import InferencePoolConfig
@@ -22,9 +23,11 @@ from pools.engine.launch import Servable
 from pools.protocol import Announcement, Orders
 from pools.proxy.client import ProxyAddress
 from pools.replica import agent
-from pools.replica.agent_jobs import is_silent
+from pools.replica.agent_jobs import AgentJobs, is_silent
 from pools.replica.replica import ReplicaEngine
 from resources.backends.local.client import LocalClient
+from resources.errors import BackendUnavailable
+from resources.jobs.jobs import JobDetails, JobStatus
 from resources.settings import settings
 
 
@@ -249,3 +252,19 @@ def test_new_agent_may_be_silent_for_as_long_as_a_start_takes_and_others_for_som
     silent: float, started: float, wanted: bool
 ) -> None:
     assert is_silent(silent, started_seconds=started, patience_seconds=6, startup_seconds=60) is wanted
+
+
+def test_stop_reports_an_agent_that_could_not_be_ended() -> None:
+    class Stuck(FakeJob):
+        def terminate(self) -> None:
+            raise BackendUnavailable(expected="an answer", found="none", remedy="try again")
+
+    running, events = JobDetails(job_id="j", name="j", status=JobStatus.RUNNING), list[str]()
+    jobs = {"a": Stuck("a", running), "b": FakeJob("b", running)}
+    agents = AgentJobs(
+        lambda name, _: jobs[name], lease_seconds=1, startup_seconds=1, max_restarts=1, on_event=events.append
+    )
+    agents.start(jobs)
+    agents.stop()
+    assert jobs["b"].terminated == 1
+    assert len(events) == 1 and events[0].startswith("a may still run")
