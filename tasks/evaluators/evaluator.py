@@ -72,6 +72,8 @@ class Parsed:
     """The way questions were put."""
     endpoint_failure: str | None = None
     """Requests that an endpoint failed for good, in words; None where there is none, or some were refused by it."""
+    endpoint_refusal: str | None = None
+    """Requests that an endpoint refused, with its words for the first; None where there is none."""
     samples: int | None = None
     """Questions written to `samples.jsonl.gz`; set by the runner."""
     samples_digest: str | None = None

@@ -49,7 +49,8 @@ REFUSAL_NAME = "refused.json"
 """Written by our own programs when they find that the request, not the harness, is at fault."""
 WORKING_FOLDER = "work"
 _REFUSALS = (
-    *("BadInput", "CountsDisagree", "EndpointUnusable", "EnvironmentBuildFailed", "GraderFailed", "UnknownBenchmark"),
+    *("BadInput", "CountsDisagree", "EndpointUnusable", "EnvironmentBuildFailed", "GraderFailed", "HarnessFailed"),
+    "UnknownBenchmark",
 )
 
 _PROGRESS_LINES = 200
@@ -208,6 +209,8 @@ def verify_counts(parsed: Parsed) -> None:
     found = f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored"
     if counts.judge_errors:
         found += f"; the judge gave no usable verdict on {counts.judge_errors}"
+    if parsed.endpoint_refusal is not None:
+        found += f"; {parsed.endpoint_refusal}"
     if parsed.endpoint_failure is not None:
         raise EndpointUnusable(
             expected="the endpoint to answer every request within all tries",

@@ -23,6 +23,7 @@ class Unanswered(BaseModel):
     refused: int = 0
     failed: int = 0
     first_failure: str = ""
+    first_refusal: str = ""
 
     @property
     def endpoint_failure(self) -> str | None:
@@ -30,6 +31,13 @@ class Unanswered(BaseModel):
         if self.refused or not self.failed:
             return None
         return f"{how_many(self.failed, 'request')} had no answer, the first for: {self.first_failure}"
+
+    @property
+    def endpoint_refusal(self) -> str | None:
+        """The endpoint's refusals, with its own words for the first; None where there is none."""
+        if not self.refused:
+            return None
+        return f"the endpoint refused {how_many(self.refused, 'request')}, the first for: {self.first_refusal}"
 
 
 class TokensToAsk(BaseModel):

@@ -192,7 +192,7 @@ async def test_output_that_the_endpoint_refuses_is_no_fault_of_the_endpoint(run:
         engine.faults.status, engine.faults.status_count = 400, 1
         parsed = await run(make_model(f"{engine.url}/v1", tokenizer, capacity=1), make_config(max_eval_instances=4))
     assert parsed.counts == Counts(requested=4, answered=3, scored=0)
-    with pytest.raises(CountsDisagree):
+    with pytest.raises(CountsDisagree, match="the endpoint refused 1 request, the first for: a fault was asked for"):
         verify_counts(parsed)
 
 

@@ -337,7 +337,7 @@ async def test_prompts_that_the_endpoint_refuses_are_no_fault_of_the_endpoint(tm
         withheld = await evaluate(model, make_config("simple_mcqa"), tmp_path / "output")
         assert engine.stats.requests == 5
     assert withheld.counts.answered == 3
-    with pytest.raises(CountsDisagree):
+    with pytest.raises(CountsDisagree, match="the endpoint refused 2 requests, the first for: a fault was asked for"):
         verify_counts(withheld)
 
 

@@ -14,7 +14,7 @@ import pytest
 from fakes.engine import FakeEngine
 from fakes.lm_eval import DEMO, KINDS, Harness, make_config, make_model, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
-from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed, GraderFailed
+from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed, GraderFailed, HarnessFailed
 from tasks.evaluators.harness import verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.options import LmEvalOptions
@@ -162,6 +162,27 @@ async def test_model_too_short_for_a_benchmarks_answers_is_refused(tmp_path: Pat
 
 
 # What the endpoint cannot do
+
+
+async def test_request_that_the_endpoint_refuses_is_sent_once_and_quoted(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+):
+    config = write_benchmark(tmp_path / "own", "refused", [QUESTION])
+    async with FakeEngine(models=("m",)) as engine:
+        engine.faults.status, engine.faults.status_count = 400, 9
+        with pytest.raises(HarnessFailed) as caught:
+            await lm_eval.evaluate(make_model(engine, tokenizer), config, tmp_path / "output")
+        assert engine.stats.requests == 1
+    assert caught.value.found == "status 400: a fault was asked for"
+
+
+async def test_empty_stop_string_is_not_sent(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
+    stops = {"max_gen_toks": 8, "until": [""]}
+    config = write_benchmark(tmp_path / "own", "endless", [QUESTION], generation_kwargs=stops)
+    async with FakeEngine(models=("m",)) as engine:
+        parsed = await lm_eval.evaluate(make_model(engine, tokenizer), config, tmp_path / "output")
+        assert [json.loads(body).get("stop") for body in engine.bodies] in ([None], [["<|endoftext|>"]])
+    verify_counts(parsed)
 
 
 async def test_endpoint_known_to_have_no_prompt_logprobs_is_refused_before_any_request(

@@ -65,6 +65,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         details=details,
         asking=plan.asking,
         endpoint_failure=plan.unanswered.endpoint_failure,
+        endpoint_refusal=plan.unanswered.endpoint_refusal,
     )
 
 

@@ -114,6 +114,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         details=details,
         asking=plan.asking,
         endpoint_failure=results.unanswered.endpoint_failure,
+        endpoint_refusal=results.unanswered.endpoint_refusal,
     )
 
 

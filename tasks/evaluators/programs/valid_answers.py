@@ -19,6 +19,7 @@ ROUNDING = 1e-6
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs")
 IN_PLACE_OF_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal")
 """Fields of a message that may stand without a text: calls, or reasoning that met the limit."""
+MOST_SHOWN = 300
 REQUESTS_FAULT = (400, 413, 422)
 """Statuses by which an endpoint refuses what it was asked; with any other one it fails."""
 
@@ -47,19 +48,34 @@ class Unanswered:
 
     def __init__(self) -> None:
         self.refused = self.failed = 0
-        self.first = ""
+        self.first = self.first_refusal = ""
 
     def note(self, error: BaseException | str) -> None:
         """Counts a request that failed for good."""
         if getattr(error, "status_code", None) in REQUESTS_FAULT:
             self.refused += 1
+            self.first_refusal = self.first_refusal or refusal_of(getattr(error, "body", None) or str(error))
             return
         self.failed += 1
         self.first = self.first or described(error)
 
     def as_values(self) -> dict[str, Any]:
         """Returns what a file of results says of them."""
-        return {"refused": self.refused, "failed": self.failed, "first_failure": self.first}
+        counts = {"refused": self.refused, "failed": self.failed}
+        return {**counts, "first_failure": self.first, "first_refusal": self.first_refusal}
+
+
+def refusal_of(body: object) -> str:
+    """Returns the endpoint's own words, 300 characters at most, from the body of a refusal: text, or parsed."""
+    if isinstance(body, str):
+        try:
+            body = json.loads(body)
+        except ValueError:
+            return body[:MOST_SHOWN]
+    message = body
+    for name in ("error", "message", "detail"):
+        message = message.get(name, message) if isinstance(message, dict) else message
+    return (message if isinstance(message, str) else json.dumps(message))[:MOST_SHOWN]
 
 
 def described(error: BaseException | str) -> str:

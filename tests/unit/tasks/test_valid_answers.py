@@ -15,6 +15,8 @@ from fakes.malformed import KINDS, malformed
 PROGRAM = runpy.run_path(str(Path(tasks.__path__[0]) / "evaluators" / "programs" / "valid_answers.py"))
 check, Malformed = PROGRAM["check"], PROGRAM["Malformed"]
 
+refusal_of = PROGRAM["refusal_of"]
+
 SCORED = {"prompt": "Once upon", "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
 GENERATION = {"prompt": "Once", "max_tokens": 9, "n": 2, "logprobs": 1, "temperature": 0}
 CONVERSATION = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "max_tokens": 9}
@@ -52,3 +54,20 @@ def test_malformed_answer_is_an_error(asked: dict[str, Any], kind: str) -> None:
     answer = malformed(kind, answered(asked), other=answered(asked, turned=True))
     with pytest.raises((Malformed, ValueError, TypeError, AttributeError, LookupError)):
         check(asked, answer)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            '{"error": {"message": "stop cannot contain an empty string", "code": 400}}',
+            "stop cannot contain an empty string",
+        ),
+        ({"message": "too long", "code": 400}, "too long"),
+        ('{"detail": [{"msg": "no"}]}', '[{"msg": "no"}]'),
+        ("not json" * 99, ("not json" * 99)[:300]),
+        ("[" * 9, "[" * 9),
+    ],
+)
+def test_refusal_is_told_in_the_endpoints_own_words(body: Any, words: str) -> None:
+    assert refusal_of(body) == words

@@ -23,19 +23,21 @@ from lm_eval.models.api_models import LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER as NO
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 from lm_eval_answers import MalformedAnswerError, choices_of, generated_tokens, weighed_rows, written
 from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wait_exponential
+from valid_answers import MOST_SHOWN, REQUESTS_FAULT, refusal_of
 
 MOST_STOPS = 4  # what every endpoint takes
-REQUESTS_FAULT = (400, 413, 422)
-"""Statuses by which an endpoint refuses what it was asked; with any other one it fails."""
-NOT_TAKEN = (*REQUESTS_FAULT, 403, 404, 405, 501)
+NOT_TAKEN = (403, 404, 405, 501)
 """Statuses by which it refuses a way of asking."""
-MOST_SHOWN = 300
 NO_SEED = "none: each answer at a temperature is drawn anew"
 _log = logging.getLogger("lm_eval.models.api_models")
 
 
 class EndpointFaultError(Exception):
     """A request that an endpoint did not answer, whole, in all tries."""
+
+
+class RefusedError(BaseException):
+    """A request that an endpoint refused, in its own words; lm-eval would repeat any `Exception`."""
 
 
 class Checked(LocalCompletionsAPI):
@@ -100,6 +102,8 @@ class Checked(LocalCompletionsAPI):
         self, session: ClientSession, sem: asyncio.Semaphore, payload: dict[str, Any], *, url: str | None = None
     ) -> Any:
         async with sem, session.post(url or self.base_url, json=payload, headers=self.header) as response:
+            if response.status in REQUESTS_FAULT:
+                raise RefusedError(f"status {response.status}: {refusal_of(await response.text())}")
             if not response.ok:
                 found = (await response.text())[:MOST_SHOWN]
                 _log.warning("Request failed with status %d, and is tried again: %s", response.status, found)
@@ -118,8 +122,9 @@ class Checked(LocalCompletionsAPI):
         payload = super()._create_payload(messages, generate=generate, gen_kwargs=gen_kwargs)
         if not own_seed:
             del payload["seed"]
-        if not self.pool and "stop" in payload:
-            payload["stop"] = payload["stop"][:MOST_STOPS]
+        if "stop" in payload:  # an empty one ends every answer at once, and endpoints refuse it
+            stops = [stop for stop in payload.pop("stop") if stop]
+            payload.update({"stop": stops if self.pool else stops[:MOST_STOPS]} if stops else {})
         return payload
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -257,6 +262,8 @@ class Completions(Checked):
                 try:
                     url = self.base_url.removesuffix("/v1/completions") + path
                     return read(await self._post(session, sem, body, url=url))
+                except RefusedError as error:
+                    raise NotTakenError(f"{error} for {path}") from error
                 except ClientResponseError as error:
                     if error.status not in NOT_TAKEN:
                         raise
@@ -305,7 +312,7 @@ class Conversations(Checked, LocalChatCompletion):
 
 @contextmanager
 def endpoint_faults() -> Iterator[None]:
-    """Tells failures of the endpoint, after all tries, from requests that it refuses.
+    """Makes failures of the endpoint, after all tries, one error.
 
     Raises:
         EndpointFaultError: the endpoint failed every time.
@@ -313,8 +320,6 @@ def endpoint_faults() -> Iterator[None]:
     try:
         yield
     except ClientResponseError as error:
-        if error.status in REQUESTS_FAULT:
-            raise
         raise EndpointFaultError(f"status {error.status}") from error
     except (ClientError, MalformedAnswerError, UnreadableAnswerError, OSError) as error:  # a time-out is an OSError
         raise EndpointFaultError(f"{type(error).__name__}: {error}"[:MOST_SHOWN]) from error

@@ -57,7 +57,7 @@ try:
     from lm_eval_early import WANTED_NAME, DecidedEarlyError, EarlyQuestions
     from lm_eval_index import RememberedIndex, built_in_index, listing, use_remembered_index
     from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
-    from lm_eval_model import Completions, Conversations, EndpointFaultError, way_of_asking
+    from lm_eval_model import Completions, Conversations, EndpointFaultError, RefusedError, way_of_asking
     from lm_eval_prompts import PLAN_NAME, Questions, few_of_each_kind, groups_in, label_progress, means, plan
     from lm_eval_proofs import prove_tokenizer
     from lm_eval_smooth import weigh_in_groups
@@ -189,6 +189,14 @@ def evaluate(job: dict[str, Any]) -> None:
             expected=f"{model.model} at {model.base_url} to answer every request within {model.max_retries} tries",
             found=str(error),
             remedy="See to the endpoint, and evaluate again",
+        )
+    except RefusedError as error:
+        refuse(
+            output,
+            kind="HarnessFailed",
+            expected=f"{model.model} at {model.base_url} to take what the benchmark asks",
+            found=str(error),
+            remedy="Ask for what the endpoint takes: see its words, and the benchmark's generation_kwargs",
         )
     if isinstance(model, Completions) and model.outcome is not None:
         asking["loglikelihood"] = asdict(model.outcome)
