@@ -113,6 +113,11 @@ class ModelConfig(Config):
             raise ValueError(
                 "chat_template would replace the model's own template: put the right one into the checkpoint"
             )
+        if "hf_token" in normal:
+            raise ValueError(
+                "hf_token is a key, and arguments are shown in lists of processes and in records: set the variable "
+                "HF_TOKEN where assay runs, which fetches checkpoints itself"
+            )
         if "config" in normal:
             raise ValueError("config names a file that may set any of these: write what it says into engine_kwargs")
         ours = {"host", "port", "model", "served_model_name", "api_key", "override_generation_config"} & set(normal)

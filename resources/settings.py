@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from resources.errors import ProxyFailed
+from resources.key_variables import is_named
 
 _HTTP_PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 _NO_PROXY = ("NO_PROXY", "no_proxy")
@@ -114,7 +115,7 @@ class Settings(BaseSettings):
     """Bound on local copies of checkpoints; the least recently used go first."""
 
     inherit: str = ""
-    """Further variables for engines, harnesses, proxies and sinks, with commas between them: `MY_MIRROR,CORP_*`."""
+    """Further variables for engines, harnesses, proxies and sinks: `MY_MIRROR,CORP_*`; in full if they hold keys."""
 
     insecure: bool = False
     """Let keys, prompts and answers of pools travel unencrypted between machines, whose network keeps strangers out."""
@@ -197,7 +198,7 @@ def process_environment(
     left_out = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
     found = {name: value for name, value in os.environ.items() if name not in left_out}
     if inherited is not None:
-        found = {name: value for name, value in found.items() if may_inherit(name, inherited)}
+        found = {name: value for name, value in found.items() if may_inherit(name, value, inherited)}
     variables = {**found, **(overrides or {})}
     return {**variables, **_without_proxies(found, variables)}
 
@@ -218,11 +219,11 @@ def _without_proxies(*environments: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys(filter(None, [*hosts, *_THIS_MACHINE]))))
 
 
-def may_inherit(name: str, inherited: Iterable[str]) -> bool:
-    """Tells whether a variable is one of those named, of `ASSAY_INHERIT`, or a setting of ours that is no secret."""
+def may_inherit(name: str, value: str, inherited: Iterable[str]) -> bool:
+    """Returns True if a variable is named by a list or `ASSAY_INHERIT`, or a setting of ours that is no secret."""
     ours = (f"ASSAY_{field}".upper() for field in Settings.model_fields if not field.endswith("_key"))
     named = (part.strip() for part in settings().inherit.split(","))
-    return any(fnmatchcase(name, pattern) for pattern in (*inherited, *named, *ours, "MARIN_PREFIX"))
+    return is_named(name, value, (*inherited, *named, *ours, "MARIN_PREFIX"))
 
 
 def set_process_environment_defaults(defaults: dict[str, str]) -> None:

@@ -1,10 +1,13 @@
 """Variables that each kind of job of ours inherits: none that is not named here.
 
 Jobs that run a user's own code (`assay submit`, trainings, actors) inherit everything, as their user's shell would give
-it. A name may hold `*`; `ASSAY_INHERIT` names more for every kind.
+it. A name may hold `*`, which passes on no key, see `resources/key_variables.py`; `ASSAY_INHERIT` names more for every
+kind.
 """
 
 from __future__ import annotations
+
+from resources.key_variables import SERVICES, STORES
 
 _PROCESS = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "COLUMNS", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR"),
@@ -22,12 +25,8 @@ _COMPUTE = (
 )
 # All of the hub's but its tokens: HF_TOKEN and HUGGING_FACE_HUB_TOKEN.
 _HUB = ("HF_[!T]*", "HF_TOKEN_PATH", "HUGGINGFACE_*", "TRANSFORMERS_*", "DATASETS_*", "TOKENIZERS_*")
-_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-_STORES = (
-    *("AWS_*", "S3_*", "GOOGLE_*", "GCS*", "GCE_*", "CLOUDSDK_*", "AZURE_*", "FSSPEC_*", "STORAGE_EMULATOR_HOST"),
-    *_HUB_TOKENS,  # a hub's repository is a store as well
-)
-_CLUSTERS = ("RAY_*", "IRIS_*", "KUBECONFIG", "KUBERNETES_*", "SLURM_CONF")
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")  # the last with a password, if it has one
+_STORES = (*STORES, "STORAGE_EMULATOR_HOST", *_HUB_TOKENS)  # a hub's repository is a store as well
 
 _ENGINE_PLACES = (
     *("VLLM_LOGGING_*", "VLLM_CONFIGURE_LOGGING", "VLLM_LOG_STATS_INTERVAL", "VLLM_DEBUG_*", "VLLM_TRACE_FUNCTION"),
@@ -48,20 +47,11 @@ ENGINE = (*_ANY, *_COMPUTE, *_HUB, *_ENGINE_PLACES, "FLASHINFER_*")
 """For an engine: it loads files of this machine, some with code of their own."""
 HARNESS = (*_ANY, *_COMPUTE, *_HUB, *_HUB_TOKENS, "LMEVAL_*", "NLTK_DATA")
 """For a harness: it asks an endpoint, and fetches data sets, of which some are gated."""
-ISOLATED = (
-    *_PROCESS,
-    *_COMPUTE,
-    "HF_[!T]*",
-    "HUGGINGFACE_*",
-    "TRANSFORMERS_*",
-    "TOKENIZERS_*",
-    "LMEVAL_*",
-    "NLTK_DATA",
-)
+ISOLATED = (*_PROCESS, *_COMPUTE, "HF_[!T]*", "TOKENIZERS_*", "LMEVAL_*", "NLTK_DATA")
 """For a harness that runs code which a model wrote, beside its own: nothing that opens anything."""
 NATIVE_HARNESS = (*HARNESS, *_STORES)
 """For a harness that loads the checkpoint itself, wherever that lies."""
-SERVICE = (*ENGINE, *_STORES, *_CLUSTERS, "UV_*", "PIP_*", "MLFLOW_TRACKING_*")
+SERVICE = (*ENGINE, *_STORES, *SERVICES, "KUBECONFIG", "SLURM_CONF")
 """For proxies, agents and what keeps a pool up, our own code: they use stores, build environments and submit jobs."""
 SENDER = (*_ANY, *_HUB, *_STORES, "NETRC")
 """For the process that talks to a sink, which reads records from their store, beside the variables of that sink."""

@@ -147,7 +147,9 @@ def create_environment(
     if workspace is None and docker_image is None:
         workspace = Path.cwd()
     credentials = {
-        name: value for name, value in forwarded_secrets().items() if inherited is None or may_inherit(name, inherited)
+        name: value
+        for name, value in forwarded_secrets().items()
+        if inherited is None or may_inherit(name, value, inherited)
     }
     variables = {"TOKENIZERS_PARALLELISM": "false", **credentials, **(env_vars or {})}
     return EnvironmentConfig(

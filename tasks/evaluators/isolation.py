@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resources.jobs import inheritance
+from resources.key_variables import is_named
 from resources.settings import process_environment, settings
 from resources.storage.files import replace_text
 from resources.storage.regular_files import copy_regular_files, open_regular
@@ -117,7 +118,9 @@ def isolated(
     """
     if code is None:
         return argv
-    hub = _hub_folders({**process_environment(inherited=inheritance.HARNESS), **variables})
+    inherited = process_environment(inherited=inheritance.HARNESS)
+    hub = _hub_folders({**inherited, **variables})
+    named = [name for name, value in inherited.items() if is_named(name, value, inheritance.ISOLATED)]
     for folder in hub.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
     reads = {path for named in (*code.reads, *_interpreter(python)) for path in _with_targets(Path(named))}
@@ -131,7 +134,7 @@ def isolated(
         "reads": _outermost(reads),
         "scratch": _outermost((*hub.values(), *code.scratch)),
         "writes": [str(cage.folder)],
-        "variables": [*inheritance.ISOLATED, *variables],
+        "variables": [*named, *variables, "PATH", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM"],
         "given": {"HOME": "/tmp", "TMPDIR": "/tmp", **hub, **offline},
         "memory_bytes": max(_LEAST_MEMORY_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2),
         "cpu_seconds": max(1, int(seconds)),

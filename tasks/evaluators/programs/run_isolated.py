@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -158,9 +157,7 @@ def main(arguments: list[str]) -> None:
     if specification["prepare"] and (code := subprocess.run(specification["prepare"], check=False).returncode):
         sys.exit(code if code > 0 else 128 - code)
     environment = {
-        name: value
-        for name, value in os.environ.items()
-        if any(fnmatchcase(name, pattern) for pattern in specification["variables"])
+        name: value for name, value in os.environ.items() if name in specification["variables"]
     } | specification["given"]
     ours, theirs = socket.socketpair()
     root = Path(specification["root"])
