@@ -20,6 +20,7 @@ from tasks.records.series import newest_of_each_hash, words_of_settings
 from tasks.spec.evaluators import EVALUATORS, evaluator_title
 
 _AS_POWERS_FROM = 1e7
+_MOST_DECIMALS = 6
 NOTHING = "–"
 """Text in place of a number that is not there."""
 
@@ -288,8 +289,18 @@ def measured(value: float, stderr: float | None) -> str:
     """A number and its standard error, to as many decimals as its size asks for, from ten millions on as powers."""
     if math.isfinite(value) and abs(value) >= _AS_POWERS_FROM:
         return f"{value:.3g}" + ("" if stderr is None else f" ± {stderr:.2g}")
-    decimals = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
+    decimals = _decimals(value, fewest=3 if abs(value) < 10 else 2 if abs(value) < 100 else 1)
     return f"{value:,.{decimals}f}" + ("" if stderr is None else f" ± {stderr:.{decimals}f}")
+
+
+def _decimals(*numbers: float, fewest: int) -> int:
+    """As few as do not show 49,998 of 50,000 as 1, or nearly nothing as 0; the fewest where six are not enough."""
+    enough = (
+        decimals
+        for decimals in range(fewest, _MOST_DECIMALS + 1)
+        if all(abs(number) in (0.0, 1.0) or round(abs(number), decimals) not in (0.0, 1.0) for number in numbers)
+    )
+    return next(enough, fewest)
 
 
 def margin(metric: Metric) -> str:
@@ -301,9 +312,9 @@ def margin(metric: Metric) -> str:
 
 def _between(low: float, high: float, *, like: float) -> str:
     """An interval to as many decimals as another number has."""
-    decimals = len(measured(like, None).partition(".")[2])
     if "e" in measured(like, None):
         return f"[{low:.3g}, {high:.3g}]"
+    decimals = _decimals(low, high, fewest=len(measured(like, None).partition(".")[2]))
     return f"[{low:,.{decimals}f}, {high:,.{decimals}f}]".replace("-", "−")
 
 

@@ -45,10 +45,14 @@ export const shortStep = (step) => compact.format(step).toLowerCase();
 /** Writes how many there are of something. */
 export const plural = (number, word) => `${counted(number)} ${word}${number === 1 ? "" : "s"}`;
 
-/** Writes a measured value with the digits that it has to say something with. */
+const whole01 = (value) => Math.abs(value) === 0 || Math.abs(value) === 1;
+
+/** Writes a measured value with the digits that it has to say something with: 49,998 of 50,000 is not 1.000. */
 export function measured(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  return Math.abs(value) >= 1000 ? counted(Math.round(value)) : value.toFixed(digits).replace("-", "−");
+  if (Math.abs(value) >= 1000) return counted(Math.round(value));
+  const written = [0, 1, 2, 3].map((more) => value.toFixed(digits + more));
+  return (written.find((text) => whole01(value) || !whole01(Number(text))) ?? written[0]).replace("-", "−");
 }
 
 /** Writes a difference with its sign. */

@@ -31,7 +31,7 @@ from tasks.reports import plots
 from tasks.reports.charts import chart_of
 from tasks.reports.noises import wavering
 from tasks.reports.page import curves_svg, render_report, results_rows, results_table, write_report
-from tasks.reports.table import Results
+from tasks.reports.table import Results, margin, measured
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -824,3 +824,18 @@ def test_report_says_what_it_cost_against_what_was_expected_and_what_is_unknown(
     assert "5.00 USD an hour of a replica in us-east5, preemptible: the contract of March, 2026-03-01" in part
     assert "Price unknown, 1 cell: nobody says" in part
     assert "chip-hours" not in render_report([make_record()], title="of a time without prices")
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "shown"),
+    [
+        (49_998 / 50_000, 0.999856, 0.999989, "0.99996 [0.99986, 0.99999]"),
+        (1.0, 0.999926, 1.0, "1.000 [0.9999, 1.0000]"),
+        (0.00002, 0.0000024, 0.0000722, "0.00002 [0.000002, 0.000072]"),
+        (0.5, 0.4, 0.6, "0.500 [0.400, 0.600]"),
+        (0.9999999999, 0.98, 1.0, "1.000 [0.980, 1.000]"),
+    ],
+)
+def test_measured_share_is_shown_as_all_or_nothing_only_where_it_is(value: float, low: float, high: float, shown: str):
+    metric = make_metric(value=value).model_copy(update={"low": low, "high": high})
+    assert f"{measured(value, None)} {margin(metric)}" == shown
