@@ -38,9 +38,7 @@ def qualification_table(qualification: Qualification) -> Table:
 def _bound(metric: QualifiedMetric) -> str:
     if metric.verdict == "identical":
         return "none"
-    if metric.low is None or metric.high is None:
-        return "unknown"
-    return f"{max(abs(metric.low), abs(metric.high)):.4g}"
+    return "unknown" if metric.bound is None else f"{metric.bound:.4g}"
 
 
 def _differing(benchmark: QualifiedBenchmark) -> int:

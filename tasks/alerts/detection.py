@@ -178,9 +178,8 @@ def _scores(
 ) -> list[Score | None]:
     """A series as the search for drops takes it."""
     numbers = ((checkpoint, values[place].record) for place, checkpoint in checkpoints.items() if place in values)
-    changes = build_changes(
-        numbers, evaluator=series.evaluator, benchmark=series.benchmark, qualifications=qualifications
-    )
+    named = {"evaluator": series.evaluator, "benchmark": series.benchmark, "metric": series.metric}
+    changes = build_changes(numbers, **named, qualifications=qualifications)
     broken = {change.step for change in changes if not change.qualified}
     return [
         Score(

@@ -143,7 +143,7 @@ def _judged_by(
     }
     yield from _verified(name, comparison.unverified)
     for benchmark, changes in comparison.qualified.items():
-        yield Reason(name, rule.words, f"{benchmark}: {', '.join(changes)}, which is qualified", go=True)
+        yield Reason(name, rule.words, f"{benchmark}: {', '.join(changes)}", go=True)
     for key in comparison.only_first:
         if key in early:
             continue

@@ -5,6 +5,7 @@ A qualification lies in `<evaluation_path>/qualifications/verdicts/`, beside the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -79,6 +80,13 @@ class QualifiedMetric(Part):
     """Chance of a difference as large where there is none, adjusted for the number of metrics."""
     verdict: Verdict
     """Finding for this metric."""
+
+    @property
+    def bound(self) -> float | None:
+        """The largest change that the interval leaves open; None where it is not known."""
+        if self.verdict == "identical":
+            return 0.0
+        return None if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
 
 
 class QualifiedBenchmark(Part):
@@ -165,8 +173,16 @@ def unqualified_changes(
 def is_qualified(
     before: Build, after: Build, qualifications: Iterable[Qualification], *, evaluator: str, benchmark: str
 ) -> bool:
-    """Tells if numbers of two builds may stand on one line: the builds are alike, or qualified steps lead from one to
-    the other, in either direction. A step that was once found different is none.
+    """Tells if numbers of two builds may stand on one line: see `qualified_steps`."""
+    return qualified_steps(before, after, qualifications, evaluator=evaluator, benchmark=benchmark) is not None
+
+
+def qualified_steps(
+    before: Build, after: Build, qualifications: Iterable[Qualification], *, evaluator: str, benchmark: str
+) -> tuple[QualifiedBenchmark, ...] | None:
+    """The fewest verdicts that lead from one build to another, in either direction; none where both are alike.
+
+    None where nothing leads there. A step that was once found different is not among them.
     """
     judged = [
         found
@@ -176,22 +192,33 @@ def is_qualified(
     ]
     refused = [found for found in judged if found.verdict == "different"]
     steps = [
-        ends
+        (*ends, found)
         for found in judged
         if not any(_same_step(found, other) for other in refused)
         for ends in ((found.before, found.after), (found.after, found.before))
     ]
-    reached, waiting = [before], [before]
-    while waiting:
-        here = waiting.pop()
+    reached: list[tuple[Build, tuple[QualifiedBenchmark, ...]]] = [(before, ())]
+    for here, way in reached:
         if not here.changes(after):
-            return True
-        for start, end in steps:
+            return way
+        for start, end, found in steps:
             there = here.updated(end)
-            if not here.changes(start) and there not in reached:
-                reached.append(there)
-                waiting.append(there)
-    return False
+            if not here.changes(start) and all(there != other for other, _ in reached):
+                reached.append((there, (*way, found)))
+    return None
+
+
+def qualified_words(steps: Sequence[QualifiedBenchmark], metric: str) -> str:
+    """The change of a metric that verdicts leave open, in words: their bounds add up."""
+    noisy = [step for step in steps if step.verdict != "identical"]
+    if not noisy:
+        return "qualified as identical"
+    bounds = [found.bound for step in noisy for found in step.metrics if found.name == metric]
+    known = [bound for bound in bounds if bound is not None]
+    if len(known) < len(noisy):
+        return f"qualified within noise, but nothing bounds how far {metric} may differ"
+    added = f", the sum of {len(noisy)} steps" if len(noisy) > 1 else ""
+    return f"qualified within noise: {metric} may differ by {math.fsum(known):.3g} at most (95 %{added})"
 
 
 def _same_step(first: QualifiedBenchmark, second: QualifiedBenchmark) -> bool:
@@ -254,13 +281,13 @@ class BuildChange:
     run: str
     step: int
     words: tuple[str, ...]
-    qualified: bool
+    qualified: str
+    """The change that verdicts leave open, in words; empty where nothing qualifies it."""
 
     @property
     def text(self) -> str:
         """The change in a line."""
-        judged = "qualified" if self.qualified else "not qualified, so the line is broken"
-        return f"{'; '.join(self.words)} ({judged})"
+        return f"{'; '.join(self.words)} ({self.qualified or 'not qualified, so the line is broken'})"
 
 
 def build_changes(
@@ -268,6 +295,7 @@ def build_changes(
     *,
     evaluator: str,
     benchmark: str,
+    metric: str,
     qualifications: Sequence[Qualification],
 ) -> list[BuildChange]:
     """Returns changes between neighbouring checkpoints of each run; `numbers` are those of one series, by step."""
@@ -276,7 +304,8 @@ def build_changes(
     for checkpoint, record in numbers:
         later, build = build_of(record, benchmark), builds.get(checkpoint.run)
         if build is not None and (words := build.changes(later)):
-            qualified = is_qualified(build, later, qualifications, evaluator=evaluator, benchmark=benchmark)
+            steps = qualified_steps(build, later, qualifications, evaluator=evaluator, benchmark=benchmark)
+            qualified = "" if steps is None else qualified_words(steps, metric)
             found.append(BuildChange(checkpoint.run, checkpoint.step, words, qualified))
         builds[checkpoint.run] = build.updated(later) if build is not None else later
     return found

@@ -11,7 +11,14 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from resources.errors import AssayError, BadInput
-from tasks.records.builds import Qualification, build_of, qualifications_beside, unqualified_changes
+from tasks.records.builds import (
+    Qualification,
+    build_of,
+    qualifications_beside,
+    qualified_steps,
+    qualified_words,
+    unqualified_changes,
+)
 from tasks.records.record import Metric, Record
 from tasks.records.search import FoundRecord, RecordFilter
 from tasks.records.series import flat, is_full
@@ -94,7 +101,7 @@ class Comparison:
     differences: dict[str, tuple[str, ...]]
     adjustment: Adjustment
     qualified: dict[str, tuple[str, ...]]
-    """Changes of engine, harness or data between both that were found to make no difference, by benchmark."""
+    """Qualified changes of engine, harness or data between both, with what each leaves open, by benchmark."""
     unverified: tuple[Verification, ...] = ()
     """Records that are not what was written, or of which that cannot be known."""
 
@@ -179,6 +186,10 @@ def compare_chosen(
         if found := [d for pair in pairs for d in _not_measured_alike(*pair, metric, qualifications)]:
             differences[metric.benchmark] = tuple(dict.fromkeys(found))
         elif changes := [change for pair in pairs for change in _changes(*pair, metric.benchmark)]:
+            changes = [*qualified.get(metric.benchmark, ()), *changes]
+            changes += [
+                _qualified(*pair, metric, qualifications) for pair in pairs if _changes(*pair, metric.benchmark)
+            ]
             qualified[metric.benchmark] = tuple(dict.fromkeys(changes))
     if differences and not anyway:
         raise _not_alike(differences, labels)
@@ -265,10 +276,16 @@ def _not_measured_alike(
     if first.evaluation_hash != second.evaluation_hash:
         yield from _other_settings(first, second)
     unqualified = unqualified_changes(first, second, qualifications, benchmark=metric.benchmark)
-    yield from (f"{change}, and no `assay requalify` says that it changes no number" for change in unqualified)
+    yield from (f"{change}, and no `assay requalify` says how little it changes" for change in unqualified)
     covered = first.evaluation_hash == second.evaluation_hash and _changes(first, second, metric.benchmark)
     if metric.pairing and metric.pairing.other_prompts and not (covered and not unqualified):
         yield f"{metric.pairing.other_prompts:,} of {metric.pairing.pairs:,} questions were put in other words"
+
+
+def _qualified(first: Record, second: Record, metric: ComparedMetric, qualifications: Sequence[Qualification]) -> str:
+    builds = build_of(first, metric.benchmark), build_of(second, metric.benchmark)
+    steps = qualified_steps(*builds, qualifications, evaluator=metric.evaluator, benchmark=metric.benchmark)
+    return qualified_words(steps or (), metric.metric)
 
 
 def _changes(first: Record, second: Record, benchmark: str) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def _notes(comparison: Comparison) -> list[str]:
     for benchmark, found in comparison.differences.items():
         notes += [f"Not measured alike, {benchmark}: {difference}." for difference in found]
     for benchmark, found in comparison.qualified.items():
-        notes.append(f"{benchmark}: {', '.join(found)}; qualified, so this changes no number.")
+        notes.append(f"{benchmark}: {', '.join(found)}.")
     notes += [f"{result.words}." for result in comparison.unverified]
     for label, only in ((comparison.first, comparison.only_first), (comparison.second, comparison.only_second)):
         if only:

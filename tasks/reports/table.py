@@ -86,7 +86,7 @@ class Change:
     first: Metric
     last: Metric
     broken: bool = False
-    """True if versions changed in between, and nobody has shown that this changes no number."""
+    """True if versions changed in between, and nothing qualifies the change."""
 
     @property
     def difference(self) -> float:
@@ -206,6 +206,7 @@ class Results:
                 ((checkpoint, outcome.record) for checkpoint, outcome in outcomes if outcome and outcome.metric),
                 evaluator=column.evaluator,
                 benchmark=column.benchmark,
+                metric=column.metric,
                 qualifications=self._qualifications,
             )
         return self._build_changes[column]

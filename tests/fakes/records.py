@@ -11,7 +11,7 @@ from typing import Any
 from pools.weights.merges import Merge
 from resources.errors import RecordStatus
 from resources.storage import storage
-from tasks.records.builds import Build, Qualification, QualifiedBenchmark, Verdict
+from tasks.records.builds import Build, Qualification, QualifiedBenchmark, QualifiedMetric, Verdict
 from tasks.records.details import MergedInput, MergeReference
 from tasks.records.provenance import versions
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState, write_record
@@ -228,9 +228,17 @@ def of_every_evaluator(*, run: str = "run-a", steps: Sequence[int] = (100, 200, 
 
 
 def make_qualification(
-    before: Build, after: Build, *, verdict: Verdict = "within noise", benchmark: str = "demo_facts"
+    before: Build,
+    after: Build,
+    *,
+    verdict: Verdict = "within noise",
+    benchmark: str = "demo_facts",
+    bound: float | None = None,
 ) -> Qualification:
-    """A verdict on a change of builds for one benchmark of lm-eval."""
+    """A verdict on a change of builds for one benchmark of lm-eval, with a bound for its accuracy if one is given."""
+    metric = QualifiedMetric(
+        name="acc", before=0.5, after=0.5, low=-(bound or 0.0), high=(bound or 0.0) / 2, verdict=verdict
+    )
     found = QualifiedBenchmark(
         evaluator="lm_evaluation_harness",
         benchmark=benchmark,
@@ -238,6 +246,7 @@ def make_qualification(
         after=after,
         verdict=verdict,
         questions=120,
+        metrics=() if bound is None else (metric,),
     )
     return Qualification(
         checkpoint=make_record().checkpoint, compared=("old", "new"), margin=0.01, benchmarks=(found,), created=FIRST

@@ -14,6 +14,8 @@ from tasks.records.builds import (
     build_of,
     is_qualified,
     qualifications_beside,
+    qualified_steps,
+    qualified_words,
     read_qualifications,
     unqualified_changes,
     write_qualification,
@@ -111,6 +113,29 @@ def test_change_is_qualified_along_steps_that_made_no_difference(
 
     assert is_qualified(before, after, known, evaluator=HARNESS, benchmark="demo_facts") is expected
     assert is_qualified(after, before, known, evaluator=HARNESS, benchmark="demo_facts") is expected
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ((0.1,), "qualified within noise: acc may differ by 0.1 at most (95 %)"),
+        ((0.1, 0.03), "qualified within noise: acc may differ by 0.13 at most (95 %, the sum of 2 steps)"),
+        ((0.1, None), "qualified within noise, but nothing bounds how far acc may differ"),
+        ((), "qualified as identical"),
+    ],
+)
+def test_bounds_of_verdicts_add_up_along_their_steps(bounds: tuple[float | None, ...], expected: str) -> None:
+    names = [f"0.4.{number}" for number in range(len(bounds) + 2)]
+    known = [
+        make_qualification(build(one), build(other), bound=bound)
+        for one, other, bound in zip(names, names[1:], bounds, strict=False)
+    ]
+    known.append(make_qualification(build(names[-2]), build(names[-1]), verdict="identical"))
+
+    steps = qualified_steps(build(names[0]), build(names[-1]), known, evaluator=HARNESS, benchmark="demo_facts")
+
+    assert steps is not None and len(steps) == len(bounds) + 1
+    assert qualified_words(steps, "acc") == expected
 
 
 def test_change_qualified_for_one_benchmark_is_not_for_another() -> None:

@@ -292,10 +292,13 @@ def test_another_build_is_refused_and_named_until_it_is_qualified(tmp_path: Path
     assert compared(tmp_path, "run-a@100", "run-a@200", "--anyway")["measured_differently"]["demo_facts"]
 
     both = (build_of(record) for record in read_records(str(tmp_path)))
-    write_qualification(str(tmp_path), make_qualification(*both))
+    write_qualification(str(tmp_path), make_qualification(*both, bound=0.17))
     found = compared(tmp_path, "run-a@100", "run-a@200")
+    words = "qualified within noise: acc may differ by 0.17 at most (95 %)"
     assert found["measured_differently"] == {}
-    assert found["qualified"] == {"demo_facts": ["harness lm_eval 0.4.9 → 0.4.13"]}
+    assert found["qualified"] == {"demo_facts": ["harness lm_eval 0.4.9 → 0.4.13", words]}
+    shown = CliRunner().invoke(app, ["run-a@100", "run-a@200", "--path", str(tmp_path)]).stdout
+    assert words in " ".join(shown.split()) and "no number" not in shown
 
 
 def test_prompts_that_a_qualified_build_puts_otherwise_are_compared(tmp_path: Path):
