@@ -656,7 +656,7 @@ def test_change_of_versions_inside_a_series_is_marked_and_breaks_the_line_unless
         False,
     ]
     words = "demo_facts from run-a step 300: harness lm_eval 0.4.9 → 0.4.13"
-    assert f"{words} ({'qualified within noise' if qualified else 'not qualified, so the line is broken'}" in notes
+    assert f"{words} ({'qualified as identical' if qualified else 'not qualified, so the line is broken'}" in notes
     assert words in page and any("other versions from here" in text for text in texts(picture))
     assert len(strokes(picture)) == (1 if qualified else 2)
     assert [c.verdict for c in results.changes(results.columns[0])] == ["better" if qualified else "other versions"]
