@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -43,6 +43,17 @@ class _Plan(BaseModel):
     asking: Asking = Asking()
 
 
+class _Group(BaseModel):
+    """One group of samples, by a field of their metadata."""
+
+    field: str
+    template: str
+    name: str
+
+    def has(self, row: _Row) -> bool:
+        return self.template.replace("{group_name}", row.metadata.get(self.field, "None")) == self.name
+
+
 class _Number(BaseModel):
     """A metric of Inspect's, and the score of single samples that it is taken over."""
 
@@ -53,6 +64,7 @@ class _Number(BaseModel):
     better: bool | None
     score: str
     cluster: str | None
+    group: _Group | None = None
 
 
 class _Results(BaseModel):
@@ -107,7 +119,9 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         problem = "; ".join(f"{key}: {why}" for key, why in results.problems.items())
         raise invalid_results(_HARNESS, output, problem or "no usable number")
     return Parsed(
-        metrics=tuple(_metric(key, number, better) for key, numbers in results.metrics.items() for number in numbers),
+        metrics=tuple(
+            _metric(key, number, better, rows[key]) for key, numbers in results.metrics.items() for number in numbers
+        ),
         counts=Counts(requested=requested, answered=answered, scored=scored, judge_errors=errors),
         versions=results.versions,
         links={f"Inspect log of {key}": f"{LOGS}/{log}" for key, log in results.logs.items()},
@@ -153,18 +167,21 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
             )
 
 
-def _metric(key: str, number: _Number, better: Mapping[str, bool]) -> Metric:
+def _metric(key: str, number: _Number, better: Mapping[str, bool], rows: Sequence[_Row]) -> Metric:
+    within = {row.id for row in rows if number.group and number.group.has(row) and number.score in row.scores}
     return Metric(
         benchmark=key,
         name=number.name,
         value=number.value,
         stderr=number.stderr,
-        n=number.n or 0,
+        n=len(within) or number.n or 0,  # that of a group's aggregate, which no sample is in, is that of all
         higher_is_better=better.get(number.name, number.better),
     )
 
 
 def _is_mean(number: _Number, rows: list[_Row]) -> bool:
+    if number.group is not None and any(map(number.group.has, rows)):
+        return False  # of some samples, though their mean may be that of all
     scores = [row.scores[number.score] for row in rows if number.score in row.scores]
     return bool(scores) and math.isclose(math.fsum(scores) / len(scores), number.value, abs_tol=_ROUNDING)
 

@@ -168,7 +168,9 @@ def test_direction_of_a_metric_is_that_of_the_options_and_changes_no_hash(tmp_pa
     assert evaluation_hash(directed) == evaluation_hash(plain)
 
 
-def written(output: Path, rows: list[dict[str, Any]], metrics: list[dict[str, Any]], **results: Any) -> Path:
+def written(
+    output: Path, rows: list[dict[str, Any]], metrics: list[dict[str, Any]], *, questions: int = 2, **results: Any
+) -> Path:
     """Files as the program leaves them behind, of one task."""
     output.mkdir(exist_ok=True)
     defaults = {
@@ -186,7 +188,7 @@ def written(output: Path, rows: list[dict[str, Any]], metrics: list[dict[str, An
         "metadata": {},
     }
     numbers = [{"stderr": None, "n": 2, "better": True, "cluster": None, **metric} for metric in metrics]
-    (output / "plan.json").write_text(json.dumps({"questions": {"demo_choices": 2}}))
+    (output / "plan.json").write_text(json.dumps({"questions": {"demo_choices": questions}}))
     (output / "samples.jsonl").write_text("".join(json.dumps({**defaults, **row}) + "\n" for row in rows))
     found = {"metrics": {"demo_choices": numbers}, "logs": {"demo_choices": "x.eval"}, **results}
     (output / "results.json").write_text(json.dumps(found))
@@ -209,6 +211,25 @@ def test_score_is_published_with_an_interval_from_its_samples_and_inspects_own_l
         {"accuracy": 1.0},
         {"accuracy": 0.0},
     ]
+
+
+def test_metric_of_a_group_has_the_questions_of_that_group(tmp_path: Path):
+    rows = [
+        {"id": f"{subject}{number}", "scores": {"match": float(number % 2)}, "metadata": {"subject": subject}}
+        for subject, questions in (("law", 2), ("art", 4))
+        for number in range(questions)
+    ]
+    group = {"field": "subject", "template": "in {group_name}"}
+    numbers = [
+        {"name": name, "value": 0.5, "score": "match", "n": 6, "group": {**group, "name": name}}
+        for name in ("in law", "in art", "all")
+    ]
+    output = written(tmp_path / "out", rows, numbers, questions=6)
+
+    parsed = read_output(Inspect(), make_config("demo_choices"), output, samples=tmp_path / "samples.jsonl.gz")
+
+    assert [(metric.name, metric.n) for metric in parsed.metrics] == [("in law", 2), ("in art", 4), ("all", 6)]
+    assert [metric.recomputed for metric in parsed.metrics] == [False, False, True]
 
 
 @pytest.mark.parametrize(

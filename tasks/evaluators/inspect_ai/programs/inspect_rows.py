@@ -68,9 +68,18 @@ def metrics_of(log: EvalLog) -> list[dict[str, Any]]:
                     "better": True if metric.name == "accuracy" else None,
                     "score": f"{score.scorer}\n{score.name}" if score.name != score.scorer else score.scorer,
                     "cluster": cluster,
+                    "group": _group(metric),
                 }
             )
     return found
+
+
+def _group(metric: Any) -> dict[str, str] | None:
+    """The field of the metadata by which samples were grouped, the template of groups' names, and the group's."""
+    if metric.group != "grouped" or "group_key" not in metric.params:
+        return None
+    template = metric.params.get("name_template", "{group_name}")
+    return {"field": metric.params["group_key"], "template": template, "name": metric.name}
 
 
 def _named(score: EvalScore, metric: str, scores: list[EvalScore]) -> str:
