@@ -92,7 +92,7 @@ class Mirror:
             connection.execute("DELETE FROM segments WHERE mirror = ?", (self._folder,))
 
     def _names(self) -> set[str]:
-        names = (storage.basename(file.uri) for file in storage.list_files(self._folder))
+        names = (storage.basename(file.uri) for file in storage.list_files(self._folder) if file.regular)
         return {name for name in names if _SEGMENT.fullmatch(name)}
 
     def _next_segment(self, connection: sqlite3.Connection) -> list[tuple[int, Row]]:

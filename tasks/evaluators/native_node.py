@@ -243,7 +243,7 @@ class _Runner:
                 file = kept / text.removeprefix(_KEPT)
                 if text.startswith(_KEPT) and file.parent == kept and file.is_file():
                     with _reported(f"{text} cannot be copied, so it would not be there after a preemption"):
-                        storage.write_bytes(storage.join(evaluation.kept, file.name), file.read_bytes())
+                        storage.write_bytes(storage.join(evaluation.kept, file.name), storage.read_bytes(str(file)))
                 lines.append(line)
                 for place in (log, sys.stderr):
                     place.write(line)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, ValidationError
 
+from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.records.details import Part
 from tasks.records.record import QUALIFICATIONS_FOLDER, CheckpointReference, FoundRecord, Record
@@ -240,7 +241,7 @@ def read_qualifications(evaluation_path: str) -> tuple[Qualification, ...]:
     for file in storage.list_files(storage.join(evaluation_path, QUALIFICATIONS_FOLDER, _VERDICTS)):
         try:
             found.append(Qualification.model_validate_json(storage.read_bytes(file.uri)))
-        except (FileNotFoundError, ValidationError):  # of a newer Assay, or none
+        except (FileNotFoundError, IrregularFile, ValidationError):  # of a newer Assay, or none
             continue
     return tuple(sorted(found, key=lambda qualification: qualification.created))
 

@@ -29,7 +29,7 @@ import orjson
 
 from resources.errors import IrregularFile, RecordStatus, StorageError
 from resources.storage import storage
-from resources.storage.regular_files import UnsafeFile, open_within
+from resources.storage.regular_files import UnsafeFile, leads_out, open_within
 from resources.storage.storage import FileInfo
 from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_record
 from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
@@ -328,8 +328,11 @@ def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
         root = str(storage.local_path(run_folder).absolute())
         start = len(root) + 1
         for cell in _local_cells(root):
+            record = f"{cell}/{RECORD_NAME}"
             try:
-                status = os.stat(f"{cell}/{RECORD_NAME}")  # noqa: PTH116 - a Path for each of 200,000 takes a second
+                status = os.lstat(record)  # a Path for each of 200,000 takes a second
+                if stat.S_ISLNK(status.st_mode) and not leads_out(record, os.path.realpath(record)):
+                    status = os.stat(record)  # noqa: PTH116
             except OSError as error:
                 if error.errno in _NO_FILE:
                     continue

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.records.builds import Qualification
 from tasks.records.record import Record
@@ -51,9 +52,10 @@ def marked(page: str, made_from: str) -> bytes:
 
 def is_fresh(uri: str, made_from: str) -> bool:
     """Returns whether the page that lies there was made from that, and is whole and unchanged."""
-    if not storage.exists(uri):
+    try:
+        held = storage.read_bytes(uri)
+    except (FileNotFoundError, IrregularFile):
         return False
-    held = storage.read_bytes(uri)
     page = held.rpartition(_MARK)[0]
     return held == marked(page.decode(errors="replace"), made_from)
 

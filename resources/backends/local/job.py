@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
 from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import wait_until_finished
+from resources.storage import storage
 from resources.storage.files import replace_json, tail
 
 CALL = "call.pickle"
@@ -91,8 +93,9 @@ class LocalJob:
         return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def _left(self, replica: int) -> bytes | None:
-        path = self._folder / f"result-{replica}"
-        return path.read_bytes() if path.exists() else None
+        with suppress(FileNotFoundError):
+            return storage.read_bytes(str(self._folder / f"result-{replica}"))
+        return None
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`."""

@@ -16,6 +16,7 @@ from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
 from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import growing_pauses, wait_until_finished
+from resources.storage import storage
 from resources.storage.files import replace_json, tail
 
 CALL = "call.pickle"
@@ -166,7 +167,7 @@ class SlurmJob:
 
     def _left(self, replica: int) -> bytes | None:
         with suppress(FileNotFoundError):
-            return (self._task(replica) / "result-0").read_bytes()
+            return storage.read_bytes(str(self._task(replica) / "result-0"))
         return None
 
     def _read(self) -> dict[str, Any]:

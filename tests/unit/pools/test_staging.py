@@ -136,6 +136,15 @@ def test_stage_of_a_local_checkpoint_mends_its_folder_of_links(tmp_path: Path, l
         staged.verify()
 
 
+def test_file_that_checkpoints_of_a_run_share_is_staged(tmp_path: Path, local: Path) -> None:
+    folder = write_checkpoint(tmp_path / "run-a" / "step-1")
+    digests = digest_model_folder(inspect_model_folder(str(folder)))
+    (folder / "tokenizer.json").rename(tmp_path / "run-a" / "tokenizer.json")
+    (folder / "tokenizer.json").symlink_to("../tokenizer.json")
+    with staging(local).stage(str(folder), digests) as staged:
+        assert (staged.path / "tokenizer.json").resolve() == tmp_path / "run-a" / "tokenizer.json"
+
+
 def test_staged_checkpoint_stays_what_its_link_showed(tmp_path: Path, local: Path) -> None:
     first, second = (write_checkpoint(tmp_path / f"step-{seed}", seed=seed) for seed in (1, 2))
     latest = tmp_path / "latest"

@@ -1,0 +1,56 @@
+"""Files among records that another user put there: each costs its own cell, and is not followed or waited for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fakes.cells import make_cell
+from tasks.claims.files import claims_folder, read_claims
+from tasks.policies.overrides import read_overrides
+from tasks.records.builds import read_qualifications
+from tasks.records.early import find_early
+from tasks.records.index import indexed_records
+from tasks.records.record import FoundRecord, find_records, read_record
+from tasks.reports.freshness import is_fresh
+
+
+def _link_out(path: Path) -> None:
+    """A valid record, out of the folder."""
+    path.symlink_to("../../../../../elsewhere.json")
+
+
+@pytest.mark.parametrize("use_index", [False, True])
+@pytest.mark.parametrize("make", [os.mkfifo, _link_out, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_hostile_record_costs_its_own_cell(make: Callable[[Path], None], use_index: bool, tmp_path: Path) -> None:
+    evaluations = tmp_path / "evaluations"
+    (_, bad), (record, good) = (make_cell(evaluations, step=step) for step in (100, 200))
+    run = str(evaluations / "run-a")
+    if use_index:
+        assert len(indexed_records(run).done) == 2
+    (bad / "record.json").rename(tmp_path / "elsewhere.json")
+    make(bad / "record.json")
+    unreadable: list[str] = []
+    assert find_records(str(evaluations), unreadable=unreadable) == [FoundRecord(str(good), record)]
+    assert unreadable in ([str(bad)], [])
+    assert (read_record(str(bad)), list(indexed_records(run).done)) == (None, ["run-a-200"])
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd")])
+def test_hostile_files_beside_records_count_for_nothing(make: Callable[[Path], None], tmp_path: Path) -> None:
+    _, cell = make_cell(tmp_path, step=100)
+    run = tmp_path / "run-a"
+    names = ["claims/cell.1.json", "claims/holders/a.json", "index/summary.json", "index/1-a.json", "marks/a.json"]
+    places = [*(run / name for name in names), cell / "early.json", tmp_path / "qualifications" / "verdicts" / "a.json"]
+    for place in [*places, tmp_path / "report.html"]:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        make(place)
+    assert list(indexed_records(str(run)).done) == ["run-a-100"]
+    assert [claim.readable for claim in read_claims(claims_folder(str(tmp_path), "run-a"))] == [False]
+    assert list(find_early(str(tmp_path))) == []
+    assert read_qualifications(str(tmp_path)) == ()
+    assert read_overrides(str(run)).by_cell == {}
+    assert not is_fresh(str(tmp_path / "report.html"), "records")
