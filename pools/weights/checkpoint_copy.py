@@ -36,20 +36,10 @@ def copy_checkpoint(
     stopped: Callable[[], bool],
     on_progress: Progress | None,
 ) -> Path:
-    """Copies the files that are served, going on where an earlier call ended.
+    """Copies the files that are served, continuing an earlier call; returns the folder below `partial` with the model.
 
-    Args:
-        uri: the checkpoint.
-        digests: what it had when it was planned.
-        partial: a local folder for the copy in the making, which no other call is using.
-        make_room: called once with the size of the whole copy, before the first byte.
-        parallel_files: how many files are read at once.
-        range_bytes: how much of each is read at once.
-        stopped: asked before every range.
-        on_progress: told of the bytes as they come.
-
-    Returns:
-        The folder below `partial` that holds the whole model.
+    No other call may use `partial`. `make_room` is called once with the size in bytes of the whole copy, `stopped`
+    before each range of a file. `digests` are those of the plan.
 
     Raises:
         IncompleteCheckpoint: it is not whole, or gone.

@@ -68,14 +68,10 @@ def new_seal(job_id: str) -> bytes:
 def result_of(
     job: JobHandle, timeout: float | None, *, replica: int, read: Callable[[], bytes | None], where: str
 ) -> Any:
-    """Does what `JobHandle.result` says, for every backend.
+    """Implements `JobHandle.result` for every backend; `timeout` in seconds, None for no bound.
 
-    Args:
-        job: whose callable's result is wanted.
-        timeout: seconds; for ever when None.
-        replica: whose.
-        read: gives what the replica's process has left in the last attempt; None where there is nothing.
-        where: what to do to learn more, a clause such as "read …/replica-*.log".
+    `read` returns the bytes that the replica left in its last attempt, or None. `where` is a clause on what to do to
+    learn more, such as "read …/replica-*.log".
     """
     details = job.details()
     if details.returns is False:
@@ -107,11 +103,9 @@ def result_of(
 
 
 def raised_by(job: JobHandle, read: Callable[[int], bytes | None]) -> Exception | None:
-    """Returns what a job's callable raised in the first replica in which it did, None where nobody can say it here.
+    """Returns the exception of a failed job's callable, of the first replica that raised; None if it is not known.
 
-    Args:
-        job: one that failed.
-        read: gives what a replica's process has left in the last attempt; None where there is nothing.
+    `read` returns the bytes that a replica left in its last attempt, or None.
     """
     details = job.details()
     if details.returns is False or details.status is not JobStatus.FAILED:

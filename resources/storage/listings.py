@@ -133,13 +133,9 @@ def _link(entry: os.DirEntry[str], within: str) -> list[LocalFile]:
 def bucket_objects(
     filesystem: fsspec.AbstractFileSystem, path: str, *, between: Sequence[str] = ()
 ) -> list[dict[str, Any]] | None:
-    """The objects at or below a path in Google's store, by name, as it describes them; None for other stores.
+    """Lists the objects at or below a bucket's path in Google's store, as it describes them; None for other stores.
 
-    Args:
-        filesystem: the store.
-        path: bucket and name.
-        between: names in the bucket, in order, between which the store is asked side by side. Any will do: they change
-            how long it takes, and nothing else.
+    `between` are names in the bucket, in order, between which the store is listed in parallel.
 
     Raises:
         OSError: the bucket is not there, or cannot be listed.

@@ -135,12 +135,9 @@ class RunRecords:
 
 
 def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[], float] = time.time) -> RunRecords:
-    """Returns what the records of a run say, by the index where that may be believed, else by themselves.
+    """Returns the records below `<evaluation_path>/<run>`, by a recent index or read one by one.
 
-    Args:
-        run_folder: `<evaluation_path>/<run>`.
-        use_index: believe an index that was compared with the records lately.
-        now: clock in seconds since the epoch.
+    `use_index=False` reads the records; `now` is a clock in seconds since the epoch.
 
     Raises:
         StorageError: the folder cannot be listed.

@@ -86,11 +86,7 @@ def send(
 ) -> str | None:
     """Copies a record with its attempt, or the report page, and returns its place there.
 
-    Args:
-        announcement: the record or the report.
-        sink: the store.
-        place: the folder that a block named, in place of the sink's url.
-        options: options of the store's client, with its credentials.
+    `place` is the folder that a block named, in place of the sink's url; `options` are the client's, with credentials.
 
     Raises:
         SinkFailed: the store did not take it, or is where the records lie.
