@@ -13,6 +13,7 @@ from tasks.records.builds import Qualification, build_changes
 from tasks.records.current import current_records, merged_by, sharing_no_input, told_apart
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.statistics.alarms import CHECKPOINTS_BETWEEN_FALSE_ALARMS, FEWEST_BEFORE, Score, alarms
+from tasks.statistics.intervals import quantile
 from tasks.statistics.training_noise import training_noise
 
 _ID_CHARACTERS = 16
@@ -184,8 +185,9 @@ def _scores(
     return [
         Score(
             _sign(values[place].metric) * values[place].metric.value,
-            values[place].metric.stderr or _guessed_error(values[place].metric),
+            _error(values[place].metric),
             breaks=place[0] in broken,
+            unvaried=values[place].metric.stderr == 0.0,
         )
         if place in values
         else None
@@ -206,6 +208,13 @@ def _sign(metric: Metric) -> float:
     return 1.0 if metric.higher_is_better else -1.0
 
 
-def _guessed_error(metric: Metric) -> float:
-    """The size of an error over questions that no harness gave: that of a share which is as large as its half."""
-    return abs(metric.value) / (2 * math.sqrt(max(1, metric.n)))
+def _error(metric: Metric) -> float:
+    """The error over questions: as recorded; where all answers scored alike, that of so wide an interval.
+
+    Without an interval it is a question's part; where no harness gave an error, that of a share as large as its half.
+    """
+    if metric.stderr is None:
+        return abs(metric.value) / (2 * math.sqrt(max(1, metric.n)))
+    if metric.stderr == 0.0 and metric.low is not None and metric.high is not None:
+        return (metric.high - metric.low) / (2 * quantile(math.inf))
+    return metric.stderr or abs(metric.value) / max(1, metric.n)

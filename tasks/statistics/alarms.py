@@ -12,6 +12,9 @@ starts again. Comparing a checkpoint with its neighbour does the same with no me
   from few checkpoints, so each shortfall goes through Student's t to the normal number of the same chance (Hawkins
   1987).
 - A rise that ends is no drop: no more is expected than the level, nor than the best of the last three scores.
+- Errors that go on from one checkpoint to the next are predicted too (AR(1), by a lag-1 correlation that the series of
+  a run share), and the yardstick is that of the rest. It grows where the latest errors of the run are larger.
+- One shortfall alone stays below the threshold unless it is larger than heavy tails give: an outlier is no level.
 - The threshold follows from the mean number of checkpoints between two false alarms (Siegmund 1985). That of a run is
   shared by its series, so each of them gets as many times more.
 """
@@ -22,6 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from tasks.statistics.training_noise import clipped_spread
@@ -36,7 +40,16 @@ _SLOPES = (0.0001, 0.003, 0.1)  # variances of the slope's change per checkpoint
 _BETTER = 1.1  # error of a path by that of the next one that bends more, for which that is taken
 _STEEP = 1e6  # variance of a slope of which nothing is known yet, by that of the noise
 _OVERSHOOT = 1.166  # of a sum of normal numbers over a threshold (Siegmund 1985)
-_CALIBRATION = 1.05  # of the threshold, by simulation: the approximation is of smaller steps, and of independent ones
+_CALIBRATION = 0.82  # of the threshold, by simulation: the approximation is of smaller steps, that may alarm alone
+_ALONE = 0.9  # of the threshold: as far as one shortfall goes, unless Student's t with so few degrees of freedom
+_HEAVY = 3.0  # takes it for a rare one
+_MOST_ALIKE = 0.95  # lag-1 correlation
+_REACH, _CARRIED = (
+    2.5,
+    4.0,
+)  # spreads beyond which an error counts as this large: in the correlation, in what follows it
+_COMMON = 30.0, 5.0  # pairs of errors that the correlation of all series is worth to each, and that 0 is to all
+_LATEST = 5  # errors of each series by which its jitter is seen to grow
 _WORTH = 0.5  # degrees of freedom of a prediction error, by simulation: a level is estimated with it
 _SHORTEST = 0.25  # of the questions' standard error: neighbours that answer 97 % of questions alike waver by as much
 _REMEMBERED = 40  # prediction errors: a training that calms down is judged by what it does now
@@ -53,6 +66,8 @@ class Score:
     stderr: float
     breaks: bool = False
     """True if it does not go on from what came before."""
+    unvaried: bool = False
+    """True if all answers scored alike, so that the error comes from the interval, and nothing wavers by less."""
 
 
 class Alarm(NamedTuple):
@@ -81,7 +96,15 @@ def alarms(
             for state, scores, alarms in zip(watched, series, found, strict=True)
             if (score := scores[at] if at < len(scores) else None) is not None
         ]
-        for (state, score, alarms), noise in zip(here, _moderated([state.noise for state, _, _ in here]), strict=True):
+        if not here:
+            continue
+        states = [state for state, _, _ in here]
+        by_path = [_correlations([state.paths[number] for state in states]) for number in range(len(_SLOPES))]
+        for state, correlations in zip(states, zip(*by_path, strict=True), strict=True):
+            state.follow(correlations)
+        grown = _growth([[error / state.noise.spread for error in state.path.errors] for state in states])
+        noises = _moderated([_Noise(state.noise.spread * grown, state.noise.freedom) for state in states])
+        for (state, score, alarms), noise in zip(here, noises, strict=True):
             if alarm := state.takes(at, score, noise=noise, limit=limit):
                 alarms.append(alarm)
     return found
@@ -138,6 +161,7 @@ class _Path:
     start: _Trend | None
     bends: float
     errors: tuple[float, ...] = ()
+    latest: float = 0.0
 
     @property
     def trend(self) -> _Trend:
@@ -146,65 +170,87 @@ class _Path:
         return self.start
 
     @cached_property
-    def noise(self) -> _Noise:
+    def spread(self) -> float:
         """The spread of the errors."""
-        spread = clipped_spread(self.errors) if self.errors else 0.0
-        return _Noise(max(_SHORTEST, spread), _WORTH * len(self.errors))
+        return max(_SHORTEST, clipped_spread(self.errors) if self.errors else 0.0)
 
     @cached_property
-    def error(self) -> float:
+    def lagged(self) -> tuple[float, float]:
+        """Sums of products of neighbouring errors, and of their mean squares, in spreads."""
+        sizes = [size / self.spread for size in _bounded(self.errors, _REACH * self.spread)]
+        ends = (sizes[0] ** 2 + sizes[-1] ** 2) / 2 if sizes else 0.0
+        return sum(map(mul, sizes, sizes[1:])), sum(map(mul, sizes, sizes)) - ends
+
+    def carried(self, errors: Sequence[float], correlation: float) -> list[float]:
+        """The part of each error that the next one is to be expected to have."""
+        return [correlation * error for error in _bounded(errors, _CARRIED * self.spread)]
+
+    def noise(self, correlation: float) -> _Noise:
+        """The spread of what errors have that those before them did not foretell."""
+        own = [b - a for a, b in zip(self.carried(self.errors, correlation), self.errors[1:], strict=False)]
+        return _Noise(max(_SHORTEST, clipped_spread(own)) if own else self.spread, _WORTH * len(self.errors))
+
+    def error(self, spread: float) -> float:
         """The error to be expected of the next prediction, with what a path that bends has to be better by."""
         if self.start is None:
             return math.inf
-        return self.noise.spread * math.sqrt(self.start.ahead().variance) * _BETTER ** _SLOPES.index(self.bends)
+        return spread * math.sqrt(self.start.ahead().variance) * _BETTER ** _SLOPES.index(self.bends)
 
     def met(self, value: float, *, unit: float) -> _Path:
         """Returns the path with a score learned."""
         if self.start is None:
             return _Path(_Trend(value, self.bends), self.bends, self.errors)
-        ahead, errors = self.start.ahead(), self.errors
+        ahead, errors, latest = self.start.ahead(), self.errors, 0.0
         if ahead.variance < _UNKNOWN and unit > 0.0:
-            errors = (*errors, (value - ahead.level) / math.sqrt(ahead.variance) / unit)[-_REMEMBERED:]
-        return _Path(ahead.met(value), self.bends, errors)
+            latest = (value - ahead.level) / math.sqrt(ahead.variance) / unit
+            errors = (*errors, latest)[-_REMEMBERED:]
+        return _Path(ahead.met(value), self.bends, errors, latest)
 
 
 @dataclass
 class _Series:
     """The state of one series: what was learned, what is held back, and both sums."""
 
-    paths: list[_Path] = field(default_factory=list)
+    paths: list[_Path] = field(default_factory=lambda: [_Path(None, bends) for bends in _SLOPES])
+    path: _Path = field(init=False)
+    correlation: float = field(init=False)
+    noise: _Noise = field(init=False)
     learned: int = 0
     stderr: float = 0.0
+    least: float = 0.0
+    latest: float = 0.0
     last: list[float] = field(default_factory=list)
     held: list[tuple[int, Score]] = field(default_factory=list)
     rising: list[Score] = field(default_factory=list)
     fallen: float = 0.0
     risen: float = 0.0
 
-    @property
-    def path(self) -> _Path | None:
-        """The one whose next prediction is the surest."""
-        return min(self.paths, key=lambda path: path.error, default=None)
-
-    @property
-    def noise(self) -> _Noise:
-        """The spread of that path's errors."""
-        return self.path.noise if self.path else _Noise(_SHORTEST, 0.0)
+    def follow(self, correlations: Sequence[float]) -> None:
+        """Chooses the path whose next prediction is the surest, given the correlation of each path's errors."""
+        noises = [path.noise(alike) for path, alike in zip(self.paths, correlations, strict=True)]
+        known = list(zip(self.paths, correlations, noises, strict=True))
+        self.path, self.correlation, self.noise = min(known, key=lambda each: each[0].error(each[2].spread))
 
     def takes(self, at: int, score: Score, *, noise: _Noise, limit: float) -> Alarm | None:
         """Judges a score, then learns it or holds it back."""
         if score.breaks:
             self._begin([])
-        alarm, unit = None, max(score.stderr, self.stderr)
-        if self.last and (path := self.path) is not None:
+        alarm, unit, path, latest = None, max(score.stderr, self.stderr), self.path, 0.0
+        self.least = score.stderr if score.unvaried else self.least
+        if self.last:
             ahead = path.trend.ahead(1 + len(self.held))
             expected = min(ahead.level, path.trend.level, max(self.last))
             if self.learned >= FEWEST_BEFORE and ahead.variance < _UNKNOWN and unit > 0.0:
-                sized = unit * math.sqrt(ahead.variance) * noise.spread
-                self.fallen = max(0.0, self.fallen + _normal((expected - score.value) / sized, noise) - _ALLOWANCE)
-                self.risen = max(0.0, self.risen + _normal((score.value - ahead.level) / sized, noise) - _ALLOWANCE)
+                scale = unit * math.sqrt(ahead.variance)
+                latest, sized = (score.value - expected) / scale, max(self.least, scale * noise.spread)
+                [before] = path.carried([self.latest if self.held else path.latest], self.correlation)
+                short = expected + min(0.0, before) * scale - score.value
+                above = score.value - ahead.level - before * scale
+                self.fallen = max(0.0, self.fallen + _excess(short / sized, noise, limit=limit))
+                self.risen = max(0.0, self.risen + _normal(above / sized, noise) - _ALLOWANCE)
             if self.fallen > limit:
                 alarm = Alarm(at, self.held[0][0] if self.held else at, expected)
+        self.latest = latest
         self.held.append((at, score))
         held = [earlier for _, earlier in self.held]
         if alarm is not None:
@@ -230,9 +276,20 @@ class _Series:
 
     def _learn(self, score: Score) -> None:
         unit = max(score.stderr, self.stderr)
-        paths = self.paths or [_Path(None, bends) for bends in _SLOPES]
-        self.paths = [path.met(score.value, unit=unit) for path in paths]
+        self.paths = [path.met(score.value, unit=unit) for path in self.paths]
         self.learned, self.last = self.learned + 1, [*self.last[-2:], score.value]
+
+
+def _bounded(errors: Sequence[float], reach: float) -> list[float]:
+    return [error if -reach < error < reach else math.copysign(reach, error) for error in errors]
+
+
+def _excess(shortfall: float, noise: _Noise, *, limit: float) -> float:
+    """The part of a shortfall that adds up; of one alone not enough for an alarm, if heavy tails could give it."""
+    excess, alone = _normal(shortfall, noise) - _ALLOWANCE, _ALONE * limit
+    if excess <= alone:
+        return excess
+    return max(alone, _normal(shortfall, _Noise(noise.spread, min(_HEAVY, noise.freedom))) - _ALLOWANCE)
 
 
 def _normal(deviation: float, noise: _Noise) -> float:
@@ -242,6 +299,27 @@ def _normal(deviation: float, noise: _Noise) -> float:
     if noise.freedom <= 0:
         return 0.0
     return math.copysign(-float(special.ndtri(special.stdtr(noise.freedom, -abs(deviation)))), deviation)
+
+
+def _correlations(paths: Sequence[_Path]) -> list[float]:
+    """The lag-1 correlation of each path's errors, drawn to that of all; a fitted trend hides some, which is added."""
+    weight, none = _COMMON
+    products, squares = (math.fsum(sums) for sums in zip(*(path.lagged for path in paths), strict=True))
+    common = max(0.0, products / (squares + none))
+    found = []
+    for path in paths:
+        own = (path.lagged[0] + weight * common) / (path.lagged[1] + weight)
+        hidden = (1 + 3 * own) / len(path.errors) if path.errors else 0.0  # Kendall 1954
+        found.append(max(0.0, min(_MOST_ALIKE, own + hidden)))
+    return found
+
+
+def _growth(series: Sequence[Sequence[float]]) -> float:
+    """The spread of the latest errors of a run by that of all of them, less what chance gives; 1 at least."""
+    long = [errors for errors in series if len(errors) >= 2 * _LATEST]
+    latest = [error for errors in long for error in errors[-_LATEST:]]
+    usual = clipped_spread([error for errors in long for error in errors]) if long else 0.0
+    return max(1.0, clipped_spread(latest) / usual / (1 + 1 / math.sqrt(len(latest)))) if usual else 1.0
 
 
 def _moderated(own: Sequence[_Noise]) -> list[_Noise]:

@@ -14,7 +14,9 @@ checkpoints, which a slope enters.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
+from operator import mul
 from statistics import median
 from typing import NamedTuple
 
@@ -54,9 +56,11 @@ def clipped_spread(deviations: Sequence[float]) -> float:
 
     Of few deviations the middle one is itself uncertain, so they are left more room.
     """
-    sizes = [abs(deviation) for deviation in deviations]
+    sizes = sorted(map(abs, deviations))
     most = _REACH * (1 + 4 / len(sizes)) * median(sizes) / _NORMAL or math.inf  # most are 0: nothing to clip by
-    return math.sqrt(math.fsum(min(size, most) ** 2 for size in sizes) / len(sizes))
+    usual = sizes[: bisect(sizes, most)]
+    clipped = len(sizes) - len(usual)
+    return math.sqrt((sum(map(mul, usual, usual)) + (clipped * most**2 if clipped else 0.0)) / len(sizes))
 
 
 def together(question_stderr: float | None, noise: TrainingNoise | None) -> float | None:

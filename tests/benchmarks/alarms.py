@@ -3,19 +3,18 @@
     make bench NAME=alarms
     python tests/benchmarks/alarms.py [--runs 1000] [--seed 0]
 
-Each checkpoint's score is a level plus normal jitter with a standard deviation of half a point, of which the detector
-is told nothing but the standard error of 2,000 questions, half of them right (1.1 points).
+Scores are shares of 2,000 questions, half of them right unless said otherwise (a standard error of 1.1 points). They
+jitter by half a point, of which the detector is told nothing. Runs have 50 checkpoints, and 20 benchmarks or one.
 
-- alarms.identical, alarms.jitter, alarms.unequal_jitter: runs of 50 checkpoints and 20 benchmarks without a change
-  that raise any alarm; 5 % at most are promised
-- alarms.rising: the same where every score rises, in three shapes, and the rise ends
+- alarms.false: runs without a drop that raise any alarm, and alarms per thousand checkpoints, for each kind of jitter.
+  One in a thousand checkpoints, 5 % of runs, is promised for jitter that is normal, independent and of constant size
 - alarms.neighbours: runs that comparing each checkpoint with the one before would call a regression, by a z test of the
   jitter's true size at p < 0.05
 - alarms.distance: checkpoints of one series between two false alarms, where one in 200 is stated
 - alarms.planted: drops of 2 points in one of 20 benchmarks that are alarmed at the first or second checkpoint after so
-  many; at least 80 % after 30
+  many; at least 75 % after 30 where jitter is independent
 
-With 1000 runs it takes about ten minutes.
+With 1000 runs it takes about twenty minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,35 +37,92 @@ from tasks.statistics.alarms import Score, alarms
 CHECKPOINTS, BENCHMARKS = 50, 20
 QUESTIONS = 2_000
 JITTER, DROP = 0.005, 0.02
-_ERROR = math.sqrt(0.25 / QUESTIONS)
 _AT_5_PERCENT = 1.645
 
-RISES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "saturates": lambda at: 0.3 * (1 - np.exp(-at / 15)),
-    "emerges": lambda at: 0.3 / (1 + np.exp(-(at - 20) / 3)),
-    "jumps": lambda at: 0.1 * (at > 25),
+Draw = Callable[[np.random.Generator, int, int], np.ndarray]
+"""Scores of some benchmarks at some checkpoints."""
+
+
+class FalseAlarms(NamedTuple):
+    """The share of runs with any, and their number for a thousand checkpoints of a run."""
+
+    runs: float
+    per_thousand: float
+
+
+def _jitter(random: np.random.Generator, benchmarks: int, checkpoints: int) -> np.ndarray:
+    return JITTER * random.normal(size=(benchmarks, checkpoints))
+
+
+def _outlier(random: np.random.Generator, benchmarks: int, checkpoints: int) -> np.ndarray:
+    """One checkpoint of one benchmark is 8 jitters above its level, or below."""
+    values = _jitter(random, benchmarks, checkpoints)
+    values[random.integers(benchmarks), random.integers(10, checkpoints)] += random.choice([-8, 8]) * JITTER
+    return values
+
+
+def _correlated(correlation: float) -> Draw:
+    def draw(random: np.random.Generator, benchmarks: int, checkpoints: int) -> np.ndarray:
+        fresh = random.normal(size=(benchmarks, checkpoints))
+        fresh[:, 1:] *= math.sqrt(1 - correlation**2)
+        for at in range(1, checkpoints):
+            fresh[:, at] += correlation * fresh[:, at - 1]
+        return JITTER * fresh
+
+    return draw
+
+
+def _kept(share: float) -> Draw:
+    """So many questions keep their answer from one checkpoint to the next, and the others are answered by chance."""
+
+    def draw(random: np.random.Generator, benchmarks: int, checkpoints: int) -> np.ndarray:
+        right = random.binomial(QUESTIONS, 0.5, size=benchmarks)
+        found = [right]
+        for _ in range(1, checkpoints):
+            kept, wrong = random.binomial(right, share), random.binomial(QUESTIONS - right, share)
+            found.append(right := kept + random.binomial(QUESTIONS - kept - wrong, 0.5))
+        return np.array(found).T / QUESTIONS - 0.5
+
+    return draw
+
+
+def _near_the_top(wrong: float) -> Draw:
+    """Each checkpoint answers so many of all questions wrong in the mean, drawn for itself."""
+    return lambda random, *size: 0.5 - random.binomial(QUESTIONS, wrong / QUESTIONS, size=size) / QUESTIONS
+
+
+def _unequal(random: np.random.Generator, benchmarks: int, checkpoints: int) -> np.ndarray:
+    return np.exp(0.5 * random.normal(size=(benchmarks, 1))) * _jitter(random, benchmarks, checkpoints)
+
+
+def _rising(shape: Callable[[np.ndarray], np.ndarray]) -> Draw:
+    return lambda random, *size: _jitter(random, *size) + shape(np.arange(size[1]))
+
+
+KINDS: dict[str, Draw] = {
+    "identical": lambda _, *size: np.zeros(size),
+    "independent": _jitter,
+    "unequal between benchmarks (a factor of 1.6)": _unequal,
+    "near the top (1 of 2,000 wrong)": _near_the_top(1.0),
+    "at the top (1 of 20,000 wrong)": _near_the_top(0.1),
+    "lone outlier (8 jitters)": _outlier,
+    "heavy tails (t, 3 degrees)": lambda random, *size: JITTER / math.sqrt(3) * random.standard_t(3, size=size),
+    "growing threefold": lambda random, *size: _jitter(random, *size) * np.linspace(1, 3, size[1]),
+    "correlated 0.5": _correlated(0.5),
+    "correlated 0.8": _correlated(0.8),
+    "90 % of answers kept": _kept(0.9),
+    "98 % of answers kept": _kept(0.98),
+    "rise saturates": _rising(lambda at: 0.3 * (1 - np.exp(-at / 15))),
+    "rise emerges": _rising(lambda at: 0.3 / (1 + np.exp(-(at - 20) / 3))),
+    "rise jumps": _rising(lambda at: 0.1 * (at > 25)),
 }
 
 
-def alarmed_runs(
-    *, runs: int, seed: int, jitter: float = JITTER, unequal: float = 0.0, rises: str | None = None
-) -> float:
-    """Share of runs without a drop that raise any alarm.
-
-    Args:
-        runs: number of runs.
-        seed: of the simulation.
-        jitter: standard deviation from checkpoint to checkpoint.
-        unequal: standard deviation of its logarithm among the benchmarks of a run.
-        rises: the shape of a rise.
-    """
-    random = np.random.default_rng([seed, round(1e6 * jitter), round(100 * unequal), len(rises or "")])
-    level = RISES[rises](np.arange(CHECKPOINTS)) if rises else np.zeros(CHECKPOINTS)
-    found = 0
-    for _ in range(runs):
-        sizes = jitter * np.exp(unequal * random.normal(size=(BENCHMARKS, 1)))
-        found += any(alarms(_scores(0.5 + level + sizes * random.normal(size=(BENCHMARKS, CHECKPOINTS)))))
-    return found / runs
+def false_alarms(kind: str, *, runs: int, seed: int, benchmarks: int = BENCHMARKS) -> FalseAlarms:
+    """The alarms of runs without a drop."""
+    random = np.random.default_rng([seed, list(KINDS).index(kind), benchmarks])
+    found = [sum(map(len, alarms(_scores(0.5 + KINDS[kind](random, benchmarks, CHECKPOINTS))))) for _ in range(runs)]
+    return FalseAlarms(float(np.mean(np.array(found) > 0)), 1_000 * sum(found) / (runs * CHECKPOINTS))
 
 
 def compared_with_neighbours(*, runs: int, seed: int) -> float:
@@ -84,19 +140,26 @@ def distance(*, stated: int, checkpoints: int, seed: int) -> float:
     return checkpoints / max(1, len(found))
 
 
-def found_drops(*, after: int, runs: int, seed: int) -> float:
+def found_drops(*, after: int, runs: int, seed: int, kind: str = "independent") -> float:
     """Share of drops in one of the benchmarks of a run that are alarmed at the first or second checkpoint."""
-    random = np.random.default_rng([seed, after])
+    random = np.random.default_rng([seed, after, list(KINDS).index(kind)])
     found = 0
     for _ in range(runs):
-        values = 0.5 + JITTER * random.normal(size=(BENCHMARKS, after + 2))
+        values = 0.5 + KINDS[kind](random, BENCHMARKS, after + 2)
         values[0, after:] -= DROP
         found += any(alarm.at >= after for alarm in alarms(_scores(values))[0])
     return found / runs
 
 
 def _scores(values: np.ndarray) -> list[Sequence[Score | None]]:
-    return [[Score(value, _ERROR) for value in series] for series in values.tolist()]
+    """Shares of the questions; where all are right, with the error of Clopper and Pearson's interval."""
+    shares = np.clip(np.round(values * QUESTIONS), 0, QUESTIONS) / QUESTIONS
+    width = 1 - 0.025 ** (1 / QUESTIONS)
+    errors = np.sqrt(shares * (1 - shares) / QUESTIONS)
+    return [
+        [Score(value, error or width / (2 * 1.96), unvaried=error == 0.0) for value, error in zip(*both, strict=True)]
+        for both in zip(shares.tolist(), errors.tolist(), strict=True)
+    ]
 
 
 def everything(*, runs: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -105,16 +168,19 @@ def everything(*, runs: int, seed: int) -> Iterator[dict[str, Any]]:
     def row(name: str, value: float, **facts: Any) -> dict[str, Any]:
         return {"row": name, **facts, "value": round(value, 4)}
 
-    yield row("alarms.identical", alarmed_runs(runs=runs, seed=seed, jitter=0.0), runs=runs)
-    yield row("alarms.jitter", alarmed_runs(runs=runs, seed=seed), runs=runs)
-    yield row("alarms.unequal_jitter", alarmed_runs(runs=runs, seed=seed, unequal=0.5), runs=runs)
-    for shape in RISES:
-        few = max(1, runs // 4)
-        yield row("alarms.rising", alarmed_runs(runs=few, seed=seed, rises=shape), shape=shape, runs=few)
+    for benchmarks in (BENCHMARKS, 1):
+        for kind in KINDS:
+            drawn = runs if benchmarks > 1 else 4 * runs
+            found = false_alarms(kind, runs=drawn, seed=seed, benchmarks=benchmarks)
+            facts = {"kind": kind, "benchmarks": benchmarks, "runs": drawn}
+            yield row("alarms.false", found.runs, **facts, per_thousand=round(found.per_thousand, 2))
     yield row("alarms.neighbours", compared_with_neighbours(runs=runs, seed=seed), runs=runs)
     yield row("alarms.distance", distance(stated=200, checkpoints=50 * runs, seed=seed), stated=200)
     for after in (15, 20, 30, 40):
         yield row("alarms.planted", found_drops(after=after, runs=runs, seed=seed), after=after, runs=runs)
+    for kind in ("heavy tails (t, 3 degrees)", "growing threefold", "correlated 0.5", "correlated 0.8"):
+        value = found_drops(after=30, runs=runs, seed=seed, kind=kind)
+        yield row("alarms.planted", value, after=30, kind=kind, runs=runs)
 
 
 def main() -> None:

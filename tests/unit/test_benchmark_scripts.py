@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from benchmarks.alarms import alarmed_runs, compared_with_neighbours, distance, found_drops
+from benchmarks.alarms import KINDS as JITTERS
+from benchmarks.alarms import compared_with_neighbours, distance, false_alarms, found_drops
 from benchmarks.bodies import KINDS, Kind
 from benchmarks.early_simulations import TABLE, Clusters, Outcome, Setting, simulated
 from benchmarks.load import Accounts, LoadPlan, Requests, percentile, run_load
@@ -546,10 +547,14 @@ async def test_generation_is_asked_alike_by_both_sides(script: Callable[[str], M
     assert canonical(bodies[:3]) == canonical(bodies[3:])
 
 
-def test_runs_without_a_drop_raise_alarms_as_seldom_as_promised():
-    assert alarmed_runs(runs=2, seed=1, jitter=0.0) == 0.0
-    assert alarmed_runs(runs=30, seed=1) <= 0.1
-    assert alarmed_runs(runs=10, seed=1, rises="emerges") == 0.0
+@pytest.mark.parametrize("kind", JITTERS)
+def test_runs_without_a_drop_raise_few_alarms(kind: str):
+    unlike = ("heavy", "growing", "correlated", "90 %")  # for which one in 1,000 checkpoints is not stated
+
+    assert false_alarms(kind, runs=8, seed=1).runs <= (0.6 if kind.startswith(unlike) else 0.2)
+
+
+def test_alarms_of_one_curve_are_as_seldom_as_stated_and_neighbours_are_not():
     assert compared_with_neighbours(runs=30, seed=1) == 1.0
     assert distance(stated=200, checkpoints=4_000, seed=1) >= 150
 

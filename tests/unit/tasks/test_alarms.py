@@ -13,6 +13,8 @@ from tasks.alerts.detection import alerts_in
 from tasks.records.builds import build_of
 from tasks.records.record import Metric, Record
 from tasks.statistics.alarms import FEWEST_BEFORE, Score, alarms, threshold
+from tasks.statistics.clusters import Stratum
+from tasks.statistics.intervals import mean_interval
 from tasks.statistics.last_checkpoints import mean_of_last
 from tasks.statistics.training_noise import TrainingNoise, training_noise
 
@@ -103,6 +105,30 @@ def test_missing_checkpoint_hides_no_drop():
 
 def test_threshold_rises_with_the_distance_of_false_alarms():
     assert threshold(200) < threshold(1_000) < threshold(20_000)
+
+
+def test_lone_outlier_is_no_drop_and_the_next_like_it_is():
+    values = np.tile(wavering(40, seed=1), (20, 1)) + 0.001 * np.random.default_rng(2).normal(size=(20, 40))
+    values[0, 20] -= 0.04  # eight times what a checkpoint wavers by
+    values[1, 20:22] -= 0.04
+
+    assert [[alarm.at for alarm in found] for found in alarms([curve(each) for each in values])[:2]] == [[], [21]]
+
+
+@pytest.mark.parametrize("correlation", [0.5, 0.9])
+def test_jitter_that_goes_on_is_no_drop(correlation: float):
+    fresh = np.random.default_rng(3).normal(size=(20, 200))
+    for number in range(1, 200):
+        fresh[:, number] = correlation * fresh[:, number - 1] + math.sqrt(1 - correlation**2) * fresh[:, number]
+
+    assert sum(map(len, alarms([curve(0.6 + 0.005 * each) for each in fresh]))) <= 1
+
+
+def test_jitter_that_grows_in_all_curves_alarms_in_few_runs():
+    random, sizes = np.random.default_rng(4), np.linspace(0.005, 0.015, 50)
+    runs = [alarms([curve(0.6 + each) for each in sizes * random.normal(size=(20, 50))]) for _ in range(4)]
+
+    assert sum(map(len, (found for run in runs for found in run))) <= 3  # 9 without a look at the latest errors
 
 
 # Noise of training
@@ -230,6 +256,34 @@ def test_group_alerts_once_and_its_parts_not_beside_it():
 
     assert [alert.benchmark for alert in alerts_in(whole)] == ["quiz"]
     assert {alert.benchmark for alert in alerts_in(alone)} == {"quiz_art", "quiz_law"}
+
+
+def nearly_right(wrong: Sequence[int], *, intervals: bool = True, questions: int = 500) -> list[Record]:
+    """Checkpoints that answer so many questions wrong; without an interval as of a harness that records none."""
+    shares = [1 - count / questions for count in wrong]
+    ends = [mean_interval([Stratum([0.0] * w + [1.0] * (questions - w), range(questions))]) for w in wrong]
+    metrics = [
+        make_metric(value=share, stderr=math.sqrt(share * (1 - share) / questions), n=questions).model_copy(
+            update={"low": end.low, "high": end.high} if intervals else {}
+        )
+        for share, end in zip(shares, ends, strict=True)
+    ]
+    return [make_record(step=step, metrics=(metric,)) for step, metric in enumerate(metrics)]
+
+
+@pytest.mark.parametrize("intervals", [True, False])
+@pytest.mark.parametrize("mean", [0.1, 1.0])
+def test_curve_that_is_nearly_always_right_raises_no_alert(mean: float, intervals: bool):
+    wrong = np.random.default_rng(5).poisson(mean, size=(20, 50)).tolist()
+
+    assert [alert for counts in wrong for alert in alerts_in(nearly_right(counts, intervals=intervals))] == []
+
+
+@pytest.mark.parametrize("intervals", [True, False])
+def test_drop_from_a_curve_that_was_always_right_is_alarmed(intervals: bool):
+    [alert] = alerts_in(nearly_right([0] * 20 + [10, 10], intervals=intervals))
+
+    assert alert.since == 20 and alert.expected == pytest.approx(1.0)
 
 
 # Last checkpoints
