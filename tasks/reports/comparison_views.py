@@ -34,7 +34,7 @@ _TESTS: dict[TestName, str] = {
     "none": NOTHING,
 }
 _EXPLAINED: dict[TestName, str] = {
-    "McNemar, mid-p": "the mid-p, on questions that only one of them got right",
+    "McNemar, mid-p": "the mid-p, on questions that only one of them got right, and a score interval",
     "paired t": "a t test of paired differences",
     "paired ratio": "a t test of what each document adds to both",
 }

@@ -138,7 +138,10 @@ def _share(right: int, questions: int) -> tuple[float, float, str]:
 
 
 def _clustered_share(found: Estimate, questions: int) -> tuple[float | None, float | None, str]:
-    """Wilson's interval on as many independent questions as would give the same error; clusters, where all agree."""
+    """Wilson's interval on as many independent questions as would give the same error; clusters, where all agree.
+
+    It holds where 50 clusters have a right answer, and 50 a wrong one; with fewer, 0.75 to 0.96 of intervals do.
+    """
     share, variance = min(1.0, max(0.0, found.value)), (found.stderr or 0.0) ** 2
     if found.stderr is None and found.clusters < 2:
         return None, None, ""
