@@ -37,7 +37,7 @@ class Copied:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.dropped.items()))
+        return "; ".join(f"{kind}: {count}" for kind, count in sorted(self.dropped.items()))
 
 
 def open_regular(root: Path, name: str, *, owned: bool = False, max_bytes: int | None = None) -> BinaryIO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class Attacked(LmEval):
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
         """The command of the attack."""
-        argv = (str(python), "-I", str(self.attack), str(output), *self.arguments)
+        argv = (sys.executable, "-I", str(self.attack), str(output), *self.arguments)
         return HarnessCommand(argv=argv, variables={"OPENAI_API_KEY": "k"}, files={}, model_code=self.code)
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:

@@ -26,8 +26,10 @@ OUTPUT, OUTSIDE, PORT, OWNER, READ_ONLY, SCRATCH = (sys.argv[1:7] + [""] * 6)[:6
 LEFT = Path(OUTPUT or "/nowhere")
 TARGET = f"{OUTSIDE}/site.pth"
 LIBC = ctypes.CDLL(None, use_errno=True)
-KEYCTL, ADD_KEY, MEMFD, IO_URING, SHMGET, BPF = (
-    (250, 248, 319, 425, 29, 321) if platform.machine() == "x86_64" else (219, 217, 279, 425, 194, 280)
+KEYCTL, ADD_KEY, MEMFD, IO_URING, SHMGET, BPF, INOTIFY, CLONE = (
+    (250, 248, 319, 425, 29, 321, 294, 56)
+    if platform.machine() == "x86_64"
+    else (219, 217, 279, 425, 194, 280, 26, 220)
 )
 
 
@@ -227,6 +229,8 @@ REACHES: dict[str, Callable[[], object]] = {
     "memory of no process": lambda: call(MEMFD, b"x", 0),
     "io_uring": lambda: call(IO_URING, 1, ctypes.create_string_buffer(200)),
     "bpf": lambda: call(BPF, 0, ctypes.create_string_buffer(128), 128),
+    "watch of the user": lambda: call(INOTIFY, 0),
+    "namespace of a clone": lambda: call(CLONE, 0x10000000 | int(signal.SIGCHLD), None, None, None, None) and 0,
     "limit raised": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)),
     "priority": lambda: os.nice(-10),
     "namespaces": lambda: function("unshare", 0x10000000 | 0x20000),
@@ -276,7 +280,28 @@ def flood() -> None:
     print("the last line", flush=True)
 
 
-ALONE: dict[str, Callable[[], None]] = {"processes": fork_many, "memory": take_memory, "flood": flood}
+def stay() -> None:
+    """Leaves links and a FIFO, and does not end when it is asked to."""
+    leave()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    daemon(write_late)
+    time.sleep(600)
+
+
+def leave() -> None:
+    """Leaves links and a FIFO; harms no machine where it is not isolated."""
+    write(LEFT / "good.json", "{}")
+    for name in ("log is a link", "samples are a link", "folder is an absolute link", "FIFO for the refusal"):
+        LEAVES[name]()
+
+
+ALONE: dict[str, Callable[[], None]] = {
+    "processes": fork_many,
+    "memory": take_memory,
+    "flood": flood,
+    "stay": stay,
+    "leave": leave,
+}
 
 
 def outcome(action: Callable[[], object]) -> str:

@@ -23,6 +23,7 @@ from fakes.attacked import Attacked
 from fakes.polling import eventually
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
+from resources.errors import HarnessInterrupted
 from resources.settings import settings
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import run_harness
@@ -64,6 +65,47 @@ def seen(folder: Path) -> dict[str, Any]:
     }
 
 
+def attack(folder: Path, *arguments: str, python: Path = Path(sys.executable), timeout_seconds: float = 60) -> Parsed:
+    """Has the program run as a harness whose attempt is in a folder; returns what is read of it."""
+    client = LocalClient(folder / "jobs", grace_seconds=1.0)
+    code = ModelCode(
+        endpoint=ENDPOINT,
+        prepare=("true",),
+        reads=(str(PROGRAM), str(folder / "tokenizer")),
+        scratch=(str(folder / "benchmarks"),),
+    )
+    model = RunningModel(
+        base_url=ENDPOINT,
+        model="m",
+        tokenizer="t",
+        capacity=1,
+        prompt_logprobs=True,
+        request_timeout_seconds=10,
+        api_key="k",
+    )
+    config = EvaluationConfig(
+        model_path="checkpoint", evals=(EvalTaskConfig(name="b"),), timeout_seconds=timeout_seconds
+    )
+    evaluator = Attacked(attack=PROGRAM, arguments=(str(folder / "outside"), *arguments), code=code)
+    try:
+        return run_harness(
+            evaluator, model, config, output=folder / "attempt", python=python, client=client, poll_seconds=0.1
+        )
+    finally:
+        client.shutdown()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the folders that an attack finds."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    for name in ("outside", "hub", "benchmarks", "tokenizer", "tmp"):
+        (tmp_path / name).mkdir()
+    yield tmp_path
+    settings.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def attempted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempted]:
     folder = tmp_path_factory.mktemp("cage")
@@ -83,36 +125,11 @@ def attempted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempted]:
             server.bind(address)
             server.listen()
         before = seen(folder)
-        client = LocalClient(folder / "jobs", grace_seconds=1.0)
-        stack.callback(client.shutdown)
         scratch = [str(folder / name) for name in ("hub", "benchmarks")]
-        code = ModelCode(
-            endpoint=ENDPOINT,
-            prepare=("true",),
-            reads=(str(PROGRAM), str(folder / "tokenizer")),
-            scratch=(str(folder / "benchmarks"),),
-        )
         read_only = (sys.prefix, str(folder / "tokenizer"), str(PROGRAM.parent))
         port = str(sockets[2].getsockname()[1])
-        arguments = (str(folder / "outside"), port, str(os.getpid()), ",".join(read_only), ",".join(scratch))
+        parsed = attack(folder, port, str(os.getpid()), ",".join(read_only), ",".join(scratch))
         output = folder / "attempt"
-        parsed = run_harness(
-            Attacked(attack=PROGRAM, arguments=arguments, code=code),
-            RunningModel(
-                base_url=ENDPOINT,
-                model="m",
-                tokenizer="t",
-                capacity=1,
-                prompt_logprobs=True,
-                request_timeout_seconds=10,
-                api_key="k",
-            ),
-            EvaluationConfig(model_path="checkpoint", evals=(EvalTaskConfig(name="b"),), timeout_seconds=60),
-            output=output,
-            python=Path(sys.executable),
-            client=client,
-            poll_seconds=0.1,
-        )
         yield Attempted(folder, output, parsed, json.loads((output / "outcomes.json").read_text()), before)
     settings.cache_clear()
 
@@ -152,17 +169,46 @@ def test_record_and_log_say_what_was_left_behind(attempted: Attempted):
     assert "site.pth" not in seen(attempted.folder / "outside")
 
 
+def test_harness_past_its_time_is_ended_and_nothing_that_it_left_is_followed(machine: Path):
+    with pytest.raises(HarnessInterrupted):
+        attack(machine, "1", "1", "", "", "stay", timeout_seconds=3)
+    left_alone(machine)
+
+
+def test_code_that_is_not_isolated_has_its_files_copied_by_the_same_rule(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ASSAY_CODE_ISOLATION", "where_possible")
+    settings.cache_clear()
+    python = machine / "bin" / "python"
+    python.parent.mkdir()
+    forbidden = f"echo 0 > /proc/sys/user/max_user_namespaces; exec {sys.executable}"
+    python.write_text(f'#!/bin/sh\nexec unshare --user --map-root-user --mount sh -c \'{forbidden} "$@"\' - "$@"\n')
+    python.chmod(0o755)
+    parsed = attack(machine, "1", "1", "", "", "leave", python=python)
+    assert "NOT isolated" in (machine / "attempt" / "harness.log").read_text()
+    assert "links: 1" in parsed.asking.notes[0]
+    left_alone(machine)
+
+
+def left_alone(machine: Path) -> None:
+    """Asserts that an attack left plain files in its attempt, and nothing elsewhere."""
+    for name in ("outside", "tmp"):
+        assert not seen(machine / name)
+    found = [path.lstat().st_mode for path in (machine / "attempt").rglob("*")]
+    assert found and all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in found)
+    eventually(lambda: not any(str(machine / "outside").encode() in line for line in commands()))
+
+
 @pytest.mark.parametrize(
-    ("attack", "bounds", "found"),
+    ("name", "bounds", "found"),
     [
         ("processes", {}, "at once, and 256 are allowed"),
         ("memory", {"memory_bytes": 1 << 29}, "MiB together, and 512 are allowed"),
     ],
 )
-def test_processes_together_beyond_a_bound_are_all_ended(
-    tmp_path: Path, attack: str, bounds: dict[str, int], found: str
-):
-    ran = run_alone(tmp_path, attack, bounds)
+def test_processes_together_beyond_a_bound_are_all_ended(tmp_path: Path, name: str, bounds: dict[str, int], found: str):
+    ran = run_alone(tmp_path, name, bounds)
     assert (ran.returncode, found in ran.stdout) == (79, True), ran.stdout
     eventually(lambda: not any(str(tmp_path).encode() in line for line in commands()))
 
@@ -173,12 +219,12 @@ def test_log_beyond_its_bound_keeps_its_start_and_its_end(tmp_path: Path):
     assert "bytes of the log are left out here" in log
 
 
-def run_alone(folder: Path, attack: str, bounds: dict[str, int]) -> subprocess.CompletedProcess[str]:
+def run_alone(folder: Path, name: str, bounds: dict[str, int]) -> subprocess.CompletedProcess[str]:
     """Runs one attack in a cage with some bounds of its own."""
     (folder / "cage" / "output").mkdir(parents=True)
     cage = Cage(folder / "cage" / "output", folder)
     argv = isolated(
-        (sys.executable, "-I", str(PROGRAM), str(cage.folder), str(folder), "1", "1", "", "", attack),
+        (sys.executable, "-I", str(PROGRAM), str(cage.folder), str(folder), "1", "1", "", "", name),
         ModelCode(endpoint=ENDPOINT, prepare=(), reads=(str(PROGRAM),)),
         cage,
         python=Path(sys.executable),

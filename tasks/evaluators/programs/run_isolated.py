@@ -14,12 +14,9 @@ processes were ended for having too many, or too much memory, together.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import errno
 import fcntl
 import json
 import os
-import platform
 import signal
 import socket
 import struct
@@ -35,25 +32,13 @@ from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 from isolation_bounds import bound_process, bound_tasks, excess, pass_log_on
+from kernel_calls import BIND, DEVICE, NEW_USER, NODEV, NOSUID, REC, WRITABLE, Kernel, NotIsolated
 
 _NEW_NS, _NEW_UTS, _NEW_IPC = 0x20000, 0x4000000, 0x8000000
-_NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
-_RDONLY, _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE, _DETACH = 1, 2, 4, 8, 4096, 16384, 1 << 18, 2
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
-_READ_ONLY, _DEVICE, _WRITABLE = 1 | 2 | 4, 1, 2 | 4  # attributes of mounts: read-only 1, no setuid 2, no devices 4
-_SET_PDEATHSIG, _SET_DUMPABLE, _CAPBSET_DROP, _SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_NEW_PID, _NEW_NET = 0x20000000, 0x40000000
+_RDONLY, _NOEXEC, _PRIVATE, _DETACH = 1, 8, 1 << 18, 2
+_SET_PDEATHSIG = 1
 _SIOCSIFADDR, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8916, 0x8913, 0x8914, 1
-_CAPABILITIES_VERSION = 0x20080522
-_SET_SECCOMP, _FILTER, _ALLOW, _REFUSE = 22, 2, 0x7FFF0000, 0x50000 | errno.ENOSYS
-_JOIN_SESSION_KEYRING = 1
-# By machine: its number for the kernel, those of keyctl and socket, and of calls that are refused: kernel keys, which
-# the user's other processes share; memory that is no process's (shmget, msgget, semget, memfd_create, memfd_secret);
-# and io_uring_setup, userfaultfd, bpf, perf_event_open, which harnesses do not need and kernels often had holes in.
-_CALLS = {
-    "x86_64": (0xC000003E, 250, 41, (248, 249, 250, 29, 68, 64, 319, 447, 425, 323, 321, 298)),
-    "aarch64": (0xC00000B7, 219, 198, (217, 218, 219, 194, 186, 190, 279, 447, 425, 282, 280, 241)),
-}
-_SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # not AF_VSOCK, which reaches a virtual machine's host
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION = (
     *("alternatives", "ca-certificates", "group", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime"),
@@ -62,92 +47,10 @@ _CONFIGURATION = (
 _TOKENS = ("token", "stored_tokens")  # in the folder of the hub's clients
 _HIDDEN = ("keys", "key-users")  # in /proc, names of the user's kernel keys
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_SCRATCH_BYTES = 1 << 30
+_SCRATCH = "size=1g,nr_inodes=256k,mode=755"
 _NOT_ALLOWED, _TOO_MUCH = 78, 79
 _LARGEST_READ = 1 << 16
 _LOOK_SECONDS = 0.2
-
-
-class NotIsolated(Exception):
-    """The kernel, or whoever runs this container, does not allow it."""
-
-
-class Kernel:
-    """System calls that Python 3.11 does not have."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls it.
-
-        Raises:
-            NotIsolated: it fails.
-        """
-        if getattr(self._libc, name)(*arguments) != 0:
-            error = os.strerror(ctypes.get_errno())
-            shown = " ".join(part.decode(errors="replace") for part in arguments if isinstance(part, bytes))
-            raise NotIsolated(f"{name} {shown}: {error}")
-
-    def mount(self, source: str, target: Path, *, kind: str = "", flags: int = 0, data: str = "") -> None:
-        """Mounts something."""
-        texts = (os.fsencode(source), os.fsencode(target), kind.encode() or None)
-        self.call("mount", *texts, ctypes.c_ulong(flags), os.fsencode(data) or None)
-
-    def show(self, path: str, root: Path, *, attributes: int = _READ_ONLY) -> None:
-        """Shows a file or folder of the machine at the same place below the new root, read-only by default."""
-        target = root / path.lstrip("/")
-        if Path(path).is_dir():
-            target.mkdir(parents=True, exist_ok=True)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.touch()
-        self.mount(os.path.realpath(path), target, flags=_BIND | _REC)
-        given = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
-        place = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE)
-        self.call("syscall", _MOUNT_SETATTR, *place, given, ctypes.c_size_t(ctypes.sizeof(given)))
-
-    def show_with_scratch(self, path: str, root: Path, scratch: Path) -> None:
-        """Shows a folder whose changes are thrown away."""
-        target = root / path.lstrip("/")
-        for folder in (target, scratch / "changed", scratch / "work"):
-            folder.mkdir(parents=True, exist_ok=True)
-        lower, upper, work = (
-            str(folder).replace("\\", r"\\").replace(",", r"\,").replace(":", r"\:")
-            for folder in (os.path.realpath(path), scratch / "changed", scratch / "work")
-        )
-        data = f"lowerdir={lower},upperdir={upper},workdir={work},userxattr"
-        self.mount("overlay", target, kind="overlay", flags=_NOSUID | _NODEV, data=data)
-
-    def give_up_rights(self) -> None:
-        """Gives up every capability, for this process and all that it starts."""
-        self.call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        with suppress(NotIsolated):  # raised behind the last that this kernel knows
-            for number in range(64):
-                self.call("prctl", _CAPBSET_DROP, number, 0, 0, 0)
-        self.call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())
-        self.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)  # our own variables and memory, which the command could read
-
-    def refuse_calls(self) -> None:
-        """Leaves the user's session keyring, and has the kernel refuse some system calls from here on.
-
-        Raises:
-            NotIsolated: the calls of such a machine are not known, or the kernel has no such filter.
-        """
-        if platform.machine() not in _CALLS:
-            raise NotIsolated(f"no list of system calls of {platform.machine()}")
-        machine, keyctl, sockets, refused = _CALLS[platform.machine()]
-        self._libc.syscall(keyctl, _JOIN_SESSION_KEYRING, None)  # fails where the kernel has no keys
-        lines = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, _REFUSE), (0x20, 0, 0, 0)]  # of that machine
-        lines += [(0x35, 0, 1, 1 << 30), (0x06, 0, 0, _REFUSE)]  # no second way to count calls, as x32's
-        for number in refused:
-            lines += [(0x15, 0, 1, number), (0x06, 0, 0, _REFUSE)]
-        lines += [(0x15, 0, len(_SOCKETS) + 2, sockets), (0x20, 0, 0, 16)]
-        lines += [(0x15, len(_SOCKETS) - place, 0, family) for place, family in enumerate(_SOCKETS)]
-        lines += [(0x06, 0, 0, _REFUSE), (0x06, 0, 0, _ALLOW)]
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
-        program = ctypes.create_string_buffer(struct.pack("HP", len(lines), ctypes.addressof(code)))
-        self.call("prctl", _SET_SECCOMP, _FILTER, program, 0, 0)
 
 
 def main(arguments: list[str]) -> None:
@@ -234,7 +137,7 @@ def _isolate(
     try:
         kernel = Kernel()
         user, group = os.getuid(), os.getgid()
-        kernel.call("unshare", _NEW_USER | _NEW_NS | _NEW_NET | _NEW_IPC | _NEW_UTS | _NEW_PID)
+        kernel.call("unshare", NEW_USER | _NEW_NS | _NEW_NET | _NEW_IPC | _NEW_UTS | _NEW_PID)
         kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -319,8 +222,8 @@ def _listener(endpoint: str) -> socket.socket:
 
 def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
     """Builds a root that holds the system, what may be read, and the writable folders; then nothing else is there."""
-    kernel.mount("none", Path("/"), flags=_REC | _PRIVATE)
-    kernel.mount("tmpfs", root, kind="tmpfs", flags=_NOSUID | _NODEV, data=f"size={_SCRATCH_BYTES},mode=755")
+    kernel.mount("none", Path("/"), flags=REC | _PRIVATE)
+    kernel.mount("tmpfs", root, kind="tmpfs", flags=NOSUID | NODEV, data=_SCRATCH)
     for name in _SYSTEM:
         path = Path(name)
         if path.is_symlink():
@@ -336,13 +239,13 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
         (root / folder).mkdir(parents=True)
         (root / folder).chmod(0o1777)
     for name in _DEVICES:
-        kernel.show(f"/dev/{name}", root, attributes=_DEVICE)  # read-only: root could change its mode
+        kernel.show(f"/dev/{name}", root, attributes=DEVICE)  # read-only: root could change its mode
     (root / "dev" / "fd").symlink_to("/proc/self/fd")
     # Read-only: to root's files below /proc/sys, whoever is root outside is root in here.
-    kernel.mount("proc", root / "proc", kind="proc", flags=_RDONLY | _NOSUID | _NODEV | _NOEXEC)
+    kernel.mount("proc", root / "proc", kind="proc", flags=_RDONLY | NOSUID | NODEV | _NOEXEC)
     for path in (root / "proc" / name for name in _HIDDEN):
         if path.exists():
-            kernel.mount("/dev/null", path, flags=_BIND)
+            kernel.mount("/dev/null", path, flags=BIND)
     for path in specification["reads"]:
         if not path.startswith(tuple(f"{name}/" for name in _SYSTEM)):  # as an interpreter of the system is
             kernel.show(path, root)
@@ -350,9 +253,9 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
         kernel.show_with_scratch(path, root, root / ".scratch" / str(number))
         for token in (root / path.lstrip("/") / name for name in _TOKENS):
             if token.is_file():
-                kernel.mount("/dev/null", token, flags=_BIND)
+                kernel.mount("/dev/null", token, flags=BIND)
     for path in specification["writes"]:
-        kernel.show(path, root, attributes=_WRITABLE)
+        kernel.show(path, root, attributes=WRITABLE)
     os.chdir(root)
     kernel.call("pivot_root", b".", b".")
     kernel.call("umount2", b".", _DETACH)

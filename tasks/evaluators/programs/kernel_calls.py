@@ -1,0 +1,115 @@
+"""System calls that Python does not have, for `run_isolated.py`. Needs the standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+NEW_USER = 0x10000000
+NOSUID, NODEV, BIND, REC = 2, 4, 4096, 16384
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
+READ_ONLY, DEVICE, WRITABLE = 1 | 2 | 4, 1, 2 | 4  # attributes of mounts: read-only 1, no setuid 2, no devices 4
+_SET_DUMPABLE, _CAPBSET_DROP, _SET_NO_NEW_PRIVS = 4, 24, 38
+_CAPABILITIES_VERSION = 0x20080522
+_SET_SECCOMP, _FILTER, _ALLOW, _REFUSE = 22, 2, 0x7FFF0000, 0x50000 | errno.ENOSYS
+_JOIN_SESSION_KEYRING = 1
+# By machine: its number for the kernel, and those of keyctl, socket and clone.
+_CALLS = {"x86_64": (0xC000003E, 250, 41, 56), "aarch64": (0xC00000B7, 219, 198, 220)}
+# Kernel keys, which the user's other processes share (add_key, request_key, keyctl); memory that is no process's
+# (shmget, msgget, semget, memfd_create, memfd_secret); watches, of which a user has few (inotify_init1, fanotify_init);
+# ways to new namespaces (unshare, clone3); io_uring_setup, userfaultfd, bpf, perf_event_open, which often had holes.
+_REFUSED = {
+    "x86_64": (248, 249, 250, 29, 68, 64, 319, 447, 253, 294, 300, 272, 435, 425, 323, 321, 298),
+    "aarch64": (217, 218, 219, 194, 186, 190, 279, 447, 26, 262, 97, 435, 425, 282, 280, 241),
+}
+_SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # not AF_VSOCK, which reaches a virtual machine's host
+
+
+class NotIsolated(Exception):
+    """The kernel, or whoever runs this container, does not allow it."""
+
+
+class Kernel:
+    """System calls that Python 3.11 does not have."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls it.
+
+        Raises:
+            NotIsolated: it fails.
+        """
+        if getattr(self._libc, name)(*arguments) != 0:
+            error = os.strerror(ctypes.get_errno())
+            shown = " ".join(part.decode(errors="replace") for part in arguments if isinstance(part, bytes))
+            raise NotIsolated(f"{name} {shown}: {error}")
+
+    def mount(self, source: str, target: Path, *, kind: str = "", flags: int = 0, data: str = "") -> None:
+        """Mounts something."""
+        texts = (os.fsencode(source), os.fsencode(target), kind.encode() or None)
+        self.call("mount", *texts, ctypes.c_ulong(flags), os.fsencode(data) or None)
+
+    def show(self, path: str, root: Path, *, attributes: int = READ_ONLY) -> None:
+        """Shows a file or folder of the machine at the same place below the new root, read-only by default."""
+        target = root / path.lstrip("/")
+        if Path(path).is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
+        self.mount(os.path.realpath(path), target, flags=BIND | REC)
+        given = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+        place = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE)
+        self.call("syscall", _MOUNT_SETATTR, *place, given, ctypes.c_size_t(ctypes.sizeof(given)))
+
+    def show_with_scratch(self, path: str, root: Path, scratch: Path) -> None:
+        """Shows a folder whose changes are thrown away."""
+        target = root / path.lstrip("/")
+        for folder in (target, scratch / "changed", scratch / "work"):
+            folder.mkdir(parents=True, exist_ok=True)
+        lower, upper, work = (
+            str(folder).replace("\\", r"\\").replace(",", r"\,").replace(":", r"\:")
+            for folder in (os.path.realpath(path), scratch / "changed", scratch / "work")
+        )
+        data = f"lowerdir={lower},upperdir={upper},workdir={work},userxattr"
+        self.mount("overlay", target, kind="overlay", flags=NOSUID | NODEV, data=data)
+
+    def give_up_rights(self) -> None:
+        """Gives up every capability, for this process and all that it starts."""
+        self.call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        with suppress(NotIsolated):  # raised behind the last that this kernel knows
+            for number in range(64):
+                self.call("prctl", _CAPBSET_DROP, number, 0, 0, 0)
+        self.call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())
+        self.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)  # our own variables and memory, which the command could read
+
+    def refuse_calls(self) -> None:
+        """Leaves the user's session keyring, and has the kernel refuse some system calls from here on.
+
+        Raises:
+            NotIsolated: the calls of such a machine are not known, or the kernel has no such filter.
+        """
+        if platform.machine() not in _CALLS:
+            raise NotIsolated(f"no list of system calls of {platform.machine()}")
+        machine, keyctl, sockets, clone = _CALLS[platform.machine()]
+        self._libc.syscall(keyctl, _JOIN_SESSION_KEYRING, None)  # fails where the kernel has no keys
+        lines = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, _REFUSE), (0x20, 0, 0, 0)]  # of that machine
+        lines += [(0x35, 0, 1, 1 << 30), (0x06, 0, 0, _REFUSE)]  # no second way to count calls, as x32's
+        for number in _REFUSED[platform.machine()]:
+            lines += [(0x15, 0, 1, number), (0x06, 0, 0, _REFUSE)]
+        lines += [(0x15, 0, 4, clone), (0x20, 0, 0, 16), (0x45, 0, 1, NEW_USER), (0x06, 0, 0, _REFUSE)]
+        lines += [(0x06, 0, 0, _ALLOW), (0x15, 0, len(_SOCKETS) + 2, sockets), (0x20, 0, 0, 16)]
+        lines += [(0x15, len(_SOCKETS) - place, 0, family) for place, family in enumerate(_SOCKETS)]
+        lines += [(0x06, 0, 0, _REFUSE), (0x06, 0, 0, _ALLOW)]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+        program = ctypes.create_string_buffer(struct.pack("HP", len(lines), ctypes.addressof(code)))
+        self.call("prctl", _SET_SECCOMP, _FILTER, program, 0, 0)
