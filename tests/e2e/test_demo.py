@@ -76,7 +76,7 @@ def test_demo_evaluates_every_checkpoint_by_every_evaluator(demo: Demo) -> None:
     records = records_of(demo)
     steps = sorted(int(folder.name.removeprefix("step-")) for folder in (demo.folder / "checkpoints" / "hf").iterdir())
     assert set(records) == {(step, evaluator) for step in steps for evaluator in QUESTIONS}
-    assert len(steps) >= 5
+    assert len(steps) == 6  # on any machine, however slow
     for (_, evaluator), record in records.items():
         assert record.succeeded
         counts = record.counts
