@@ -1,12 +1,17 @@
 """Words of texts as numbers, a mebibyte at a time: what the questions' texts and the training texts are compared by.
 
-Letters are lower case; everything but letters and digits stands between words, and so does punctuation beyond ASCII
-(general, Latin-1, Chinese and Japanese). A Chinese or Japanese character is a word of its own. Both sides go through
-the same function, so a word is the same wherever it stands.
+HTML entities and escapes such as \\u00e9 are decoded once, characters are in Unicode's form NFKC, and invisible ones
+(soft hyphens, zero-width spaces, direction marks, variation selectors) are dropped. Letters are lower case; everything
+but letters and digits stands between words, and so does punctuation beyond ASCII (general, Latin-1, Chinese and
+Japanese). A Chinese or Japanese character is a word of its own. Both sides go through the same function, so a word is
+the same wherever it stands.
 """
 
 from __future__ import annotations
 
+import html
+import re
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +25,8 @@ _KEPT = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyz\x01")
 _TABLE = bytes(byte if byte in _KEPT or byte >= 0x80 else _SPACE for byte in range(256))
 _MIX, _FOLD, _STEP = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F  # odd, so that nothing is lost
 _WHOLE = 2**64
+_ESCAPES = re.compile(r"(?:\\u[0-9a-fA-F]{4})+")
+_INVISIBLE = r"[\p{Cf}\x{34f}\x{fe00}-\x{fe0f}\x{e0100}-\x{e01ef}]+"  # and a joiner, and selectors of variants
 
 
 class Words(NamedTuple):
@@ -44,11 +51,17 @@ def words_of(texts: Sequence[str]) -> Words:
     import pyarrow
     from pyarrow import compute
 
-    joined = f" {SEPARATOR} ".join(text.replace(SEPARATOR, " ") for text in texts)
+    joined = f" {SEPARATOR} ".join(_decoded(text).replace(SEPARATOR, " ") for text in texts)
+    if not joined.isascii():
+        joined = unicodedata.normalize("NFKC", joined)  # Arrow's own leaves accents apart
     try:
-        lower = compute.call_function("utf8_lower", [pyarrow.array([joined], pyarrow.large_string())])
+        whole = pyarrow.array([joined], pyarrow.large_string())
     except UnicodeEncodeError:  # half of a surrogate pair
         return words_of([text.encode(errors="replace").decode() for text in texts])
+    if not joined.isascii():
+        options = compute.ReplaceSubstringOptions(_INVISIBLE, "")
+        whole = compute.call_function("replace_substring_regex", [whole], options)
+    lower = compute.call_function("utf8_lower", [whole])
     content = bytes(lower.buffers()[2] or b"").translate(_TABLE)
     text = np.frombuffer(bytearray(content + bytes([_SPACE]) * _PAD), dtype=np.uint8)
     beyond = np.flatnonzero(text >= 0x80)
@@ -86,6 +99,14 @@ def runs_of(hashes: np.ndarray, length: int) -> np.ndarray:
             span *= 2
     assert total is not None
     return total
+
+
+def _decoded(text: str) -> str:
+    if "\\u" in text:  # first, as such escapes may stand for an ampersand
+        text = _ESCAPES.sub(
+            lambda found: bytes.fromhex(found[0].replace("\\u", "")).decode("utf-16-be", "replace"), text
+        )
+    return html.unescape(text) if "&" in text else text
 
 
 def _blank_punctuation(text: np.ndarray, beyond: np.ndarray) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tracemalloc
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,31 @@ def found_in(texts: Sequence[str], questions: Sequence[AskedQuestion], *, n: int
     index = QuestionIndex(questions, n=n, shortest=shortest)
     index.search(texts, found, places=[("f", 0, number) for number in range(1, len(texts) + 1)])
     return found
+
+
+ACCENTED = 'welche der fünf höheren flüsse läuft an der café-brücke vorbei & "affine" naïve 10 brücken'
+COPIES = {
+    "nfd": unicodedata.normalize("NFD", ACCENTED),
+    "soft-hyphens": ACCENTED.replace("ü", "ü\u00ad").replace("a", "a\u00ad"),
+    "zero-width": "\ufeff" + "\u200b".join(ACCENTED) + "\u200d\ufe0f",
+    "ligatures": ACCENTED.replace("ffi", "\ufb03").replace("fl", "\ufb02"),
+    "full-width": "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in ACCENTED.upper()),
+    "entities": ACCENTED.replace("&", "&amp;").replace('"', "&quot;").replace("ü", "&uuml;").replace("é", "&#233;"),
+    "escapes": json.dumps(ACCENTED + " \U0001f600")[1:-1].replace("a", "\\u0061"),
+    "no-break-spaces": ACCENTED.replace(" ", "\u00a0"),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_search_verbatim_copy_in_another_encoding_is_found_whole(copy: str) -> None:
+    index = QuestionIndex(asked(ACCENTED), n=13, shortest=8)
+    found = found_in([f"before {COPIES[copy]} after"], index.questions, n=13, shortest=8)
+    assert found[0].seen.bit_count() == index.grams(0)
+
+
+def test_words_of_encoded_separators_and_half_surrogates_divide_no_text() -> None:
+    words = words_of(["a &#1; \\u0001 \\ud800 b", "c &notin; &bogus; \\u12"])
+    assert words.between(0, len(words.starts)).count(b"\x01") == 1
 
 
 def plainly(text: str) -> list[str]:
