@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from resources.errors import BadInput
+from resources.storage.regular_files import UnsafeFile, open_within
 
 PART_BYTES = 1 << 20
 """Longest part that is read at once, about."""
@@ -28,10 +30,10 @@ def part_of_file(path: Path, after: str) -> LogPart:
     """The part of a log that lies in a file; positions are offsets."""
     start = int(after or 0)
     try:
-        with path.open("rb") as log:
+        with os.fdopen(open_within(path), "rb") as log:
             log.seek(start)
             output = log.read(PART_BYTES)
-    except FileNotFoundError:  # nothing has started yet
+    except (FileNotFoundError, UnsafeFile):  # nothing has started yet
         output = b""
     return LogPart(output, str(start + len(output)))
 

@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from resources.storage.regular_files import UnsafeFile, open_within
+
 _TAIL_BYTES = 1 << 20
 _ASIDE = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
 _ABANDONED_SECONDS = 600.0
@@ -32,13 +34,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def tail(path: Path, max_lines: int) -> str:
-    """Returns the last lines of a file, a megabyte at most; nothing where it is not there yet."""
+    """Returns the last lines of a file, a megabyte at most; nothing if it is not there yet, or is no regular file."""
     try:
-        with path.open("rb") as log:
+        with os.fdopen(open_within(path), "rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(0, size - _TAIL_BYTES))
             lines = log.read(_TAIL_BYTES).decode(errors="replace").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, UnsafeFile):
         return ""
     return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
 

@@ -113,7 +113,7 @@ class LocalJob:
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`."""
         try:
-            return (self._folder / f"announced-{replica}").read_text()
+            return storage.read_bytes(str(self._folder / f"announced-{replica}")).decode()
         except FileNotFoundError:
             return None
 

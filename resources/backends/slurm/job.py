@@ -107,7 +107,7 @@ class SlurmJob:
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`."""
         with suppress(FileNotFoundError):
-            return (self._task(replica) / "announced-0").read_text()
+            return storage.read_bytes(str(self._task(replica) / "announced-0")).decode()
         return None
 
     def terminate(self) -> None:

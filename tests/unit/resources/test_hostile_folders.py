@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from resources.errors import IrregularFile, StorageError
+from resources.jobs.logs import part_of_file
 from resources.storage import storage
+from resources.storage.files import tail
 from resources.storage.regular_files import UnsafeFile, open_within
 
 SECRET = "PRIVATE KEY"
@@ -58,6 +60,12 @@ def test_hostile_file_is_neither_read_nor_copied(folder: Path, make: Callable[[P
     storage.copy_from_local(folder, f"memory://{tmp_path.name}")
     assert [path.name for path in (tmp_path / "copy").rglob("*") if not path.is_dir()] == ["good"]
     assert [storage.basename(file.uri) for file in storage.list_files(f"memory://{tmp_path.name}")] == ["good"]
+
+
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_log_reads_as_empty(folder: Path, make: Callable[[Path], None]) -> None:
+    make(folder / "bad")
+    assert (tail(folder / "bad", 10), part_of_file(folder / "bad", "").output) == ("", b"")
 
 
 def test_link_within_its_folder_is_read_and_copied(folder: Path, tmp_path: Path) -> None:
