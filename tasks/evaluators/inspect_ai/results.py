@@ -146,11 +146,14 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
     fields = {task.metric_key: task.cluster_by for task in config.evals}
     for key in plan.questions:
         numbers = results.metrics.get(key, [])
-        means = {number.name: number.score for number in numbers if _is_mean(number, rows[key])}
+        behind = {number.name: _behind(number, rows[key]) for number in numbers}
+        means = {number.name: number.score for number in numbers if _is_mean(number, behind[number.name])}
+        among = {name: {id(row) for row in behind[name]} for name in means}
         field = fields[key] or next((number.cluster for number in numbers if number.cluster), None)
         epochs = len({row.epoch for row in rows[key]}) > 1
         for row in rows[key]:
-            scores = {name: row.scores[score] for name, score in means.items() if score in row.scores}
+            own = {name: score for name, score in means.items() if score in row.scores and id(row) in among[name]}
+            scores = {name: row.scores[score] for name, score in own.items()}
             others = {_one_line(name): value for name, value in row.scores.items() if name not in means.values()}
             yield Sample(
                 benchmark=key,
@@ -168,20 +171,23 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
 
 
 def _metric(key: str, number: _Number, better: Mapping[str, bool], rows: Sequence[_Row]) -> Metric:
-    within = {row.id for row in rows if number.group and number.group.has(row) and number.score in row.scores}
+    within = {row.id for row in _behind(number, rows) if number.score in row.scores} if number.group else ()
     return Metric(
         benchmark=key,
         name=number.name,
         value=number.value,
         stderr=number.stderr,
-        n=len(within) or number.n or 0,  # that of a group's aggregate, which no sample is in, is that of all
+        n=len(within) or number.n or 0,
         higher_is_better=better.get(number.name, number.better),
     )
 
 
-def _is_mean(number: _Number, rows: list[_Row]) -> bool:
-    if number.group is not None and any(map(number.group.has, rows)):
-        return False  # of some samples, though their mean may be that of all
+def _behind(number: _Number, rows: Sequence[_Row]) -> Sequence[_Row]:
+    """The rows of a number's group; all of them where it has none, or is the aggregate of all groups."""
+    return [row for row in rows if number.group and number.group.has(row)] or rows
+
+
+def _is_mean(number: _Number, rows: Sequence[_Row]) -> bool:
     scores = [row.scores[number.score] for row in rows if number.score in row.scores]
     return bool(scores) and math.isclose(math.fsum(scores) / len(scores), number.value, abs_tol=_ROUNDING)
 

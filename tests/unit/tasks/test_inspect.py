@@ -22,6 +22,8 @@ from tasks.records.samples import read_samples
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.suites import Suite, SuiteRequest
+from tasks.statistics.clusters import Stratum
+from tasks.statistics.intervals import mean_interval
 
 PYTHON = Path("/environment/bin/python")
 SHUFFLES = """
@@ -215,21 +217,23 @@ def test_score_is_published_with_an_interval_from_its_samples_and_inspects_own_l
 
 def test_metric_of_a_group_has_the_questions_of_that_group(tmp_path: Path):
     rows = [
-        {"id": f"{subject}{number}", "scores": {"match": float(number % 2)}, "metadata": {"subject": subject}}
+        {"id": f"{subject}{number}", "scores": {"match": float(number == 1)}, "metadata": {"subject": subject}}
         for subject, questions in (("law", 2), ("art", 4))
         for number in range(questions)
     ]
     group = {"field": "subject", "template": "in {group_name}"}
     numbers = [
-        {"name": name, "value": 0.5, "score": "match", "n": 6, "group": {**group, "name": name}}
-        for name in ("in law", "in art", "all")
+        {"name": name, "value": value, "score": "match", "n": 6, "group": {**group, "name": name}}
+        for name, value in (("in law", 0.5), ("in art", 0.25), ("all", 1 / 3))
     ]
     output = written(tmp_path / "out", rows, numbers, questions=6)
 
     parsed = read_output(Inspect(), make_config("demo_choices"), output, samples=tmp_path / "samples.jsonl.gz")
 
     assert [(metric.name, metric.n) for metric in parsed.metrics] == [("in law", 2), ("in art", 4), ("all", 6)]
-    assert [metric.recomputed for metric in parsed.metrics] == [False, False, True]
+    assert [metric.recomputed for metric in parsed.metrics] == [True, True, True]
+    ends = [mean_interval([Stratum([1.0] + [0.0] * (n - 1), range(n))]).high for n in (2, 4)]
+    assert [metric.high for metric in parsed.metrics[:2]] == [pytest.approx(end) for end in ends]
 
 
 @pytest.mark.parametrize(
