@@ -50,11 +50,7 @@ def judged_by_margin(
 ) -> tuple[str, bool]:
     """Returns what was found of one score against the baseline, in words, and whether it passes.
 
-    Args:
-        metric: both values, with the interval of their difference.
-        margin: the loss that must be ruled out.
-        false_alarms: the chance of refusing an equal score.
-        left_out: the largest share of all questions that only one of the two may have.
+    `false_alarms` is the chance of refusing an equal score, `left_out` the share of questions that one may have alone.
     """
     n = f"{how_many(metric.pairing.pairs, 'question')} of both" if metric.pairing else metric.unpaired_because
     shown = f"{measured(metric.first, None)} → {measured(metric.second, None)} ({n})"

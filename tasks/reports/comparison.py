@@ -160,17 +160,10 @@ def compare_chosen(
     anyway: bool = False,
     scores: QuestionScores | None = None,
 ) -> Comparison:
-    """Tests metrics of records that were chosen already; several on the first side count as their mean.
-
-    Args:
-        chosen: the records of both sides for each metric.
-        labels: what the two are called.
-        adjustment: how p is adjusted for the number of tests.
-        anyway: compares also what was not measured alike.
-        scores: samples that may have been read already.
+    """Tests metrics of records that were chosen already, as `compare` does; several on the first side are their mean.
 
     Raises:
-        BadInput: records were changed, or they were not measured alike, as in `compare`.
+        BadInput: records were changed, or they were not measured alike.
         StorageError: samples are damaged, or cannot be read.
     """
     scores = scores or QuestionScores()

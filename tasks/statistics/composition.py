@@ -63,13 +63,7 @@ class Paired(NamedTuple):
 
 
 def composition_of(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> Composition | str:
-    """The questions that a metric's value is made of, or why they are not known.
-
-    Args:
-        metric: the number.
-        questions: samples of its record by benchmark.
-        metrics: every number of its record.
-    """
+    """The questions, of its record's samples, that a metric's value is made of, or why they are not known."""
     own = questions.get(metric.benchmark, ())
     if parts := [question.ratios[metric.name] for question in own if metric.name in question.ratios]:
         form: RatioForm = "bits" if metric.name.startswith("bits_per") else "exp"
@@ -142,13 +136,7 @@ def part_of(found: Composition, wanted: Callable[[str, str], bool]) -> Compositi
 
 
 def with_interval(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> Metric:
-    """Returns a metric with its 95 % interval, and with the standard error that clusters, weights or ratios give it.
-
-    Args:
-        metric: the number, with its harness's standard error.
-        questions: samples of its record by benchmark.
-        metrics: every number of its record.
-    """
+    """Returns a metric with its 95 % interval, and with the standard error that clusters, weights or ratios give it."""
     found = composition_of(metric, questions, metrics)
     if isinstance(found, str):
         interval = normal_interval(metric.value, metric.stderr or None)

@@ -55,8 +55,7 @@ def mean_interval(strata: Sequence[Stratum]) -> Interval:
 def unseen_reach(parts: Sequence[tuple[float, int]]) -> float:
     """The largest change of a value by clusters that differ from those seen, in parts whose clusters were all the same.
 
-    Args:
-        parts: of each, the change of the value if all of its clusters differed, and the number of those seen.
+    Of each part: the change of the value if all of its clusters differed, and the number of those seen.
     """
     tail, parts = (1 - CONFIDENCE) / 2, [(most, number) for most, number in parts if most > 0.0]
     if not parts:
@@ -68,13 +67,7 @@ def unseen_reach(parts: Sequence[tuple[float, int]]) -> float:
 
 
 def ratio_interval(sums: Sequence[tuple[float, float]], clusters: Sequence[Hashable], *, form: RatioForm) -> Interval:
-    """The interval of a ratio of sums over documents, such as a perplexity, taken where it is nearly normal: in nats.
-
-    Args:
-        sums: log-likelihood and units of each document.
-        clusters: cluster of each document.
-        form: the way from the ratio to the value.
-    """
+    """The interval of a ratio of log-likelihoods to units, such as a perplexity, taken in nats, where it is normal."""
     found = estimate([Stratum([pair[0] for pair in sums], clusters, sizes=[pair[1] for pair in sums])])
     value = ratio_value(found.value, form)
     if found.stderr is None:

@@ -46,11 +46,7 @@ class Finding:
         return replace(self, difference=self.difference * scale, low=low, high=high, stderr=stderr)
 
     def detectable(self, missed: float) -> float | None:
-        """The smallest loss that the interval of an equal checkpoint rules out, but for a chance.
-
-        Args:
-            missed: the chance that the interval of an equal checkpoint does not rule it out.
-        """
+        """The smallest loss that the interval of an equal checkpoint rules out, but for the chance `missed`."""
         if self.stderr is None:
             return None
         return (quantile(self.freedom) + quantile(self.freedom, tail=missed)) * self.stderr
@@ -121,12 +117,8 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> Finding:
 def score_bound(won: float, lost: float, questions: int) -> float:
     """The lower end of the score interval of a difference between two shares of the same questions (Tango 1998).
 
-    It is the largest difference so far below the one found that it is contradicted at 2.5 %, whichever shares it is of.
-
-    Args:
-        won: questions that only the second got right.
-        lost: those that only the first did.
-        questions: all of them.
+    The largest difference below the one found that is contradicted at 2.5 %, whichever shares it is of. `won` are
+    questions that only the second got right, `lost` those that only the first did.
     """
     low, high, reach = -1.0, (won - lost) / questions, quantile(math.inf)
     for _ in range(_HALVINGS):
@@ -147,14 +139,7 @@ def paired_ratio(
     *,
     form: RatioForm,
 ) -> Finding:
-    """Compares two ratios of sums over the same documents, such as perplexities, by what each document adds to both.
-
-    Args:
-        first: log-likelihood and units of each document, by one checkpoint.
-        second: the same by the other.
-        clusters: cluster of each document.
-        form: the way from the ratio to the value.
-    """
+    """Compares two ratios of log-likelihoods to units of the same documents, by what each document adds to both."""
     import numpy as np
 
     one, other = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
@@ -185,12 +170,7 @@ def compare_means(first: float, second: float, *, stderrs: tuple[float | None, f
 
 
 def _paired_t(differences: Sequence[Stratum], *, largest: float) -> Finding:
-    """A t test over clusters; where no two differences differ, what so many clusters can say at all.
-
-    Args:
-        differences: those of single questions.
-        largest: the largest that one could be.
-    """
+    """A t test over clusters; where no two differ, by the largest difference that one could have, and their number."""
     found = estimate(differences)
     if found.stderr is None:
         return Finding("none", found.value, None, None, None)
