@@ -26,7 +26,7 @@ _PROGRAM = Path(__file__).parent / "programs" / "run_isolated.py"
 _SPECIFICATION = "isolation.json"
 _RESERVED = frozenset({_SPECIFICATION, "harness.log", "record.json", "samples.jsonl.gz"})
 _LEAST_MEMORY_BYTES = 8 << 30
-_FILE_BYTES, _PLAN_BYTES = 1 << 30, 16 << 20
+_FILE_BYTES, _PLAN_BYTES = 1 << 30, 4 << 20
 _PROCESSES = 256
 _TASKS = 512 + 32 * (os.cpu_count() or 1)  # threads included: numeric libraries start one for each core
 _REMOVE_SECONDS = 120.0  # ten times as long as a million files take
@@ -61,7 +61,7 @@ class Cage:
 
     def bring_plan(self) -> None:
         """Copies the plan that the harness wrote, if there is one yet, while it runs."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             if self.apart and not (self.output / PLAN_NAME).exists():
                 with open_regular(self.folder, PLAN_NAME, max_bytes=_PLAN_BYTES) as file:
                     text = file.read(_PLAN_BYTES).decode()

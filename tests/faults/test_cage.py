@@ -113,6 +113,7 @@ def attempted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempted]:
         (folder / name).mkdir()
         (folder / name / "content").write_text("as before")
     (folder / "outside" / "id_rsa").write_text("a private key")
+    (folder / "hub" / "token").write_text("hf_secret")
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder / "tmp"))
         patch.setenv("HF_HOME", str(folder / "hub"))

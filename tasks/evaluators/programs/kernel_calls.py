@@ -66,6 +66,10 @@ class Kernel:
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch()
+        self.bind(path, target, attributes=attributes)
+
+    def bind(self, path: str, target: Path, *, attributes: int) -> None:
+        """Shows a file or folder in place of another, with attributes that its own mount need not have."""
         self.mount(os.path.realpath(path), target, flags=BIND | REC)
         given = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
         place = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE)

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 from isolation_bounds import bound_process, bound_tasks, excess, pass_log_on
-from kernel_calls import BIND, DEVICE, NEW_USER, NODEV, NOSUID, REC, WRITABLE, Kernel, NotIsolated
+from kernel_calls import DEVICE, NEW_USER, NODEV, NOSUID, REC, WRITABLE, Kernel, NotIsolated
 
 _NEW_NS, _NEW_UTS, _NEW_IPC = 0x20000, 0x4000000, 0x8000000
 _NEW_PID, _NEW_NET = 0x20000000, 0x40000000
@@ -45,7 +45,9 @@ _CONFIGURATION = (
     *("mime.types", "nsswitch.conf", "passwd", "pki", "ssl"),
 )
 _TOKENS = ("token", "stored_tokens")  # in the folder of the hub's clients
-_HIDDEN = ("keys", "key-users")  # in /proc, names of the user's kernel keys
+_HIDDEN = (  # in /proc: names of the user's kernel keys; memory and processes of the machine
+    *("keys", "key-users", "kcore", "kpagecount", "kpageflags", "sched_debug", "slabinfo", "timer_list"),
+)
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SCRATCH = "size=1g,nr_inodes=256k,mode=755"
 _NOT_ALLOWED, _TOO_MUCH = 78, 79
@@ -245,7 +247,7 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
     kernel.mount("proc", root / "proc", kind="proc", flags=_RDONLY | NOSUID | NODEV | _NOEXEC)
     for path in (root / "proc" / name for name in _HIDDEN):
         if path.exists():
-            kernel.mount("/dev/null", path, flags=BIND)
+            kernel.bind("/dev/null", path, attributes=DEVICE)
     for path in specification["reads"]:
         if not path.startswith(tuple(f"{name}/" for name in _SYSTEM)):  # as an interpreter of the system is
             kernel.show(path, root)
@@ -253,7 +255,7 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
         kernel.show_with_scratch(path, root, root / ".scratch" / str(number))
         for token in (root / path.lstrip("/") / name for name in _TOKENS):
             if token.is_file():
-                kernel.mount("/dev/null", token, flags=BIND)
+                kernel.bind("/dev/null", token, attributes=DEVICE)
     for path in specification["writes"]:
         kernel.show(path, root, attributes=WRITABLE)
     os.chdir(root)
