@@ -96,15 +96,10 @@ class EngineClient:
         self._logprobs(model, CANARY_PROMPTS[:1], echo=False)
 
     def require_written(self, model: str) -> None:
-        """Passes if loading the checkpoint that the engine was started with wrote each parameter, where it tells.
-
-        Raises:
-            ModelUnusable: it left some as they were in memory.
-        """
+        """Raises ModelUnusable if the engine says that its start left parameters as they were in memory."""
         left: dict[str, str] = {}
         with suppress(SwapRefused):
-            for part in self._of_workers("assay_unwritten"):
-                left |= part
+            left = {name: numbers for part in self._of_workers("assay_unwritten") for name, numbers in part.items()}
         if left:
             named = [f"{name} ({numbers} numbers)" for name, numbers in sorted(left.items())[:_SHOWN_NAMES]]
             raise ModelUnusable(
@@ -167,14 +162,10 @@ class EngineClient:
         return tuple(float(value) for value in values)
 
     def reload_weights(self, folders: Sequence[str], *, version: str, ranks: int | None = None) -> None:
-        """Loads other weights of the same shape into the running engine, with nothing in flight meanwhile.
+        """Loads other weights, of the same shape or the engine dies, with nothing in flight meanwhile.
 
-        The engine dies on files that do not fit it, so they are checked before.
-
-        Args:
-            folders: that hold them, one on each of the engine's hosts.
-            version: their name, see `name_weights`.
-            ranks: of the engine, each of which has to load them; not looked at when None.
+        `folders` hold them, one on each of the engine's hosts, and `ranks`, where given, is how many have to load them.
+        `version` is their name, see `name_weights`.
 
         Raises:
             ReloadUnavailable: the engine has no such call.
@@ -225,11 +216,7 @@ class EngineClient:
         return {f"{rank}.{name}": value for rank, part in enumerate(digests) for name, value in part.items()}
 
     def reading(self, canary: Sequence[float], *, weights: bool = False) -> Reading:
-        """Shows what it computes with, beside the canary that it gave; see `programs/reloading_worker.py`.
-
-        Args:
-            canary: see `canary`.
-            weights: with `weights_in_memory`.
+        """Shows what it computes with, beside the canary that it gave, and with `weights_in_memory` if asked for.
 
         Raises:
             ReloadUnavailable: the engine has no such call.

@@ -162,10 +162,8 @@ def with_last_token(kwargs: Mapping[str, Any], described: Mapping[str, Any]) -> 
     vLLM counts that token as if the model had to read it, so that of a window that fills the model, its last token
     could not be weighed. It is not read: vLLM takes prompts that are shorter than `max_model_len` alone.
 
-    Args:
-        kwargs: engine arguments, see `engine_kwargs`.
-        described: config.json of the checkpoint. Where positions are scaled, or there are several lengths in it, vLLM
-            decides by `max_model_len`, which is left as it is then.
+    Where positions are scaled in the config.json `described`, or there are several lengths in it, vLLM decides by
+    `max_model_len`, which is left as it is then.
     """
     held, asked = described.get("max_position_embeddings"), kwargs.get("max_model_len")
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
@@ -195,15 +193,10 @@ def engine_arguments(
     port: int,
     program: Path | None = None,
 ) -> tuple[str, ...]:
-    """Arguments after the interpreter that start one engine server.
+    """Arguments after the interpreter that start one engine server with the weights in a local folder.
 
-    Args:
-        kwargs: engine arguments, see `engine_kwargs`.
-        folder: local folder that holds the weights to start with.
-        served_names: every name under which requests may come, now and after loading other checkpoints.
-        host: address to listen on.
-        port: port to listen on.
-        program: `Engine.program`; vLLM's own when None.
+    `kwargs` are as of `engine_kwargs`, and `program` is `Engine.program`, vLLM's own when None. Requests may come under
+    all `served_names`, also after loading other checkpoints.
     """
     start = ("-m", "vllm.entrypoints.openai.api_server") if program is None else ("-I", "-u", str(program))
     return (*start, *server_arguments(kwargs, folder=folder, served_names=served_names, host=host, port=port))
@@ -225,12 +218,8 @@ def engine_variables(
 ) -> dict[str, str]:
     """Environment of an engine server.
 
-    Args:
-        device: which engine family.
-        cache: folder for what the engine compiles or inspects once; keyed by environment, kept between starts.
-        cpu: cores the replica was given; one is left to the server, the others compute.
-        offline: keep it from asking a hub for anything.
-        kwargs: engine arguments, see `engine_kwargs`; what is compiled for them lies apart from what is for others.
+    `cache` is a folder for what the engine compiles or inspects once, by environment and `kwargs`, kept between starts.
+    Of the `cpu` cores of the replica one is left to the server. An engine that is `offline` asks a hub for nothing.
     """
     ours = {"PYTHONPATH": str(_PROGRAMS)}
     variables = {**ENGINES[device].variables, **ours, **_cache_variables(device, cache, kwargs or {})}

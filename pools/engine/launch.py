@@ -190,13 +190,9 @@ def why_unprovable(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str |
 
 @dataclass(frozen=True)
 class HostPart:
-    """The part of one host in an engine that runs on several: host 0 has the server.
+    """The part of one host, by its `rank`, in an engine that runs on several `hosts`; host 0 has the server.
 
-    Attributes:
-        rank: of the host.
-        hosts: their number.
-        meeting: address of host 0, and a free port of it, where the parts find each other.
-        address: of this host, as the others reach it.
+    `meeting` is the address of host 0, and a free port of it, where the parts find each other; `address` is its own.
     """
 
     rank: int

@@ -21,11 +21,8 @@ from pools.journal.terms import ROUNDING
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
 LONGEST = 300
-"""Tokens of the text that is asked about, or more than two blocks of the cache where these are longer.
-
-Blocks have up to 128 tokens, and 528 to 2,048 for models with a state.
-"""
-_BEYOND_BLOCKS = 44
+"""Tokens of the text that is asked about: two blocks of the cache and more, of 128 tokens at most as a rule."""
+_BEYOND_BLOCKS = 44  # where blocks are longer: 528 to 2,048 tokens for models with a state
 _BLOCKS = ("block_size", "effective_attention_block_size")
 _CACHE = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

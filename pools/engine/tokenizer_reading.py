@@ -1,7 +1,6 @@
 """Proof that an engine reads text as the checkpoint's `tokenizer.json` says.
 
-A tokenizer class that a checkpoint names by mistake, or that transformers takes for its architecture, replaces the
-file's rules by those of the class: other ids for most texts, and as a rule the model answers all the same, worse.
+A class that a checkpoint names by mistake, or that transformers takes for its architecture, replaces the file's rules.
 """
 
 from __future__ import annotations
@@ -44,20 +43,15 @@ PROBE = f"{_NUMBERS}{_CODE}{_WORDS}{unicodedata.normalize('NFD', _WORDS)}"
 Without blanks before a full stop or the like, which some tokenizers are set to drop when they decode, and without
 numerals such as ½: SmolLM's are the only texts that its class reads in another way than its file.
 """
-_ONLY_AS_QWEN2 = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
-"""Types of models that transformers 5 reads by Qwen2Tokenizer, whichever class a checkpoint names."""
+_ONLY_AS_QWEN2 = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whichever class a checkpoint names
 _FRAMED = ("add_bos_token", "add_eos_token")
 _SHOWN, _SHOWN_CHARACTERS = 5, 20
 
 
 def require_read_as_written(engine: EngineClient, checkpoint: ServedCheckpoint, config: InferencePoolConfig) -> None:
-    """Passes if an engine turns text into ids, and ids into text, as `tokenizers` does by the file tokenizer.json.
+    """Raises ModelUnusable unless an engine turns text into ids and back as `tokenizers` does by tokenizer.json.
 
     Nothing is compared where there is no such file, in the checkpoint or in the engine argument `tokenizer`.
-
-    Raises:
-        ModelUnusable: it does not.
-        EndpointUnusable: it does not answer.
     """
     folder = config.model.engine_kwargs.get("tokenizer", str(checkpoint.folder))
     if not (written := engine.ask("/assay_read", {"folder": folder, "text": PROBE})):
@@ -80,15 +74,12 @@ def require_read_as_written(engine: EngineClient, checkpoint: ServedCheckpoint, 
 def difference(written: Mapping[str, Any], found: Mapping[str, Any], *, framed: bool) -> str | None:
     """Returns the first difference between two readings of the probe; None where there is none.
 
-    Args:
-        written: `ids`, the `text` that they are, and `special`, the ids with special tokens, by the file. `starts` are
-            the places of ids in the probe.
-        found: the same by an engine.
-        framed: whether other settings than the file's may put special tokens around a text.
+    Each has `ids`, the `text` that they are, and `special`, the ids with special tokens, of which others than the
+    file's may be around the text where it is `framed`. `starts` are the places of the file's ids in the probe.
     """
+    count = len(ids := found["ids"])
     for name, what in (("ids", "ids"), ("text", "text of its ids"), ("special", "ids with special tokens")):
         ours, theirs = written[name], found[name]
-        count = len(ids := found["ids"])
         holds = any(theirs[start : start + count] == ids for start in range(len(theirs) - count + 1))
         if ours == theirs or (name == "special" and framed and holds):
             continue

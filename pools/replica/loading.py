@@ -17,10 +17,7 @@ WITHOUT_PREFIX_CACHE = "it has a state, and its engine ended with a prefix cache
 
 
 def may_end_of_its_cache(error: BaseException, log: str, config: InferencePoolConfig) -> bool:
-    """Returns whether a start that failed is worth another one without a prefix cache, which arguments did not choose.
-
-    The engine says in its log that the model has a state. Parts on further hosts would have to be started so, too.
-    """
+    """Returns whether a start is worth another one, on one host: of a model with a state, as its engine's log says."""
     ended = isinstance(error, EndpointUnusable | EngineStartFailed) and "mamba" in log.lower()
     chosen = "enable_prefix_caching" in config.model.engine_kwargs
     return ended and not chosen and config.resource_config.hosts_per_replica == 1

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 KEY_VARIABLE = "ASSAY_ENGINE_KEY"
-READING = "/assay_read"
-"""Path at which the door itself answers, see `tell_reading`."""
 ASKED: contextvars.ContextVar[str | None] = contextvars.ContextVar("asked", default=None)
 """Model name in the request that is being answered."""
 
@@ -41,7 +39,7 @@ class EngineDoor:
     async def __call__(self, scope: dict[str, Any], receive: Call, send: Call) -> None:
         """Passes a call on, or refuses it."""
         if scope["type"] == "lifespan" or self._is_open_to(dict(scope["headers"])):
-            await (tell_reading if scope.get("path") == READING else self._app)(scope, receive, send)
+            await (tell_reading if scope.get("path") == "/assay_read" else self._app)(scope, receive, send)
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body"})

@@ -15,66 +15,48 @@ import torch
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import layerwise
 
-PATTERNS = {
-    torch.float16: (torch.int16, 0x7FA5),
-    torch.bfloat16: (torch.int16, 0x7FA5),
-    torch.float32: (torch.int32, 0x7FA5A5A5),
-}
-"""By type, the integers of its size and that which is a NaN there that no arithmetic gives."""
-AT_ONCE = 2**24
-"""Numbers of a parameter that are compared at once: what is compared takes a byte of each."""
+PATTERNS = {torch.int16: 0x7FFE, torch.int32: 0x7FFFFFFE}
+"""The second largest integer, as a float a NaN that no arithmetic gives: that of GPUs is the largest."""
 AT_START: dict[str, str] = {}
 """Of the model that this process was started with, how much of which parameters was left unwritten."""
+
+
+def bits_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a parameter as integers; None for one without numbers of two or four bytes."""
+    if parameter is None or parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
+        return None
+    integers = {2: torch.int16, 4: torch.int32}.get(parameter.itemsize)
+    return parameter.data.view(integers) if integers else None
 
 
 def mark(module: torch.nn.Module, names: Iterable[str]) -> None:
     """Fills parameters of a module, not of its children, with the pattern."""
     method = getattr(module, "quant_method", None)
-    if method is not None and not type(method).__name__.startswith("Unquantized"):
-        return
-    for name in names:
-        parameter = module._parameters.get(name)
-        if parameter is not None and getattr(parameter, "weight_loader_numel", parameter.numel()) == parameter.numel():
-            for bits, pattern in _pieces(parameter):
-                bits.fill_(pattern)
+    for name in names if method is None or type(method).__name__.startswith("Unquantized") else ():
+        bits = bits_of(parameter := module._parameters[name])
+        if bits is not None and getattr(parameter, "weight_loader_numel", bits.numel()) == bits.numel():
+            bits.fill_(PATTERNS[bits.dtype])
 
 
 def find(model: torch.nn.Module) -> dict[str, str]:
     """Returns how many numbers of which parameters still hold the pattern, and makes them 0."""
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        left = 0
-        for bits, pattern in _pieces(parameter):
-            held = bits == pattern
-            if count := int(held.sum()):
-                left += count
-                bits.masked_fill_(held, 0)
-        if left:
-            found[name] = f"{left} of {parameter.numel()}"
+        bits = bits_of(parameter)
+        if bits is None or int(bits.amax()) < PATTERNS[bits.dtype]:  # a tenth of the time that comparing all takes
+            continue
+        held = bits == PATTERNS[bits.dtype]
+        if count := int(held.count_nonzero()):
+            found[name] = f"{count} of {bits.numel()}"
+            bits.masked_fill_(held, 0)
     return found
 
 
-def _pieces(parameter: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Views of a parameter as integers, along its first dimension, and the pattern."""
-    if parameter.dtype not in PATTERNS or parameter.is_meta or not parameter.numel():
-        return []
-    integers, pattern = PATTERNS[parameter.dtype]
-    bits = parameter.data.view(integers).reshape(1) if not parameter.ndim else parameter.data.view(integers)
-    rows = max(1, AT_ONCE * len(bits) // bits.numel())
-    return [(piece, pattern) for piece in bits.split(rows)]
-
-
 def watch_loading() -> None:
-    """Marks each model before its weights are loaded, and remembers which parameters were left unwritten.
-
-    A reload in place loads into memory of its own, which is marked as well: `find` names what is left of that.
-    """
+    """Marks each model before its weights are loaded, and the memory of its own that a reload in place loads into."""
     loader: Any = base_loader.BaseModelLoader
-    create, process, materialize = (
-        loader.create_model,
-        base_loader.process_weights_after_loading,
-        layerwise.materialize_layer,
-    )
+    create, materialize = loader.create_model, layerwise.materialize_layer
+    process = base_loader.process_weights_after_loading
 
     def create_model(self: Any, *given: Any, **options: Any) -> Any:
         model = create(self, *given, **options)
