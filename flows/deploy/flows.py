@@ -12,6 +12,7 @@ import yaml
 
 from resources.errors import DeploymentFailed
 from resources.settings import deployment_data
+from resources.storage.yaml_text import load_yaml
 
 DEPLOYMENTS = deployment_data("prefect.yaml")
 """Every flow, as it is deployed to the work pool of this machine."""
@@ -24,7 +25,7 @@ def deployments_for(work_pool: str, *, name: str) -> dict[str, Any]:
         work_pool: that the deployments belong to.
         name: of each deployment, which is called `<flow>/<name>` then.
     """
-    content: dict[str, Any] = yaml.safe_load(DEPLOYMENTS.read_text())
+    content: dict[str, Any] = load_yaml(DEPLOYMENTS.read_text())
     content["deployments"] = [
         {
             **{key: value for key, value in deployment.items() if key not in ("schedules", "triggers")},

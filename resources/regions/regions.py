@@ -19,6 +19,7 @@ from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, si
 from resources.errors import BadInput, NoMatchingRegion
 from resources.regions.region_table import Price, Region, Regions, gpu_model, tpu_generation
 from resources.settings import deployment_data, settings
+from resources.storage.yaml_text import load_yaml
 
 _GB = 10**9
 
@@ -30,7 +31,7 @@ def load_regions(path: Path) -> Regions:
         BadInput: it is not there, or says something that it cannot.
     """
     try:
-        return Regions.model_validate(yaml.safe_load(path.read_text()))
+        return Regions.model_validate(load_yaml(path.read_text()))
     except (OSError, yaml.YAMLError, ValidationError) as error:
         raise BadInput(
             expected=f"regions and prices in {path}",

@@ -12,6 +12,7 @@ import yaml
 from resources.backends.kubernetes.names import PART_LABEL
 from resources.errors import AssayError, BadInput
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml_documents
 from tasks.eval_jobs.git_state import CLEAN, git_state_of, require_clean
 from tasks.eval_jobs.manifests import COMMIT, EVAL_JOB, EXPERIMENT, files_of, renamed
 from tasks.eval_jobs.reading import EvalJob, read_job
@@ -52,7 +53,7 @@ def read_manifests(uri: str) -> list[dict[str, Any]]:
         BadInput: it is not there, is no YAML, or holds no evaluation job.
     """
     try:
-        found = list(yaml.safe_load_all(storage.read_bytes(uri)))
+        found = load_yaml_documents(storage.read_bytes(uri))
     except FileNotFoundError:
         raise BadInput(expected="a file of manifests", found=f"{uri} is not there", remedy="check the path") from None
     except yaml.YAMLError as error:
@@ -83,7 +84,7 @@ def job_documents(
         read = read_job(file, helm_file=helm_file)
         state = read.git_state()
         require_clean(state, allow_dirty=allow_dirty)
-        return list(yaml.safe_load_all(read.manifests(state)))
+        return load_yaml_documents(read.manifests(state))
     documents = read_manifests(str(job_spec))
     if file is not None:
         _require_same_files(read_job(file, helm_file=helm_file), documents, job_spec=job_spec)

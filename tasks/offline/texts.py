@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from resources.config import Config
 from resources.errors import BadInput, StorageError
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 from tasks.spec.benchmark_sets import SUITE_DATA
 
 _SOURCE = "source.yaml"
@@ -56,7 +55,7 @@ class TextSource(Config):
 
 def text_source(name: str) -> TextSource:
     """The source of that name that comes with Assay."""
-    return TextSource.model_validate(yaml.safe_load((SUITE_DATA / name / _SOURCE).read_text(encoding="utf-8")))
+    return TextSource.model_validate(load_yaml((SUITE_DATA / name / _SOURCE).read_text(encoding="utf-8")))
 
 
 def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], None]) -> dict[str, Any]:

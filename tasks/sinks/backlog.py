@@ -11,6 +11,7 @@ import yaml
 from resources.config import Config
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 from tasks.alerts.files import read_alerts
 from tasks.records.record import RECORD_NAME, Record, SinkState, find_records, note_sinks
 from tasks.sinks.announcement import Announcement
@@ -64,7 +65,7 @@ def sinks_in(sink: str | None, config: str | None) -> tuple[Sink, ...] | None:
 
 def _sinks_of_file(uri: str) -> tuple[Sink, ...]:
     try:
-        content = yaml.safe_load(storage.read_bytes(uri, within="/"))
+        content = load_yaml(storage.read_bytes(uri, within="/"))
     except FileNotFoundError:
         raise BadInput(expected="a file with a sink", found=f"{uri} is not there", remedy="check the path") from None
     except (yaml.YAMLError, UnicodeDecodeError):

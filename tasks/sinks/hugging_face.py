@@ -15,6 +15,7 @@ from pydantic import AfterValidator
 
 from resources.errors import SinkFailed
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 from tasks.records.current import how_merged
 from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, Metric, Record
@@ -94,7 +95,7 @@ def with_results(card: str, record: Record, announcement: Announcement, *, task_
     front = _FRONT_MATTER.match(card)
     body = card[front.end() :] if front else card
     try:
-        metadata = yaml.safe_load(front.group(1)) if front else {}
+        metadata = load_yaml(front.group(1)) if front else {}
     except yaml.YAMLError:
         metadata = None
     if not isinstance(metadata, dict):

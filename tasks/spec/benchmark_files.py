@@ -16,6 +16,7 @@ import yaml
 
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.yaml_text import BoundedLoader, YamlBeyondBounds, load_yaml
 
 _DATA = ("dataset_path", "dataset_kwargs", "metric")
 """Keys below which a text may also be a folder, or have wildcards."""
@@ -30,7 +31,7 @@ class _Function(str):
     __slots__ = ()
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """Imports none of the functions."""
 
 
@@ -42,10 +43,9 @@ def read_benchmark(content: bytes) -> Any:
     """A benchmark's file, in which functions are their names.
 
     Raises:
-        ValueError, YAMLError: it is no YAML.
-        RecursionError: it is nested too deep.
+        ValueError, YAMLError: it is no YAML, or beyond a bound.
     """
-    return yaml.load(content.decode(), Loader=_Loader)
+    return load_yaml(content.decode(), _Loader)
 
 
 def is_hidden(name: str) -> bool:
@@ -101,12 +101,12 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
             continue
         try:
             content = read_benchmark(storage.read_bytes(uri, within="/"))
+        except YamlBeyondBounds as error:
+            raise BadInput(
+                expected=f"YAML in {uri}", found=str(error), remedy="Correct it, or move it elsewhere"
+            ) from None
         except (FileNotFoundError, ValueError, yaml.YAMLError):
             continue
-        except RecursionError:
-            raise BadInput(
-                expected=f"YAML in {uri}", found="brackets nested too deep", remedy="Correct it, or move it elsewhere"
-            ) from None
         contents.append(content)
         elsewhere.update([place] if place else [])
         folder = posixpath.dirname(name)

@@ -8,10 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from resources.config import Config
 from resources.errors import BadInput
+from resources.storage.yaml_text import load_yaml
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig
 
@@ -48,7 +47,7 @@ class BenchmarkNeeds(Config):
 
 @cache
 def _data() -> dict[str, Any]:
-    return yaml.safe_load((SUITE_DATA / "sets.yaml").read_text(encoding="utf-8"))
+    return load_yaml((SUITE_DATA / "sets.yaml").read_text(encoding="utf-8"))
 
 
 @cache

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -22,10 +23,10 @@ def load_config(uri: str, kind: type[_Model]) -> _Model:
     """
     try:
         text = storage.read_bytes(uri, within="/")
-        content = yaml.safe_load(text)
+        content = load_yaml(text)
     except FileNotFoundError:
         raise BadInput(expected="a configuration file", found=f"{uri} is not there", remedy="check the path") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         remedy = "correct the line or the value that it names; a text that looks like a date needs quotes"
         raise BadInput(expected=f"YAML in {uri}", found=str(error), remedy=remedy) from error
     if not isinstance(content, dict):

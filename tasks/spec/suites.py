@@ -11,7 +11,6 @@ from collections import Counter
 from functools import cache
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
@@ -21,6 +20,7 @@ from resources.config import Config, CpuConfig, JsonObject, ResourceConfig
 from resources.errors import BadInput
 from resources.settings import settings
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 from tasks.spec.benchmark_sets import SUITE_DATA, BenchmarkNeeds, expanded, needs_of, split_by_kind
 from tasks.spec.earlier_form import refuse_earlier_form
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -281,7 +281,7 @@ def built_in_suite(name: str) -> Suite:
 
 @cache
 def _contents() -> dict[str, Any]:
-    listed = yaml.safe_load((SUITE_DATA / "suites.yaml").read_text(encoding="utf-8"))
+    listed = load_yaml((SUITE_DATA / "suites.yaml").read_text(encoding="utf-8"))
     for evaluation in (evaluation for content in listed for evaluation in content["evaluations"]):
         options = spelled_out(evaluation.get("evaluator", {}))
         if "run_specs_path" in options:

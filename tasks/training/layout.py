@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from resources.config import CpuConfig
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 from tasks.spec.evaluation import digest_of
 from tasks.training.config import EXPORTS, TrainLmOnPodConfig, check_train_config
 
@@ -105,7 +106,7 @@ def _train_config(config: TrainLmOnPodConfig) -> dict[str, Any]:
     if isinstance(given, dict):
         return given
     try:
-        content = yaml.safe_load(storage.read_bytes(given, within="/"))
+        content = load_yaml(storage.read_bytes(given, within="/"))
         if not isinstance(content, dict):
             raise ValueError(f"expected keys and values, found {type(content).__name__}")
         check_train_config(content)

@@ -9,6 +9,7 @@ import yaml
 
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 from tasks.contamination.texts import TextSource
 
 _SECTIONS = ("training", "train_config")
@@ -55,7 +56,7 @@ def training_texts(uri: str) -> tuple[list[TextSource], list[str]]:
 
 def _read(uri: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(storage.read_bytes(uri, within="/"))
+        content = load_yaml(storage.read_bytes(uri, within="/"))
     except FileNotFoundError:
         raise BadInput(
             expected="a file with a training's configuration", found=f"{uri} is not there", remedy="check the path"

@@ -10,6 +10,7 @@ import yaml
 
 from resources.config import Device, TpuConfig
 from resources.errors import BadInput
+from resources.storage.yaml_text import load_yaml
 from tasks.training.layout import Training
 
 _LEVANTER_FILES = (".levanter.yaml", ".config")
@@ -70,7 +71,7 @@ def accelerator_defaults(workspace: Path, device: Device) -> dict[str, str]:
     if path is None:
         return {}
     try:
-        content: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
+        content: dict[str, Any] = load_yaml(path.read_text()) or {}
         by_accelerator = content.get("accel_env") or {}
         generation = device.variant.partition("-")[0]
         parts = (content.get("env"), by_accelerator.get(generation), by_accelerator.get(device.variant))

@@ -17,6 +17,7 @@ from flows.cli.options.groups import (
 )
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 from tasks.generation.config import GenerationConfig
 from tasks.spec.loading import build_config
 
@@ -113,7 +114,7 @@ def _text(given: str | None) -> str | None:
 
 def _read(file: str) -> Any:
     try:
-        return yaml.safe_load(_content(file))
+        return load_yaml(_content(file))
     except yaml.YAMLError as error:
         raise BadInput(expected=f"JSON or YAML in {file}", found=str(error), remedy="correct it") from error
 

@@ -10,8 +10,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-import yaml
-
+from resources.storage.yaml_text import load_yaml
 from tasks.spec.benchmark_sets import SUITE_DATA
 
 _HASH_DIGITS = 12
@@ -36,7 +35,7 @@ def clusters_of(names: Sequence[str], docs: Mapping[str, Any], *, cluster_by: st
 
 @cache
 def _keys() -> dict[str, Any]:
-    return yaml.safe_load((SUITE_DATA / "clusters.yaml").read_text())
+    return load_yaml((SUITE_DATA / "clusters.yaml").read_text())
 
 
 def _fields(names: Sequence[str]) -> list[str]:

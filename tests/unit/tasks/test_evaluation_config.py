@@ -191,9 +191,9 @@ def test_file_loads_and_broken_files_are_refused(tmp_path: Path) -> None:
     ("content", "found"),
     [
         ("a: 2024-13-45", "month must be in"),
-        ("a: " + "9" * 5000, "5000 digits"),
-        ("a: " + "[" * 3000, "recursion"),
-        ("&a {model_path: /r, evals: [{name: arc_easy, task_kwargs: *a}]}", "an alias within"),
+        ("a: " + "9" * 5000, "4,300 digits"),
+        ("a: " + "[" * 3000, "nested too deep"),
+        ("&a {model_path: /r, evals: [{name: arc_easy, task_kwargs: *a}]}", "an alias within its own"),
     ],
     ids=["date", "number", "nesting", "alias"],
 )
