@@ -288,6 +288,8 @@ class Demand(Config):
     """Requests that wait for a replica that holds it."""
     in_flight: int = 0
     """Requests that replicas are working on."""
+    suspects: int = 0
+    """Requests that were in flight at two deaths of engines: open, to be sent alone, or proved to be their cause."""
     unserved_seconds: float = 0.0
     """Time that requests have come without one being served; a client that gives up and asks again waits on."""
     idle_seconds: float = 0.0

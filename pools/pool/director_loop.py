@@ -11,7 +11,7 @@ from contextlib import suppress
 from pools.config import InferencePoolConfig
 from pools.pool.director import Patience, assign
 from pools.pool.loads import LoadLog
-from pools.protocol import DesiredState, ProxyStatus, ServedModel
+from pools.protocol import Demand, DesiredState, ProxyStatus, ServedModel
 from pools.proxy.client import ProxyClient
 from pools.proxy.process import ProxyProcess
 from pools.replica.agent_jobs import AgentJobs
@@ -108,7 +108,10 @@ class DirectorLoop:
                 version, self._proxy_silent_since = status.version, None
                 for lease in status.leases.values():
                     self._models.update(lease.models)
-                self._loads.take_in(status.replicas)
+                suspected = {
+                    served.digest for name, served in self._models.items() if status.demand.get(name, Demand()).suspects
+                }
+                self._loads.take_in(status.replicas, suspected=suspected)
                 self._agents.look_after(status.replicas)
                 self._order(status)
             except ProxyFailed:

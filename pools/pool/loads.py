@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from pools.jobs import Restarts
 from pools.protocol import Failure, LeaseStatus, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
@@ -13,6 +13,7 @@ from resources.errors import EngineDied, EngineStartFailed, ModelUnusable
 _SHORTEST_LINGER_SECONDS = 0.1
 _LONGEST_LINGER_SECONDS = 5.0
 _MOST_DEATHS = 1  # of engines with one checkpoint; the second condemns it
+_MOST_EXCUSED = 20  # in ten minutes, while requests are suspected of them
 _DIFFERS = re.compile(r"/\S+|\{.*|0x[0-9a-f]+|\d+")  # between two reports of one error: paths, sets, addresses, numbers
 
 
@@ -57,6 +58,7 @@ class LoadLog:
         self._has_answered = False
         self._start_errors: dict[str, tuple[str, Failure]] = {}  # by digest, with the checkpoint's name
         self._deaths: dict[str, Restarts] = {}
+        self._excused: dict[str, Restarts] = {}
         self._deaths_seen: Counter[tuple[str, str]] = Counter()
         self._deadly: dict[str, Failure] = {}  # by digest
         self._unusable: dict[str, Failure] = {}
@@ -64,8 +66,13 @@ class LoadLog:
         self._to_pause: set[str] = set()
         self._tries: dict[tuple[str, str], int] = {}
 
-    def take_in(self, replicas: Iterable[ReplicaStatus]) -> None:
-        """Takes in what replicas report for the first time."""
+    def take_in(self, replicas: Iterable[ReplicaStatus], *, suspected: Container[str] = ()) -> None:
+        """Takes in what replicas report for the first time.
+
+        Args:
+            replicas: of the pool.
+            suspected: digests of checkpoints with requests that were in flight at two deaths.
+        """
         replicas = list(replicas)
         for replica in replicas:
             if replica.announcement.restarts > self._engine_starts.get(replica.announcement.instance, 0):
@@ -76,7 +83,9 @@ class LoadLog:
                 seen = self._deaths_seen[replica.announcement.instance, digest]
                 self._deaths_seen[replica.announcement.instance, digest] = count
                 for _ in range(seen, count):
-                    self._died(digest, replica.announcement.last_death or "no error in its log")
+                    self._died(
+                        digest, replica.announcement.last_death or "no error in its log", suspected=digest in suspected
+                    )
             for load in replica.announcement.loads:
                 report = (replica.name, replica.announcement.instance, load.number)
                 if report in self._seen:
@@ -89,8 +98,11 @@ class LoadLog:
                     held_elsewhere = any(other.holds(load.digest) for other in others)
                     self._failed(replica.name, load, load.failure, held_elsewhere=held_elsewhere)
 
-    def _died(self, digest: str, error: str) -> None:
+    def _died(self, digest: str, error: str, *, suspected: bool) -> None:
         deaths = self._deaths.setdefault(digest, Restarts(_MOST_DEATHS))
+        if suspected:  # each request is sent alone and answered by itself, so the others can be served
+            deaths = self._excused.setdefault(digest, Restarts(_MOST_EXCUSED))
+            del self._deaths[digest]
         if not deaths.allow():
             self._deadly[digest] = Failure(
                 kind=EngineDied.__name__,
@@ -169,6 +181,7 @@ class LoadLog:
                 if name in models:
                     self._deadly.pop(models[name].digest, None)
                     self._deaths.pop(models[name].digest, None)
+                    self._excused.pop(models[name].digest, None)
         unusable = self.unusable(models)
         for (lease, name), count in tries.items():
             if name not in unusable:

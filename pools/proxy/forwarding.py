@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 from pools.journal.answers import AnswerFacts
@@ -21,8 +22,11 @@ from pools.proxy.counters import CLIENT_LEFT, RequestTally, Tally
 from pools.proxy.probes import Probes
 from pools.proxy.request import Asked, asked_in
 from pools.proxy.routing import RequestOutcome, RoutedReplica, RoutingTable, may_retry
+from pools.proxy.suspects import SUSPECT_DEATHS, deaths_of
 
 RETRY_PAUSE_SECONDS = 0.1
+_SETTLED_SECONDS = 10.0
+_SHOWN_CHARACTERS = 200
 _UNCOUNTED = (RequestOutcome.UNREACHED, RequestOutcome.TAKEN_AWAY)
 """The request did nothing to the engine; it counts as failed only if the engine does not come back."""
 
@@ -171,6 +175,16 @@ class Forwarder:
             Refusal: no attempt had anything to give.
         """
         asked.fields = {}  # nobody reads them any more, and they take as much memory as the body
+        try:
+            return await self._try_until_answered(asked, responder, scope)
+        finally:
+            self._table.suspects.close(asked)
+            self._release(asked)
+
+    async def _try_until_answered(
+        self, asked: Asked, responder: Responder, scope: CellScope | None
+    ) -> tuple[Attempt, str | None]:
+        suspects = self._table.suspects
         tried: dict[str, RequestOutcome] = {}
         failed = 0
         taken_from: set[tuple[RoutedReplica, tuple[str | None, int]]] = set()
@@ -181,7 +195,9 @@ class Forwarder:
             if replica is None:
                 replica = await self._hold(asked, scope, lambda: self._choose(asked, tried))
                 tallies = self._tallies(asked, scope)
-            digest, engine = replica.announcement.digest, replica.engine
+            digest, engine, deaths = replica.announcement.digest, replica.engine, deaths_of(replica)
+            if (message := suspects.verdict(digest, asked.target, asked.body)) is not None:
+                raise Refusal(422, message)
             for tally in tallies:
                 tally.upstream += 1
             last = await self._attempt(replica, asked, responder)
@@ -189,6 +205,13 @@ class Forwarder:
                 self._count_tokens(last.facts, tallies)
                 return last, digest
             tried[replica.name] = last.outcome
+            if last.outcome in (RequestOutcome.LOST, RequestOutcome.TAKEN_AWAY):
+                if suspects.lost(asked, asked.model, replica, deaths_before=deaths) >= SUSPECT_DEATHS:
+                    await self._settled(asked)
+                if replica.reserved is asked and suspects.deaths(asked) > SUSPECT_DEATHS:
+                    error = (replica.announcement.last_death or "")[:_SHOWN_CHARACTERS]
+                    message = suspects.condemn(digest, asked.target, asked.body, model=asked.model, error=error)
+                    raise Refusal(422, message)
             if last.outcome not in _UNCOUNTED or self._loop.time() > patient_until:
                 failed += 1
             elif last.outcome is RequestOutcome.TAKEN_AWAY:
@@ -233,6 +256,8 @@ class Forwarder:
             call.close()
             del self._running[call]
             self._table.end(replica, asked.model, outcome)
+            if replica.reserved is not None and replica.in_flight == 0:
+                self._wake_held()
             if replica.suspect:
                 self._probes.watch(replica)
 
@@ -253,7 +278,31 @@ class Forwarder:
     def _choose(self, asked: Asked, tried: Mapping[str, RequestOutcome]) -> RoutedReplica | None:
         if self._table.models is None and self._table.failed is None:
             return None
-        return self._table.choose(self._served(asked).digest, tried=tried)
+        digest = self._served(asked).digest
+        if self._table.suspects.deaths(asked) < SUSPECT_DEATHS:
+            return self._table.choose(digest, tried=tried)
+        replica = self._reserved(asked)
+        if replica is not None and not (replica.takes_requests and replica.announcement.digest == digest):
+            replica.reserved, replica = None, None
+        if replica is None and (replica := self._table.choose(digest, tried={})) is not None:
+            replica.reserved = asked
+        return replica if replica is not None and replica.in_flight == 0 else None
+
+    def _reserved(self, asked: Asked) -> RoutedReplica | None:
+        """The replica that takes no other request than this suspect."""
+        return next((replica for replica in self._table.replicas.values() if replica.reserved is asked), None)
+
+    def _release(self, asked: Asked) -> None:
+        if (replica := self._reserved(asked)) is not None:
+            replica.reserved = None
+            self._wake_held()
+
+    async def _settled(self, asked: Asked) -> None:
+        """Returns once it is known whether engines died when the request's connections to them broke."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLED_SECONDS):
+                while not self._table.suspects.is_settled(asked):
+                    await self._table_change()
 
     async def _hold(self, asked: Asked, scope: CellScope | None, look: Callable[[], Found | None]) -> Found:
         """Returns the finding of `look`, once the table has changed so that there is one."""

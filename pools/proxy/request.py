@@ -25,7 +25,7 @@ _SLOWLY_PARSED_BYTES = 2**20
 _ODD = "NaN, Infinity or half of a surrogate pair"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Asked:
     """A client's request. `target` is its path; `headers` are those a replica gets to see."""
 

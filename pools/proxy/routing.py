@@ -10,6 +10,7 @@ from enum import Enum
 from pools.protocol import Announcement, Demand, DesiredState, Failure, Orders, ProxyHealth, ReplicaStatus, ServedModel
 from pools.proxy.connections.engine_connection import EngineKeys
 from pools.proxy.names import Claim, Names
+from pools.proxy.suspects import Suspects
 
 MAX_ATTEMPTS = 3
 """Attempts at one request that may fail: a prompt that crashes engines must not take down every replica."""
@@ -64,6 +65,7 @@ class RoutedReplica:
     consecutive_failures: int = 0
     suspect: bool = False
     last_turn: int = 0
+    reserved: object | None = None  # by a suspect, which is sent once nothing else is in flight
 
     @property
     def url(self) -> str:
@@ -139,6 +141,7 @@ class RoutingTable:
     orders_version: int = 0
     held: int = 0
     """Requests that wait for a replica."""
+    suspects: Suspects = field(default_factory=Suspects)
     _names: Names = field(default_factory=Names)
     _orders: Mapping[str, str | None] = field(default_factory=dict)
     _asked: dict[str, _Asked] = field(default_factory=dict)
@@ -251,14 +254,11 @@ class RoutingTable:
         )
 
     def choose(self, digest: str, *, tried: Mapping[str, RequestOutcome]) -> RoutedReplica | None:
-        """The least loaded replica that holds these weights and takes requests; equals take turns.
-
-        Replicas that a request was not sent to yet come first; one that timed out is not asked again.
-        """
+        """The least loaded replica with these weights, untried ones first; equals take turns. None that timed out."""
         best: RoutedReplica | None = None
         best_rank: tuple[bool, float, int] | None = None
         for replica in self.replicas.values():
-            if replica.announcement.digest != digest or not replica.takes_requests:
+            if replica.announcement.digest != digest or not replica.takes_requests or replica.reserved is not None:
                 continue
             if tried and tried.get(replica.name) is RequestOutcome.TIMED_OUT:
                 continue
@@ -317,7 +317,7 @@ class RoutingTable:
             quiet = not asked.held and not asked.in_flight
             if quiet and now - asked.last_active > _REMEMBERED_DEMAND_SECONDS:
                 del self._asked[model]
-        return {model: _demand(asked, now) for model, asked in self._asked.items()}
+        return {model: _demand(asked, now, self.suspects.of(model)) for model, asked in self._asked.items()}
 
     def status(self) -> tuple[ReplicaStatus, ...]:
         """Every replica, as values."""
@@ -372,11 +372,12 @@ class RoutingTable:
         return asked
 
 
-def _demand(asked: _Asked, now: float) -> Demand:
+def _demand(asked: _Asked, now: float, suspects: int) -> Demand:
     open_now = bool(asked.held) or asked.in_flight > 0
     return Demand(
         held=len(asked.held),
         in_flight=asked.in_flight,
+        suspects=suspects,
         unserved_seconds=max(0.0, now - asked.unserved_since) if asked.unserved_since is not None else 0.0,
         idle_seconds=0.0 if open_now else max(0.0, now - asked.last_active),
     )

@@ -102,6 +102,8 @@ class Faults:
     """Prompts are not echoed, as with engines that have no log-probabilities of them."""
     no_reload: bool = False
     """There is no `collective_rpc`, as where the development endpoints are off."""
+    deadly: str = ""
+    """Text of a request that ends the process after `delay_seconds`, with an error in its log; none where empty."""
     no_generate: bool = False
     """Token ids are not taken, as without `--enable-scale-out`."""
 
@@ -278,6 +280,9 @@ class FakeEngine:
             return self._die(request)
         if self.faults.delay_seconds:
             await asyncio.sleep(self.faults.delay_seconds)
+        if self.faults.deadly and self.faults.deadly.encode() in body:
+            print("IndexError: piece id is out of range", file=sys.stderr, flush=True)
+            os._exit(1)
         if self.faults.take("status_count"):
             return _error(self.faults.status, "a fault was asked for")
         if self.faults.echo:

@@ -566,6 +566,23 @@ def test_checkpoint_with_useless_or_changed_weights_fails_alone_and_an_error_in_
     assert not is_alive(pool.proxy_pid)
 
 
+def test_request_that_engines_die_of_fails_alone(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    launcher = FakeLauncher(tmp_path, faults={"deadly": "poison", "delay_seconds": 0.3})
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        running, _ = pool.load("run-1")
+        with ThreadPoolExecutor(6) as threads:
+            answers = list(threads.map(lambda prompt: ask(running, prompt), ["poison", *"abcde"]))
+        assert [answer.status_code for answer in answers] == [422, *[200] * 5]
+        assert "three deaths, the last time alone (IndexError: piece id" in answers[0].json()["error"]["message"]
+        assert ask(running, "poison").status_code == 422  # without another death
+        assert [ask(running, f"poison {number}").status_code for number in range(2)] == [422, 422]
+        pool.session.check("run-1")
+        assert pool.proxy_status().replicas[0].announcement.restarts == 9
+        assert ask(running, "fine").status_code == 200
+
+
 def test_engine_that_hangs_at_start_is_given_up_after_its_time(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:

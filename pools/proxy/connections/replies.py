@@ -33,6 +33,7 @@ _TYPES = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "PayloadTooLargeError",
+    422: "UnprocessableEntityError",
     429: "RateLimitError",
     431: "RequestHeadersTooLargeError",
     503: "ServiceUnavailableError",

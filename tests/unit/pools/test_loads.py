@@ -144,6 +144,15 @@ def test_second_death_of_an_error_condemns_what_was_held() -> None:
     assert pool.unusable == {}
 
 
+def test_death_while_a_request_is_suspected_condemns_nothing() -> None:
+    pool = Pool()
+    for deaths, suspected in ((1, set()), (2, {"run-2"}), (3, {"run-2"}), (4, set())):
+        pool.loads.take_in([replica("r0", deaths={"run-2": deaths})], suspected=suspected)
+        assert pool.unusable == {}
+    pool.loads.take_in([replica("r0", deaths={"run-2": 5})])
+    assert set(pool.unusable) == {"run-2"}
+
+
 def test_load_before_which_the_engine_had_died_is_no_fault_of_its_checkpoint() -> None:
     pool = Pool()
     pool.loads.take_in([replica("r0", load(1, "run-1", failed=failure("EngineDied")))])
