@@ -255,6 +255,7 @@ class Upstream:
         self._idle_seconds = idle_seconds
         self._look_seconds = look_seconds
         self._origins: dict[tuple[str, EngineKeys], Origin] = {}
+        self._due = self._loop.time() + look_seconds  # uvloop's handle of a delay below 1 ms has no `when`
         self._timer = self._loop.call_later(look_seconds, self._look_around)
 
     def call(self, url: str, *, patience_seconds: float, keys: EngineKeys = NO_KEYS) -> Call:
@@ -280,7 +281,7 @@ class Upstream:
 
     def _look_around(self) -> None:
         now = self._loop.time()
-        stalled = max(0.0, now - self._timer.when())
+        stalled = max(0.0, now - self._due)
         for call in tuple(self.calls):
             call.look_at(now, stalled_seconds=stalled)
         in_use = {call.origin for call in self.calls}  # a call may still be connecting
@@ -288,4 +289,5 @@ class Upstream:
             origin.close_idle(now)
             if not origin.connections and origin not in in_use:
                 del self._origins[where]
+        self._due = now + self._look_seconds
         self._timer = self._loop.call_later(self._look_seconds, self._look_around)
