@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from threading import Event
 
-from resources.errors import AssayError, SinkFailed
+from resources.errors import AssayError, SinkFailed, StorageError
 from resources.settings import settings
+from resources.storage import storage
 from tasks.alerts.files import KnownAlert
 from tasks.records.record import Record, SinkState, now
 from tasks.sinks.announcement import Announcement
@@ -24,6 +26,7 @@ from tasks.sinks.credentials import credentials_of, scrub
 from tasks.sinks.senders import POLL_SECONDS, Senders, Sending
 from tasks.spec.sinks import Sink
 
+_log = logging.getLogger(__name__)
 _REASON_CHARACTERS = 800
 
 
@@ -50,7 +53,14 @@ def publish_record(
     """
     if not record.succeeded or not sinks:
         return {}
-    return _publish(Announcement.of(record, cell_uri), sinks, senders)
+    announcement = Announcement.of(record, cell_uri)
+    sends_files = any(getattr(sink, "harness_output", False) for sink in sinks)
+    if sends_files and storage.is_local(announcement.attempt_uri):
+        with suppress(StorageError):  # raised again by the sink
+            others = [file for file in storage.list_files(announcement.attempt_uri) if not file.regular]
+            if others:
+                _log.warning("Not sent: %d pipes, or links that lead out, in %s", len(others), announcement.attempt_uri)
+    return _publish(announcement, sinks, senders)
 
 
 def publish_report(

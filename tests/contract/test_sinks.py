@@ -226,7 +226,9 @@ def test_sink_shows_every_number_with_error_and_n_and_publishing_twice_is_the_sa
 
 @pytest.mark.parametrize("linked", ["file", "attempt"])
 @pytest.mark.parametrize("kind", ["object_store", "mlflow", "hugging_face"])
-def test_sink_publishes_no_file_behind_a_link(kind: str, linked: str, senders: Senders, tmp_path: Path):
+def test_sink_publishes_no_file_behind_a_link(
+    kind: str, linked: str, senders: Senders, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     private, out = tmp_path / "private", tmp_path / "out"
     private.mkdir()
     (private / "key").write_text(KEY)
@@ -250,6 +252,7 @@ def test_sink_publishes_no_file_behind_a_link(kind: str, linked: str, senders: S
     state = publish_record(record, str(cell), (sinks[kind],), senders=senders)[sinks[kind].name]
     published = [path for path in out.rglob("*") if path.is_file() and not path.is_symlink()]
     assert [path for path in published if KEY in path.read_bytes().decode(errors="replace")] == []
+    assert ("Not sent: 3 pipes, or links" in caplog.text) is (kind != "hugging_face" and linked == "file")
     refused = kind == "hugging_face" or linked == "attempt"
     assert (state.status, "link" in (state.reason or "")) == ("failed", True) if refused else ("published", False)
 
