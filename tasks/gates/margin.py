@@ -2,10 +2,10 @@
 
 GO needs the lower end of the change's 95 % interval to lie above −margin. Where single questions are right or wrong and
 stand alone, it is the score interval (Tango 1998): of scores that are worse by the margin at most 3.2 % pass, by exact
-enumeration of 10 to 200 questions. Else it is a t interval over clusters: 2.5 % by simulation, where there are many. A
-gate passes such a score no more often, as all of its rules must pass. An equal score is refused by chance if the margin
-is small against the interval. So each reason names the margin from which on a gate refuses 5 % of equal runs at most,
-over all of its scores and checkpoints.
+enumeration of 10 to 200 questions. Else it is a t interval over clusters: 3 to 5 % pass with 200 clusters or more, and
+to 21 % with few, by simulation. A gate passes such a score no more often, as all of its rules must pass. An equal
+score is refused by chance if the margin is small against the interval. So each reason names the margin from which on a
+gate refuses 5 % of equal runs at most, over all of its scores and checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FALSE_ALARMS = 0.05
 """Share of runs, or checkpoints, no worse than the baseline that a gate may refuse by chance."""
 
 MOST_LEFT_OUT = 0.05
-"""Share of the questions of both that only one of them may have: as for prompts that are cut (`max_truncated`)."""
+"""Largest share of questions asked of a single side, as for prompts that are cut (`max_truncated`)."""
 
 
 def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path: str) -> float:
@@ -50,14 +50,15 @@ def judged_by_margin(
 ) -> tuple[str, bool]:
     """Returns what was found of one score against the baseline, in words, and whether it passes.
 
-    `false_alarms` is the chance of refusing an equal score, `left_out` the share of questions that one may have alone.
+    `false_alarms` is the chance of refusing an equal score; `left_out` the largest share of questions asked of a single
+    side.
     """
     n = f"{how_many(metric.pairing.pairs, 'question')} of both" if metric.pairing else metric.unpaired_because
     shown = f"{measured(metric.first, None)} → {measured(metric.second, None)} ({n})"
     apart = metric.pairing.only_first + metric.pairing.only_second if metric.pairing else 0
     if metric.pairing and apart:
-        shown += f"; left out, as only one was asked: {metric.pairing.only_first:,} of the baseline's questions, "
-        shown += f"{metric.pairing.only_second:,} of this one's"
+        shown += f"; left out: {how_many(metric.pairing.only_first, 'question')} of the baseline alone, "
+        shown += f"{metric.pairing.only_second:,} of this checkpoint alone"
         if apart > left_out * (apart + metric.pairing.pairs):
             return f"{shown}, more than {left_out:.0%} of all", False
     if metric.higher_is_better is None:

@@ -101,7 +101,7 @@ class Comparison:
     differences: dict[str, tuple[str, ...]]
     adjustment: Adjustment
     qualified: dict[str, tuple[str, ...]]
-    """Qualified changes of engine, harness or data between both, with what each leaves open, by benchmark."""
+    """Qualified changes of engine, harness or data between both, with the bound of each, by benchmark."""
     unverified: tuple[Verification, ...] = ()
     """Records that are not what was written, or of which that cannot be known."""
 

@@ -117,8 +117,8 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> Finding:
 def score_bound(won: float, lost: float, questions: int) -> float:
     """The lower end of the score interval of a difference between two shares of the same questions (Tango 1998).
 
-    The largest difference below the one found that is contradicted at 2.5 %, whichever shares it is of. `won` are
-    questions that only the second got right, `lost` those that only the first did.
+    The largest difference below that found which no shares make likely at 2.5 %. Of all `questions`, only the second
+    got `won` right, and only the first `lost`.
     """
     low, high, reach = -1.0, (won - lost) / questions, quantile(math.inf)
     for _ in range(_HALVINGS):
@@ -170,14 +170,14 @@ def compare_means(first: float, second: float, *, stderrs: tuple[float | None, f
 
 
 def _paired_t(differences: Sequence[Stratum], *, largest: float) -> Finding:
-    """A t test over clusters; where no two differ, by the largest difference that one could have, and their number."""
+    """A t test over clusters; where no two differ, by the largest difference possible and the number of clusters."""
     found = estimate(differences)
     if found.stderr is None:
         return Finding("none", found.value, None, None, None)
     if math.isnan(largest) and found.stderr == 0.0:  # equal likelihoods: nothing but the same weights gives them
         p = 1.0 if found.value == 0.0 else None
         return Finding("paired t", found.value, found.value, found.value, p, 0.0, clusters=found.clusters)
-    # At most some share of a part's clusters differs from all that were seen, else one would have been among these.
+    # Only so many of a part's clusters differ from all that were seen, else some of them would have been seen.
     hidden = found.constant if found.stderr == 0.0 or len(differences) > 1 else ()
     unseen = unseen_reach([(weight * (largest + abs(mean)), number) for weight, mean, number in hidden])
     errors = quantile(found.freedom)

@@ -133,7 +133,7 @@ def test_group_of_which_a_part_has_no_flagged_question_is_compared_over_the_othe
     assert (found.difference, found.parts) == (pytest.approx(2 / 8 - 1.0), (1, 2))
 
 
-def test_uneven_flags_of_parts_that_weigh_alike_leave_as_much_open_as_the_fewest(tmp_path: Path) -> None:
+def test_uneven_flags_of_parts_widen_the_difference(tmp_path: Path) -> None:
     few = flags_of(tmp_path, flagged=range(3), clean=range(3, 300), benchmark="g_a")
     half = flags_of(tmp_path / "b", flagged=range(150), clean=range(150, 300), benchmark="g_b")
     write_flags(str(tmp_path), half.search.model_copy(update={"name": "b"}), half.questions.values())

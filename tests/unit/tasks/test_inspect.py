@@ -215,7 +215,7 @@ def test_score_is_published_with_an_interval_from_its_samples_and_inspects_own_l
     ]
 
 
-def test_metric_of_a_group_has_the_questions_of_that_group(tmp_path: Path):
+def test_grouped_metric_has_questions_of_its_group(tmp_path: Path):
     rows = [
         {"id": f"{subject}{number}", "scores": {"match": float(number == 1)}, "metadata": {"subject": subject}}
         for subject, questions in (("law", 2), ("art", 4))

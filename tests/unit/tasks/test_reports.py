@@ -836,6 +836,6 @@ def test_report_says_what_it_cost_against_what_was_expected_and_what_is_unknown(
         (0.9999999999, 0.98, 1.0, "1.000 [0.980, 1.000]"),
     ],
 )
-def test_measured_share_is_shown_as_all_or_nothing_only_where_it_is(value: float, low: float, high: float, shown: str):
+def test_share_is_shown_as_all_only_where_it_is(value: float, low: float, high: float, shown: str):
     metric = make_metric(value=value).model_copy(update={"low": low, "high": high})
     assert f"{measured(value, None)} {margin(metric)}" == shown

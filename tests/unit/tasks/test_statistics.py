@@ -53,7 +53,7 @@ def test_mcnemar_of_known_tables_gives_the_binomial_p_less_half_of_its_last_step
 @pytest.mark.parametrize(
     ("lost", "won", "questions"), [(2, 10, 100), (2, 12, 50), (0, 0, 54), (0, 3, 20), (7, 7, 7_000)]
 )
-def test_mcnemar_interval_ends_where_the_likeliest_shares_are_contradicted(lost: int, won: int, questions: int):
+def test_mcnemar_interval_is_the_score_interval(lost: int, won: int, questions: int):
     """Tango (1998), by maximising the likelihood itself in place of his formula."""
 
     def score(difference: float) -> float:
@@ -220,7 +220,7 @@ def test_interval_of_parts_that_weigh_alike_holds(sizes: list[int], shares: list
     assert held / trials >= 0.92
 
 
-def test_difference_of_parts_that_weigh_alike_claims_no_more_than_the_smallest_shows():
+def test_difference_of_parts_is_known_as_their_smallest():
     right, small = [1.0] * 1_000, PairedStratum([1.0] * 3, [1.0] * 3, range(3), 0.5)
     found, unchanged = (
         compare_pairs([PairedStratum(right, after, range(1_000), 0.5), small])
