@@ -79,27 +79,16 @@ def run_harness(
     name: str | None = None,
     early: WantedEarly | None = None,
 ) -> Parsed:
-    """Runs one harness against an endpoint and reads its results; its log is kept in `output`, whatever happens.
+    """Runs one harness against an endpoint, for `timeout_seconds` at most, and reads its results.
 
-    Args:
-        evaluator: the harness.
-        model: the endpoint that it asks.
-        config: its `timeout_seconds` is the wall clock.
-        output: folder for its files, created here.
-        python: interpreter of the harness's environment.
-        client: runs the job.
-        judge: endpoint that compares answers, if the evaluator needs one.
-        check_endpoint: called at every poll; its error ends the harness and is raised from here.
-        server: runs it in a fork, see `warmed`; it starts cold when None.
-        name: of the job; after the environment when None.
-        early: what is to be decided before all is asked, if anything; verdicts are in `Parsed.early` then.
+    Its log is kept in `output`, which is created. An error of `check_endpoint`, called at every poll, ends the harness
+    and is raised. Without a `server`, see `warmed`, it starts cold. With `early`, verdicts may be in `Parsed.early`.
 
     Raises:
         HarnessFailed: it ended with an error.
         HarnessInterrupted: it was killed, or ran past its wall clock.
         HarnessOutputInvalid: it left nothing that can be read.
-        UnknownBenchmark, BadInput, EndpointUnusable: it refused what it was asked to do.
-        EnvironmentBuildFailed: its environment is broken.
+        UnknownBenchmark, BadInput, EndpointUnusable, EnvironmentBuildFailed: it refused the request, or was broken.
         StorageError: the output folder cannot be written.
     """
     output = output.absolute()
@@ -225,12 +214,7 @@ def verify_counts(parsed: Parsed) -> None:
 
 
 def verify_ends(parsed: Parsed, max_at_limit: float | None) -> None:
-    """Lets a score pass only if few enough answers ended at the length limit, where that is bounded.
-
-    Args:
-        parsed: details of whose benchmarks are looked at; answers whose reasoning never closed count as well.
-        max_at_limit: largest share of a benchmark's questions, of an early decision of those answered; no bound when
-            None.
+    """Lets a score pass if at most this share of a benchmark's answers ended at the length limit, or while reasoning.
 
     Raises:
         AnswersCutOff: more did.
