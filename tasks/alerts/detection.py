@@ -14,7 +14,7 @@ from tasks.records.current import current_records, merged_by, sharing_no_input, 
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.statistics.alarms import CHECKPOINTS_BETWEEN_FALSE_ALARMS, FEWEST_BEFORE, Score, alarms
 from tasks.statistics.intervals import quantile
-from tasks.statistics.training_noise import training_noise
+from tasks.statistics.training_noise import Point, training_noise
 
 _ID_CHARACTERS = 16
 
@@ -152,7 +152,7 @@ def _of_run(
             record, metric = values[places[alarm.at]]
             sign = _sign(metric)
             earlier = [place for place in range(alarm.since) if turned[place] is not None]
-            noise = training_noise(_pieces(turned[: alarm.since]))
+            noise = training_noise(_pieces(places, turned[: alarm.since]))
             alerts.append((alarm.at, Alert(
                 id=hashlib.sha256("\0".join((*series, record.checkpoint.digest)).encode()).hexdigest()[:_ID_CHARACTERS],
                 **series._asdict(),
@@ -195,12 +195,12 @@ def _scores(
     ]
 
 
-def _pieces(scores: Sequence[Score | None]) -> list[list[float]]:
-    pieces: list[list[float]] = [[]]
-    for score in scores:
+def _pieces(places: Sequence[tuple[int, str]], scores: Sequence[Score | None]) -> list[list[Point]]:
+    pieces: list[list[Point]] = [[]]
+    for (step, _), score in zip(places, scores, strict=False):
         if score is not None:
             pieces += [[]] if score.breaks else []
-            pieces[-1].append(score.value)
+            pieces[-1].append((step, score.value))
     return pieces
 
 

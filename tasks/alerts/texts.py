@@ -15,12 +15,12 @@ def title(alert: Alert) -> str:
 
 def sentence(alert: Alert) -> str:
     """The alert as a person is told it: found and expected, with both noises."""
-    noises = {"questions": alert.question_noise, "training": alert.training_noise}
-    known = " and ".join(f"{value:.2g} of {name}" for name, value in noises.items() if value is not None)
+    noises = {"standard error of questions": alert.question_noise, "deviation of training": alert.training_noise}
+    known = ", ".join(f"{name} {value:.2g}" for name, value in noises.items() if value is not None)
     return (
         f"{alert.benchmark} {alert.metric} of {alert.run} {_went(alert)} "
         f"at step {alert.step:,}: "
-        f"{alert.found:.4g}, expected {alert.expected:.4g}" + (f" (noise: {known})" if known else "")
+        f"{alert.found:.4g}, expected {alert.expected:.4g}" + (f" ({known})" if known else "")
     )
 
 

@@ -69,7 +69,8 @@ class BaselineScore:
         """Its checkpoints with their steps, its value and its error."""
         names = [f"{found.record.checkpoint.name} (step {found.record.checkpoint.step:,})" for found in self.records]
         listed = names[0] if len(names) == 1 else f"the mean of {len(names)}, {names[-1]} to {names[0]}"
-        return f"{listed}: {measured(*self.value(scores))}{self.note}"
+        value, stderr = self.value(scores)
+        return f"{listed}: {measured(value, stderr)}{'' if stderr is None else ' (standard error)'}{self.note}"
 
 
 @dataclass(frozen=True)

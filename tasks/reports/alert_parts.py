@@ -48,9 +48,13 @@ class AlertPart:
 
     @property
     def noises(self) -> str:
-        """Both noises, each as one standard deviation."""
-        known = (("questions", self.alert.question_noise), ("training", self.alert.training_noise))
-        return ", ".join(f"of {name} {'unknown' if v is None else f'± {measured(v, None)}'}" for name, v in known)
+        """Both noises, and in which measure each is."""
+        questions, training = self.alert.question_noise, self.alert.training_noise
+        known = (("questions", questions, "standard error"), ("training", training, "standard deviation"))
+        return ", ".join(
+            f"of {name} unknown" if value is None else f"of {name} ± {measured(value, None)} ({measure})"
+            for name, value, measure in known
+        )
 
 
 def alert_parts(

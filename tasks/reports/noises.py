@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tasks.records.current import sharing_no_input
 from tasks.reports.table import Column, ColumnResult, Results, measured
 from tasks.statistics.last_checkpoints import LAST, LastCheckpoints, mean_of_last
-from tasks.statistics.training_noise import TrainingNoise, training_noise
+from tasks.statistics.training_noise import Point, TrainingNoise, training_noise, trends
 
 _SHOWN = 8  # curves in a line of a terminal
 
@@ -50,29 +50,30 @@ def last_means(
     broken = {c.step for c in results.build_changes(column) if c.run == run and not c.qualified}
     noise = noises[run].noise if run in noises else None
     means: dict[int, LastCheckpoints] = {}
-    values: list[float] = []
+    points: list[Point] = []
     stderrs: list[float | None] = []
     for step, outcome in outcomes_of(results, column, run):
         if outcome.metric is None or not math.isfinite(outcome.metric.value):
             continue
         if step in broken:
-            values, stderrs = [], []
-        values, stderrs = [*values[1 - LAST :], outcome.metric.value], [*stderrs[1 - LAST :], outcome.metric.stderr]
-        if mean := mean_of_last(values, stderrs, noise=noise):
+            points, stderrs = [], []
+        points = [*points[1 - LAST :], (step, outcome.metric.value)]
+        stderrs = [*stderrs[1 - LAST :], outcome.metric.stderr]
+        if mean := mean_of_last(points, stderrs, noise=noise):
             means[step] = mean
     return means
 
 
-def _pieces(results: Results, column: Column, run: str) -> list[list[float]]:
+def _pieces(results: Results, column: Column, run: str) -> list[list[Point]]:
     """The values of a run in a column, cut where versions changed unqualified; of merged ones that share no input."""
     broken = {c.step for c in results.build_changes(column) if c.run == run and not c.qualified}
-    pieces: list[list[float]] = [[]]
+    pieces: list[list[Point]] = [[]]
     outcomes = outcomes_of(results, column, run)
     apart = sharing_no_input(outcome.record.checkpoint for _, outcome in outcomes)
     for step, outcome in outcomes:
         if outcome.record.checkpoint in apart and outcome.metric is not None and math.isfinite(outcome.metric.value):
             pieces += [[]] if step in broken else []
-            pieces[-1].append(outcome.metric.value)
+            pieces[-1].append((step, outcome.metric.value))
     return pieces
 
 
@@ -90,18 +91,28 @@ class Summary(NamedTuple):
 
 
 def summary(results: Results, column: Column, run: str) -> Summary:
-    """The mean of the last checkpoints of a run in a column with its standard error, and the noise of training."""
+    """The mean of the last checkpoints of a run in a column with its standard error, and the noise of training.
+
+    Neither while the curve trends.
+    """
     noises = wavering(results, column)
-    means = list(last_means(results, column, run, noises).values())
-    noise = f"± {measured(noises[run].noise.stddev, None)}" if run in noises else ""
-    siblings = " (other runs)" if run in noises and noises[run].siblings else ""
-    return Summary(measured(means[-1].mean, means[-1].stderr) if means else "", noise + siblings)
+    latest = _pieces(results, column, run)[-1][-LAST:]
+    if run not in noises or (len(latest) == LAST and trends(latest, noises[run].noise)):
+        return Summary("", "")
+    mean = last_means(results, column, run, noises).get(int(latest[-1][0])) if latest else None
+    siblings = " (other runs)" if noises[run].siblings else ""
+    return Summary(
+        measured(mean.mean, mean.stderr) if mean else "", f"± {measured(noises[run].noise.stddev, None)}{siblings}"
+    )
 
 
 def summary_rows(results: Results, columns: Sequence[Column], run: str) -> list[tuple[str, list[str]]]:
     """Rows about the curves of a run as a whole, for a table with some columns; without those that hold nothing."""
     found = [summary(results, column, run) for column in columns]
-    rows = [(f"mean of the last {LAST}", [each.last for each in found]), ("wavers by", [each.noise for each in found])]
+    rows = [
+        (f"mean of the last {LAST}, ± standard error", [each.last for each in found]),
+        ("wavers by, ± standard deviation", [each.noise for each in found]),
+    ]
     return [(name, texts) for name, texts in rows if any(texts)]
 
 
@@ -113,11 +124,12 @@ def noise_note(results: Results, columns: Sequence[Column]) -> list[str]:
         for run in results.runs
         if (text := summary(results, column, run)).noise
     ]
-    several = len({run for _, run, _ in found}) > 1
+    several = len(results.runs) > 1
     lines = [
         f"{results.named(column)}{f' of {run}' if several else ''} {text.noise}"
         + (f", mean of the last {LAST} {text.last}" if text.last else "")
         for column, run, text in found[:_SHOWN]
     ]
     more = [f"{len(found) - _SHOWN} more in the report"] if len(found) > _SHOWN else []
-    return [f"From checkpoint to checkpoint: {'; '.join(lines + more)}"] if lines else []
+    measures = "± standard deviation (means: ± standard error)"
+    return [f"From checkpoint to checkpoint, {measures}: {'; '.join(lines + more)}"] if lines else []

@@ -320,7 +320,7 @@ def _draw_training(axes: Axes, curve: Curve, transform: Transform, colour: str, 
                     transform=transform, clip_on=False, zorder=2)  # fmt: skip
     pieces: list[list[Point]] = [[]]
     for point in curve.points:
-        pieces += [[]] if point.broken else []
+        pieces += [[]] if point.broken or not point.mean else []
         pieces[-1] += [point] if point.mean else []
     for piece in pieces:
         if len(piece) < 2:

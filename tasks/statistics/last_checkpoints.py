@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tasks.statistics.training_noise import TrainingNoise
+from tasks.statistics.training_noise import Point, TrainingNoise, trends
 
 LAST = 5
 """Checkpoints that are taken together unless told otherwise."""
@@ -32,21 +32,21 @@ class LastCheckpoints(NamedTuple):
 
 
 def mean_of_last(
-    values: Sequence[float], question_stderrs: Sequence[float | None], *, noise: TrainingNoise | None, last: int = LAST
+    points: Sequence[Point], question_stderrs: Sequence[float | None], *, noise: TrainingNoise | None, last: int = LAST
 ) -> LastCheckpoints | None:
-    """Returns the mean of the last checkpoints, or None of fewer.
+    """Returns the mean of the last checkpoints; None of fewer, and while they trend: it would be an earlier score.
 
     Args:
-        values: scores by checkpoint.
+        points: steps and scores by checkpoint.
         question_stderrs: their standard errors over questions.
         noise: the noise of training.
         last: number of checkpoints.
     """
-    if len(values) < last:
+    if len(points) < last or trends(points[-last:], noise):
         return None
     known = [stderr for stderr in question_stderrs[-last:] if stderr is not None]
     return LastCheckpoints(
-        math.fsum(values[-last:]) / last,
+        math.fsum(value for _, value in points[-last:]) / last,
         math.fsum(known) / last if len(known) == last else None,
         None if noise is None else noise.stddev / math.sqrt(last),
     )

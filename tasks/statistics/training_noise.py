@@ -6,8 +6,10 @@ and does not show in how the curve wavers. What it does not share, since neighbo
 there, as does the jitter of the weights. Neighbours therefore measure the jitter together with the part of the
 questions' noise that is not shared, and both together are what a curve on these questions wavers by.
 
-The trend is taken out by second differences (Gasser, Sroka and Jennen-Steinmetz 1986), which no slope enters:
-checkpoints are taken as equally far apart. Heineman et al. 2025 (arXiv 2508.13144) take the spread of the last
+The trend is taken out by second differences over steps as distances (Gasser, Sroka and Jennen-Steinmetz 1986), which no
+slope enters. A bend does: where a curve goes one way over four checkpoints, its differences show the trend, so they
+count only where they show less than the others. A curve that has too few others has no noise that could be told from
+its trend. Heineman et al. 2025 (arXiv 2508.13144) take the spread of the last
 checkpoints, which a slope enters.
 """
 
@@ -16,15 +18,21 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import mul
 from statistics import median
 from typing import NamedTuple
 
 FEWEST_CHECKPOINTS = 5
 """Finite values in a row from which a noise of training is told: three second differences."""
+_CLEARLY, _ROUNDING = 2.0, 1e-12  # standard errors of a slope; of the sums behind it
 _NORMAL = 0.6745  # median of the absolute value of a standard normal number
 _REACH = 3.0  # robust standard deviations beyond which a difference counts as this large: a step, or a lost checkpoint
 _DEPENDENT = 35 / 18  # second differences overlap, so their mean square wavers as that of so many times fewer does
+
+
+Point = tuple[float, float]
+"""Training step and value of a checkpoint."""
 
 
 class TrainingNoise(NamedTuple):
@@ -34,21 +42,39 @@ class TrainingNoise(NamedTuple):
     freedom: float
 
 
-def training_noise(runs: Sequence[Sequence[float]]) -> TrainingNoise | None:
-    """Returns the noise of training in the curves of a run, or of sibling runs together; None of too few checkpoints.
+def training_noise(runs: Sequence[Sequence[Point]]) -> TrainingNoise | None:
+    """Returns the noise of training in the curves of a run, or of sibling runs together.
+
+    None of too few checkpoints, and where curves go one way: that is a trend.
 
     Args:
-        runs: values of neighbouring checkpoints; a curve that breaks is as many as it has pieces.
+        runs: neighbouring checkpoints; a curve that breaks is as many as it has pieces.
     """
-    differences = [
-        ((before + after) / 2 - value) / math.sqrt(1.5)
-        for values in runs
-        for before, value, after in zip(values, values[1:], values[2:], strict=False)
-    ]
-    if len(differences) < FEWEST_CHECKPOINTS - 2:
+    every, wavering = [], []
+    for points in runs:
+        ways = [(after > before) - (after < before) for (_, before), (_, after) in pairwise(points)]
+        for at, (step, value) in enumerate(points[1:-1]):
+            (first, before), (last, after) = points[at], points[at + 2]
+            part = (step - first) / (last - first) if last > first else 0.5
+            difference = (before + part * (after - before) - value) / math.sqrt(1 + part**2 + (1 - part) ** 2)
+            every.append(difference)
+            near = [ways[max(0, start) : start + 3] for start in (at - 1, at)]
+            if not any(len(three) == 3 and abs(sum(three)) == 3 for three in near):
+                wavering.append(difference)
+    if len(wavering) < FEWEST_CHECKPOINTS - 2:
         return None
-    spread = clipped_spread(differences)
-    return TrainingNoise(spread, len(differences) / _DEPENDENT)
+    spread = min(clipped_spread(every), clipped_spread(wavering))
+    return TrainingNoise(spread, len(wavering) / _DEPENDENT)
+
+
+def trends(points: Sequence[Point], noise: TrainingNoise | None) -> bool:
+    """True if the slope over all points is above twice its standard error, or no noise could be told from it."""
+    if noise is None:
+        return True
+    middle = math.fsum(step for step, _ in points) / len(points)
+    squares = math.fsum((step - middle) ** 2 for step, _ in points)
+    slope = math.fsum((step - middle) * value for step, value in points)
+    return abs(slope) > _CLEARLY * noise.stddev * math.sqrt(squares) + _ROUNDING * squares**0.5
 
 
 def clipped_spread(deviations: Sequence[float]) -> float:

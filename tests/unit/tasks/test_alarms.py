@@ -16,7 +16,7 @@ from tasks.statistics.alarms import FEWEST_BEFORE, Score, alarms, threshold
 from tasks.statistics.clusters import Stratum
 from tasks.statistics.intervals import mean_interval
 from tasks.statistics.last_checkpoints import mean_of_last
-from tasks.statistics.training_noise import TrainingNoise, training_noise
+from tasks.statistics.training_noise import Point, TrainingNoise, training_noise, trends
 
 ERROR = 0.011
 """Standard error of half of 2,000 questions."""
@@ -28,6 +28,11 @@ def curve(values: Sequence[float] | np.ndarray) -> list[Score | None]:
 
 def wavering(checkpoints: int, *, seed: int = 0, by: float = 0.005) -> np.ndarray:
     return 0.6 + by * np.random.default_rng(seed).normal(size=checkpoints)
+
+
+def points(values: Sequence[float] | np.ndarray, *, steps: Sequence[int] | None = None) -> list[Point]:
+    """A checkpoint at each hundredth step, or at some."""
+    return [(steps[at] if steps else 100 * at, float(value)) for at, value in enumerate(values)]
 
 
 def at(values: Sequence[float] | np.ndarray) -> list[int]:
@@ -137,7 +142,7 @@ def test_jitter_that_grows_in_all_curves_alarms_in_few_runs():
 def test_noise_of_training_is_that_of_checkpoints_around_any_slope():
     values = wavering(400) + np.linspace(0, 5, 400)
 
-    noise = training_noise([values.tolist()])
+    noise = training_noise([points(values)])
 
     assert noise is not None and noise.stddev == pytest.approx(0.005, rel=0.15)
 
@@ -146,20 +151,51 @@ def test_noise_of_training_is_not_that_of_a_step():
     values = wavering(40)
     values[20:] -= 0.3
 
-    noise = training_noise([values.tolist()])
+    noise = training_noise([points(values)])
 
     assert noise is not None and noise.stddev == pytest.approx(0.005, rel=0.5)
 
 
 def test_noise_of_training_is_not_told_from_four_checkpoints_but_from_those_of_siblings():
-    values = wavering(8).tolist()
+    values = wavering(8)
 
-    assert training_noise([values[:4]]) is None
-    assert training_noise([values[:4], values[4:]]) is not None
+    assert training_noise([points(values[:4])]) is None
+    assert training_noise([points(values[:4]), points(values[4:])]) is not None
+
+
+DOUBLING = [100, 200, 400, 800, 1600, 3200, 6400, 12800]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [1 - 0.8 * 0.5 ** np.arange(8), [0.27, 0.25, 0.39, 0.57, 0.95, 1.0], [0.9, 0.7, 0.4, 0.3, 0.25, 0.24, 0.24]],
+    ids=["saturates", "emerges", "falls"],
+)
+def test_curve_that_goes_one_way_has_no_noise(values: Sequence[float]):
+    assert training_noise([points(values)]) is None
+
+
+def test_slope_over_unequal_steps_is_no_noise():
+    jitter = 0.001 * np.array([0, 1, -1, 1, -1, 0, 1, -1])
+    noise = training_noise([points(np.array(DOUBLING) / 1e6 + jitter, steps=DOUBLING)])
+
+    assert noise is not None and noise.stddev < 0.0015  # 0.0018 where steps are taken as equal
+
+
+@pytest.mark.parametrize(
+    ("slope", "trending"),
+    [(0.0, False), (0.004, False), (0.02, True), (-0.02, True)],
+    ids=["flat", "slow", "up", "down"],
+)
+def test_mean_of_the_last_is_left_out_while_the_curve_trends(slope: float, trending: bool):
+    curve = points(0.5 + slope * np.arange(5) + 0.005 * np.array([1, -1, 0, -1, 1]))
+
+    assert trends(curve, noise := TrainingNoise(0.01, 10.0)) is trending
+    assert (mean_of_last(curve, [0.02] * 5, noise=noise) is None) is trending
 
 
 def test_noise_of_a_coarse_curve_that_mostly_stands_still_is_not_zero():
-    noise = training_noise([[0.25] * 6 + [0.30] + [0.25] * 3])
+    noise = training_noise([points([0.25] * 6 + [0.30] + [0.25] * 3)])
     assert noise is not None and noise.stddev > 0.01
 
 
@@ -172,7 +208,7 @@ def test_wavering_is_jitter_and_the_noise_of_questions_that_neighbours_do_not_sh
     answers = (latent < 0).astype(float)
     correlation = float(np.mean([np.corrcoef(*answers[i : i + 2])[0, 1] for i in range(checkpoints - 1)]))
 
-    noise = training_noise([answers.mean(axis=1).tolist()])
+    noise = training_noise([points(answers.mean(axis=1))])
 
     assert noise is not None
     alone = math.sqrt(noise.stddev**2 - (1 - correlation) * 0.25 / questions)
@@ -292,17 +328,17 @@ def test_drop_from_a_curve_that_was_always_right_is_alarmed(intervals: bool):
 def test_mean_of_the_last_checkpoints_loses_jitter_and_keeps_the_noise_of_their_questions():
     noise = TrainingNoise(0.01, 10.0)
 
-    found = mean_of_last([0.1, 0.5, 0.6, 0.7, 0.6, 0.6], [0.02] * 6, noise=noise)
+    found = mean_of_last(points([0.1, 0.59, 0.6, 0.62, 0.6, 0.59]), [0.02] * 6, noise=noise)
 
     assert found is not None and found.mean == pytest.approx(0.6)
     assert found.question_stderr == pytest.approx(0.02)
     assert found.training_stderr == pytest.approx(0.01 / math.sqrt(5))
     assert found.stderr == pytest.approx(math.hypot(0.02, 0.01 / math.sqrt(5)))
-    assert mean_of_last([0.5] * 4, [0.02] * 4, noise=noise) is None
+    assert mean_of_last(points([0.5] * 4), [0.02] * 4, noise=noise) is None
 
 
 def test_mean_of_last_checkpoints_without_an_error_claims_none():
-    found = mean_of_last([0.5] * 5, [0.02, None, 0.02, 0.02, 0.02], noise=None)
+    found = mean_of_last(points([0.5] * 5), [0.02, None, 0.02, 0.02, 0.02], noise=TrainingNoise(0.01, 10.0))
 
     assert found is not None and found.stderr is None
 
@@ -314,6 +350,6 @@ def test_error_of_a_mean_of_the_last_is_that_of_other_questions_and_other_checkp
         for _ in range(2_000)
     ]
 
-    found = mean_of_last([0.6] * 5, [0.02] * 5, noise=TrainingNoise(0.01, 10.0))
+    found = mean_of_last(points([0.6] * 5), [0.02] * 5, noise=TrainingNoise(0.01, 10.0))
 
     assert found is not None and found.stderr == pytest.approx(float(np.std(means)), rel=0.05)

@@ -64,12 +64,12 @@ def test_noise_of_training_is_taken_from_each_curve_alone_and_merged_ones_that_s
     raw, merged = run_of(noisy(18, by=0.1)), means_of(noisy(6, by=0.02))
     [column] = (results := Results([*raw, *merged])).columns
     found = wavering(results, column)
-    assert found["run-a"].noise == training_noise([noisy(18, by=0.1)])
-    assert found[MERGED].noise == training_noise([noisy(6, by=0.02)]) and not found[MERGED].siblings
+    assert found["run-a"].noise == training_noise([list(enumerate(noisy(18, by=0.1)))])
+    assert found[MERGED].noise == training_noise([list(enumerate(noisy(6, by=0.02)))]) and not found[MERGED].siblings
 
     overlapping = means_of(noisy(16, by=0.02), apart=1)
     [column] = (results := Results([*raw, *overlapping])).columns
-    assert wavering(results, column)[MERGED].noise == training_noise([noisy(16, by=0.02)[::3]])
+    assert wavering(results, column)[MERGED].noise == training_noise([list(enumerate(noisy(16, by=0.02)[::3]))])
     few = Results([*raw, *means_of([0.5, 0.6])])
     assert MERGED not in wavering(few, few.columns[0]), "not that of the checkpoints that were written"
     sibling = Results([*few.records, *means_of(noisy(6, by=0.02), run="run-b")])

@@ -717,7 +717,7 @@ def test_page_shows_an_alert_with_what_was_expected_and_the_questions_that_were_
 
     section = page[page.index('id="alerts"') : page.index('id="curves"')]
     assert "Expected 0.5" in section and "found 0.300" in section and ">open<" in section
-    assert "step 1,900" in section and "of questions ± 0.035, of training ± 0.00" in section
+    assert "step 1,900" in section and "of questions ± 0.035 (standard error), of training ± 0.00" in section
     lost = re.search(r"(\d+) questions of 200 lost since step 1,800, 0 won", section)
     assert lost is not None and 58 <= int(lost[1]) <= 60
     assert len(re.findall(r"<code>q\d{3}</code>", section)) == 20 and f"And {int(lost[1]) - 20} more" in section
@@ -789,7 +789,9 @@ def test_table_names_alerts_and_the_noise_of_training() -> None:
     lines = " ".join(in_terminal([record for record, _ in wavering_run(fallen=2)]))
 
     assert "Alert: demo_facts · acc of run-a at step 1,900: expected 0.5" in lines
-    assert "From checkpoint to checkpoint: demo_facts · acc ± 0.0" in lines and "mean of the last 5" in lines
+    assert "From checkpoint to checkpoint" not in lines and "mean of the last 5" not in lines, "it falls"
+    lines = " ".join(in_terminal([record for record, _ in wavering_run()]))
+    assert "(means: ± standard error): demo_facts · acc ± 0.0" in lines and "mean of the last 5 0.59" in lines
 
 
 def test_written_page_says_who_acknowledged_an_alert_once_somebody_has(tmp_path: Path) -> None:
