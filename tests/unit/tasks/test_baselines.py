@@ -74,7 +74,9 @@ def test_previous_is_the_recorded_checkpoint_with_the_next_lower_step(run: Path)
     go, no_go = (judged_at(run, step, rule("previous")) for step in (600, 700))
     assert go.go and not no_go.go
     [reason] = said(no_go, rule("previous"))
-    assert "demo_facts · acc: against run-a-600 (step 600): 0.650 ± 0.040: 0.650 → 0.375" in reason.found
+    assert (
+        "demo_facts · acc: against run-a-600 (step 600): 0.650 ± 0.040 (standard error): 0.650 → 0.375" in reason.found
+    )
 
 
 def test_best_is_by_the_score_in_its_direction_and_its_luck_is_paid_for(run: Path):
@@ -133,7 +135,7 @@ def test_mean_without_samples_is_compared_by_its_standard_error(tmp_path: Path):
         publish(tmp_path, make_record(step=step, metrics=(make_metric(value=value, stderr=0.01),)))
     wanted = rule("mean of last 2", by_more_than=0.5)
     [reason] = said(judged_at(tmp_path, 300, wanted), wanted)
-    assert reason.go and "0.550 ± 0.010: 0.550 → 0.570 (no samples were kept)" in reason.found
+    assert reason.go and "0.550 ± 0.010 (standard error): 0.550 → 0.570 (no samples were kept)" in reason.found
 
 
 @pytest.mark.parametrize("baseline", ["previous", "best", "mean of last 5"])
