@@ -2,8 +2,8 @@
 
 GO needs the lower end of the change's 95 % interval to lie above −margin. Where single questions are right or wrong and
 stand alone, it is the score interval (Tango 1998): of scores that are worse by the margin at most 3.2 % pass, by exact
-enumeration of 10 to 200 questions. Else it is a t interval over clusters: 3 to 5 % pass with 200 clusters or more, and
-to 21 % with few, by simulation. A gate passes such a score no more often, as all of its rules must pass. An equal
+enumeration of 10 to 200 questions. Else it is a t interval over clusters: 3 to 5 % pass with 200 clusters or more,
+up to 22 % with few, by simulation. A gate passes such a score no more often, as all of its rules must pass. An equal
 score is refused by chance if the margin is small against the interval. So each reason names the margin from which on a
 gate refuses 5 % of equal runs at most, over all of its scores and checkpoints.
 """
