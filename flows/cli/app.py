@@ -8,10 +8,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from flows.cli.clusters.cluster import cluster_app
@@ -148,7 +149,7 @@ def checkpoints(
         return
     table = Table("Step", "Name", "Complete", "Why not")
     for checkpoint in found:
-        complete = "[green]yes[/]" if checkpoint.complete else "[yellow]no[/]"
+        complete = Text("yes", "green") if checkpoint.complete else Text("no", "yellow")
         table.add_row(str(checkpoint.step), checkpoint.name, complete, "; ".join(checkpoint.problems))
     OUT.print(table)
 
@@ -182,11 +183,7 @@ def doctor(as_json: Json = False) -> None:
         print_json([finding.as_dict() for finding in findings])
     else:
         table = Table("", "Subject", "Seen", "To do")
-        marks: dict[Literal["ok", "note", "missing"], str] = {
-            "ok": "[green]✓[/]",
-            "note": "·",
-            "missing": "[red]✗[/]",
-        }
+        marks = {"ok": Text("✓", "green"), "note": Text("·"), "missing": Text("✗", "red")}
         for finding in findings:
             table.add_row(marks[finding.level], finding.subject, finding.seen, finding.remedy)
         OUT.print(table)

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from flows.console.console import ERR, OUT, Json, print_json
+from flows.console.console import ERR, OUT, Json, print_json, write
 from resources.errors import BackendUnavailable, BadInput
 
 eval_job_app = typer.Typer(help="Evaluations on GKE, each from one YAML file.", no_args_is_help=True)
@@ -59,7 +59,7 @@ def render(
     require_clean(state, allow_dirty=allow_dirty)
     text = read.manifests(state)
     if output is None:
-        sys.stdout.write(text)
+        write(text)
     else:
         output.write_text(text)
         _note(f"Wrote {output}. assay eval-job submit {file} --job-spec {output}   submits it")
@@ -85,7 +85,7 @@ def submit(
     documents = job_documents(file, job_spec, helm_file=helm_config, allow_dirty=allow_dirty)
     name, namespace = names_in(documents)
     if dry_run:
-        sys.stdout.write(written(documents))
+        write(written(documents))
         _note(f"Nothing was submitted. {name} would run in the namespace {namespace}.")
         return
     name = submit_manifests(cluster_of(backend, namespace=namespace), documents, again=again)
@@ -142,8 +142,7 @@ def logs(
         _note(f"Wrote {write_lines(lines, output):,} lines to {output}.")
         return
     for line in lines:
-        sys.stdout.write(f"{line.text}\n")
-        sys.stdout.flush()
+        write(f"{line.text}\n")
 
 
 @eval_job_app.command()

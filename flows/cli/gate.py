@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.console.console import OUT, Json, print_json
+from flows.console.console import OUT, Json, print_json, say_rejected
 
 if TYPE_CHECKING:
     from tasks.gates.gate import Gate
@@ -200,13 +200,16 @@ def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
         BadInput: it has no records.
     """
     from tasks.gates.early import early_below
-    from tasks.gates.verdict import judged_checkpoints
+    from tasks.gates.verdict import judged_checkpoints, with_rejected
     from tasks.records.search import records_of_checkpoints
 
-    [found] = records_of_checkpoints([name], evaluation_path=path)
+    rejected: dict[str, str] = {}
+    [found] = records_of_checkpoints([name], evaluation_path=path, rejected=rejected)
+    say_rejected(rejected)
     meant = {item.record.checkpoint.name for item in found}
     verdicts = [each for each in early_below(path) if each.checkpoint.name in meant] if early else []
-    return judged_checkpoints(found, verdicts)
+    own = found[0].record.checkpoint
+    return with_rejected(judged_checkpoints(found, verdicts), rejected, run=own.run, step=own.step)
 
 
 def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -> list[JudgedCheckpoint]:
@@ -217,10 +220,12 @@ def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -
     """
     from resources.errors import BadInput
     from tasks.gates.early import early_below
-    from tasks.gates.verdict import judged_checkpoints
+    from tasks.gates.verdict import judged_checkpoints, with_rejected
     from tasks.records.record import find_records
 
-    found = find_records(path)
+    rejected: dict[str, str] = {}
+    found = find_records(path, rejected=rejected)
+    say_rejected(rejected)
     verdicts = early_below(path) if early else []
     references = [*(item.record.checkpoint for item in found), *(verdict.checkpoint for verdict in verdicts)]
     runs = sorted({reference.run for reference in references})
@@ -240,4 +245,4 @@ def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -
             found=there,
             remedy="evaluate it, or name another --records, --run or --step",
         )
-    return judged_checkpoints(wanted, decided)
+    return with_rejected(judged_checkpoints(wanted, decided), rejected, run=run or runs[0], step=step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from flows.console.console import ERR, OUT, Json, print_json
+from flows.console.console import ERR, OUT, Json, print_json, write
 from resources.errors import BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import JobDetails, JobStatus
 
@@ -99,7 +98,7 @@ def submit(
     place = f" --cluster {cluster}" if cluster else f" --backend {backend}" if backend else ""
     goes_on = f"{job.job_id} goes on. assay jobs logs -f {job.job_id}{place}   comes back to it"
     try:
-        details = follow(job, replicas=range(request.replica_count), write=_write, note=_note)
+        details = follow(job, replicas=range(request.replica_count), write=write, note=_note)
     except BackendUnavailable:
         if not auto_stop:
             _note(goes_on)
@@ -172,10 +171,10 @@ def jobs_logs(
     job = client_of(backend=backend, cluster=cluster).attach(job_id)
     if not follow_:
         text = job.logs(lines, replica=replica)
-        sys.stdout.write(f"{text}\n" if text else "")
+        write(f"{text}\n" if text else "")
         return
     wanted = [replica] if replica is not None else range(job.details().replicas or 1)
-    details = follow(job, replicas=wanted, write=_write, note=_note)
+    details = follow(job, replicas=wanted, write=write, note=_note)
     _end_with(details)
 
 
@@ -211,11 +210,6 @@ def _end_with(details: JobDetails) -> None:
 
 def _when(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
-
-
-def _write(output: bytes) -> None:
-    sys.stdout.buffer.write(output)
-    sys.stdout.flush()
 
 
 def _note(text: str) -> None:

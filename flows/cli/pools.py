@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -14,7 +13,7 @@ import typer
 from rich.table import Table
 
 from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened, refuse_beside_config
-from flows.console.console import ERR, OUT, Json, print_json
+from flows.console.console import ERR, OUT, Json, print_json, write
 from resources.errors import BadInput
 from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
 
@@ -103,7 +102,7 @@ def pool_env(
     variables = {"OPENAI_BASE_URL": access.address.base_url, "OPENAI_API_KEY": key, POOL_KEY_VARIABLE: key}
     if admin and access.admin_key is not None:
         variables[POOL_ADMIN_KEY_VARIABLE] = access.admin_key.get_secret_value()
-    sys.stdout.writelines(f"export {variable}={value}\n" for variable, value in variables.items())
+    write("".join(f"export {variable}={value}\n" for variable, value in variables.items()))
 
 
 @pool_app.command("logs")
@@ -115,7 +114,7 @@ def pool_logs(
     from pools.pool.kept import job_of
 
     job = job_of(name)
-    sys.stdout.write(job.logs(lines) if job is not None else "")
+    write(job.logs(lines) if job is not None else "")
 
 
 @pool_app.command("down")

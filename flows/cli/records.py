@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +20,7 @@ from flows.cli.options.exports import (
     form_to_write,
     write_every_eval_ever,
 )
+from flows.console.console import ERR, OUT, PrintableConsole, print_json, say_rejected, write
 from resources.errors import BadInput
 from resources.storage import storage
 
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from tasks.records.search import RecordFilter
     from tasks.sinks.backlog import Published
 
-_out = Console()
-_err = Console(stderr=True)
 _FILE_WIDTH = 200  # characters of a table that goes into a file
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -106,21 +103,26 @@ def records(
         latest=latest if latest is not None else not (as_json or verify),
     )
     wanted.check()
-    unreadable: list[str] = []
-    places = find_records(path, unreadable=unreadable)
+    rejected: dict[str, str] = {}
+    places = find_records(path, rejected=rejected)
     every = [place.record for place in places]
     found = wanted.select(every)
     meant = {id(record) for record in found}
     chosen = [place for place in places if id(place.record) in meant]
-    if verify and (found or unreadable):
-        _verify(chosen, unreadable, as_json=as_json)
-        return
+    if verify:
+        from tasks.records.verification import lost_cells
+
+        rejected |= lost_cells(path)
+        if found or rejected:
+            _verify(chosen, rejected, as_json=as_json)
+            return
+    say_rejected(rejected)
     splits = _split_rows(found, path, wanted) if contamination else []
     if as_json and contamination:
-        sys.stdout.write(json.dumps([row.as_row for row in splits], indent=2) + "\n")
+        print_json([row.as_row for row in splits])
         return
     if as_json:
-        sys.stdout.write(json.dumps([json.loads(record.model_dump_json()) for record in found], indent=2) + "\n")
+        print_json([json.loads(record.model_dump_json()) for record in found])
         return
     if not every or (form == "table" and not found):
         raise BadInput(
@@ -132,7 +134,7 @@ def records(
         assert output is not None, "refused without"
         who = {"organization": organization, "developer": developer}
         summary = write_every_eval_ever(chosen, output, wanted=wanted, samples=samples, **who)
-        _err.print(summary, soft_wrap=True, highlight=False, markup=False)
+        ERR.print(summary, soft_wrap=True, highlight=False, markup=False)
         return
     if form == "eval-results":
         _write(eval_results(chosen, sink, wanted=wanted), output, label=how_many(len(found), "record"))
@@ -159,9 +161,9 @@ def records(
         else rows_table(row for row in measured_rows(found, wanted=wanted) if wanted.metrics or not row["smooth"])
     )
     if output is None:
-        _out.print(table)
+        OUT.print(table)
         return
-    page = Console(file=io.StringIO(), width=_FILE_WIDTH)
+    page = PrintableConsole(file=io.StringIO(), width=_FILE_WIDTH)
     page.print(table)
     assert isinstance(page.file, io.StringIO)
     _write(page.file.getvalue().encode(), output, label=how_many(len(found), "record"))
@@ -189,12 +191,12 @@ def _split_table(rows: Sequence[SplitRow]) -> Table:
     return table
 
 
-def _verify(found: Sequence[FoundRecord], unreadable: Sequence[str], *, as_json: bool) -> None:
+def _verify(found: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_json: bool) -> None:
     """Prints which of some records are not what was written, or cannot be known to be.
 
     Args:
         found: the records.
-        unreadable: cells whose record cannot be read, which count as changed.
+        rejected: cells whose record does not count or is gone, and why; they count as changed.
         as_json: as a list of objects instead.
 
     Raises:
@@ -207,28 +209,28 @@ def _verify(found: Sequence[FoundRecord], unreadable: Sequence[str], *, as_json:
     from tasks.spec.names import how_many
 
     results = [verified(place) for place in found]
-    damaged = "record.json cannot be read: it is damaged, or of a newer Assay"
     if as_json:
         rows = [result.as_row() for result in results]
-        rows += [{"cell": cell, "integrity": "changed", "findings": [damaged]} for cell in unreadable]
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        rows += [{"cell": cell, "integrity": "changed", "findings": [why]} for cell, why in rejected.items()]
+        print_json(rows)
     else:
-        for cell in unreadable:
-            _out.print(f"{cell}: {damaged}", soft_wrap=True, highlight=False, markup=False)
+        for cell, why in rejected.items():
+            OUT.print(f"{cell}: {why}", soft_wrap=True, highlight=False, markup=False)
         for result in results:
             if result.findings:
-                _out.print(f"{result.found.cell_uri}: {result.words}", soft_wrap=True, highlight=False, markup=False)
+                OUT.print(f"{result.found.cell_uri}: {result.words}", soft_wrap=True, highlight=False, markup=False)
         numbers = Counter(result.integrity for result in results)
         intact, unknown = how_many(numbers["intact"], "record"), numbers["unknown"]
-        changed = numbers["changed"] + len(unreadable)
-        _out.print(f"{intact} as written, {changed} changed, {unknown} not verifiable", highlight=False)
+        changed = numbers["changed"] + len(rejected)
+        OUT.print(f"{intact} as written, {changed} changed, {unknown} not verifiable", highlight=False)
     wrong = [result.words for result in results if result.integrity == "changed"]
-    wrong += [f"{cell}: {damaged}" for cell in unreadable]
+    wrong += [f"{cell}: {why}" for cell, why in rejected.items()]
     if wrong:
         raise RecordsChanged(
-            expected=f"{how_many(len(results) + len(unreadable), 'record')} as they were written",
+            expected=f"{how_many(len(results) + len(rejected), 'record')} as they were written",
             found=f"{len(wrong)} changed; the first: {wrong[0]}",
-            remedy="delete record.json of each and evaluate again, or restore what was written",
+            remedy="restore what was written, move back folders that were renamed or copied, or delete record.json of "
+            "each and evaluate again",
         )
 
 
@@ -258,14 +260,16 @@ def compare(
         evaluators=tuple(evaluator or ()), benchmarks=tuple(benchmark or ()), metrics=tuple(metric or ())
     )
     wanted.check()
-    found = records_of_checkpoints((first, second), evaluation_path=path)
+    rejected: dict[str, str] = {}
+    found = records_of_checkpoints((first, second), evaluation_path=path, rejected=rejected)
+    say_rejected(rejected)
     comparison = compare_records(
         found[0], found[1], labels=(first, second), wanted=wanted, adjustment=adjustment, anyway=anyway
     )
     if as_json:
-        sys.stdout.write(json.dumps(comparison_json(comparison), indent=2) + "\n")
+        print_json(comparison_json(comparison))
     else:
-        _out.print(comparison_table(comparison))
+        OUT.print(comparison_table(comparison))
 
 
 def report(
@@ -278,7 +282,9 @@ def report(
     from tasks.reports.page import write_report
     from tasks.viewing.page import write_beside_report
 
-    places = find_records(path)
+    rejected: dict[str, str] = {}
+    places = find_records(path, rejected=rejected)
+    say_rejected(rejected)
     found = [place.record for place in places]
     if not found:
         raise BadInput(
@@ -288,7 +294,7 @@ def report(
     heading = title or ", ".join(runs)
     questions = write_beside_report(places, output, title=heading, location=path)
     written = write_report(found, output, title=heading, records_at=path, questions_page=questions)
-    _out.print(written, soft_wrap=True, highlight=False)
+    OUT.print(written, soft_wrap=True, highlight=False)
 
 
 def publish(
@@ -303,7 +309,7 @@ def publish(
     from tasks.sinks.backlog import publish_missing, sinks_in
 
     def show(published: Published) -> None:
-        _err.print(
+        ERR.print(
             f"{published.title} → {published.sink}: {published.state.status}",
             style="dim",
             markup=False,
@@ -312,9 +318,9 @@ def publish(
 
     outcomes = publish_missing(path, sinks_in(sink, config), again=again, on_published=show)
     if as_json:
-        sys.stdout.write(json.dumps([outcome.as_row() for outcome in outcomes], indent=2) + "\n")
+        print_json([outcome.as_row() for outcome in outcomes])
     elif not outcomes:
-        _out.print("Nothing to publish: every sink has every succeeded record.")
+        OUT.print("Nothing to publish: every sink has every succeeded record.")
     else:
         table = Table("What", "Status", "Where, or why not")
         table.columns[2].overflow = "fold"  # a place is copied from here
@@ -322,7 +328,7 @@ def publish(
             table.add_row(
                 outcome.title, outcome.state.status, outcome.state.where or outcome.state.reason or outcome.sink
             )
-        _out.print(table)
+        OUT.print(table)
     failed = [outcome for outcome in outcomes if outcome.state.status == "failed"]
     if failed:
         raise SinkFailed(
@@ -348,7 +354,7 @@ def _step_range(text: str | None) -> tuple[int | None, int | None]:
 
 def _write(content: bytes, output: str | None, *, label: str) -> None:
     if output is None:
-        sys.stdout.write(content.decode())
+        write(content)
         return
     storage.write_bytes(output, content)
-    _err.print(f"{label} in {output}", soft_wrap=True, highlight=False)
+    ERR.print(f"{label} in {output}", soft_wrap=True, highlight=False)

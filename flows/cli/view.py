@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.console.console import ERR, OUT
+from flows.console.console import ERR, OUT, say_rejected
 from resources.errors import BadInput
 
 
@@ -35,7 +35,9 @@ def view(
     from tasks.viewing.view import View
 
     wanted = RecordFilter(runs=tuple(run or ()), benchmarks=tuple(benchmark or ()), latest=False)
-    every = find_records(path)
+    rejected: dict[str, str] = {}
+    every = find_records(path, rejected=rejected)
+    say_rejected(rejected)
     named = [item for item in every if any(wanted.takes(benchmark, "") for benchmark in item.record.benchmarks)]
     meant = {id(record) for record in wanted.select([item.record for item in named])}
     found = [item for item in named if id(item.record) in meant]

@@ -1,21 +1,83 @@
-"""The consoles that the command prints to: people read tables, scripts read JSON."""
+"""The consoles that the command prints to: people read tables, scripts read JSON.
+
+Names, answers and logs come from models, benchmarks and other users. On their way to people their control characters
+are made visible, and nothing in them is markup.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
-OUT = Console()
+_DROPPED = re.compile(r"\x1b\[[0-9;:]*m|\r(?=\n)")  # colours, and the first half of a line break
+_BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SHOWN = {
+    **{code: 0x2400 + code for code in range(0x20)},
+    **dict.fromkeys((*range(0x80, 0xA0), *_BIDI, *range(0xD800, 0xE000)), 0xFFFD),  # C1, direction, half characters
+    **{0x7F: 0x2421, 0x09: 0x09, 0x0A: 0x0A, 0x0D: 0x0A},
+}
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: its control characters are visible, its colours are gone."""
+    return _DROPPED.sub("", text).translate(_SHOWN)
+
+
+class PrintableConsole(Console):
+    """A console without markup whose every text is `printable`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Returns text for a string, made printable before its width is measured."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yields all that is printed, made printable but for the console's own control sequences."""
+        if isinstance(renderable, Text) and (plain := printable(renderable.plain)) != renderable.plain:
+            renderable = renderable.copy()
+            renderable.plain = plain
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+OUT = PrintableConsole()
 """Results."""
-ERR = Console(stderr=True)
+ERR = PrintableConsole(stderr=True)
 """Progress and errors."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+_decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def write(content: str | bytes) -> None:
+    """Writes data or a log to standard output: as it is into a pipe or file, `printable` on a terminal."""
+    if sys.stdout.isatty():
+        sys.stdout.write(printable(_decoder.decode(content) if isinstance(content, bytes) else content))
+    elif isinstance(content, bytes):
+        sys.stdout.flush()
+        sys.stdout.buffer.write(content)
+    else:
+        sys.stdout.write(content)
+    sys.stdout.flush()
 
 
 def print_json(content: Any) -> None:
     """Writes a value to standard output, and nothing else."""
-    sys.stdout.write(json.dumps(content, indent=2) + "\n")
+    write(json.dumps(content, indent=2) + "\n")
+
+
+def say_rejected(rejected: Mapping[str, str]) -> None:
+    """Says which records are left out, if any are, and why."""
+    for cell, why in list(rejected.items())[:1]:
+        more = f", and {len(rejected) - 1:,} more" if len(rejected) > 1 else ""
+        ERR.print(f"Not counted: {cell}: {why}{more}; see assay records --verify", style="yellow", soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -25,7 +25,7 @@ from tasks.records.verification import Verification, verified
 from tasks.reports.comparison import Comparison, ScoreKey
 from tasks.reports.table import margin, measured
 from tasks.spec.evaluators import evaluator_title
-from tasks.spec.names import how_many, suites_in
+from tasks.spec.names import how_many, step_of, suites_in
 from tasks.statistics.question_scores import QuestionScores
 
 
@@ -97,6 +97,18 @@ def judged_checkpoints(found: Sequence[FoundRecord], early: Sequence[EarlyVerdic
         )
         for name, step in steps.items()
     ]
+
+
+def with_rejected(
+    judged: Sequence[JudgedCheckpoint], rejected: Mapping[str, str], *, run: str, step: int | None
+) -> list[JudgedCheckpoint]:
+    """Checkpoints of a run with the cells whose records do not count, which lie at its steps, or at one of them."""
+    places = [cell.rstrip("/").split("/")[-4:-2] for cell in rejected]
+    steps = [step_of(place[1]) for place in places if place[:1] == [run]]
+    at = Counter(number for number in steps if number is not None and step in (None, number))
+    known = [replace(each, without_record=each.without_record + at.pop(each.step, 0)) for each in judged]
+    new = [JudgedCheckpoint(f"{run}-{number}", number, (), without_record=cells) for number, cells in at.items()]
+    return [*known, *new]
 
 
 def _asked(by: Record | EarlyVerdict) -> tuple[str, str, tuple[str, ...]]:

@@ -51,7 +51,7 @@ _STYLES: dict[State, str] = {
     "held": "dim",
     "decided_early": "green",
 }
-_VERDICTS = {"GO": "[green]GO[/]", "NO-GO": "[red]NO-GO[/]", None: "[dim]·[/]"}
+_VERDICTS = {"GO": Text("GO", "green"), "NO-GO": Text("NO-GO", "red"), None: Text("·", "dim")}
 
 
 def plan_json(
@@ -202,14 +202,13 @@ def gaps_table(found: Reconciliation) -> Table:
     columns = ("State", *_named("Evaluation", "Why", of=every), "Until, or what to do")
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for state, cells in found.by_state().items():
-        style = f"[{_STYLES[state]}]{_WORDS[state]}[/]"
+        word = Text(_WORDS[state], _STYLES[state])
         for number, (cell, evaluations) in enumerate(_together(cells)):
             if number == _MOST_ROWS:
-                table.add_row(style, f"and {len(cells) - number:,} more", "", "", "")
+                table.add_row(word, f"and {len(cells) - number:,} more", "", "", "")
                 break
             until = moment(cell.until) if cell.until else _TO_DO.get(state, "")
-            why = Text(cell.reason or "")  # as it is: brackets in it are no markup
-            table.add_row(style, cell.checkpoint.name, Text(evaluations), why, until)
+            table.add_row(word, cell.checkpoint.name, evaluations, cell.reason or "", until)
     return table
 
 
@@ -284,17 +283,17 @@ def status_tables(content: dict[str, Any]) -> list[Table]:
     return tables
 
 
-def _square(states: dict[str, int] | None) -> str:
+def _square(states: dict[str, int] | None) -> Text:
     if not states:
-        return "[dim]·[/]"
+        return Text("·", "dim")
     if set(states) == {"done"}:
-        return "[green]✓[/]"
-    parts = [f"{states['done']} [green]✓[/]"] if states.get("done") else []
+        return Text("✓", "green")
+    parts = [Text(f"{states['done']} ").append("✓", "green")] if states.get("done") else []
     for state, number in states.items():
         if state in _WORDS:
-            word = f"[{_STYLES[state]}]{_WORDS[state]}[/]"
-            parts.append(word if len(states) == 1 and number == 1 else f"{number} {word}")
-    return ", ".join(parts)
+            number_shown = "" if len(states) == 1 and number == 1 else f"{number} "
+            parts.append(Text(number_shown).append(_WORDS[state], _STYLES[state]))
+    return Text(", ").join(parts)
 
 
 def _identity(cell: OpenCell) -> dict[str, Any]:

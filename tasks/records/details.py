@@ -4,12 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from pools.weights.merges import MergeKind
+from resources.storage import storage
+from tasks.spec.evaluation import digest_of
 from tasks.spec.names import in_steps
+
+if TYPE_CHECKING:
+    from tasks.records.early import EarlyVerdict
+    from tasks.records.record import Record
+
+
+def _path_part(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or len(name.encode()) > 255:
+        raise ValueError(f"expected a name that is one part of a path, found {name!r:.300}")
+    return name
+
+
+def _inner_path(path: str) -> str:
+    for part in path.split("/"):
+        _path_part(part)
+    return path
+
+
+PathPart = Annotated[str, AfterValidator(_path_part)]
+"""Name of a file or folder, without a way out of the folder that it is in."""
+InnerPath = Annotated[str, AfterValidator(_inner_path)]
+"""Path below a folder."""
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Whole number of 64 bits, as indices and columns hold them."""
 
 
 class Part(BaseModel):
@@ -25,7 +51,7 @@ class MergedInput(Part):
     """Its folder."""
     run: str
     """The training run that wrote it, by its folder."""
-    step: int
+    step: Whole
     """Training step."""
     digest: str
     """Over weights, config, tokenizer and chat template."""
@@ -55,11 +81,11 @@ class CheckpointReference(Part):
 
     uri: str
     """Its folder; of a merged one, the name by which it can be evaluated again, with the folders in it."""
-    run: str
+    run: PathPart
     """The training run that wrote it, or the last checkpoint in it."""
-    name: str
+    name: PathPart
     """Its name in requests and reports, such as run-a-2000."""
-    step: int
+    step: Whole
     """Training step; of a merged one, the last in it."""
     digest: str
     """Over weights, config, tokenizer and chat template."""
@@ -71,20 +97,42 @@ class CheckpointReference(Part):
     """The way it was made of others, if it was never written."""
 
 
+def cell_place(checkpoint: CheckpointReference, evaluator: str, *, evaluation_hash: str, shown: str) -> str:
+    """Path of a cell's folder below the evaluation path; its name ends in a digest over settings and weights."""
+    identity = digest_of([evaluation_hash, checkpoint.digest])[:10]
+    return f"{checkpoint.run}/step-{checkpoint.step}/{evaluator}/{shown}-{identity}"
+
+
+def misplaced(found: Record | EarlyVerdict, cell_uri: str) -> str | None:
+    """Words for why a record or a verdict is not of the cell whose folder it lies in; None where it is.
+
+    Only the end of the place counts, `<run>/step-<N>/<evaluator>/<cell>`: all records can be moved together.
+    """
+    checkpoint, shown = found.checkpoint, found.cell.rpartition("-")[0]
+    own = f"{checkpoint.run}/step-{checkpoint.step}/{found.evaluator}/{found.cell}"
+    local = storage.is_local(cell_uri)
+    parts = storage.local_path(cell_uri).absolute().parts if local else cell_uri.rstrip("/").split("/")
+    if "/".join(parts[-4:]) != own:
+        return f"record.json is the one of {own}, so it was copied here, or a folder was renamed"
+    if own != cell_place(checkpoint, found.evaluator, evaluation_hash=found.evaluation_hash, shown=shown):
+        return "record.json has another checkpoint's digest or evaluation hash than its folder's name is made of"
+    return None
+
+
 class BenchmarkDetails(Part):
     """Details of one benchmark that asks questions itself; a group's stand under its parts."""
 
-    questions: int
+    questions: Whole
     """Questions that were asked."""
-    truncated: int = 0
+    truncated: Whole = 0
     """Questions whose prompts were cut on the left to fit."""
-    skipped: int = 0
+    skipped: Whole = 0
     """Questions left out because their prompts are too long."""
-    finish_reasons: dict[str, int] = {}
+    finish_reasons: dict[str, Whole] = {}
     """Answers by the reason the engine gave for their end; empty where nothing is generated, or it gave none."""
-    at_limit: int | None = None
+    at_limit: Whole | None = None
     """Questions with an answer that ended at the length limit; empty where nothing is generated or nobody says."""
-    unclosed: int = 0
+    unclosed: Whole = 0
     """Questions with an answer whose reasoning began and never closed."""
     completed: dict[str, float] = {}
     """Metrics over the questions whose answers all ended by themselves, where some did not."""
@@ -118,7 +166,7 @@ class LogLikelihood(Part):
 
     way: Literal["prefix cache", "echo"]
     """By way of the engine's prefix cache, or each choice whole."""
-    audited: int = 0
+    audited: Whole = 0
     """Contexts that were asked both ways."""
     largest_difference: float | None = None
     """Largest difference between the two ways in the log-probability of a token, in nats."""

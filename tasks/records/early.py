@@ -15,7 +15,7 @@ from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.records.builds import Build
 from tasks.records.cost import Cost, Spent, spent_on
-from tasks.records.details import Part
+from tasks.records.details import Part, PathPart, Whole, misplaced
 from tasks.records.record import CheckpointReference, Record
 from tasks.spec.names import how_many
 
@@ -47,9 +47,9 @@ class EarlyScore(Part):
     """Largest probability that the whole contradicts this verdict: this score's part of the verdict's."""
     verdict: Literal["not worse", "worse"]
     """The whole's score against the baseline's, less the margin."""
-    asked: int
+    asked: Whole
     """Questions of it that were asked until the verdict was known."""
-    questions: int
+    questions: Whole
     """Questions of the whole."""
     estimate: FiniteFloat
     """The whole's score, estimated."""
@@ -81,11 +81,11 @@ class EarlyVerdict(Part):
 
     schema_version: Literal[1] = 1
     """Version of this layout."""
-    cell: str
+    cell: PathPart
     """Name of the cell's folder."""
     checkpoint: CheckpointReference
     """The model state that was asked."""
-    evaluator: str
+    evaluator: PathPart
     """The harness."""
     benchmarks: tuple[str, ...]
     """The benchmarks, as they are published."""
@@ -99,11 +99,11 @@ class EarlyVerdict(Part):
     """Largest probability that the whole contradicts any of these verdicts."""
     scores: tuple[EarlyScore, ...]
     """The verdicts."""
-    asked: int
+    asked: Whole
     """Questions that were asked in all, the last batch whole."""
-    questions: int
+    questions: Whole
     """Questions of the whole evaluation."""
-    requests: dict[str, int] = {}
+    requests: dict[str, Whole] = {}
     """Requests of the attempt as the proxy counted them; empty for an endpoint of others."""
     seconds: dict[str, FiniteFloat] = {}
     """Wall seconds by phase."""
@@ -115,7 +115,7 @@ class EarlyVerdict(Part):
     """Versions of all that was asked with."""
     flow_run: str | None = None
     """Name of the flow run that wrote it."""
-    attempt: str
+    attempt: PathPart
     """Folder beside it that holds the harness's own output."""
     created: AwareDatetime
     """Time it was written, UTC."""
@@ -132,11 +132,12 @@ def decided_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
 
 
 def read_early(cell_uri: str) -> EarlyVerdict | None:
-    """The early verdict in a cell's folder; None if there is none, or none that can be read."""
+    """The early verdict on a cell; None if there is none in its folder, none that can be read, or another cell's."""
     try:
-        return EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
+        found = EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
     except (FileNotFoundError, IrregularFile, ValidationError):
         return None
+    return None if misplaced(found, cell_uri) else found
 
 
 def spent_on_early(verdict: EarlyVerdict | None) -> Spent:

@@ -35,10 +35,11 @@ from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_
 from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
 from tasks.spec.names import step_of
 
-_FOLDER = "index"
+INDEX_FOLDER = "index"
+"""Folder of the index in a run's."""
 _SUMMARY = "summary.json"
 _ROWS = "records.json"
-_FORMAT = 4
+_FORMAT = 5
 _TRUSTED_PER_SECOND = 20.0
 _WORTH_TRUSTING_SECONDS = 1.0
 _TRUSTED_AT_MOST_SECONDS = 300.0  # a comparison may have read every record, and clocks are set while it lasts
@@ -99,7 +100,7 @@ def note_record(run_folder: str, cell_uri: str, record: Record) -> None:
     row = row_of(cell_uri.removeprefix(f"{run_folder.rstrip('/')}/"), record)
     name = f"{int(record.created.timestamp())}-{secrets.token_hex(4)}.json"
     with suppress(StorageError):
-        storage.write_bytes(storage.join(run_folder, _FOLDER, name), orjson.dumps(tuple(row)))
+        storage.write_bytes(storage.join(run_folder, INDEX_FOLDER, name), orjson.dumps(tuple(row)))
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,11 @@ def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[]
     short, records = _read_summary(run_folder)
     if short is not None and use_index and _is_trusted(began - short["compared"], took=short["took"]):
         return _with_news(records, run_folder, since=short["compared"])
-    if short is None and storage.is_local(run_folder) and not storage.exists(storage.join(run_folder, _FOLDER, _ROWS)):
+    if (
+        short is None
+        and storage.is_local(run_folder)
+        and not storage.exists(storage.join(run_folder, INDEX_FOLDER, _ROWS))
+    ):
         rows, stamps = _read_anew(run_folder)
         signature, summary = _signature(stamps), _summary(rows)
     else:
@@ -188,7 +193,7 @@ def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
                 os.close(file)
             name = cell[len(root) + 1 :]
             stamps[name] = (status.st_size, status.st_mtime, None)
-            row = _row_in(content, name)
+            row = _row_in(content, run_folder, name)
             rows += [row] if row is not None else []
     if rows:
         with suppress(StorageError):
@@ -198,7 +203,7 @@ def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
 
 def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedRecord]:
     """A row for each record: as the index has it where its stamp is the same, else read anew and kept."""
-    content = _read(storage.join(run_folder, _FOLDER, _ROWS)) or {"rows": [], "stamps": []}
+    content = _read(storage.join(run_folder, INDEX_FOLDER, _ROWS)) or {"rows": [], "stamps": []}
     try:
         known = dict(zip((row[0] for row in content["rows"]), range(len(content["rows"])), strict=True))
         indexed = list(map(tuple, content["stamps"]))
@@ -224,6 +229,18 @@ def keep_rows(run_folder: str, rows: Sequence[IndexedRecord], stamps: Mapping[st
     _write(run_folder, _ROWS, full)
 
 
+def indexed_cells(run_folder: str) -> set[str]:
+    """Cells that had a record when the index was last compared with them, or since, relative to the run's folder."""
+    content = _read(storage.join(run_folder, INDEX_FOLDER, _ROWS)) or {}
+    cells: set[str] = set()
+    with suppress(*_DAMAGED):
+        cells |= {str(row[0]) for row in content.get("rows", ())}
+    for file in _news(run_folder, since=0.0):
+        with suppress(FileNotFoundError, *_DAMAGED):
+            cells.add(str(orjson.loads(storage.read_bytes(file.uri))[0]))
+    return cells
+
+
 def _is_trusted(age_seconds: float, *, took: float) -> bool:
     """Tells if an index is taken at its word; one that a clock says is of the future is not."""
     trusted_seconds = min(_TRUSTED_PER_SECOND * took, _TRUSTED_AT_MOST_SECONDS)
@@ -231,7 +248,7 @@ def _is_trusted(age_seconds: float, *, took: float) -> bool:
 
 
 def _write(run_folder: str, name: str, content: dict[str, Any]) -> None:
-    storage.write_bytes(storage.join(run_folder, _FOLDER, name), orjson.dumps({"format": _FORMAT, **content}))
+    storage.write_bytes(storage.join(run_folder, INDEX_FOLDER, name), orjson.dumps({"format": _FORMAT, **content}))
 
 
 def _read(uri: str) -> dict[str, Any] | None:
@@ -244,7 +261,7 @@ def _read(uri: str) -> dict[str, Any] | None:
 
 def _read_summary(run_folder: str) -> tuple[dict[str, Any] | None, RunRecords]:
     """The summary as it is written, None where there is none that can be used, and what it says."""
-    content = _read(storage.join(run_folder, _FOLDER, _SUMMARY))
+    content = _read(storage.join(run_folder, INDEX_FOLDER, _SUMMARY))
     if content is not None:
         with suppress(*_DAMAGED):
             content |= {"compared": float(content["compared"]), "took": float(content["took"])}
@@ -309,7 +326,7 @@ def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunReco
 
 def _news(run_folder: str, *, since: float) -> list[FileInfo]:
     """Records written since, told one by one; a little earlier too, since clocks and stores differ."""
-    listed = storage.list_files(storage.join(run_folder, _FOLDER))
+    listed = storage.list_files(storage.join(run_folder, INDEX_FOLDER))
     return [
         file
         for file in listed
@@ -372,7 +389,7 @@ def _rows(run_folder: str, cells: Sequence[str]) -> list[IndexedRecord]:
 
     def read(cell: str) -> IndexedRecord | None:
         try:
-            return _row_in(storage.read_bytes(f"{folder}/{cell}/{RECORD_NAME}"), cell)
+            return _row_in(storage.read_bytes(f"{folder}/{cell}/{RECORD_NAME}"), folder, cell)
         except (FileNotFoundError, IrregularFile):
             return None
 
@@ -382,7 +399,7 @@ def _rows(run_folder: str, cells: Sequence[str]) -> list[IndexedRecord]:
         return [row for row in threads.map(read, cells) if row is not None]
 
 
-def _row_in(content: bytes, cell: str) -> IndexedRecord | None:
-    """Returns the row of a record as it is written, None where it is none; 14 µs for one of 2 KB."""
-    record = parsed_record(content)
+def _row_in(content: bytes, run_folder: str, cell: str) -> IndexedRecord | None:
+    """Returns the row of a record as it is written, None where it does not count."""
+    record = parsed_record(content, storage.join(run_folder, cell))
     return row_of(cell, record) if record is not None else None

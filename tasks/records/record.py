@@ -21,7 +21,17 @@ from resources.errors import IrregularFile, RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.conditional_writes import read_version, replace_bytes
 from tasks.records.cost import Cost, Spent, spent_on
-from tasks.records.details import Asking, BenchmarkDetails, CheckpointReference, Part, together
+from tasks.records.details import (
+    Asking,
+    BenchmarkDetails,
+    CheckpointReference,
+    InnerPath,
+    Part,
+    PathPart,
+    Whole,
+    misplaced,
+    together,
+)
 from tasks.records.seals import Digests, sealed
 
 RECORD_NAME = "record.json"
@@ -47,7 +57,7 @@ class Metric(Part):
     """Its value, on the harness's own scale (accuracies from 0 to 1)."""
     stderr: float | None
     """Its standard error, where the harness gives one."""
-    n: int
+    n: Whole
     """Questions it was taken over."""
     low: float | None = None
     """Lower end of its 95 % interval, over clusters of questions where they have some; empty where none is known."""
@@ -66,17 +76,17 @@ class Metric(Part):
 class Counts(Part):
     """Questions of a cell, counted in three places; a score is published only where they agree."""
 
-    requested: int
+    requested: Whole
     """Questions the evaluation asks."""
-    answered: int
+    answered: Whole
     """Questions to which every needed answer came back."""
-    scored: int
+    scored: Whole
     """Questions the harness scored."""
-    skipped: int = 0
+    skipped: Whole = 0
     """Questions left out because their prompts are too long; not among those requested."""
-    truncated: int = 0
+    truncated: Whole = 0
     """Questions whose prompts were cut on the left to fit."""
-    judge_errors: int = 0
+    judge_errors: Whole = 0
     """Answers without a usable verdict of the judge; tolerated ones are not among those requested."""
 
 
@@ -102,11 +112,11 @@ class Record(Part):
     """The outcome."""
     reason: str | None
     """Reason of a failure; empty for a success."""
-    cell: str
+    cell: PathPart
     """Name of the cell's folder."""
     checkpoint: CheckpointReference
     """The model state that was measured."""
-    evaluator: str
+    evaluator: PathPart
     """The harness."""
     benchmarks: tuple[str, ...]
     """The benchmarks, as they are published."""
@@ -138,13 +148,13 @@ class Record(Part):
     """Accelerators times seconds of this cell; 0 on CPU, and where somebody else's endpoint answers."""
     cost: Cost | None = None
     """Its price, and what was expected; empty in records from before there was one."""
-    requests: dict[str, int]
+    requests: dict[str, Whole]
     """Requests of this cell as the proxy counted them; empty for a foreign endpoint."""
     tags: tuple[str, ...] = ()
     """Free labels."""
-    samples: int | None = None
+    samples: Whole | None = None
     """Questions in `samples.jsonl.gz` of the attempt; empty if there is no such file."""
-    links: dict[str, str] = {}
+    links: dict[str, InnerPath] = {}
     """Pages the harness made, such as HELM's site, by title; relative to the record's folder."""
     sinks: dict[str, SinkState] = {}
     """The state of this record at each sink it is for."""
@@ -156,7 +166,7 @@ class Record(Part):
     """True if the run was told to end from outside: that is no failure."""
     flow_run: str | None = None
     """Name of the flow run that wrote it."""
-    attempt: str
+    attempt: PathPart
     """Folder beside the record that holds the harness's own output."""
     created: AwareDatetime
     """Time it was written, UTC."""
@@ -194,11 +204,33 @@ def record_uri(cell_uri: str) -> str:
 
 
 def read_record(cell_uri: str) -> Record | None:
-    """The record of a cell, or None if it has none or only something unreadable (which counts as not done)."""
+    """The record of a cell, or None if it has none that counts: see `record_or_reason`."""
+    found = record_or_reason(cell_uri)
+    return found if isinstance(found, Record) else None
+
+
+def record_or_reason(cell_uri: str) -> Record | str | None:
+    """The record of a cell, or why the file there does not count, in words; None without a file.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
     try:
-        return parsed_record(storage.read_bytes(record_uri(cell_uri)))
-    except (FileNotFoundError, IrregularFile):
+        return _read_in(storage.read_bytes(record_uri(cell_uri)), cell_uri)
+    except IrregularFile as error:
+        return f"record.json cannot be read: {error.found}"
+    except FileNotFoundError:
         return None
+
+
+def _read_in(content: bytes, cell_uri: str) -> Record | str:
+    try:
+        record = Record.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        wrong = ".".join(map(str, first["loc"])) or "its content"
+        return f"record.json cannot be read: it is damaged, or of a newer Assay ({wrong}: {first['msg']:.300})"
+    return misplaced(record, cell_uri) or record
 
 
 def record_to_replace(cell_uri: str) -> Record | None:
@@ -215,7 +247,8 @@ def record_to_replace(cell_uri: str) -> Record | None:
 
 def _replaceable(uri: str, content: bytes) -> Record | None:
     try:
-        return Record.model_validate_json(content)
+        record = Record.model_validate_json(content)
+        return None if misplaced(record, storage.parent(uri)) else record
     except ValidationError as error:
         newer = {"extra_forbidden", "literal_error"} & {found["type"] for found in error.errors()}
     if newer and json.loads(content).get("status") == "succeeded":
@@ -227,12 +260,10 @@ def _replaceable(uri: str, content: bytes) -> Record | None:
     return None
 
 
-def parsed_record(content: bytes) -> Record | None:
-    """The record that some bytes are, or None if they are none."""
-    try:
-        return Record.model_validate_json(content)
-    except ValidationError:
-        return None
+def parsed_record(content: bytes, cell_uri: str) -> Record | None:
+    """The record that some bytes in a cell's folder are, or None if they are none, or that of another cell."""
+    found = _read_in(content, cell_uri)
+    return found if isinstance(found, Record) else None
 
 
 def failures_in_a_row(recorded: int | None) -> int:
@@ -280,7 +311,7 @@ def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
-        record = parsed_record(standing.content) if standing is not None else None
+        record = parsed_record(standing.content, cell_uri) if standing is not None else None
         if standing is None or record is None or not states:
             return record
         noted = record.model_copy(update={"sinks": {**record.sinks, **states}})
@@ -343,14 +374,15 @@ class FoundRecord:
     record: Record
 
 
-def find_records(evaluation_path: str, *, unreadable: list[str] | None = None) -> list[FoundRecord]:
-    """Every readable record below a folder with where it lies, by run, step and time of writing; each is read once.
+def find_records(evaluation_path: str, *, rejected: dict[str, str] | None = None) -> list[FoundRecord]:
+    """Every record below a folder with where it lies, by run, step and time of writing; each is read once.
 
     What was asked to qualify a change of builds is left out, unless the folder is that.
 
     Args:
         evaluation_path: the folder.
-        unreadable: takes the cells whose record is damaged, or of a newer Assay.
+        rejected: takes the cells whose record does not count, and why: it is damaged, of a newer Assay, or of another
+            cell.
 
     Raises:
         StorageError: the folder cannot be listed.
@@ -362,14 +394,14 @@ def find_records(evaluation_path: str, *, unreadable: list[str] | None = None) -
         if storage.basename(file.uri) == RECORD_NAME and not file.uri.startswith(aside)
     ]
     if storage.is_local(evaluation_path):
-        read: Iterable[Record | None] = map(read_record, cells)
+        read: Iterable[Record | str | None] = map(record_or_reason, cells)
     else:
         with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
-            read = list(threads.map(read_record, cells))
+            read = list(threads.map(record_or_reason, cells))
     both = list(zip(cells, read, strict=True))
-    found = [FoundRecord(cell, record) for cell, record in both if record is not None]
-    if unreadable is not None:
-        unreadable += [cell for cell, record in both if record is None]
+    found = [FoundRecord(cell, record) for cell, record in both if isinstance(record, Record)]
+    if rejected is not None:
+        rejected |= {cell: reason for cell, reason in both if isinstance(reason, str)}
     return sorted(
         found, key=lambda item: (item.record.checkpoint.run, item.record.checkpoint.step, item.record.created)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +17,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FiniteFloat, Validat
 
 from resources.errors import StorageError
 from resources.storage import storage
+from tasks.records.details import Whole
 
 SAMPLES_NAME = "samples.jsonl.gz"
 """Name of the file in an attempt's folder."""
+_MOST_BYTES_OF_A_LINE = 64 << 20  # a million tokens of prompt and answer have about 10 MB
 
 
 def encodable(text: str) -> str:
@@ -60,7 +63,7 @@ class Sample(BaseModel):
     """Texts of its choices, in the order of `log_likelihoods` where these begin with one of each."""
     context: _Text = ""
     """System prompt, description and examples that stood before the question; empty if none did, or none is known."""
-    tokens: int | None = None
+    tokens: Whole | None = None
     """Tokens that were generated for its answer; None where none are, or nobody counted them."""
 
     @property
@@ -109,13 +112,33 @@ def parsed_samples(content: bytes, *, uri: str) -> Iterator[Sample]:
     Raises:
         StorageError: it is damaged.
     """
+    for line in sample_lines(content, uri=uri):
+        try:
+            yield Sample.model_validate_json(line)
+        except ValidationError as error:
+            raise damaged_samples(uri, str(error)) from error
+
+
+def sample_lines(content: bytes, *, uri: str) -> Iterator[bytes]:
+    """The lines in the content of a file with samples.
+
+    Raises:
+        StorageError: it is damaged, or a line has more than 64 MiB.
+    """
     try:
-        with gzip.open(io.BytesIO(content), "rt", encoding="utf-8") as lines:
-            for line in lines:
-                yield Sample.model_validate_json(line)
-    except (OSError, EOFError, ValidationError, UnicodeDecodeError) as error:
-        raise StorageError(
-            expected=f"samples, one line of JSON each, in {uri}",
-            found=str(error).splitlines()[0],
-            remedy="evaluate the cell again: delete its record.json first",
-        ) from error
+        with gzip.open(io.BytesIO(content), "rb") as lines:
+            while line := lines.readline(_MOST_BYTES_OF_A_LINE + 1):
+                if len(line) > _MOST_BYTES_OF_A_LINE:
+                    raise damaged_samples(uri, f"a line of more than {_MOST_BYTES_OF_A_LINE:,} bytes")
+                yield line
+    except (OSError, EOFError, zlib.error) as error:
+        raise damaged_samples(uri, str(error)) from error
+
+
+def damaged_samples(uri: str, found: str) -> StorageError:
+    """The error that says what is wrong with a file of samples."""
+    return StorageError(
+        expected=f"samples, one line of JSON each, in {uri}",
+        found=found.partition("\n")[0],
+        remedy="evaluate the cell again: delete its record.json first",
+    )

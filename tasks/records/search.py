@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import get_args
 
 from pools.weights.merges import Merge, merge_of
@@ -16,7 +16,7 @@ from resources.errors import BadInput, RecordStatus
 from resources.storage import storage
 from tasks.records.current import current_records, told_apart
 from tasks.records.details import CheckpointReference
-from tasks.records.record import RECORD_NAME, FoundRecord, Record, find_records, read_record
+from tasks.records.record import RECORD_NAME, FoundRecord, Record, find_records, record_or_reason
 from tasks.spec.evaluators import evaluator_title, evaluator_titles
 from tasks.spec.names import how_many, name_of
 
@@ -112,19 +112,22 @@ def found_below(evaluation_path: str, record: Record) -> FoundRecord:
     )
 
 
-def records_of_checkpoints(texts: Sequence[str], *, evaluation_path: str) -> list[list[FoundRecord]]:
+def records_of_checkpoints(
+    texts: Sequence[str], *, evaluation_path: str, rejected: dict[str, str] | None = None
+) -> list[list[FoundRecord]]:
     """Every record of the checkpoint that a text means, for each text; a folder is read once.
 
     Args:
         texts: `NAME` as in records (run-a-2000), `RUN@STEP`, the name of a merged checkpoint (`mean(RUN@last:5)`), the
             folder or the file of one record, or `PATH:NAME` for a checkpoint whose records lie below another folder.
         evaluation_path: where names are looked up.
+        rejected: takes the cells there whose record does not count, and why.
 
     Raises:
-        BadInput: there is no such record or checkpoint.
+        BadInput: there is no such record or checkpoint, or the one in a folder does not count.
         StorageError: the folder cannot be listed.
     """
-    find = cache(find_records)
+    find = cache(partial(find_records, rejected=rejected))
     return [_of_checkpoint(text, evaluation_path=evaluation_path, find=find) for text in texts]
 
 
@@ -181,9 +184,12 @@ def _is_made_so(checkpoint: CheckpointReference, merge: Merge, inputs: Sequence[
 
 def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], list[FoundRecord]]) -> list[FoundRecord]:
     cell = (storage.parent(text) if storage.basename(text) == RECORD_NAME else text) or "."
-    record = read_record(cell)
-    if record is not None:
+    record = record_or_reason(cell)
+    if isinstance(record, Record):
         return [FoundRecord(cell, record)]
+    if record is not None:
+        remedy = "move the folder back, or evaluate the cell again"
+        raise BadInput(expected=f"the record of the cell {cell}", found=record, remedy=remedy)
     folder, name = evaluation_path, text
     if merge_of(text) is None and (elsewhere := _ELSEWHERE.fullmatch(text)):
         folder, name = filter(None, elsewhere.groups())

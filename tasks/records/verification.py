@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from resources.errors import StorageError
-from tasks.records.record import FoundRecord
+from resources.storage import storage
+from tasks.records.early import EARLY_NAME
+from tasks.records.index import INDEX_FOLDER, indexed_cells
+from tasks.records.record import QUALIFICATIONS_FOLDER, RECORD_NAME, SCOPE_NAME, FoundRecord
+from tasks.records.samples import SAMPLES_NAME
 from tasks.records.scores import KeptSamples, agrees, given, kept_samples
 from tasks.records.seals import Integrity, broken_seal
 
@@ -44,16 +48,40 @@ def verified(found: FoundRecord) -> Verification:
     try:
         return verified_with(found, kept_samples(found))
     except StorageError as error:
-        return Verification(found, "changed", (f"its samples cannot be read: {error.found}",))
+        return verified_with(found, error)
 
 
-def verified_with(found: FoundRecord, kept: KeptSamples | None) -> Verification:
-    """Returns what a record is worth beside samples that were read already; None if it has none."""
+def verified_with(found: FoundRecord, kept: KeptSamples | StorageError | None) -> Verification:
+    """Returns what a record is worth beside samples that were read, or not; None if it has none."""
+    if isinstance(kept, StorageError):
+        return Verification(found, "changed", (f"its samples cannot be read: {kept.found}",))
     wrong = list(_wrong(found, kept))
     if wrong:
         return Verification(found, "changed", tuple(wrong))
     unknown = list(_unknown(found, kept))
     return Verification(found, "unknown" if unknown else "intact", tuple(unknown))
+
+
+def lost_cells(evaluation_path: str) -> dict[str, str]:
+    """Cells below a folder that had a record and have none, and how that is known, in words.
+
+    Known are cells of a run's index, which forgets them when it is next compared with the records, and those with
+    samples of an attempt, which are written just before the record, unless another attempt has begun since.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    aside = f"{storage.join(evaluation_path, QUALIFICATIONS_FOLDER)}/"
+    files = [file.uri for file in storage.list_files(evaluation_path) if not file.uri.startswith(aside)]
+    has_outcome = {
+        storage.parent(uri) for uri in files if storage.basename(uri) in (RECORD_NAME, SCOPE_NAME, EARLY_NAME)
+    }
+    indices = {storage.parent(uri) for uri in files if storage.basename(storage.parent(uri)) == INDEX_FOLDER}
+    runs = {storage.parent(index) for index in indices}
+    known = {storage.join(run, cell): "the run's index knows it" for run in runs for cell in indexed_cells(run)}
+    attempts = (storage.parent(uri) for uri in files if storage.basename(uri) == SAMPLES_NAME)
+    known |= {storage.parent(uri): f"{storage.basename(uri)} has its samples" for uri in attempts}
+    return {cell: f"record.json is gone, but {why}" for cell, why in known.items() if cell not in has_outcome}
 
 
 def _wrong(found: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:

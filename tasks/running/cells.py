@@ -20,8 +20,9 @@ from tasks.checkpoints.run_snapshot import listing_of
 from tasks.evaluators.early import WantedEarly
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.lazy import deployment_id, step
-from tasks.prefect_server.progress import report_event
+from tasks.prefect_server.progress import Notice, report_event
 from tasks.records.cost import Predicted
+from tasks.records.details import cell_place
 from tasks.records.early import EarlyVerdict
 from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
@@ -201,9 +202,10 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
 def _check_names(cells: Sequence[Cell]) -> None:
     """Refuses what records would be mixed with: those of another checkpoint of the same name."""
     planned = {cell.reference.uri: cell for cell in cells if cell.record is None}
+    rejected: dict[str, str] = {}
     for cell in planned.values():
-        own = cell.reference
-        for found in find_records(storage.join(cell.config.evaluation_path, own.run, f"step-{own.step}")):
+        own, path = cell.reference, cell.config.evaluation_path
+        for found in find_records(storage.join(path, own.run, f"step-{own.step}"), rejected=rejected):
             other = found.record.checkpoint
             elsewhere = place_of(other.uri) != place_of(own.uri)
             if elsewhere and other.name == own.name and other.digest != own.digest:
@@ -212,6 +214,16 @@ def _check_names(cells: Sequence[Cell]) -> None:
                     found=f"records of the one at {other.uri}, which differs from {own.uri}",
                     remedy="give its run a name of its own (model_name, --name), or choose another evaluation_path",
                 )
+    for uri, reason in rejected.items():
+        again = any(way.uri == uri for cell in cells for way in cell.ways)
+        words = BadInput(
+            expected=f"the record of this cell in {uri}",
+            found=reason,
+            remedy="none, if it may be replaced: the cell counts as not evaluated, and is evaluated now"
+            if again
+            else "move the folder back, or delete it; until then it counts for nothing",
+        )
+        report_event(str(words), Notice)
 
 
 def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
@@ -267,9 +279,8 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
     keys = [task.metric_key for task in config.evals]
     more = len(keys) - _MOST_NAMES_IN_A_CELL
     shown = "-".join(keys[:_MOST_NAMES_IN_A_CELL]) + (f"-and-{more}-more" if more > 0 else "")
-    identity = digest_of([hash_, reference.digest])[:10]
-    step, folder = f"step-{checkpoint.step}", f"{shown[:80]}-{identity}"
-    uri = storage.join(config.evaluation_path, reference.run, step, config.evaluator.name, folder)
+    place = cell_place(reference, config.evaluator.name, evaluation_hash=hash_, shown=shown[:80])
+    uri = storage.join(config.evaluation_path, place)
     return Cell(config, checkpoint.folder, digests, reference, hash_, uri, record_to_replace(uri))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from resources.errors import StorageError
 from tasks.records.record import FoundRecord, Metric
 from tasks.records.scores import KeptSamples, kept_samples
 from tasks.records.verification import Verification, verified_with
@@ -12,29 +13,26 @@ class QuestionScores:
     """Looks up scores in the samples of records; every file is read once."""
 
     def __init__(self) -> None:
-        self._read: dict[tuple[str, str], KeptSamples | None] = {}
+        self._read: dict[tuple[str, str], KeptSamples | StorageError | None] = {}
 
     def of(self, found: FoundRecord, metric: Metric) -> Composition | str:
-        """The questions that a metric is made of, or why they are not known.
-
-        Raises:
-            StorageError: the samples are damaged, or cannot be read.
-        """
+        """The questions that a metric is made of, or why they are not known."""
         kept = self._kept(found)
         if kept is None:
             return "no samples were kept"
+        if isinstance(kept, StorageError):
+            return f"its samples cannot be read: {kept.found}"
         return composition_of(metric, kept.questions, found.record.metrics)
 
     def verified(self, found: FoundRecord) -> Verification:
-        """Returns whether a record is what was written, by itself and its samples.
-
-        Raises:
-            StorageError: the samples are damaged, or cannot be read.
-        """
+        """Returns whether a record is what was written, by itself and its samples."""
         return verified_with(found, self._kept(found))
 
-    def _kept(self, found: FoundRecord) -> KeptSamples | None:
+    def _kept(self, found: FoundRecord) -> KeptSamples | StorageError | None:
         place = found.cell_uri, found.record.attempt
         if place not in self._read:
-            self._read[place] = kept_samples(found)
+            try:
+                self._read[place] = kept_samples(found)
+            except StorageError as error:
+                self._read[place] = error
         return self._read[place]

@@ -6,9 +6,7 @@ and kept once; only answers are kept for each.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from resources.errors import StorageError
+from tasks.records.samples import damaged_samples, sample_lines
 from tasks.records.scores import LENGTH, ratio
 from tasks.viewing.columns import CUT, SHORTENED, UNSCORED, packed
 
@@ -141,18 +139,13 @@ def columns_in(
     """
     found: dict[str, _Reading] = {}
     try:
-        with gzip.open(io.BytesIO(content), "rb") as lines:
-            for sample in map(orjson.loads, lines):
-                for benchmark in shown_by(sample["benchmark"]):
-                    if benchmark not in found:
-                        found[benchmark] = _Reading(keep)
-                    found[benchmark].add(sample)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(
-            expected=f"samples, one line of JSON each, in {uri}",
-            found=str(error).partition("\n")[0],
-            remedy="evaluate the cell again: delete its record.json first",
-        ) from error
+        for sample in map(orjson.loads, sample_lines(content, uri=uri)):
+            for benchmark in shown_by(sample["benchmark"]):
+                if benchmark not in found:
+                    found[benchmark] = _Reading(keep)
+                found[benchmark].add(sample)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged_samples(uri, str(error)) from error
     return {benchmark: reading.column() for benchmark, reading in found.items()}
 
 

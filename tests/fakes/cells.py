@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from fakes.records import make_metric, make_record
-from tasks.records.record import Record, write_record
+from tasks.records.details import cell_place
+from tasks.records.record import CheckpointReference, Record, write_record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
+from tasks.running.cells import Cell
+from tasks.spec.benchmarks import evaluation_hash
+from tasks.spec.evaluation import EvaluationConfig
 
 METRICS = (make_metric("demo_facts", 0.5), make_metric("demo_backwards", 0.25, name="exact_match", stderr=None))
 
@@ -35,3 +39,19 @@ def make_cell(evaluation_path: Path, *, step: int = 100, questions: int = 3, **f
     write_samples(attempt / SAMPLES_NAME, samples)
     write_record(str(cell), record)
     return record, cell
+
+
+def cell_uri(config: EvaluationConfig, reference: CheckpointReference, hash_: str | None = None) -> str:
+    """The folder of a cell as planning has it."""
+    hash_ = hash_ or evaluation_hash(config)
+    return f"{config.evaluation_path}/{cell_place(reference, config.evaluator.name, evaluation_hash=hash_, shown='c')}"
+
+
+def of_cell(cell: Cell) -> dict[str, Any]:
+    """Fields by which a record is of a cell."""
+    return {
+        "checkpoint": cell.reference,
+        "cell": Path(cell.uri).name,
+        "evaluator": cell.config.evaluator.name,
+        "evaluation_hash": cell.evaluation_hash,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -12,7 +13,7 @@ from pools.weights.merges import Merge
 from resources.errors import RecordStatus
 from resources.storage import storage
 from tasks.records.builds import Build, Qualification, QualifiedBenchmark, QualifiedMetric, Verdict
-from tasks.records.details import MergedInput, MergeReference
+from tasks.records.details import MergedInput, MergeReference, cell_place
 from tasks.records.provenance import versions
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState, write_record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
@@ -53,7 +54,7 @@ def merged_record(inputs: Sequence[int], *, run: str = "run-a", place: str = "ch
         "merge": merge,
     }
     checkpoint = made.checkpoint.model_copy(update=changes)
-    return sealed(made.model_copy(update={"checkpoint": checkpoint, "cell": f"{made.cell}-merged"}))
+    return renamed(made.model_copy(update={"checkpoint": checkpoint}))
 
 
 def make_metric(
@@ -90,7 +91,6 @@ def make_record(
     fields: dict[str, Any] = {
         "status": status,
         "reason": reason or REASONS[status],
-        "cell": f"{'+'.join(benchmarks)}-0123abcd",
         "checkpoint": CheckpointReference(
             uri=f"{place}/{run}/hf/step-{step}",
             run=run,
@@ -140,13 +140,27 @@ def make_record(
         "attempt": "attempt-1",
         "created": FIRST + timedelta(seconds=step),
     }
-    return sealed(Record(**(fields | others)))
+    fields |= others
+    fields.setdefault("cell", "+".join(benchmarks))
+    return renamed(Record(**fields))
+
+
+def renamed(record: Record) -> Record:
+    """The record with the end of its cell's name that follows from its checkpoint and settings, sealed."""
+    shown = re.sub("-[0-9a-f]{8,10}$", "", record.cell)
+    place = cell_place(record.checkpoint, record.evaluator, evaluation_hash=record.evaluation_hash, shown=shown)
+    return sealed(record.model_copy(update={"cell": storage.basename(place)}))
+
+
+def cell_of(evaluation_path: Path | str, record: Record) -> str:
+    """The folder of a record's cell."""
+    place = (record.checkpoint.run, f"step-{record.checkpoint.step}", record.evaluator, record.cell)
+    return storage.join(str(evaluation_path), *place)
 
 
 def publish(evaluation_path: Path, record: Record, samples: Sequence[Sample] | None = None) -> str:
     """Writes a record where an evaluation would, with samples beside it; the folder of its cell."""
-    place = (record.checkpoint.run, f"step-{record.checkpoint.step}", record.evaluator, record.cell)
-    cell_uri = storage.join(str(evaluation_path), *place)
+    cell_uri = cell_of(evaluation_path, record)
     if samples is not None:
         file = Path(cell_uri) / record.attempt / SAMPLES_NAME
         file.parent.mkdir(parents=True)

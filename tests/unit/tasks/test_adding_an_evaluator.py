@@ -12,6 +12,7 @@ import httpx
 import pytest
 import yaml
 
+from fakes.cells import cell_uri
 from fakes.endpoints import Endpoint, endpoint
 from fakes.models import write_run
 from pools.engine.launch import Servable
@@ -87,8 +88,9 @@ def cell_of(config: EvaluationConfig, run: str) -> Cell:
         digest=digests.checkpoint,
         weights_digest=digests.weights,
     )
-    uri = f"{config.evaluation_path}/cell"
-    return Cell(config, checkpoint.folder, digests, reference, evaluation_hash(config), uri, None)
+    return Cell(
+        config, checkpoint.folder, digests, reference, evaluation_hash(config), cell_uri(config, reference), None
+    )
 
 
 def test_how_to_has_every_file_of_the_folder(folder: Path):

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import cloudpickle
 import pytest
 
+from fakes.cells import cell_uri, of_cell
 from fakes.endpoints import endpoint
 from fakes.models import write_run, write_safetensors
 from fakes.polling import eventually, is_alive
@@ -165,7 +166,7 @@ def make_cell(folder: Path, **changes: Any) -> Cell:
         digest=digests.checkpoint,
         weights_digest=digests.weights,
     )
-    uri = str(folder / "out" / "cell")
+    uri = cell_uri(config, reference)
     return Cell(config, checkpoint.folder, digests, reference, evaluation_hash(config), uri, None)
 
 
@@ -254,10 +255,11 @@ def test_attempt_at_what_was_changed_since_it_was_planned_does_not_succeed(
     run_cell.fn(cell, None, context(Changing()))
     if not meanwhile:
         change()
+    again = cell.uri.replace("/out/", "/again/")
     kind: type[AssayError] = BenchmarksChanged if changed == "benchmarks" else CheckpointChanged
     with pytest.raises(kind, match="planned"):
-        run_cell.fn(replace(cell, uri=f"{cell.uri}-b"), None, context(Changing(change=change)))
-    record = read_record(f"{cell.uri}-b")
+        run_cell.fn(replace(cell, uri=again), None, context(Changing(change=change)))
+    record = read_record(again)
     assert record is not None and (record.status, record.metrics) == (kind.record_status, ())
 
 
@@ -303,7 +305,7 @@ def test_cell_costs_the_chips_of_one_replica_for_the_seconds_that_it_had_it_at_t
             content = first.config.model_dump(exclude={"pool_config"})
             pool = {"model": {"name": "run-a"}, "resource_config": resources}
             config = EvaluationConfig.model_validate({**content, "pool_config": pool})
-            cell = replace(first, config=config, evaluation_hash=evaluation_hash(config), uri=f"{first.uri}-{name}")
+            cell = replace(first, config=config, evaluation_hash=name, uri=cell_uri(config, first.reference, name))
             return recorded(cell, serving, CellContext(1, 1, lambda _: harness))
 
         for number, (resources, count) in enumerate([(SLICES, 8), (several, 16), (GANGS, 4), ({"cpu": 2}, 0)]):
@@ -579,11 +581,13 @@ def test_attempt_whose_record_cannot_be_written_says_so(tmp_path: Path):
 
 
 def with_fallback(cell: Cell) -> Cell:
-    return replace(cell, levanter_fallback=replace(cell, uri=f"{cell.uri}-by-levanter"))
+    hash_ = "of-levanter"
+    uri = cell_uri(cell.config, cell.reference, hash_)
+    return replace(cell, levanter_fallback=replace(cell, uri=uri, evaluation_hash=hash_))
 
 
 def write(cell: Cell, status: RecordStatus, *, seconds: float = 0.0) -> Record:
-    changes = {"checkpoint": cell.reference, "cell": Path(cell.uri).name, "created": now() + timedelta(seconds=seconds)}
+    changes = {**of_cell(cell), "created": now() + timedelta(seconds=seconds)}
     return write_record(cell.uri, make_record(status=status).model_copy(update=changes))
 
 
@@ -635,7 +639,12 @@ def test_multiple_choice_goes_where_the_probe_of_the_engine_says_whatever_its_de
     config = served.config.levanter_fallback()
     assert config is not None and config.resource_config is not None
     assert config.resource_config.chip_count() == (8 if device["kind"] == "tpu" else 0), "what Levanter evaluates on"
-    cell = replace(served, levanter_fallback=replace(served, config=config, uri=f"{served.uri}-by-levanter"))
+    cell = replace(
+        served,
+        levanter_fallback=replace(
+            served, config=config, evaluation_hash=evaluation_hash(config), uri=cell_uri(config, served.reference)
+        ),
+    )
     asked = []
 
     def note(config: EvaluationConfig) -> Harness:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fakes.records import FIRST, make_metric, make_record, make_samples, publish
+from fakes.records import FIRST, make_metric, make_record, make_samples, publish, renamed
+from fakes.records import cell_of as folder_of
 from flows.cli.app import app
 from resources.errors import BadInput, CountsDisagree
 from tasks.evaluators.early import Answered, WantedEarly, batches_in, scores_decided
@@ -162,8 +163,10 @@ def cell_of(folder: Path, *, step: int = 200, evaluator: str = "lm_evaluation_ha
     given = {"model_path": "checkpoints/run-a", "evaluation_path": str(folder), "evaluator": evaluator}
     config = EvaluationConfig.model_validate({**given, "evals": [{"name": name} for name in benchmarks]})
     record = make_record(step=step)
-    uri = str(folder / "run-a" / f"step-{step}" / evaluator / record.cell)
-    return Cell(config, cast(Any, None), cast(Any, None), record.checkpoint, fields.get("hash", HASH), uri, None)
+    hash_ = fields.get("hash", HASH)
+    named = renamed(record.model_copy(update={"evaluator": evaluator, "evaluation_hash": hash_}))
+    uri = folder_of(folder, named)
+    return Cell(config, cast(Any, None), cast(Any, None), record.checkpoint, hash_, uri, None)
 
 
 def baseline(folder: Path, scores: Sequence[float] = RIGHT, *, metric: Metric | None = None, **fields: Any) -> None:
@@ -336,7 +339,7 @@ def decide(folder: Path, step: int, score: float | None = None) -> EarlyVerdict:
     [cell] = decided_early(early_gate(), [cell_of(folder, step=step)])
     assert cell.early is not None
     verdict = EarlyVerdict(
-        cell=make_record().cell,
+        cell=Path(cell.uri).name,
         checkpoint=cell.reference,
         evaluator="lm_evaluation_harness",
         benchmarks=("demo_facts",),
@@ -496,13 +499,13 @@ def test_whole_of_another_state_of_the_checkpoint_or_changed_by_hand_confirms_no
 
 def test_page_shows_the_newest_verdicts_first_and_escapes_what_others_named(tmp_path: Path):
     baseline(tmp_path)
-    hostile = "<script>alert(1)</script>"
+    hostile = "<script>alert(1)"
     for step in (200, 300):
         verdict = decide(tmp_path, step)
         named = {"benchmark": hostile, "metric": hostile, "baseline": hostile, "unlike": (hostile,)}
         scores = tuple(score.model_copy(update=named) for score in verdict.scores)
         checkpoint = verdict.checkpoint.model_copy(update={"name": f"{step}{hostile}"})
-        update = {"scores": scores, "checkpoint": checkpoint, "evaluator": hostile}
+        update = {"scores": scores, "checkpoint": checkpoint}
         write_early(cell_of(tmp_path, step=step).uri, verdict.model_copy(update=update))
     section, _ = page_of(tmp_path)
     assert "<script" not in section and section.count("&lt;script&gt;") >= 8

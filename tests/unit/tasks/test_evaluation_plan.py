@@ -16,6 +16,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from fakes.cells import of_cell
 from fakes.engine import FakeEngine
 from fakes.models import CONFIG, write_checkpoint, write_run
 from fakes.records import make_record
@@ -67,7 +68,7 @@ def test_name_that_records_have_of_another_checkpoint_is_refused_with_both_place
     def plan(checkpoint: Path, **named: str) -> None:
         [cell] = plan_cells.fn([config(checkpoint, tmp_path / "out", **named)], find_checkpoints(str(checkpoint)))
         if cell.record is None:
-            write_record(cell.uri, make_record(checkpoint=cell.reference))
+            write_record(cell.uri, make_record(**of_cell(cell)))
 
     plan(first)
     with pytest.raises(BadInput, match="one checkpoint called final") as caught:
@@ -97,7 +98,7 @@ def test_what_a_run_left_that_died_right_after_its_record_is_put_away_by_the_nex
     segment = Path(cell.uri) / "journal" / "1.segment"
     segment.parent.mkdir()
     segment.touch()
-    write_record(cell.uri, make_record(checkpoint=cell.reference))
+    write_record(cell.uri, make_record(**of_cell(cell)))
 
     put_away(plan_cells.fn(*wanted))
     assert segment.exists(), "its process may be about to end it"
@@ -118,7 +119,7 @@ def test_failure_by_a_clock_that_was_ahead_does_not_keep_a_cell_from_being_evalu
 
     def fail(cell: Cell, attempt: str) -> None:
         later = now() + timedelta(days=3)
-        write_record(cell.uri, make_record(status="failed", created=later, attempt=attempt, checkpoint=cell.reference))
+        write_record(cell.uri, make_record(status="failed", created=later, attempt=attempt, **of_cell(cell)))
 
     fail(plan(), "attempt-1")
     with ClaimedCells([again := plan()], wait=False) as claimed:

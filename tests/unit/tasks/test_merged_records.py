@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fakes.alerts import DROP, STEADY, run_of
-from fakes.records import FIRST, make_metric, make_record, make_samples, merged_record, publish
+from fakes.records import FIRST, make_metric, make_record, make_samples, merged_record, publish, renamed
 from resources.errors import BadInput
 from tasks.alerts.detection import alerts_in
 from tasks.alerts.looking import find_news
@@ -20,7 +20,7 @@ from tasks.gates.baselines import Baseline, baseline_of
 from tasks.gates.gate import BaselineRule, Gate
 from tasks.gates.verdict import judge, judged_checkpoints
 from tasks.records.current import how_merged, merged_by
-from tasks.records.record import Record, find_records, sealed
+from tasks.records.record import Record, find_records
 from tasks.records.search import records_of_checkpoints
 from tasks.reports.charts import chart_of
 from tasks.reports.noises import last_means, wavering
@@ -211,7 +211,7 @@ def of_kind(record: Record, kind: str, parameter: str) -> Record:
         "merge": found.merge.model_copy(update={"kind": kind, "parameter": parameter}),
     }
     checkpoint = found.model_copy(update=changes)
-    return sealed(record.model_copy(update={"checkpoint": checkpoint, "cell": f"{record.cell}-{kind}-{steps}"}))
+    return renamed(record.model_copy(update={"checkpoint": checkpoint}))
 
 
 def test_step_of_a_run_means_the_written_checkpoint_and_an_unknown_merge_is_refused(evaluations: Path):

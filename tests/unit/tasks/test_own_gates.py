@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fakes.gates import judged_in_a_pass
 from fakes.models import write_run
-from fakes.records import FIRST, make_metric, make_record, make_samples
+from fakes.records import FIRST, cell_of, make_metric, make_record, make_samples, renamed
 from flows.cli.app import app
 from flows.reconcile import load_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
@@ -45,6 +45,7 @@ class Watched:
     """A policy with a gate of its own, about a run with three complete checkpoints."""
 
     folder: Path
+    _cells: dict[tuple[int, int], Path] = field(default_factory=dict)
 
     @property
     def policy(self) -> str:
@@ -83,15 +84,16 @@ class Watched:
         )
         digests = digest_model_folder(inspect_model_folder(seen.uri))
         reference = record.checkpoint.model_copy(update={"digest": digests.checkpoint, "listing": seen.listing})
-        cell = self.cell(step, suite)
+        record = renamed(record.model_copy(update={"checkpoint": reference}))
+        cell = self._cells[step, suite] = Path(cell_of(self.folder / "out", record))
         shutil.rmtree(cell, ignore_errors=True)
         (cell / record.attempt).mkdir(parents=True)
         scores = [1.0] * right + [0.0] * (400 - right)
         write_samples(cell / record.attempt / SAMPLES_NAME, make_samples(scores, benchmark=name))
-        write_record(str(cell), record.model_copy(update={"checkpoint": reference}))
+        write_record(str(cell), record)
 
     def cell(self, step: int, suite: int = 0) -> Path:
-        return self.folder / "out" / "run" / f"step-{step}" / "lm_evaluation_harness" / f"suite-{suite}"
+        return self._cells[step, suite]
 
     def judge(self, error: AssayError | None = None) -> list[str]:
         """Words of the verdicts of one pass, by checkpoint; NO-GO is raised after that."""

@@ -23,7 +23,7 @@ from prefect.states import Cancelled, Cancelling, Crashed, Running
 from typer.testing import CliRunner
 
 from fakes.models import write_checkpoint, write_run, write_safetensors
-from fakes.records import make_record
+from fakes.records import cell_of, make_record, renamed
 from flows import hooks
 from flows.cli.app import app
 from flows.hooks import leave_nothing
@@ -301,9 +301,10 @@ def publish(watched: Path, step: int, status: RecordStatus = "succeeded", **fiel
     digests = digest_model_folder(inspect_model_folder(seen.uri))
     record = make_record(step=step, run="run", status=status, evaluation_hash=evaluation.hash, **fields)
     reference = record.checkpoint.model_copy(update={"digest": digests.checkpoint, "listing": seen.listing})
-    cell = watched.parent / "out" / "run" / f"step-{step}" / "lm_evaluation_harness" / f"facts-{status}"
-    write_record(str(cell), record.model_copy(update={"checkpoint": reference}))
-    return cell
+    record = renamed(record.model_copy(update={"checkpoint": reference}))
+    cell = cell_of(watched.parent / "out", record)
+    write_record(cell, record)
+    return Path(cell)
 
 
 def test_commands_tell_plan_gaps_and_grid(watched: Path):

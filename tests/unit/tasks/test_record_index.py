@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,8 @@ def test_index_without_its_rows_is_right_while_nothing_changes_and_after(tmp_pat
     assert set(indexed_records(str(run)).done) == {"run-a-100", "run-a-200", "run-a-300"}
     paths[0].unlink()
     content = json.loads(paths[1].read_text())
-    paths[1].write_text(json.dumps({**content, "evaluation_hash": "another"}))
+    shutil.rmtree(paths[1].parent)
+    place(tmp_path, make_record(step=200, evaluation_hash="another"))
     found = indexed_records(str(run))
     assert {name: state.hashes for name, [state] in found.done.items()} == {
         "run-a-200": {"another"},

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.records import make_record
+from fakes.records import cell_of, make_record, publish
 from resources.errors import StorageError
 from resources.settings import process_environment
 from resources.storage import storage
@@ -22,24 +22,26 @@ from tasks.records.record import read_record, read_records, record_to_replace, r
 
 def test_record_survives_writing_and_reading(tmp_path: Path) -> None:
     record = make_record(step=100)
-    assert write_record(str(tmp_path / "cell"), record) == record
-    assert read_record(str(tmp_path / "cell")) == record
+    assert write_record(cell_of(tmp_path, record), record) == record
+    assert read_record(cell_of(tmp_path, record)) == record
 
 
 def test_success_stands_whatever_comes_later(tmp_path: Path) -> None:
     first = make_record(attempt="attempt-1")
-    assert write_record(str(tmp_path), first) == first
-    assert write_record(str(tmp_path), make_record(attempt="attempt-2")) == first
-    assert write_record(str(tmp_path), make_record(status="infra_failed", attempt="attempt-3")) == first
-    assert read_record(str(tmp_path)) == first
+    assert write_record(cell_of(tmp_path, make_record()), first) == first
+    assert write_record(cell_of(tmp_path, make_record()), make_record(attempt="attempt-2")) == first
+    assert (
+        write_record(cell_of(tmp_path, make_record()), make_record(status="infra_failed", attempt="attempt-3")) == first
+    )
+    assert read_record(cell_of(tmp_path, make_record())) == first
 
 
 @pytest.mark.parametrize("status", ["failed", "infra_failed", "withheld"])
 def test_anything_but_success_is_replaced(tmp_path: Path, status: str) -> None:
-    write_record(str(tmp_path), make_record(status=status))  # pyright: ignore[reportArgumentType]
+    write_record(cell_of(tmp_path, make_record()), make_record(status=status))  # pyright: ignore[reportArgumentType]
     better = make_record()
-    assert write_record(str(tmp_path), better) == better
-    assert read_record(str(tmp_path)) == better
+    assert write_record(cell_of(tmp_path, make_record()), better) == better
+    assert read_record(cell_of(tmp_path, make_record())) == better
 
 
 def test_two_runs_at_once_leave_one_whole_success(tmp_path: Path) -> None:
@@ -48,14 +50,14 @@ def test_two_runs_at_once_leave_one_whole_success(tmp_path: Path) -> None:
 
     def finish(index: int) -> None:
         barrier.wait()
-        stand.append(write_record(str(tmp_path), make_record(attempt=f"attempt-{index}")).attempt)
+        stand.append(write_record(cell_of(tmp_path, make_record()), make_record(attempt=f"attempt-{index}")).attempt)
 
     threads = [threading.Thread(target=finish, args=(index,)) for index in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    record = read_record(str(tmp_path))
+    record = read_record(cell_of(tmp_path, make_record()))
     assert record is not None
     assert set(stand) == {record.attempt}
 
@@ -63,37 +65,41 @@ def test_two_runs_at_once_leave_one_whole_success(tmp_path: Path) -> None:
 def test_full_disk_leaves_no_record(small_disk: Path) -> None:
     huge = make_record(reason="x" * 3_000_000, status="withheld")
     with pytest.raises(StorageError, match="free some space"):
-        write_record(str(small_disk / "cell"), huge)
-    assert read_record(str(small_disk / "cell")) is None
-    assert not storage.exists(record_uri(str(small_disk / "cell")))
+        write_record(cell_of(small_disk, make_record()), huge)
+    assert read_record(cell_of(small_disk, make_record())) is None
+    assert not storage.exists(record_uri(cell_of(small_disk, make_record())))
 
 
 def test_half_written_record_is_not_taken_for_done(tmp_path: Path) -> None:
     content = make_record().model_dump_json()
-    (tmp_path / "record.json").write_text(content[: len(content) // 2])
-    assert read_record(str(tmp_path)) is None
+    storage.write_bytes(record_uri(cell_of(tmp_path, make_record())), content[: len(content) // 2].encode())
+    assert read_record(cell_of(tmp_path, make_record())) is None
     record = make_record()
-    assert write_record(str(tmp_path), record) == record
-    assert read_record(str(tmp_path)) == record
+    assert write_record(cell_of(tmp_path, make_record()), record) == record
+    assert read_record(cell_of(tmp_path, make_record())) == record
 
 
 @pytest.mark.parametrize("newer", [{"schema_version": 5}, {"power_watts": 1}])
 def test_success_of_a_newer_version_stands_and_its_failure_does_not(tmp_path: Path, newer: dict[str, int]) -> None:
-    file = tmp_path / "record.json"
+    file = Path(cell_of(tmp_path, make_record()), "record.json")
+    file.parent.mkdir(parents=True)
     file.write_text(json.dumps(make_record().model_dump(mode="json") | newer))
     before = file.read_bytes()
-    for refused in (lambda: write_record(str(tmp_path), make_record()), lambda: record_to_replace(str(tmp_path))):
+    for refused in (
+        lambda: write_record(cell_of(tmp_path, make_record()), make_record()),
+        lambda: record_to_replace(cell_of(tmp_path, make_record())),
+    ):
         with pytest.raises(StorageError, match="newer Assay"):
             refused()
     assert file.read_bytes() == before
     file.write_text(json.dumps(make_record(status="failed").model_dump(mode="json") | newer))
-    assert record_to_replace(str(tmp_path)) is None
-    assert write_record(str(tmp_path), make_record()) == make_record()
+    assert record_to_replace(cell_of(tmp_path, make_record())) is None
+    assert write_record(cell_of(tmp_path, make_record()), make_record()) == make_record()
 
 
 def test_writers_killed_at_any_moment_leave_whole_records(tmp_path: Path) -> None:
     environment = process_environment({"PYTHONPATH": os.pathsep.join(sys.path)})
-    command = [sys.executable, "-c", _KILLED_WRITERS, str(tmp_path)]
+    command = [sys.executable, "-c", _KILLED_WRITERS, cell_of(tmp_path, make_record())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
@@ -102,7 +108,7 @@ _KILLS, _RECORDS = 150, 16
 _KILLED_WRITERS = f"""
 import os, signal, sys, time
 from random import Random
-from fakes.records import make_record
+from fakes.records import cell_of, make_record, publish
 from tasks.records.record import read_record, write_record
 
 folder, source, seen = sys.argv[1], Random(7), set()
@@ -130,7 +136,7 @@ while writer < {_KILLS} or len(seen) < {_RECORDS}:  # on a busy machine few come
 
 def test_records_below_a_folder_come_by_run_and_step(tmp_path: Path) -> None:
     for run, step in [("b", 1), ("a", 20), ("a", 3)]:
-        write_record(str(tmp_path / run / f"step-{step}" / "e" / "c"), make_record(run=run, step=step))
+        publish(tmp_path, make_record(run=run, step=step))
     (tmp_path / "a" / "notes.txt").write_text("not a record")
     found = read_records(str(tmp_path))
     assert [(record.checkpoint.run, record.checkpoint.step) for record in found] == [("a", 3), ("a", 20), ("b", 1)]

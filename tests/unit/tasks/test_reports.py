@@ -35,7 +35,7 @@ from tasks.reports.table import Results, margin, measured
 
 SVG = "{http://www.w3.org/2000/svg}"
 
-HOSTILE = '_$x_1$<script>alert(1)</script>&amp;"><img src=x onerror=alert(1)>'
+HOSTILE = '_$x_1$"><img src=x onerror=alert(1)><script>alert(1)&amp;'
 
 
 def both(step: int, status: RecordStatus = "succeeded", *, facts: float = 0.5, run: str = "run-a") -> Record:
@@ -259,7 +259,7 @@ def test_run_keeps_its_colour_in_a_chart_where_another_run_is_missing() -> None:
 
 
 def test_names_are_shown_as_they_are_and_never_run() -> None:
-    hostile = "_$x_1$<script>alert(1)</script>&amp;"
+    hostile = "_$x_1$<script>alert(1)&amp;"
     records = [make_record(step=step, run=run) for run in (hostile, "b") for step in (100, 200)]
 
     page = render_report(records, title=hostile)
@@ -448,7 +448,7 @@ def test_page_links_to_what_harnesses_made_wherever_it_lies(tmp_path: Path, page
 
 def test_page_links_within_one_store_only(tmp_path: Path) -> None:
     record = make_record(evaluator="helm", links={"Site": "attempt-1/index.html"})
-    below = "run-a/step-100/helm/demo_facts-0123abcd/attempt-1/index.html"
+    below = f"run-a/step-100/helm/{record.cell}/attempt-1/index.html"
 
     def page(at: str, records_at: str | None) -> str:
         return render_report([record], title="t", page=at, records_at=records_at)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fakes.models import write_checkpoint
-from fakes.records import make_record
+from fakes.records import cell_of, make_record, renamed
 from resources.settings import settings
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
@@ -123,8 +123,8 @@ def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Pa
         [seen] = snapshot_run(run)
         record = make_record(step=100, run="run", status="failed", evaluation_hash="hash-a")
         reference = record.checkpoint.model_copy(update={"listing": seen.listing})
-        cell = tmp_path / "out" / "run" / "step-100" / "lm_evaluation_harness" / "cell"
-        write_record(str(cell), record.model_copy(update={"checkpoint": reference}))
+        record = renamed(record.model_copy(update={"checkpoint": reference}))
+        write_record(cell_of(tmp_path / "out", record), record)
         claims.__exit__()
         return wanted("a")
 

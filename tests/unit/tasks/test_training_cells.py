@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.cells import cell_uri, of_cell
 from fakes.jobs import FakeClient, FakeJob
 from fakes.models import write_checkpoint, write_run
 from fakes.records import make_record
@@ -108,7 +109,7 @@ def cell_of(checkpoint: Checkpoint, done: Callable[[int], bool]) -> Cell:
         def done(self) -> bool:
             return done(self.reference.step)
 
-    uri = f"{checkpoint.uri}/{digests.checkpoint[:10]}"
+    uri = cell_uri(CONFIG.model_copy(update={"evaluation_path": checkpoint.uri}), reference, "hash")
     return Done(CONFIG, checkpoint.folder, digests, reference, "hash", uri, None)
 
 
@@ -236,8 +237,8 @@ def test_failure_from_before_a_cell_was_wanted_and_an_interruption_are_no_outcom
     first, second, third = [cell_of(checkpoint, lambda step: False) for checkpoint in exports.find_new(last=True)]
 
     def record(cell: Cell, *, interrupted: bool = False) -> None:
-        of_cell = {"checkpoint": cell.reference, "interrupted": interrupted, "created": now()}
-        write_record(cell.uri, make_record(status="infra_failed").model_copy(update=of_cell))
+        fields = {**of_cell(cell), "interrupted": interrupted, "created": now()}
+        write_record(cell.uri, make_record(status="infra_failed").model_copy(update=fields))
 
     with ClaimedCells([], wait=False, folder=str(run / "claims")) as claimed:
         record(first)  # the training goes on for days, and another run tried while it did

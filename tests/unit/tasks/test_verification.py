@@ -17,7 +17,7 @@ from resources.settings import settings
 from tasks.gates.gate import Gate
 from tasks.gates.reasons import Verdict
 from tasks.gates.verdict import judge, judged_checkpoints
-from tasks.records.record import Metric, Record, SinkState, find_records, note_sinks, write_record
+from tasks.records.record import Metric, Record, SinkState, find_records, note_sinks
 from tasks.records.samples import SAMPLES_NAME, write_samples
 from tasks.records.seals import broken_seal, integrity, sealed
 from tasks.records.verification import verified
@@ -180,7 +180,7 @@ def test_what_became_of_a_record_at_sinks_changes_no_digest(
 
 def test_failures_are_sealed_with_their_number(tmp_path: Path) -> None:
     for _ in range(2):
-        write_record(str(tmp_path), make_record(status="infra_failed"))
+        publish(tmp_path, make_record(status="infra_failed"))
     [found] = find_records(str(tmp_path))
     assert (found.record.infra_failures, integrity(found.record)) == (2, "intact")
 
