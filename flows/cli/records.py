@@ -316,7 +316,9 @@ def publish(
             highlight=False,
         )
 
-    outcomes = publish_missing(path, sinks_in(sink, config), again=again, on_published=show)
+    rejected: dict[str, str] = {}
+    outcomes = publish_missing(path, sinks_in(sink, config), again=again, on_published=show, rejected=rejected)
+    say_rejected(rejected)
     if as_json:
         print_json([outcome.as_row() for outcome in outcomes])
     elif not outcomes:

@@ -146,6 +146,23 @@ class BenchmarkDetails(Part):
     """Facts that a reader of the score has to know, such as settings without effect; a sentence each."""
 
 
+class Counts(Part):
+    """Questions of a cell, counted in three places; a score is published only where they agree."""
+
+    requested: Whole
+    """Questions the evaluation asks."""
+    answered: Whole
+    """Questions to which every needed answer came back."""
+    scored: Whole
+    """Questions the harness scored."""
+    skipped: Whole = 0
+    """Questions left out because their prompts are too long; not among those requested."""
+    truncated: Whole = 0
+    """Questions whose prompts were cut on the left to fit."""
+    judge_errors: Whole = 0
+    """Answers without a usable verdict of the judge; tolerated ones are not among those requested."""
+
+
 def together(parts: Sequence[BenchmarkDetails]) -> BenchmarkDetails | None:
     """Numbers of questions in some benchmarks together; None without any. Scores and digests are each one's own."""
     if not parts:

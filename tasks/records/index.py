@@ -35,8 +35,7 @@ from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_
 from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
 from tasks.spec.names import step_of
 
-INDEX_FOLDER = "index"
-"""Folder of the index in a run's."""
+FOLDER = "index"  # in a run's
 _SUMMARY = "summary.json"
 _ROWS = "records.json"
 _FORMAT = 5
@@ -100,7 +99,7 @@ def note_record(run_folder: str, cell_uri: str, record: Record) -> None:
     row = row_of(cell_uri.removeprefix(f"{run_folder.rstrip('/')}/"), record)
     name = f"{int(record.created.timestamp())}-{secrets.token_hex(4)}.json"
     with suppress(StorageError):
-        storage.write_bytes(storage.join(run_folder, INDEX_FOLDER, name), orjson.dumps(tuple(row)))
+        storage.write_bytes(storage.join(run_folder, FOLDER, name), orjson.dumps(tuple(row)))
 
 
 @dataclass(frozen=True)
@@ -147,11 +146,7 @@ def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[]
     short, records = _read_summary(run_folder)
     if short is not None and use_index and _is_trusted(began - short["compared"], took=short["took"]):
         return _with_news(records, run_folder, since=short["compared"])
-    if (
-        short is None
-        and storage.is_local(run_folder)
-        and not storage.exists(storage.join(run_folder, INDEX_FOLDER, _ROWS))
-    ):
+    if short is None and storage.is_local(run_folder) and not storage.exists(storage.join(run_folder, FOLDER, _ROWS)):
         rows, stamps = _read_anew(run_folder)
         signature, summary = _signature(stamps), _summary(rows)
     else:
@@ -203,7 +198,7 @@ def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
 
 def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedRecord]:
     """A row for each record: as the index has it where its stamp is the same, else read anew and kept."""
-    content = _read(storage.join(run_folder, INDEX_FOLDER, _ROWS)) or {"rows": [], "stamps": []}
+    content = _read(storage.join(run_folder, FOLDER, _ROWS)) or {"rows": [], "stamps": []}
     try:
         known = dict(zip((row[0] for row in content["rows"]), range(len(content["rows"])), strict=True))
         indexed = list(map(tuple, content["stamps"]))
@@ -231,10 +226,9 @@ def keep_rows(run_folder: str, rows: Sequence[IndexedRecord], stamps: Mapping[st
 
 def indexed_cells(run_folder: str) -> set[str]:
     """Cells that had a record when the index was last compared with them, or since, relative to the run's folder."""
-    content = _read(storage.join(run_folder, INDEX_FOLDER, _ROWS)) or {}
     cells: set[str] = set()
     with suppress(*_DAMAGED):
-        cells |= {str(row[0]) for row in content.get("rows", ())}
+        cells |= {str(row[0]) for row in (_read(storage.join(run_folder, FOLDER, _ROWS)) or {})["rows"]}
     for file in _news(run_folder, since=0.0):
         with suppress(FileNotFoundError, *_DAMAGED):
             cells.add(str(orjson.loads(storage.read_bytes(file.uri))[0]))
@@ -248,7 +242,7 @@ def _is_trusted(age_seconds: float, *, took: float) -> bool:
 
 
 def _write(run_folder: str, name: str, content: dict[str, Any]) -> None:
-    storage.write_bytes(storage.join(run_folder, INDEX_FOLDER, name), orjson.dumps({"format": _FORMAT, **content}))
+    storage.write_bytes(storage.join(run_folder, FOLDER, name), orjson.dumps({"format": _FORMAT, **content}))
 
 
 def _read(uri: str) -> dict[str, Any] | None:
@@ -261,7 +255,7 @@ def _read(uri: str) -> dict[str, Any] | None:
 
 def _read_summary(run_folder: str) -> tuple[dict[str, Any] | None, RunRecords]:
     """The summary as it is written, None where there is none that can be used, and what it says."""
-    content = _read(storage.join(run_folder, INDEX_FOLDER, _SUMMARY))
+    content = _read(storage.join(run_folder, FOLDER, _SUMMARY))
     if content is not None:
         with suppress(*_DAMAGED):
             content |= {"compared": float(content["compared"]), "took": float(content["took"])}
@@ -326,7 +320,7 @@ def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunReco
 
 def _news(run_folder: str, *, since: float) -> list[FileInfo]:
     """Records written since, told one by one; a little earlier too, since clocks and stores differ."""
-    listed = storage.list_files(storage.join(run_folder, INDEX_FOLDER))
+    listed = storage.list_files(storage.join(run_folder, FOLDER))
     return [
         file
         for file in listed

@@ -25,6 +25,7 @@ from tasks.records.details import (
     Asking,
     BenchmarkDetails,
     CheckpointReference,
+    Counts,
     InnerPath,
     Part,
     PathPart,
@@ -71,23 +72,6 @@ class Metric(Part):
     """True for a score that comes along with those of a multiple-choice benchmark: its `bpb` or `choice_prob_norm`."""
     recomputed: bool = False
     """True if samples, or a group's parts, gave this value when it was published, so that they must ever after."""
-
-
-class Counts(Part):
-    """Questions of a cell, counted in three places; a score is published only where they agree."""
-
-    requested: Whole
-    """Questions the evaluation asks."""
-    answered: Whole
-    """Questions to which every needed answer came back."""
-    scored: Whole
-    """Questions the harness scored."""
-    skipped: Whole = 0
-    """Questions left out because their prompts are too long; not among those requested."""
-    truncated: Whole = 0
-    """Questions whose prompts were cut on the left to fit."""
-    judge_errors: Whole = 0
-    """Answers without a usable verdict of the judge; tolerated ones are not among those requested."""
 
 
 class SinkState(Part):

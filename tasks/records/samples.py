@@ -112,11 +112,11 @@ def parsed_samples(content: bytes, *, uri: str) -> Iterator[Sample]:
     Raises:
         StorageError: it is damaged.
     """
-    for line in sample_lines(content, uri=uri):
+    for number, line in enumerate(sample_lines(content, uri=uri), 1):
         try:
             yield Sample.model_validate_json(line)
         except ValidationError as error:
-            raise damaged_samples(uri, str(error)) from error
+            raise damaged_samples(uri, f"line {number:,}: {error.errors(include_input=False)[0]['msg']}") from error
 
 
 def sample_lines(content: bytes, *, uri: str) -> Iterator[bytes]:

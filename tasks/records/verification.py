@@ -9,7 +9,7 @@ from typing import Any
 from resources.errors import StorageError
 from resources.storage import storage
 from tasks.records.early import EARLY_NAME
-from tasks.records.index import INDEX_FOLDER, indexed_cells
+from tasks.records.index import FOLDER, indexed_cells
 from tasks.records.record import QUALIFICATIONS_FOLDER, RECORD_NAME, SCOPE_NAME, FoundRecord
 from tasks.records.samples import SAMPLES_NAME
 from tasks.records.scores import KeptSamples, agrees, given, kept_samples
@@ -76,7 +76,7 @@ def lost_cells(evaluation_path: str) -> dict[str, str]:
     has_outcome = {
         storage.parent(uri) for uri in files if storage.basename(uri) in (RECORD_NAME, SCOPE_NAME, EARLY_NAME)
     }
-    indices = {storage.parent(uri) for uri in files if storage.basename(storage.parent(uri)) == INDEX_FOLDER}
+    indices = {storage.parent(uri) for uri in files if storage.basename(storage.parent(uri)) == FOLDER}
     runs = {storage.parent(index) for index in indices}
     known = {storage.join(run, cell): "the run's index knows it" for run in runs for cell in indexed_cells(run)}
     attempts = (storage.parent(uri) for uri in files if storage.basename(uri) == SAMPLES_NAME)

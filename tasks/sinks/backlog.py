@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ def publish_missing(
     *,
     again: bool = False,
     on_published: Callable[[Published], None] = lambda _: None,
+    rejected: dict[str, str] | None = None,
 ) -> list[Published]:
     """Sends every succeeded record below a folder to the sinks that lack it, oldest first, then the reports.
 
@@ -90,12 +91,14 @@ def publish_missing(
         sinks: where to; where each record's own evaluation said if None.
         again: send also what a sink has.
         on_published: told of each outcome as it comes.
+        rejected: takes the cells whose record does not count, and why.
 
     Raises:
         BadInput: there are no succeeded records, or they name no sinks and none are given.
         StorageError: the folder cannot be read, or a record not be written.
     """
-    found = sorted(_succeeded(path), key=lambda pair: pair[1].created)
+    every = find_records(path, rejected=rejected)
+    found = sorted(((e.cell_uri, e.record) for e in every if e.record.succeeded), key=lambda pair: pair[1].created)
     wanted = {cell: sinks if sinks is not None else _own_sinks(record, cell) for cell, record in found}
     if not any(wanted.values()):
         raise BadInput(
@@ -129,10 +132,6 @@ def publish_missing(
         for cell, record, sink in changed.values():
             note(f"report of {record.checkpoint.run}", publish_report(record, cell, (sink,), senders=senders))
     return outcomes
-
-
-def _succeeded(path: str) -> Iterator[tuple[str, Record]]:
-    return ((entry.cell_uri, entry.record) for entry in find_records(path) if entry.record.succeeded)
 
 
 def _own_sinks(record: Record, cell: str) -> tuple[Sink, ...]:

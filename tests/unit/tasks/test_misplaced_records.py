@@ -49,7 +49,7 @@ def gate(folder: Path, *arguments: object) -> tuple[int, str]:
     return assay("gate", file, "--records", folder, *arguments)
 
 
-def edited(cell: Path, **fields: Any) -> None:
+def edited(cell: Path, /, **fields: Any) -> None:
     content = json.loads((cell / "record.json").read_text())
     for name, value in fields.items():
         *inner, last = name.split("__")
@@ -60,11 +60,9 @@ def edited(cell: Path, **fields: Any) -> None:
     (cell / "record.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("name", [OUT, "..", ".", "", "a/b", "a\\b", "a\x1b[2J", "a" * 256])
+@pytest.mark.parametrize("name", [OUT, "..", ".", "", "a\\b", "a\x1b[2J", "a" * 256])
 @pytest.mark.parametrize("field", ["attempt", "cell", "evaluator", "checkpoint__run", "checkpoint__name", "links"])
 def test_record_whose_name_leads_elsewhere_is_not_read(tmp_path: Path, field: str, name: str):
-    if field == "links" and name == "a/b":
-        return
     cell = scored(tmp_path, 100, 10)
     edited(cell, **{field: {"site": f"attempt-1/{name}"} if field == "links" else name})
     rejected: dict[str, str] = {}
@@ -184,10 +182,8 @@ def test_early_verdict_of_another_cell_is_none(tmp_path: Path):
         "asked": 1, "questions": 2, "attempt": "attempt-1", "created": "2026-01-01T00:00:00Z",
     }))  # fmt: skip
     assert read_early(str(cell)) is None
-    for digest in (make_record().checkpoint.digest,):
-        edited_early = json.loads((cell / "early.json").read_text())
-        edited_early["checkpoint"] = make_record().checkpoint.model_dump() | {"digest": digest}
-        (cell / "early.json").write_text(json.dumps(edited_early))
+    content = json.loads((cell / "early.json").read_text())
+    (cell / "early.json").write_text(json.dumps({**content, "checkpoint": make_record().checkpoint.model_dump()}))
     assert read_early(str(cell)) is not None
 
 
