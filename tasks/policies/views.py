@@ -208,7 +208,7 @@ def gaps_table(found: Reconciliation) -> Table:
                 table.add_row(word, f"and {len(cells) - number:,} more", "", "", "")
                 break
             until = moment(cell.until) if cell.until else _TO_DO.get(state, "")
-            table.add_row(word, cell.checkpoint.name, evaluations, cell.reason or "", until)
+            table.add_row(word, cell.checkpoint.name, Text(evaluations), Text(cell.reason or ""), until)
     return table
 
 

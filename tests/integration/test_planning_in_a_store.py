@@ -12,7 +12,7 @@ import gcsfs
 import pytest
 
 from fakes.gcs import FakeGcs, fake_gcs
-from fakes.records import make_record
+from fakes.records import cell_of, make_record, renamed
 from resources.settings import settings
 from resources.storage import storage
 from resources.storage.listings import bucket_objects
@@ -78,8 +78,8 @@ def put_records(steps: range) -> None:
         if seen.step in steps:
             record = make_record(step=seen.step, run="run", evaluation_hash="hash")
             reference = record.checkpoint.model_copy(update={"listing": seen.listing})
-            cell = f"gs://bucket/out/run/step-{seen.step}/lm_evaluation_harness/facts"
-            write_record(cell, record.model_copy(update={"checkpoint": reference}))
+            record = renamed(record.model_copy(update={"checkpoint": reference}))
+            write_record(cell_of("gs://bucket/out", record), record)
 
 
 def wanted(_: Policy, run: str) -> list[WantedEvaluation]:

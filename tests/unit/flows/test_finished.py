@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.cells import of_cell
 from fakes.command import run_command
 from fakes.models import write_run
 from fakes.records import make_record
@@ -60,7 +61,7 @@ def recorded(config: EvaluationConfig) -> list[Cell]:
     """Its cells, all of which have a succeeded record."""
     cells = planned(config)
     for cell in cells:
-        write_record(cell.uri, make_record(checkpoint=cell.reference))
+        write_record(cell.uri, make_record(**of_cell(cell)))
     return cells
 
 
@@ -98,7 +99,7 @@ def test_what_is_finished_needs_no_flow_run_and_a_cell_without_a_success_does(
     assert (len(result.records), result.evaluated, result.already_recorded, result.error) == (2, 0, 2, None)
     Path(record_uri(recorded[0].uri)).unlink()
     assert records_if_finished([config], ALL) is None
-    write_record(recorded[0].uri, make_record(checkpoint=recorded[0].reference, status="infra_failed"))
+    write_record(recorded[0].uri, make_record(**of_cell(recorded[0]), status="infra_failed"))
     assert records_if_finished([config], ALL) is None
     assert records_if_finished([config], CheckpointSelection(wait_for_incomplete_seconds=60)) is None
     latest = CheckpointSelection(which="latest")
@@ -173,9 +174,7 @@ def test_evaluation_that_may_cost_less_than_is_expected_is_refused_before_anythi
             )
         )
         first, *_ = planned(as_served(asked))
-        measured = make_record(
-            checkpoint=first.reference, evaluation_hash=first.evaluation_hash, cost=Cost(replica_seconds=3600.0)
-        )
+        measured = make_record(**of_cell(first), cost=Cost(replica_seconds=3600.0))
         write_record(first.uri, measured)
         dear = run_command(*arguments, "--max-usd", "3")
         nothing = run_command(*arguments, "--which", "first", "--max-usd", "0")

@@ -305,7 +305,8 @@ def test_cell_costs_the_chips_of_one_replica_for_the_seconds_that_it_had_it_at_t
             content = first.config.model_dump(exclude={"pool_config"})
             pool = {"model": {"name": "run-a"}, "resource_config": resources}
             config = EvaluationConfig.model_validate({**content, "pool_config": pool})
-            cell = replace(first, config=config, evaluation_hash=name, uri=cell_uri(config, first.reference, name))
+            uri = cell_uri(config, first.reference).replace("/out/", f"/out-{name}/")
+            cell = replace(first, config=config, evaluation_hash=evaluation_hash(config), uri=uri)
             return recorded(cell, serving, CellContext(1, 1, lambda _: harness))
 
         for number, (resources, count) in enumerate([(SLICES, 8), (several, 16), (GANGS, 4), ({"cpu": 2}, 0)]):

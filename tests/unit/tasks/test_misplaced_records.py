@@ -155,17 +155,17 @@ def test_planner_evaluates_a_cell_that_holds_another_ones_record(tmp_path: Path)
     wanted = EvaluationConfig.model_validate(
         {"model_path": str(run), "evaluation_path": str(tmp_path / "out"), "evals": [{"name": "demo_facts"}]}
     )
-    said: list[Update] = []
+    notices: list[Update] = []
 
     def plan() -> list[Any]:
-        with listening(said.append):
+        with listening(notices.append):
             return plan_cells.fn([wanted], find_checkpoints(str(run)))
 
     first, second = plan()
     write_record(first.uri, make_record(**of_cell(first)))
     shutil.copytree(first.uri, second.uri)
     assert [cell.done for cell in plan()] == [True, False]
-    [notice] = [update.text for update in said if isinstance(update, Notice)]
+    [notice] = [update.text for update in notices if isinstance(update, Notice)]
     assert second.uri in notice and "step-1/" in notice and "counts as not evaluated" in notice
     record = make_record(**of_cell(second), attempt="attempt-2")
     assert write_record(second.uri, record).attempt == "attempt-2"

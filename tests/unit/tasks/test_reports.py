@@ -721,9 +721,7 @@ def test_page_shows_an_alert_with_what_was_expected_and_the_questions_that_were_
     lost = re.search(r"(\d+) questions of 200 lost since step 1,800, 0 won", section)
     assert lost is not None and 58 <= int(lost[1]) <= 60
     assert len(re.findall(r"<code>q\d{3}</code>", section)) == 20 and f"And {int(lost[1]) - 20} more" in section
-    assert (
-        "<script>" not in section and "&lt;script&gt;alert(1)&lt;/script&gt;" in section and "Examples" not in section
-    )
+    assert "<script>" not in section and "&lt;script&gt;alert(1)" in section and "Examples" not in section
     assert ">alert</text>" in page
 
 
