@@ -230,7 +230,7 @@ def indexed_cells(run_folder: str) -> set[str]:
     with suppress(*_DAMAGED):
         cells |= {str(row[0]) for row in (_read(storage.join(run_folder, FOLDER, _ROWS)) or {})["rows"]}
     for file in _news(run_folder, since=0.0):
-        with suppress(FileNotFoundError, *_DAMAGED):
+        with suppress(FileNotFoundError, StorageError, *_DAMAGED):
             cells.add(str(orjson.loads(storage.read_bytes(file.uri))[0]))
     return cells
 

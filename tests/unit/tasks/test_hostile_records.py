@@ -33,9 +33,9 @@ def test_hostile_record_costs_its_own_cell(make: Callable[[Path], None], use_ind
         assert len(indexed_records(run).done) == 2
     (bad / "record.json").rename(tmp_path / "elsewhere.json")
     make(bad / "record.json")
-    unreadable: list[str] = []
-    assert find_records(str(evaluations), unreadable=unreadable) == [FoundRecord(str(good), record)]
-    assert unreadable in ([str(bad)], [])
+    rejected: dict[str, str] = {}
+    assert find_records(str(evaluations), rejected=rejected) == [FoundRecord(str(good), record)]
+    assert list(rejected) in ([str(bad)], [])
     assert (read_record(str(bad)), list(indexed_records(run).done)) == (None, ["run-a-200"])
 
 
