@@ -192,6 +192,7 @@ REACHES: dict[str, Callable[[], object]] = {
     "log cut": lambda: os.ftruncate(1, 0),
     "log opened again": lambda: os.lseek(os.open("/proc/self/fd/1", os.O_RDWR), 0, 0),
     "mode of a device": lambda: os.chmod("/dev/null", 0o666),
+    "mode of standard input": lambda: os.fchmod(0, 0o666),
     "mode of a hidden file": lambda: os.chmod("/proc/keys", 0o666),
     "mode of a hidden token": lambda: os.chmod(f"{SCRATCH.split(',')[0]}/token", 0o666),
     "hidden token": lambda: Path(f"{SCRATCH.split(',')[0]}/token").read_text() or fail(),

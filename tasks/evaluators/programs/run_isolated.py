@@ -124,6 +124,9 @@ def _without_namespaces(
 
 def _execute(specification: dict[str, Any], command: list[str], environment: dict[str, str]) -> NoReturn:
     os.setsid()
+    os.dup2(
+        os.open(os.devnull, os.O_RDONLY), 0
+    )  # the device as it is mounted here: of ours, root could change the mode
     bound_process(specification)
     os.execvpe(command[0], command, environment)
 
