@@ -84,6 +84,12 @@ class IncompleteCheckpoint(CheckpointError):
     """A checkpoint is still being written, or was cut off."""
 
 
+class CheckpointGone(IncompleteCheckpoint):
+    """A checkpoint's folder was removed, as trainers do that keep the newest few; no failure of the model."""
+
+    record_status = "infra_failed"
+
+
 class UnknownBenchmark(BadInput):
     """The evaluator knows no benchmark of that name."""
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pools.weights.content import content_digest, hash_of
 from pools.weights.merges import merge_of
-from resources.errors import CheckpointError, IncompleteCheckpoint, StorageError
+from resources.errors import CheckpointError, CheckpointGone, IncompleteCheckpoint, StorageError
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
@@ -95,13 +95,24 @@ class ModelFolder:
         return not self.problems
 
     def require_complete(self) -> None:
-        """Raises `IncompleteCheckpoint` with every problem found."""
+        """Raises `CheckpointGone` if no file is there, else `IncompleteCheckpoint` with every problem found."""
+        if not self.files:
+            raise checkpoint_gone(self.uri)
         if self.problems:
             raise IncompleteCheckpoint(
                 expected=f"a complete checkpoint in {self.uri}",
                 found="; ".join(self.problems),
                 remedy="wait until it is written, or copy the missing files again",
             )
+
+
+def checkpoint_gone(uri: str) -> CheckpointGone:
+    """Returns the error of a checkpoint whose folder was removed."""
+    return CheckpointGone(
+        expected=f"the checkpoint in {uri}",
+        found="no file is there: its folder was removed",
+        remedy="let the trainer keep checkpoints until they are evaluated (save_total_limit), or leave it out",
+    )
 
 
 def small_files(folder: ModelFolder) -> dict[str, FileInfo]:

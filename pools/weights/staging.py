@@ -32,12 +32,13 @@ from pools.weights.merges import locations_of, merge_of
 from pools.weights.model_files import (
     ModelDigests,
     ModelFolder,
+    checkpoint_gone,
     digest_model_folder,
     inspect_model_folder,
     inspect_staged_folder,
     served_files,
 )
-from resources.errors import AssayError, StorageError
+from resources.errors import AssayError, CheckpointError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes
 from resources.storage.file_copy import RANGE_BYTES, CopyStopped
@@ -353,7 +354,12 @@ def _is_linked(uri: str) -> bool:
 
 
 def _verify_links(folder: Path, uri: str, digests: ModelDigests) -> None:
-    require_planned(uri, digest_model_folder(inspect_staged_folder(folder)), digests)
+    try:
+        require_planned(uri, digest_model_folder(inspect_staged_folder(folder)), digests)
+    except CheckpointError:
+        if not storage.list_files(uri):
+            raise checkpoint_gone(uri) from None
+        raise
 
 
 def _links_in(folder: Path) -> dict[str, Path]:

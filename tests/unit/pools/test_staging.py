@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
@@ -18,9 +20,10 @@ import pytest
 from fakes.models import write_checkpoint, write_safetensors
 from fakes.polling import eventually
 from fakes.stores import FolderStore, HashKind, failing_after, folder_store, waiting_until
+from pools.engine.launch import Servable
 from pools.weights.model_files import ModelDigests, digest_model_folder, inspect_model_folder
 from pools.weights.staging import Staging
-from resources.errors import CheckpointChanged, IncompleteCheckpoint, StorageError
+from resources.errors import CheckpointChanged, CheckpointGone, IncompleteCheckpoint, StorageError
 from resources.storage import storage
 
 RANGE = 4096
@@ -494,3 +497,14 @@ def test_small_files_that_differ_from_the_plan_are_refused(
     with pytest.raises(CheckpointChanged, match="tokenizer"):
         staging(local).stage_small_files(uri, digests)
     assert names(local / "small") == set()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_checkpoint_whose_folder_was_removed_is_gone(tmp_path: Path, held: bool) -> None:
+    servable = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1)))
+    with Staging(tmp_path / "staged", max_bytes=10**6) as staging, ExitStack() as holding:
+        check = holding.enter_context(staging.stage(servable.uri, servable.digests)).verify if held else None
+        shutil.rmtree(tmp_path / "step-1")
+        with pytest.raises(CheckpointGone, match="its folder was removed") as caught:
+            check() if check else staging.stage(servable.uri, servable.digests)
+    assert caught.value.record_status == "infra_failed"
