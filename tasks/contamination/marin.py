@@ -13,6 +13,7 @@ from typing import Any
 
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.parquet_batches import bounded_batches
 from tasks.contamination.questions import AskedQuestion
 
 N = 13
@@ -86,10 +87,10 @@ def _batches(uri: str) -> Iterator[tuple[tuple[str, ...], dict[str, list[Any]]]]
     with storage.opened(uri) as file:
         try:
             table = parquet.ParquetFile(file)
+            names = set(table.schema_arrow.names)
+            for columns in (("hash", "eval_id"), ("id", "contaminated", "matched_hashes")):
+                for group in range(table.num_row_groups) if names >= set(columns) else ():
+                    for batch in bounded_batches(table, file, rows=_ROWS, columns=columns, group=group):
+                        yield columns, batch.to_pydict()
         except ArrowInvalid as error:
             raise BadInput(expected=f"Parquet in {uri}", found=str(error), remedy="name files of datakit") from error
-        names = set(table.schema_arrow.names)
-        for columns in (("hash", "eval_id"), ("id", "contaminated", "matched_hashes")):
-            if names >= set(columns):
-                for batch in table.iter_batches(_ROWS, columns=list(columns)):
-                    yield columns, batch.to_pydict()

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Literal
 from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.listings import FileInfo
+from resources.storage.parquet_batches import bounded_batches
 
 Form = Literal["lines", "parquet", "text"]
 _FORMS: dict[str, Form] = {
@@ -238,15 +239,16 @@ def _from_parquet(part: Part, reading: Reading) -> Iterator[str]:
     with storage.opened(part.uri) as file:
         try:
             table = parquet.ParquetFile(file)
+            if part.field not in table.schema_arrow.names:
+                reading.keys, reading.without_text = list(table.schema_arrow.names), 1
+                return
+            for group in range(table.num_row_groups):
+                for batch in bounded_batches(table, file, rows=_ROWS, columns=[part.field], group=group):
+                    for value in batch.column(0).to_pylist():
+                        if (text := _text({part.field: value}, part.field, reading)) is not None:
+                            yield text
         except ArrowInvalid as error:
             raise BadInput(expected=f"Parquet in {part.uri}", found=str(error), remedy="write it again") from error
-        if part.field not in table.schema_arrow.names:
-            reading.keys, reading.without_text = list(table.schema_arrow.names), 1
-            return
-        for batch in table.iter_batches(_ROWS, columns=[part.field]):
-            for value in batch.column(0).to_pylist():
-                if (text := _text({part.field: value}, part.field, reading)) is not None:
-                    yield text
 
 
 def _text(document: object, name: str, reading: Reading) -> str | None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.parquet_batches import bounded_batches
 from tasks.generation.shards import Kind, Shard, Source
 
 Row = dict[str, Any]
@@ -151,7 +152,7 @@ def _parquet(file: BinaryIO, from_row: int) -> Iterator[pa.RecordBatch]:
             from_row -= rows
             yield pa.record_batch([pa.nulls(rows)], names=["skipped"])
             continue
-        yield from table.iter_batches(_ROWS_AT_ONCE, row_groups=[group])
+        yield from bounded_batches(table, file, rows=_ROWS_AT_ONCE, group=group)
         from_row = 0
 
 
