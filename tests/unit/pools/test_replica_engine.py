@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,18 @@ from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from pools.config import InferencePoolConfig
-from pools.engine.engine_log import explained, first_error
+from pools.engine.engine_log import excerpt, explained, first_error, start_failure, whole_log
 from pools.engine.launch import HostPart, Launch, Servable, ServedCheckpoint
 from pools.jobs import Restarts
+from pools.replica.deaths import DIED, Deaths
 from pools.replica.gang import Gang
 from pools.replica.loading import WITHOUT_PREFIX_CACHE, Loading
 from pools.replica.replica import ReplicaEngine
 from pools.weights.staging import Staging
 from resources.backends.local.client import LocalClient
-from resources.errors import CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable
+from resources.config import ResourceConfig
+from resources.errors import AssayError, CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable
+from resources.jobs.jobs import Command, JobRequest
 
 
 def test_restarts_are_those_of_ten_minutes() -> None:
@@ -93,6 +98,60 @@ def test_first_error_of_an_engines_log_is_the_one_that_the_others_follow_from(ma
     assert first_error("torch.OutOfMemoryError: " + "x" * 1000) == "torch.OutOfMemoryError: " + "x" * 276
     assert explained(log).startswith("First error in its log: RuntimeError: CPU")
     assert first_error("all is well") is None
+
+
+def test_first_error_is_looked_for_from_the_beginning() -> None:
+    log = VLLM_LOG.format(marked="[core.py:1] TypeError: ") + "INFO later\n" * 600
+    assert first_error("ValueError: of a request, before\n" + log) == "TypeError: CPU Generator does not use offset"
+    assert first_error(excerpt(log)) == "TypeError: CPU Generator does not use offset"
+
+
+LOADING = 'Traceback (most recent call last):\n  File "a.py", line 2, in load_weights\n    assert a.shape == b.shape\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "found", "remedy"),
+    [
+        (
+            f"{LOADING}ValueError: There is no module or parameter named 'x'",
+            ModelUnusable,
+            "ValueError: There",
+            "export",
+        ),
+        (f"{LOADING}AssertionError", ModelUnusable, "AssertionError: assert a.shape == b.shape", "export it again"),
+        (f"{LOADING}RuntimeError: start (0) + length (3) exceeds", ModelUnusable, "RuntimeError: start", "export"),
+        (f"{LOADING}torch.OutOfMemoryError: no", EngineStartFailed, "First error in its log: torch.Out", "by hand"),
+        (f"{LOADING}RuntimeError: can't allocate memory", EngineStartFailed, "First error in its log: Run", "by hand"),
+        ("ValueError: the estimated maximum model length is 9.", EngineStartFailed, "ValueError", "max_model_len=8,"),
+        ("error: unrecognized arguments: --x", EngineStartFailed, "it ended. Last lines", "by hand:\nvllm serve"),
+    ],
+)
+def test_failed_start_is_the_models_where_the_loader_refuses(
+    log: str, kind: type[AssayError], found: str, remedy: str
+) -> None:
+    failure = start_failure(log, model="run-1", ended="it ended", by_hand="vllm serve")
+    assert type(failure) is kind
+    assert found in failure.found
+    assert remedy in failure.remedy
+
+
+@pytest.mark.parametrize(
+    ("script", "says_memory"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", True),
+        ("raise SystemExit('EngineDeadError: gone')", True),
+        ("", False),
+    ],
+)
+def test_more_memory_is_asked_for_only_after_a_kill(tmp_path: Path, script: str, says_memory: bool) -> None:
+    client = LocalClient(tmp_path / "jobs")
+    request = JobRequest("engine", Command(sys.executable, ("-c", script)), resources=ResourceConfig(), replicas=1)
+    job = client.submit(replace(request, max_retries_preemption=0))
+    job.wait(raise_on_failure=False)
+    failure = Deaths("replica-0", 0).count(DIED, log=whole_log(job), job=job, held="digest")
+    assert failure is not None
+    assert ("give the replicas more with --ram" in failure.found) == says_memory
+    client.shutdown()
 
 
 def test_death_of_an_engine_is_told_with_its_first_error_and_no_key(tmp_path: Path) -> None:
