@@ -154,10 +154,9 @@ def results_table(
 
 def rows_table(rows: Iterable[dict[str, Any]]) -> Table:
     """Rows of an export for a terminal, one line each: also of records that newer ones replaced."""
-    table = Table(box=box.SIMPLE_HEAD)
-    value = "value ± standard error"
-    for heading in ("run", "step", "evaluator", "benchmark", "metric", value, "n", "status", "written"):
-        table.add_column(heading, justify="right" if heading in ("step", value, "n") else "left", overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, caption="value ± standard error")
+    for heading in ("run", "step", "evaluator", "benchmark", "metric", "value", "n", "status", "written"):
+        table.add_column(heading, justify="right" if heading in ("step", "value", "n") else "left", overflow="fold")
     for row in rows:
         value = NOTHING if row["value"] is None else measured(row["value"], row["stderr"])
         value += f" {CHANGED}" if row["integrity"] == "changed" else ""

@@ -551,7 +551,7 @@ async def test_generation_is_asked_alike_by_both_sides(script: Callable[[str], M
 def test_runs_without_a_drop_raise_few_alarms(kind: str):
     unlike = ("heavy", "growing", "correlated", "90 %")  # for which one in 1,000 checkpoints is not stated
 
-    assert false_alarms(kind, runs=8, seed=1).runs <= (0.6 if kind.startswith(unlike) else 0.2)
+    assert false_alarms(kind, runs=4, seed=1).runs <= (0.75 if kind.startswith(unlike) else 0.25)
 
 
 def test_alarms_of_one_curve_are_as_seldom_as_stated_and_neighbours_are_not():
