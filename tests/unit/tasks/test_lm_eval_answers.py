@@ -195,4 +195,5 @@ def test_reasoning_that_never_closes_is_told(text: str, prompt: str, closed: boo
 
 def test_reasoning_apart_from_an_empty_answer_never_closed():
     message = {"content": None, "reasoning_content": "because"}
-    assert not written({"message": message, "finish_reason": "length"}).closed
+    answer = written({"message": message, "finish_reason": "length"})
+    assert (answer.text, answer.finish, answer.closed) == ("", "length", False)  # answered, though by reasoning alone

@@ -140,6 +140,7 @@ def written(choice: Choice, *, prompt: str, stops: Sequence[str]) -> Written:
     text = message.get("content") if isinstance(message, dict) else choice.get("text")
     reasoned = message.get("reasoning_content") or message.get("reasoning") if isinstance(message, dict) else None
     end = choice.get("finish_reason")
+    text = "" if text is None and reasoned else text  # an answer that is all reasoning
     if not isinstance(text, str):
         return Written(None, end if isinstance(end, str) else None, closed=not reasoned)
     check_end(choice)
