@@ -173,7 +173,7 @@ def records(run: str, out: str, evaluations: Sequence[WantedEvaluation]) -> Iter
         reference = {"uri": checkpoint.uri, "run": "run", "name": checkpoint.name, "step": checkpoint.step}
         reference |= {"digest": digest_of(checkpoint.uri), "weights_digest": "w", "listing": checkpoint.listing}
         for wanted in evaluations:
-            folder = cell_folder(out, checkpoint.step, wanted)
+            folder = cell_folder(out, checkpoint.uri, checkpoint.step, wanted)
             cell = storage.basename(folder)
             yield folder, {**content, "checkpoint": reference, "evaluation_hash": wanted.hash, "cell": cell}
 
@@ -195,9 +195,9 @@ def keep_index(out: str, found: Iterable[tuple[str, dict[str, Any]]]) -> None:
     keep_rows(f"{out}/run", rows, dict(record_stamps(f"{out}/run")))
 
 
-def cell_folder(out: str, step: int, wanted: WantedEvaluation) -> str:
+def cell_folder(out: str, uri: str, step: int, wanted: WantedEvaluation) -> str:
     """The folder that holds the record of a cell."""
-    return f"{out}/run/step-{step}/lm_evaluation_harness/demo_facts-{wanted.hash[-10:]}"
+    return f"{out}/run/step-{step}/lm_evaluation_harness/demo_facts-{digest_of([wanted.hash, digest_of(uri)])[:10]}"
 
 
 def evaluations(run: str, number: int) -> list[WantedEvaluation]:
@@ -228,7 +228,7 @@ def naively(run: str, out: str, wanted: Sequence[WantedEvaluation]) -> int:
         if checkpoint.folder is not None and checkpoint.complete:
             digest_model_folder(checkpoint.folder)
             for evaluation in wanted:
-                record = read_record(cell_folder(out, checkpoint.step, evaluation))
+                record = read_record(cell_folder(out, checkpoint.uri, checkpoint.step, evaluation))
                 open_cells += record is None or not record.succeeded
     return open_cells
 
