@@ -31,7 +31,7 @@ from flows.cli.suites import stage, suites
 from flows.cli.train import demo_train, train_and_evaluate
 from flows.cli.view import view
 from flows.console.console import ERR, OUT, Json, print_json
-from resources.errors import AssayError, BadInput
+from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import ask_this_machine_directly, set_process_environment_defaults
 
 
@@ -80,6 +80,9 @@ def _common(
     """Options of every command; `main` has taken them off the command line, wherever they stood."""
 
 
+_STORE_LIBRARIES = ("botocore", "google", "gcsfs")
+
+
 def main() -> None:
     """Runs the command line; errors that are meant for the user are shown without a traceback.
 
@@ -108,6 +111,13 @@ def main() -> None:
         # In a log of CI lines are as long as they are: 80 columns are a guess of whoever sees no terminal.
         ERR.print(str(error), style="red", markup=False, highlight=False, soft_wrap=not ERR.is_terminal)
         sys.exit(error.exit_code)
+    except Exception as error:  # the boundary: libraries of stores have errors of their own, such as for credentials
+        if traceback or type(error).__module__.partition(".")[0] not in _STORE_LIBRARIES:
+            raise
+        remedy = "log in to the store, or set the variables of its credentials; `--traceback` shows the place"
+        refused = StorageError(expected="a store that can be used", found=str(error), remedy=remedy)
+        ERR.print(str(refused), style="red", markup=False, highlight=False, soft_wrap=not ERR.is_terminal)
+        sys.exit(refused.exit_code)
     except KeyboardInterrupt:
         ERR.print("Interrupted; everything that was started has been ended. Run it again to go on.")
         sys.exit(130)

@@ -15,7 +15,7 @@ _NUMBERED = re.compile(r"^models:/+([^/@]+)/(\d+)(?=/|$)")
 _REGISTERED = re.compile(r"^models:/+([^/@]+)[@/]([^/]+)")
 _OF_RUN = re.compile(r"^runs:/+([^/]+)/?")
 _RUN_ID = re.compile("[0-9a-f]{32}")
-_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?([0-9]+)")
+_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?([0-9]{1,18})")  # no step has more digits
 
 
 def step_of(component: str) -> int | None:

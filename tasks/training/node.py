@@ -40,7 +40,7 @@ def train(train_config: Mapping[str, Any], *, device: str, trained: str | None, 
         returncode = _run([str(python), "-I", "-u", str(_PROGRAM), _JOB_FILE], folder)
         refusal = folder / _REFUSAL_FILE
         if refusal.is_file():
-            announce(refusal.read_text())
+            announce(refusal.read_text(errors="replace"))
     if returncode:  # as shells write a signal, which backends know from an exit code of the training's own
         sys.exit(returncode if returncode > 0 else 128 - returncode)
 

@@ -30,6 +30,7 @@ class LocalJob:
     def __init__(self, folder: Path, *, supervisor: subprocess.Popen[bytes] | None = None) -> None:
         self._folder = folder
         self._supervisor = supervisor  # kept: its standard input is what tells it that we live
+        self._last: dict[str, Any] | None = None
         self._specification: dict[str, Any] = json.loads((folder / "specification.json").read_text())
 
     @property
@@ -152,7 +153,16 @@ class LocalJob:
         return f"read {self._folder}/replica-*.log"
 
     def _read(self) -> dict[str, Any]:
-        return json.loads((self._folder / "status.json").read_text())
+        try:
+            details = json.loads((self._folder / "status.json").read_text())
+        except FileNotFoundError:
+            if (details := self._last) is None:
+                raise
+            if not JobStatus(details["status"]).finished:  # its supervisor can tell nothing any more
+                self._kill_processes()
+                details = {**details, "status": JobStatus.FAILED, "reason": f"{self._folder} was removed"}
+        self._last = details
+        return details
 
     def _is_supervised(self, details: dict[str, Any]) -> bool:
         if self._supervisor is not None:
@@ -170,7 +180,17 @@ class LocalJob:
             return False
 
     def _bury(self, details: dict[str, Any]) -> dict[str, Any]:
-        """Ends what a killed supervisor has left, known by the job's id in its environment, and says so."""
+        """Ends what a killed supervisor has left, and writes that into the job's status."""
+        self._kill_processes()
+        killed = details["supervisor_pid"] is not None
+        reason = "its supervisor was killed" if killed else "its supervisor never started"
+        preemptions = details["preemptions"] + killed
+        details = {**details, "status": JobStatus.FAILED, "reason": reason, "preemptions": preemptions}
+        replace_json(self._folder / "status.json", details)
+        return details
+
+    def _kill_processes(self) -> None:
+        """Kills every process with the job's id in its environment."""
         marker = f"ASSAY_JOB_ID={self.job_id}".encode()
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -178,12 +198,6 @@ class LocalJob:
                     _send(int(folder.name), signal.SIGKILL)
             except OSError:
                 continue
-        killed = details["supervisor_pid"] is not None
-        reason = "its supervisor was killed" if killed else "its supervisor never started"
-        preemptions = details["preemptions"] + killed
-        details = {**details, "status": JobStatus.FAILED, "reason": reason, "preemptions": preemptions}
-        replace_json(self._folder / "status.json", details)
-        return details
 
 
 def _send(pid: int, number: signal.Signals) -> None:

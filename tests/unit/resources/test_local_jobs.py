@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -414,3 +415,13 @@ def test_list_of_jobs_leaves_out_folders_that_it_cannot_read(client: LocalClient
     for name in ("status.json", "specification.json"):
         (foreign / name).write_text("{}")
     assert [listed.job_id for listed in client.jobs()] == [job.job_id]
+
+
+def test_shutdown_after_the_jobs_folder_was_removed_ends_the_processes(client: LocalClient, tmp_path: Path) -> None:
+    job = client.submit(JobRequest("job", shell(f"echo $$ > {tmp_path}/pid; {FOR_EVER}"), resources=ON_CPU))
+    pid = eventual_pid(tmp_path / "pid")
+    eventually(lambda: job.status() is JobStatus.RUNNING)
+    shutil.rmtree(tmp_path / "jobs")
+    client.shutdown()
+    eventually(lambda: not is_alive(pid))  # killed; its parent may still have to reap it
+    assert job.details().status is JobStatus.FAILED and "was removed" in (job.details().reason or "")

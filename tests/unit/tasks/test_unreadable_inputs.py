@@ -1,0 +1,28 @@
+"""Inputs that nothing can be read from end in a sentence, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tasks.spec.names import step_of
+
+
+@pytest.mark.parametrize(("name", "step"), [("step-2000", 2000), ("step-" + "9" * 5000, None)], ids=["short", "long"])
+def test_step_of_a_name_with_too_many_digits_is_none(name: str, step: int | None) -> None:
+    assert step_of(name) == step
+
+
+def test_command_on_a_store_without_credentials_ends_in_a_sentence() -> None:
+    none = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    done = subprocess.run(
+        [sys.executable, "-c", "from flows.cli.app import main; main()", "records", "s3://assay-of-nobody/evaluations"],
+        env={**kept, **none, "AWS_EC2_METADATA_DISABLED": "true"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "credentials" in done.stderr and "Traceback" not in done.stderr
