@@ -49,12 +49,12 @@ class AlertPart:
     @property
     def noises(self) -> str:
         """Both noises, and in which measure each is."""
-        questions, training = self.alert.question_noise, self.alert.training_noise
-        known = (("questions", questions, "standard error"), ("training", training, "standard deviation"))
-        return ", ".join(
-            f"of {name} unknown" if value is None else f"of {name} ± {measured(value, None)} ({measure})"
-            for name, value, measure in known
-        )
+        noises = {
+            "questions": (self.alert.question_noise, "error"),
+            "training": (self.alert.training_noise, "deviation"),
+        }
+        words = {k: "unknown" if v is None else f"± {measured(v, None)} (standard {m})" for k, (v, m) in noises.items()}
+        return ", ".join(f"of {name} {text}" for name, text in words.items())
 
 
 def alert_parts(

@@ -91,10 +91,7 @@ class Summary(NamedTuple):
 
 
 def summary(results: Results, column: Column, run: str) -> Summary:
-    """The mean of the last checkpoints of a run in a column with its standard error, and the noise of training.
-
-    Neither while the curve trends.
-    """
+    """The mean of a run's last checkpoints with its standard error, and the noise of training; not while it trends."""
     noises = wavering(results, column)
     latest = _pieces(results, column, run)[-1][-LAST:]
     if run not in noises or (len(latest) == LAST and trends(latest, noises[run].noise)):

@@ -96,8 +96,6 @@ def alarms(
             for state, scores, alarms in zip(watched, series, found, strict=True)
             if (score := scores[at] if at < len(scores) else None) is not None
         ]
-        if not here:
-            continue
         states = [state for state, _, _ in here]
         by_path = [_correlations([state.paths[number] for state in states]) for number in range(len(_SLOPES))]
         for state, correlations in zip(states, zip(*by_path, strict=True), strict=True):
@@ -304,8 +302,7 @@ def _normal(deviation: float, noise: _Noise) -> float:
 def _correlations(paths: Sequence[_Path]) -> list[float]:
     """The lag-1 correlation of each path's errors, drawn to that of all; a fitted trend hides some, which is added."""
     weight, none = _COMMON
-    products, squares = (math.fsum(sums) for sums in zip(*(path.lagged for path in paths), strict=True))
-    common = max(0.0, products / (squares + none))
+    common = max(0.0, sum(path.lagged[0] for path in paths) / (none + sum(path.lagged[1] for path in paths)))
     found = []
     for path in paths:
         own = (path.lagged[0] + weight * common) / (path.lagged[1] + weight)
