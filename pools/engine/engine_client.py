@@ -108,6 +108,17 @@ class EngineClient:
                 remedy="write the missing tensors under the names of this architecture, or correct config.json",
             )
 
+    def answers_in_chat(self, model: str) -> bool:
+        """Returns True if a conversation is answered; an endpoint may take nothing else."""
+        messages = [{"role": "user", "content": CANARY_PROMPTS[0]}]
+        try:
+            answer = self._request(
+                "POST", "/v1/chat/completions", {"model": model, "messages": messages, "max_tokens": 1}
+            )
+        except EndpointUnusable:
+            return False
+        return bool(answer.get("choices"))
+
     def has_prompt_logprobs(self, model: str) -> bool:
         """True if `echo` with `logprobs` gives finite log-probabilities for the prompt's own tokens.
 

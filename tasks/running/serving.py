@@ -230,8 +230,14 @@ class EndpointServing:
     def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
         """Finds the checkpoint among the names the endpoint offers; it is not asked to load anything."""
         model = self._model(name)
-        self._engine.prove_it_answers(model)
-        prompt_logprobs = self._engine.has_prompt_logprobs(model)
+        only_chat = False
+        try:
+            self._engine.prove_it_answers(model)
+        except EndpointUnusable:
+            only_chat = self._engine.answers_in_chat(model)
+            if not only_chat:
+                raise
+        prompt_logprobs = not only_chat and self._engine.has_prompt_logprobs(model)
         running = RunningModel(
             base_url=self._base_url,
             model=model,
@@ -243,7 +249,8 @@ class EndpointServing:
             max_model_len=self._engine.max_model_len(model),
             api_key=self._key,
         )
-        return _EndpointCell(running, self._engine, self._engine.canary(model, prompt_logprobs=prompt_logprobs))
+        weighed = () if only_chat else self._engine.canary(model, prompt_logprobs=prompt_logprobs)
+        return _EndpointCell(running, self._engine, weighed)
 
     def _model(self, name: str) -> str:
         """The name under which the endpoint offers a checkpoint.

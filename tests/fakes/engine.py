@@ -104,6 +104,8 @@ class Faults:
     """There is no `collective_rpc`, as where the development endpoints are off."""
     deadly: str = ""
     """Text of a request that ends the process after `delay_seconds`, with an error in its log; none where empty."""
+    only_chat: bool = False
+    """Prompts that are no conversations are answered 404."""
     no_generate: bool = False
     """Token ids are not taken, as without `--enable-scale-out`."""
 
@@ -290,6 +292,8 @@ class FakeEngine:
             answer = {"body": base64.b64encode(body).decode(), "headers": headers}
             return web.json_response(answer, headers={"X-Fake-Engine": "echo"})
         chat, generates = request.path.startswith("/v1/chat"), request.path == GENERATE
+        if self.faults.only_chat and not chat:
+            return _error(404, "Not Found")
         if generates and self.faults.no_generate:
             return _error(403, "Scale-out endpoints are disabled.")
         try:

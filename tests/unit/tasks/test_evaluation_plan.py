@@ -35,7 +35,7 @@ from tasks.records.record import begin_scope, now, record_uri, write_record
 from tasks.running.cells import Cell, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away, subject_of
 from tasks.running.provisioning import judge_of
-from tasks.running.serving import EndpointServing
+from tasks.running.serving import EndpointServing, ServedCell
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.evaluators import Judge
 
@@ -174,6 +174,21 @@ def test_endpoint_answers_under_the_checkpoints_name_its_path_or_the_name_given(
     assert asyncio.run(model_of("prod", served_name="prod")) == "prod"
     with pytest.raises(EndpointUnusable, match="it offers something-else"):
         asyncio.run(model_of("something-else"))
+
+
+def test_endpoint_that_takes_only_conversations_is_served(tmp_path: Path) -> None:
+    served = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1")))
+
+    async def opened() -> ServedCell:
+        async with FakeEngine(models=("run-1",)) as engine:
+            engine.faults.only_chat = True
+            serving = EndpointServing(f"{engine.url}/v1", {"run-1": served})
+            cell = await asyncio.to_thread(serving.open, "run-1", cell="c", attempt="a", mirror="", in_chat=True)
+            await asyncio.to_thread(cell.prove_unchanged)
+            return cell
+
+    cell = asyncio.run(opened())
+    assert (cell.running.prompt_logprobs, cell.weighed) == (False, ())
 
 
 def test_judge_is_the_models_own_pool_unless_another_one_is_named(tmp_path: Path) -> None:
