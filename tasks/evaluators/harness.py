@@ -138,9 +138,11 @@ def run_harness(
             log = "\n".join(filter(None, [_without_keys(job.logs(_KEPT_LOG_LINES), command), left]))
             with suppress(OSError):  # a full disk must not hide how the harness ended
                 (output / LOG_NAME).write_text(log + "\n")
-            with suppress(OSError):  # there is none, as a rule
+            with suppress(OSError):  # seldom there; may quote what an endpoint said
                 refusal = output / REFUSAL_NAME
-                refusal.write_text(_without_keys(refusal.read_text(), command))  # may quote what an endpoint said
+                refusal.write_text(
+                    _without_keys(refusal.read_text(errors="replace"), command)
+                )  # may quote what an endpoint said
     if job.status() is not JobStatus.SUCCEEDED:
         by_hand = f"Run it by hand: {_by_hand(command, working_folder)}"
         remedy = f"Read the whole log: {output / LOG_NAME}" if caged.apart else by_hand

@@ -34,6 +34,9 @@ def main(behaviour: str, output: Path) -> int:
             texts = {"expected": "something else", "found": found, "remedy": "ask differently"}
             (output / "refused.json").write_text(json.dumps({"kind": "UnknownBenchmark", **texts}))
             return 1
+        case "refuse_in_latin_1":
+            (output / "refused.json").write_bytes('{"kind": "UnknownBenchmark", "found": "caf\xe9"}'.encode("latin-1"))
+            return 1
         case "print_garbage":
             sys.stdout.buffer.write(bytes(range(256)) * 100)
             (output / "results.json").write_bytes(b"\xff{")

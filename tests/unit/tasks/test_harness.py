@@ -19,6 +19,7 @@ from resources.backends.local.client import LocalClient
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import (
     AnswersCutOff,
+    AssayError,
     CountsDisagree,
     EngineDied,
     HarnessFailed,
@@ -212,6 +213,11 @@ def test_harness_that_refuses_raises_what_it_refused_with(tmp_path: Path, client
     assert caught.value.remedy == "ask differently"
     assert caught.value.found == "no right to ask with ***"
     assert KEY not in (tmp_path / "output" / "refused.json").read_text()
+
+
+def test_refusal_that_is_not_utf_8_fails_with_a_reason(tmp_path: Path, client: LocalClient) -> None:
+    with pytest.raises(AssayError):
+        run("refuse_in_latin_1", tmp_path / "output", client)
 
 
 def test_harness_printing_garbage_gives_invalid_output(tmp_path: Path, client: LocalClient):
