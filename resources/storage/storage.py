@@ -360,7 +360,10 @@ def copy_to_local(uri: str, target: Path) -> list[str]:
             partial.mkdir()
             left_out = copy_from_local(Path(path), str(partial))
         else:
-            filesystem.get(path.rstrip("/") + "/", f"{partial}/", recursive=True)
+            try:
+                filesystem.get(path.rstrip("/") + "/", f"{partial}/", recursive=True)
+            except ValueError as error:  # as fsspec says of an object whose name leads out of the folder
+                raise IrregularFile(expected=f"files below {uri}", found=str(error), remedy="remove it") from error
         with suppress(FileExistsError, OSError):  # another process finished the same copy first
             partial.rename(target)
     if not target.is_dir():

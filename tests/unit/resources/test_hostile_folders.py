@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from resources.errors import IrregularFile, StorageError
@@ -103,3 +104,11 @@ def test_file_that_the_user_named_may_be_a_link_and_no_pipe(folder: Path) -> Non
     assert storage.content_digest(str(folder / "pipe")) is None
     with pytest.raises(IrregularFile, match="a FIFO"):
         storage.read_bytes(str(folder / "pipe"), within="/")
+
+
+def test_object_whose_name_leads_out_is_not_copied(tmp_path: Path):
+    memory = fsspec.filesystem("memory")
+    memory.pipe({f"/hostile/run/{name}": b"x" for name in ("config.json", "../../escaped")})
+    with pytest.raises(IrregularFile, match="outside"):
+        storage.copy_to_local("memory://hostile/run", tmp_path / "copy")
+    assert not list(tmp_path.iterdir())

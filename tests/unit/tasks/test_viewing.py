@@ -403,7 +403,8 @@ def test_large_records_are_read_once_by_processes_and_kept_below_the_cache(tmp_p
         Path(cell, "attempt-1", SAMPLES_NAME).unlink()
     with viewed(tmp_path) as (view, key):
         assert grid(view, key, "scores/0") == [[254, 0], [254, 254]]
-    assert (kept := kept_at(str(tmp_path))) is not None
+    kept = kept_at(str(tmp_path))
+    assert kept is not None
     kept.write_bytes(b"no database" * 1000)
     for beside in (f"{kept}-wal", f"{kept}-shm"):
         Path(beside).unlink(missing_ok=True)
