@@ -13,7 +13,7 @@ from fsspec.registry import _registry
 from fsspec.spec import AbstractFileSystem
 
 from fakes.conditional_store import conditional_store
-from fakes.records import make_record
+from fakes.records import cell_of, make_record
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively, delete_version, read_version, replace_bytes
 from tasks.records.record import read_record, write_record
@@ -129,7 +129,7 @@ def test_store_that_lets_two_writers_create_one_file_is_found_out(tmp_path: Path
 
 
 def test_outcomes_that_come_at_once_over_a_failure_leave_the_success(tmp_path: Path):
-    cell = str(tmp_path / "cell")
+    cell = cell_of(tmp_path, make_record())
     write_record(cell, make_record(status="infra_failed"))
     records = [make_record(status="infra_failed"), make_record(), make_record(status="failed")] * 4
     threads = [threading.Thread(target=write_record, args=(cell, record)) for record in records]
@@ -142,14 +142,14 @@ def test_outcomes_that_come_at_once_over_a_failure_leave_the_success(tmp_path: P
 
 
 def test_failures_of_machines_in_a_row_are_counted_in_the_record(tmp_path: Path):
-    cell = str(tmp_path / "cell")
+    cell = cell_of(tmp_path, make_record())
     counted = [write_record(cell, make_record(status=status)).infra_failures for status in
                ("infra_failed", "infra_failed", "failed", "infra_failed")]  # fmt: skip
     assert counted == [1, 2, None, 1]
 
 
 def test_attempt_that_was_told_to_end_is_no_failure_of_machines(tmp_path: Path):
-    cell = str(tmp_path / "cell")
+    cell = cell_of(tmp_path, make_record())
     told_to_end = make_record(status="infra_failed", interrupted=True)
     written = [told_to_end, make_record(status="infra_failed"), told_to_end, make_record(status="infra_failed")]
     assert [write_record(cell, record).infra_failures for record in written] == [0, 1, 1, 2]

@@ -131,15 +131,20 @@ def test_included_pipe_and_data_that_is_the_root_are_not_read(folder: Path, tmp_
     assert digest(folder) == digest(folder)
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("content", ["a: &a {b: *a}\n", "a: &a [*a]\n", "BOMB"])
-def test_aliases_are_followed_once(folder: Path, tmp_path: Path, content: str) -> None:
-    bomb = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 20))]
-    named = f"data: &d ['{tmp_path}/data/questions.jsonl']\ndataset_path: *d\n"
-    (folder / "other.yaml").write_text(content.replace("BOMB", "\n".join(bomb) + "\n") + named)
+def test_aliases_are_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "other.yaml").write_text(f"data: &d ['{tmp_path}/data/questions.jsonl']\ndataset_path: *d\n")
     first = digest(folder)
     (tmp_path / "data" / "questions.jsonl").write_text("{} ")
     assert digest(folder) != first
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("content", ["a: &a {b: *a}\n", "a: &a [*a]\n", "BOMB"])
+def test_aliases_beyond_bounds_are_refused_by_name(folder: Path, content: str) -> None:
+    bomb = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 20))]
+    (folder / "other.yaml").write_text(content.replace("BOMB", "\n".join(bomb) + "\n"))
+    with pytest.raises(BadInput, match=r"other\.yaml\n.*aliases"):
+        digest(folder)
 
 
 def test_benchmark_nested_too_deep_is_refused_by_name(folder: Path) -> None:
