@@ -9,6 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from resources.errors import HarnessOutputInvalid
+from tasks.records.details import Asking
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
 
@@ -24,6 +25,13 @@ class Unanswered(BaseModel):
     failed: int = 0
     first_failure: str = ""
     first_refusal: str = ""
+    replaced: int = 0
+    """Answers with half of a surrogate pair."""
+
+    def noted(self, asking: Asking) -> Asking:
+        """The way of asking, with a note on answers whose text was changed."""
+        note = f"In {self.replaced} of the endpoint's answers U+FFFD replaces halves of surrogate pairs."
+        return asking.model_copy(update={"notes": (*asking.notes, note)}) if self.replaced else asking
 
     @property
     def endpoint_failure(self) -> str | None:

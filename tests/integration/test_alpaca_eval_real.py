@@ -206,6 +206,17 @@ async def test_malformed_outputs_and_verdicts_are_asked_for_again(run: Runner, t
         assert (engine.stats.requests, there.stats.requests) == (4 + 2, 1 + 1 + 4)
 
 
+async def test_halves_of_surrogate_pairs_are_replaced_counted_and_judged(run: Runner, tokenizer: Path):
+    options = {"judge": {**ELSEWHERE, "constrained": True}, "generation_params": GREEDY}
+    answers = ("half \ud83d", "whole \U0001f600")
+    async with FakeJudge(lambda number, _: answers[number % 2]) as own, FakeEngine(models=("judge",)) as there:
+        judge = make_model(f"{there.url}/v1", tokenizer, model="judge", api_key=JUDGE_KEY)
+        parsed = await run(make_model(own.url, tokenizer), make_config(options, max_eval_instances=4), judge=judge)
+    verify_counts(parsed)
+    assert "2 of the endpoint's answers" in parsed.asking.notes[-1]
+    assert {row["output"] for row in run.read("model_outputs.json")} == {"half \ufffd", "whole \U0001f600"}
+
+
 @pytest.mark.parametrize("way", WAYS)
 async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Path, way: Way):
     await check_lies_are_never_scored(harness, tmp_path, way)

@@ -14,6 +14,7 @@ import pytest
 
 from fakes.endpoints import KEY, served_model
 from fakes.engine import FakeEngine
+from fakes.judge import FakeJudge
 from fakes.launcher import FakeLauncher
 from fakes.lm_eval import Harness, kept_imported, smooth_by_hand
 from fakes.models import write_checkpoint
@@ -315,6 +316,15 @@ async def test_malformed_answers_are_asked_for_again(tmp_path: Path, evaluate: E
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
         assert engine.stats.requests == 5 + 2
+
+
+async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(tmp_path: Path, evaluate: Evaluate):
+    async with FakeJudge(says=lambda number, prompt: "1 \ud83d" if number else "\U0001f600") as there:
+        model = served_model(there.url, write_byte_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
+        parsed = await evaluate(model, make_config("simple_mcqa"), tmp_path / "output")
+    verify_counts(parsed)
+    assert "4 of the endpoint's answers" in parsed.asking.notes[-1]
+    assert {s.output for s in read_samples(str(tmp_path / "output" / SAMPLES_NAME))} == {"1 \ufffd", "\U0001f600"}
 
 
 async def test_first_dead_request_ends_it_where_exit_on_error_is_set(tmp_path: Path, evaluate: Evaluate):

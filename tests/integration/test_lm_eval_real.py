@@ -14,7 +14,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from fakes.endpoints import served_model
 from fakes.engine import FakeEngine
+from fakes.judge import FakeJudge
 from fakes.lm_eval import (
     DEMO,
     KEY,
@@ -403,6 +405,18 @@ async def test_endpoint_that_answers_with_no_text_is_withheld_not_scored_as_wron
         config = make_config(DEMO[1], evaluator=LmEvalOptions(endpoint=endpoint))
         parsed = await lm_eval.evaluate(model, config, tmp_path / "output")
     assert parsed.counts == Counts(requested=10, answered=0, scored=0)
+
+
+async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+):
+    config = make_config(DEMO[1], evaluator=LmEvalOptions(endpoint="chat_completions"))
+    async with FakeJudge(says=lambda number, prompt: "5 \ud83d" if number % 2 else "5 \U0001f600") as there:
+        model = served_model(there.url, tokenizer)
+        parsed = await lm_eval.evaluate(model, config, tmp_path / "output")
+    verify_counts(parsed)
+    assert "5 of the endpoint's answers" in parsed.asking.notes[-1]
+    assert {s.output for s in read_samples(str(tmp_path / "output" / SAMPLES_NAME))} == {"5 \ufffd", "5 \U0001f600"}
 
 
 # Samples of one question

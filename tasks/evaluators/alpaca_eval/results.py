@@ -101,7 +101,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         counts=counts,
         versions=results.versions,
         details=details,
-        asking=plan.asking,
+        asking=results.unanswered.noted(plan.asking),
         endpoint_failure=results.unanswered.endpoint_failure,
         endpoint_refusal=results.unanswered.endpoint_refusal,
     )

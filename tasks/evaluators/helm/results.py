@@ -63,7 +63,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         versions={"helm": plan.helm},
         links={"HELM": SITE} if (output / SITE).is_file() else {},
         details=details,
-        asking=plan.asking,
+        asking=plan.unanswered.noted(plan.asking),
         endpoint_failure=plan.unanswered.endpoint_failure,
         endpoint_refusal=plan.unanswered.endpoint_refusal,
     )

@@ -126,7 +126,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         versions=results.versions,
         links={f"Inspect log of {key}": f"{LOGS}/{log}" for key, log in results.logs.items()},
         details=details,
-        asking=plan.asking,
+        asking=results.unanswered.noted(plan.asking),
         endpoint_failure=results.unanswered.endpoint_failure,
         endpoint_refusal=results.unanswered.endpoint_refusal,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tasks.evaluators.reading import read_result
+from tasks.evaluators.reading import Unanswered, read_result
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.scores import LENGTH
 
@@ -57,6 +57,7 @@ class Asked(BaseModel):
     ends: dict[str, dict[int, Ends]] = {}
     groups: dict[str, GroupParts] = {}
     versions: dict[str, str] = {}
+    unanswered: Unanswered = Unanswered()
 
     def way(self, seeds: Mapping[str, Any]) -> Asking:
         """The way of asking, with the seeds that the harness's results name."""
@@ -65,7 +66,7 @@ class Asked(BaseModel):
             for name, value in seeds.items()
             if name.endswith("_seed") and isinstance(value, int)
         }
-        return self.asking.model_copy(update={"seeds": {**drawn, **self.asking.seeds}})
+        return self.unanswered.noted(self.asking.model_copy(update={"seeds": {**drawn, **self.asking.seeds}}))
 
     def detailed(self, name: str, details: BenchmarkDetails) -> BenchmarkDetails:
         """Details of a benchmark with the ends of its answers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 from typing import Any
 
@@ -22,6 +23,10 @@ IN_PLACE_OF_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_conte
 MOST_SHOWN = 300
 REQUESTS_FAULT = (400, 413, 422)
 """Statuses by which an endpoint refuses what it was asked; with any other one it fails."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+_MAYBE_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+_replaced: list[int] = []  # threads append to it; halves of each answer that had some
 
 
 class Malformed(Exception):
@@ -43,6 +48,23 @@ def later_hooks() -> dict[str, list[Any]]:
     return {"response": [check]}
 
 
+def parsed(body: bytes) -> tuple[Any, int]:
+    """Returns the JSON of an answer, with U+FFFD for each half of a surrogate pair, and the number of these halves.
+
+    No file could hold them. Answers that had any are counted in `Unanswered.as_values`.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    answer = json.loads(body)
+    if not _MAYBE_HALF.search(body):  # an echo of long texts is not written once more
+        return answer, 0
+    text, halves = _HALF.subn("\ufffd", json.dumps(answer, ensure_ascii=False))
+    if halves:
+        _replaced.append(halves)
+    return json.loads(text), halves
+
+
 class Unanswered:
     """Requests that got no answer, by whose fault that was: `refused` ones, and those that the endpoint `failed`."""
 
@@ -62,6 +84,7 @@ class Unanswered:
     def as_values(self) -> dict[str, Any]:
         """Returns what a file of results says of them."""
         counts = {"refused": self.refused, "failed": self.failed}
+        counts["replaced"] = len(_replaced)
         return {**counts, "first_failure": self.first, "first_refusal": self.first_refusal}
 
 
@@ -98,7 +121,10 @@ def check_reply(reply: Any) -> None:
         RemoteProtocolError: it does not; of the library that the reply is of, since clients repeat after no other.
     """
     try:
-        check(json.loads(reply.request.content), json.loads(reply.content))
+        answer, halves = parsed(reply.content)
+        check(json.loads(reply.request.content), answer)
+        if halves:
+            reply._content = json.dumps(answer).encode()  # httpx has no public way to change an answer
     except (Malformed, ValueError, TypeError, AttributeError, LookupError) as error:
         found = str(error) if isinstance(error, Malformed) else f"{type(error).__name__} in it"
         logging.getLogger("assay").warning("malformed answer: %s", found)

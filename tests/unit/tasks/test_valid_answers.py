@@ -71,3 +71,15 @@ def test_malformed_answer_is_an_error(asked: dict[str, Any], kind: str) -> None:
 )
 def test_refusal_is_told_in_the_endpoints_own_words(body: Any, words: str) -> None:
     assert refusal_of(body) == words
+
+
+@pytest.mark.parametrize(
+    ("body", "text", "halves"),
+    [
+        (rb'{"text": "\ud83d\ude00"}', "\U0001f600", 0),
+        (rb'{"text": "\ud83d x \uDE00"}', "\ufffd x \ufffd", 2),
+        (b'{"text": "\xed\xa0\xbd"}', "\ufffd", 1),  # bytes of a half, as some servers write it
+    ],
+)
+def test_halves_of_surrogate_pairs_are_replaced(body: bytes, text: str, halves: int) -> None:
+    assert PROGRAM["parsed"](body) == ({"text": text}, halves)

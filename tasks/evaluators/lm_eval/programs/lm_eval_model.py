@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from lm_eval.models.api_models import LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER as NO
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 from lm_eval_answers import MalformedAnswerError, choices_of, generated_tokens, weighed_rows, written
 from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wait_exponential
-from valid_answers import MOST_SHOWN, REQUESTS_FAULT, refusal_of
+from valid_answers import MOST_SHOWN, REQUESTS_FAULT, parsed, refusal_of
 
 MOST_STOPS = 4  # what every endpoint takes
 NOT_TAKEN = (403, 404, 405, 501)
@@ -109,7 +108,7 @@ class Checked(LocalCompletionsAPI):
                 _log.warning("Request failed with status %d, and is tried again: %s", response.status, found)
             response.raise_for_status()
             try:
-                return json.loads(await response.read())
+                return parsed(await response.read())[0]
             except ValueError as error:
                 raise MalformedAnswerError("no JSON") from error
 

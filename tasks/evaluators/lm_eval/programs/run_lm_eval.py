@@ -26,6 +26,7 @@ from typing import Any
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 from lm_eval_answers import installed
 from refusals import refuse, write_json
+from valid_answers import Unanswered
 
 
 def _refuse_environment(arguments: list[str], error: BaseException) -> None:
@@ -200,9 +201,10 @@ def evaluate(job: dict[str, Any]) -> None:
         )
     if isinstance(model, Completions) and model.outcome is not None:
         asking["loglikelihood"] = asdict(model.outcome)
+    unanswered = {"unanswered": Unanswered().as_values()}  # none, or the run had ended; and answers that were changed
     write_json(
         output / ASKED_NAME,
-        {"asking": asking, "ends": model.ends, "groups": means(benchmarks), "versions": installed()},
+        {"asking": asking, "ends": model.ends, "groups": means(benchmarks), "versions": installed(), **unanswered},
     )
     if results is None:
         return
