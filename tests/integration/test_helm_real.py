@@ -327,6 +327,14 @@ async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(tmp_pat
     assert {s.output for s in read_samples(str(tmp_path / "output" / SAMPLES_NAME))} == {"1 \ufffd", "\U0001f600"}
 
 
+async def test_empty_stop_string_is_not_sent(tmp_path: Path, evaluate: Evaluate):
+    benchmark = NATURAL.model_copy(update={"task_kwargs": {"difficulty": "easy", "add_to_stop": ""}})
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        verify_counts(await evaluate(model, make_config(benchmark), tmp_path / "output"))
+        assert [json.loads(body).get("stop") for body in engine.bodies] == [["\n"]] * 5
+
+
 async def test_first_dead_request_ends_it_where_exit_on_error_is_set(tmp_path: Path, evaluate: Evaluate):
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.status_count = 1_000_000

@@ -33,6 +33,7 @@ from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
+WORDS = "This model's maximum context length is 512 tokens"
 JUDGE_KEY = "sk-the-judges-key-that-nobody-may-see"
 KINDS = Path(__file__).parents[1] / "data" / "inspect_ai"
 ELSEWHERE = {"judge": {"base_url": "http://judge/v1", "model": "judge"}}
@@ -171,6 +172,7 @@ async def test_tool_is_called_and_its_result_answered_and_epochs_are_clusters(
             make_model(there.url, tokenizer), make_config("sums", "repeated"), tmp_path / "out"
         )
         assert all(body.get("tools") for body in there.bodies if "What is" in body["messages"][0]["content"])
+        assert [body.get("stop") for body in there.bodies].count(["!"]) == 6  # an empty one is not sent
     verify_counts(parsed)
     assert parsed.counts == Counts(requested=9, answered=9, scored=9)
     numbers = {(metric.benchmark, metric.name): metric for metric in parsed.metrics}
@@ -241,18 +243,19 @@ async def test_endpoint_without_the_path_of_prompts_as_they_are_has_failed(
 async def test_answers_that_fail_and_verdicts_or_scores_that_are_none_are_told_apart_and_nothing_is_published(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
-    async def counts(name: str, answers: Any, grades: Any, folder: str) -> Counts:
+    async def counts(name: str, answers: Any, grades: Any, folder: str, *, words: str = "") -> Counts:
         async with FakeJudge(says=answers) as there, FakeJudge(says=grades) as graders:
             judge = make_model(graders.url, tokenizer, model="judge", api_key=JUDGE_KEY)
             config = make_config(name, options=ELSEWHERE)
             parsed = await harness.evaluate(make_model(there.url, tokenizer), config, tmp_path / folder, judge=judge)
-        with pytest.raises((CountsDisagree, EndpointUnusable)):
+        with pytest.raises((CountsDisagree, EndpointUnusable)) as caught:
             verify_counts(parsed)
+        assert not words or str(caught.value).count(words) == 1
         return parsed.counts
 
-    too_long = {"error": {"message": "maximum context length", "code": "context_length_exceeded"}}
+    too_long = {"error": {"message": WORDS, "code": "context_length_exceeded"}}
     # Inspect by itself takes such an error for an answer.
-    refused = await counts("judged", lambda n, p: too_long if p == "Name 3." else "x", grade_of, "refused")
+    refused = await counts("judged", lambda n, p: too_long if p == "Name 3." else "x", grade_of, "refused", words=WORDS)
     assert (refused.requested, refused.answered, refused.scored) == (8, 7, 7)
     unreadable = await counts("judged", letter_of, lambda n, p: "well" if "Name 3." in p else "GRADE: C", "unreadable")
     assert unreadable == Counts(requested=8, answered=8, scored=7, judge_errors=1)

@@ -2,6 +2,7 @@
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Score, accuracy, choice, includes, mean, model_graded_qa, scorer, stderr
 from inspect_ai.solver import generate, multiple_choice, system_message, use_tools
 from inspect_ai.tool import bash, tool
@@ -50,8 +51,9 @@ def letters():
 
 @task
 def repeated() -> Task:
-    """Questions in two epochs, with two values for each answer."""
-    return Task(dataset=[Sample(id=name, input=name) for name in ("one", "two", "three")], scorer=letters(), epochs=2)
+    """Questions in two epochs, with two values for each answer, and an empty stop string."""
+    samples = [Sample(id=name, input=name) for name in ("one", "two", "three")]
+    return Task(dataset=samples, scorer=letters(), epochs=2, config=GenerateConfig(stop_seqs=["", "!"]))
 
 
 @task

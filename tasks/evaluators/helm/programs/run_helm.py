@@ -324,7 +324,8 @@ def changed(spec: RunSpec, entry: RunEntry, job: dict[str, Any]) -> RunSpec:
 
     Its name says nothing of where our files lie.
     """
-    adapter = spec.adapter_spec
+    stops = [stop for stop in spec.adapter_spec.stop_sequences if stop]  # endpoints refuse an empty one
+    adapter = replace(spec.adapter_spec, stop_sequences=stops)
     if job["limit"] is not None and adapter.max_eval_instances is None:
         adapter = replace(adapter, max_eval_instances=job["limit"])
     if adapter.max_train_instances == 0:

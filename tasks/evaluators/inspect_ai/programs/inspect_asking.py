@@ -84,9 +84,10 @@ def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
     """Lets a request that the endpoint refuses be an error: Inspect would take some refusals for answers."""
     asked = model.api.generate
 
-    async def generate(*given: Any, **named: Any) -> Any:
+    async def generate(*given: Any, config: GenerateConfig, **named: Any) -> Any:
+        stops = [stop for stop in config.stop_seqs or () if stop]  # endpoints refuse an empty one
         try:
-            output = await asked(*given, **named)
+            output = await asked(*given, config=config.model_copy(update={"stop_seqs": stops or None}), **named)
         except Exception as error:
             if (clients := _of_client(error)) is not None:
                 _note(clients, unanswered)
