@@ -185,6 +185,32 @@ async def test_empty_stop_string_is_not_sent(tmp_path: Path, lm_eval: Harness, t
     verify_counts(parsed)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "found", "remedy"),
+    [
+        (
+            "coqa",
+            {},
+            "coqa cannot: No module named 'transformers.data.metrics'",
+            "catalan_bench, coqa, galician_bench, ",
+        ),
+        (
+            "arc_easy",
+            {"dataset_path": "json", "dataset_kwargs": {"data_files": "nowhere.jsonl"}},
+            "nowhere.jsonl",
+            "Correct task_kwargs, or",
+        ),
+    ],
+)
+async def test_benchmark_of_lm_eval_that_cannot_load_is_not_to_be_mended(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, name: str, changes: dict[str, Any], found: str, remedy: str
+):
+    config = make_config(EvalTaskConfig(name=name, task_kwargs=changes))
+    error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
+    assert found in error.found and remedy in error.remedy
+    assert "Mend" not in error.remedy and "site-packages" not in error.remedy
+
+
 async def test_endpoint_known_to_have_no_prompt_logprobs_is_refused_before_any_request(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):

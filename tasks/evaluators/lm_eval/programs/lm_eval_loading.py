@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-import json
-import logging
 import os
 import random
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import fields
 from importlib.machinery import SourceFileLoader
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, data_files
@@ -30,6 +27,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.utils import set_torch_seed
 from lm_eval_index import code_runners, is_complete
+from lm_eval_unloadable import refuse_unloadable
 from refusals import refuse
 
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
@@ -44,9 +42,6 @@ NOT_FOR_OVERRIDES = {
     "unsafe_code": "evaluator.allow_code_execution",
 }
 """Keys of a benchmark's file that other fields of the configuration are for."""
-HUB_ERRORS = ("ConnectionError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout")
-NO_SCRIPT = "exist on the Hugging Face Hub either"  # how the library of metrics says that it cannot reach the hub
-_log = logging.getLogger("lm_eval")
 
 
 def task_manager(job: dict[str, Any], metadata: dict[str, Any]) -> TaskManager:
@@ -254,73 +249,6 @@ def check_effect(item: dict[str, Any], tasks: list[Task], output: Path) -> None:
             found=" and ".join(ignored),
             remedy="Leave them out",
         )
-
-
-def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Exception, output: Path) -> NoReturn:
-    """Says why a benchmark could not be loaded: its data, the hub, or itself."""
-    _log.error("%s cannot be loaded", item["name"], exc_info=error)
-    name, entry = item["name"], manager.task_index[item["name"]]
-    chain = list(causes(error))
-    message = f"{type(error).__name__}: {error}"
-    if any(type(cause).__name__ in HUB_ERRORS or NO_SCRIPT in str(cause) for cause in chain):
-        offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-        refuse(
-            output,
-            # Without a setting that says so, the hub should be there, and may be so the next time.
-            kind="BadInput" if offline else "StorageError",
-            expected=f"the data of {name} on this machine" + ("" if offline else ", or the hub that has it"),
-            found=f"{message}{' (offline)' if offline else ''}",
-            remedy=f"Run `assay stage` for {name} where the hub can be reached, or correct the name of its data set",
-        )
-    contents = list(contents_of(name, manager))
-    damage = next((place for path, content in contents if (place := damaged_data(content, path)) is not None), None)
-    refuse(
-        output,
-        kind="BadInput",
-        expected=f"a benchmark {name} that lm-eval can load",
-        found=damage or message,
-        remedy=f"Mend {entry.yaml_path or 'its file'} or the data it names; the whole error stands in harness.log",
-    )
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what led to it."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
-
-
-def contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Files and contents of the benchmarks a name stands for, as far as they are told by name."""
-    entry = manager.task_index.get(name)
-    if entry is None:
-        return
-    if entry.yaml_path is not None:
-        yield entry.yaml_path, entry.cfg or {}
-    parts = entry.tags if entry.kind is Kind.TAG else (entry.cfg or {}).get("task")
-    for part in sorted(parts) if isinstance(parts, set) else parts if isinstance(parts, list) else []:
-        if isinstance(part, str) and part != name:
-            yield from contents_of(part, manager)
-
-
-def damaged_data(content: dict[str, Any], path: Path) -> str | None:
-    """Describes the first local data file of a benchmark that is missing, or no lines of JSON; None if all are good."""
-    named = (content.get("dataset_kwargs") or {}).get("data_files")
-    groups = named.values() if isinstance(named, dict) else [named]
-    files = [file for group in groups for file in (group if isinstance(group, list) else [group])]
-    for file in (file for file in files if isinstance(file, str) and "://" not in file and "*" not in file):
-        place = path.parent / file
-        if not place.is_file():
-            return f"no file {place}"
-        if content.get("dataset_path") != "json" or place.suffix != ".jsonl":
-            continue
-        for number, line in enumerate(place.read_text(errors="replace").splitlines(), start=1):
-            try:
-                json.loads(line or "{}")
-            except ValueError as error:
-                return f"line {number} of {place}, which is no JSON ({error})"
-    return None
 
 
 def folder_of(name: str, manager: TaskManager) -> Path:
