@@ -136,8 +136,8 @@ def copy_regular_files(
     """Copies the regular files below a folder that others wrote into a folder that only we write.
 
     Files get mode 644, and replace files of the same name. Left behind and counted are links, files with several
-    names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, the `reserved` names
-    directly in the folder, and all beyond 10,000 files, 100,000 entries, 32 levels, or `max_bytes` together.
+    names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, the `reserved` names, in any
+    case, directly in the folder, and all beyond 10,000 files, 100,000 entries, 32 levels, or `max_bytes` together.
 
     Raises:
         OSError: the source cannot be listed, or the target cannot be written.
@@ -162,7 +162,7 @@ def copy_regular_files(
                         return copied
                     if not entry.name.isprintable():  # nor are the surrogates that stand for bytes outside UTF-8
                         copied.dropped["names that are not printable"] += 1
-                    elif not folder.parts and entry.name in reserved:
+                    elif not folder.parts and entry.name.casefold() in reserved:
                         copied.dropped["names of Assay's own files"] += 1
                     elif not entry.is_dir(follow_symlinks=False):
                         _copy_file(descriptor, entry.name, target / folder, copied=copied, max_bytes=max_bytes)

@@ -53,7 +53,7 @@ _REFUSALS = (
     "UnknownBenchmark",
 )
 
-_PROGRESS_LINES = 200
+_PROGRESS_LINES, _PROGRESS_CHARACTERS = 200, 1 << 14  # of code that a model wrote, which no pattern may search long
 _KEPT_LOG_LINES = 1_000_000
 _SHOWN_LOG_LINES = 25
 _SHOWN_LINE_CHARACTERS = 300  # harnesses print whole answers, and answers echo prompts
@@ -289,7 +289,7 @@ def _follow(
     last: Progress | None = None
     while True:
         finished = _wait(job, max(0.0, min(poll, deadline - time.monotonic())))
-        progress = evaluator.progress(job.logs(_PROGRESS_LINES))
+        progress = evaluator.progress(job.logs(_PROGRESS_LINES)[-_PROGRESS_CHARACTERS:])
         if progress is not None and progress != last:
             on_progress(progress)
             last = progress

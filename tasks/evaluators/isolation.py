@@ -27,7 +27,7 @@ _SPECIFICATION = "isolation.json"
 _RESERVED = frozenset({_SPECIFICATION, "harness.log", "record.json", "samples.jsonl.gz"})
 _LEAST_MEMORY_BYTES = 8 << 30
 _FILE_BYTES, _PLAN_BYTES = 1 << 30, 4 << 20
-_PROCESSES = 256
+_PROCESSES, _OPEN_FILES = 256, 8192
 _TASKS = 512 + 32 * (os.cpu_count() or 1)  # threads included: numeric libraries start one for each core
 _REMOVE_SECONDS = 300.0  # a million files: 200,000 took 19 s on a busy machine
 
@@ -139,6 +139,7 @@ def isolated(
         "file_bytes": _FILE_BYTES,
         "processes": _PROCESSES,
         "tasks": _TASKS,
+        "open_files": _OPEN_FILES,
     }
     (cage.output / _SPECIFICATION).write_text(json.dumps(specification, indent=2))
     return (str(python), "-I", "-S", "-u", str(_PROGRAM), str(cage.output / _SPECIFICATION), *argv)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import json
+import mmap
 import os
 import platform
 import resource
@@ -17,6 +18,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +28,10 @@ OUTPUT, OUTSIDE, PORT, OWNER, READ_ONLY, SCRATCH = (sys.argv[1:7] + [""] * 6)[:6
 LEFT = Path(OUTPUT or "/nowhere")
 TARGET = f"{OUTSIDE}/site.pth"
 LIBC = ctypes.CDLL(None, use_errno=True)
-KEYCTL, ADD_KEY, MEMFD, IO_URING, SHMGET, BPF, INOTIFY, CLONE = (
-    (250, 248, 319, 425, 29, 321, 294, 56)
+KEYCTL, ADD_KEY, MEMFD, IO_URING, SHMGET, BPF, INOTIFY, CLONE, SYSLOG = (
+    (250, 248, 319, 425, 29, 321, 294, 56, 103)
     if platform.machine() == "x86_64"
-    else (219, 217, 279, 425, 194, 280, 26, 220)
+    else (219, 217, 279, 425, 194, 280, 26, 220, 116)
 )
 
 
@@ -166,6 +168,7 @@ LEAVES: dict[str, Callable[[], object]] = {
     "name of 255 bytes": lambda: write(LEFT / ("n" * 255)),
     "name like an option": lambda: write(LEFT / "-rf"),
     "specification of the cage": lambda: write(LEFT / "isolation.json", "{}"),
+    "specification in capitals": lambda: write(LEFT / "ISOLATION.JSON", "{}"),
     "site and hooks": lambda: [write(LEFT / name) for name in ("x.pth", "sitecustomize.py", "conftest.py", ".bashrc")],
     "extended attribute": lambda: os.setxattr(write(LEFT / "attributed"), "user.key", b"x"),
     "lock and lease": lambda: fcntl.flock(os.open(write(LEFT / "locked"), os.O_RDWR), fcntl.LOCK_EX),
@@ -175,6 +178,7 @@ LEAVES: dict[str, Callable[[], object]] = {
     "cgroup": lambda: write("/sys/fs/cgroup/x/cgroup.procs", "0"),
     "end of the first process": lambda: os.kill(1, signal.SIGKILL),
     "daemon": lambda: daemon(write_late),
+    "log that takes long to search": lambda: os.write(1, b"Requesting API:" * 20_000 + b"1" * 500_000 + b"\n"),
     "escapes in the log": lambda: os.write(1, b"\x1b]0;title\x07\x1b[2J\r\n"),
 }
 """Attempts that may succeed inside; outside nothing comes of them."""
@@ -231,6 +235,13 @@ REACHES: dict[str, Callable[[], object]] = {
     "packets": lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW).fileno(),
     "shared memory of the system": lambda: call(SHMGET, 7, 1 << 30, 0o1600),
     "memory of no process": lambda: call(MEMFD, b"x", 0),
+    "memory of several processes": lambda: mmap.mmap(-1, 1 << 20),
+    "memory of several processes by a device": lambda: mmap.mmap(os.open("/dev/zero", os.O_RDWR), 1 << 20),
+    "lease on a file that others open": lambda: fcntl.fcntl(
+        os.open(__file__, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK
+    ),
+    "kernel's log": lambda: call(SYSLOG, 3, ctypes.create_string_buffer(4096), 4096),
+    "keys of the system": lambda: [list(Path(path).iterdir()) for path in ("/etc/ssl/private",)],
     "io_uring": lambda: call(IO_URING, 1, ctypes.create_string_buffer(200)),
     "bpf": lambda: call(BPF, 0, ctypes.create_string_buffer(128), 128),
     "watch of the user": lambda: call(INOTIFY, 0),
@@ -277,6 +288,41 @@ def take_memory() -> None:
     time.sleep(600)
 
 
+def blind() -> None:
+    """Bounds and slows down the first process, then starts processes."""
+    os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))
+    resource.prlimit(1, resource.RLIMIT_NOFILE, (1, 1))
+    fork_many()
+
+
+def start_threads() -> None:
+    """Starts threads, which count for no bound of root's, until no more may be started."""
+    threading.stack_size(1 << 16)
+    try:
+        for _ in range(3000):
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    except RuntimeError as error:
+        print(f"threads: {error}", flush=True)
+        os._exit(79)
+    time.sleep(600)
+
+
+def open_sockets() -> None:
+    """Opens sockets in several processes: each holds memory that is no process's."""
+    for _ in range(8):
+        if os.fork() == 0:
+            held = [socket.socket(socket.AF_UNIX) for _ in range(2000)]
+            time.sleep(600)
+            os._exit(len(held) & 1)
+    time.sleep(600)
+
+
+def show_descriptors() -> None:
+    """Prints the files that were open before anything was opened here."""
+    held = [number for number in range(3, 1000) if os.path.lexists(f"/proc/self/fd/{number}")]
+    print(f"open: {held}, {resource.getrlimit(resource.RLIMIT_NOFILE)[1]} at most", flush=True)
+
+
 def flood() -> None:
     """Prints more than a log may hold."""
     for _ in range(40):
@@ -302,6 +348,10 @@ def leave() -> None:
 ALONE: dict[str, Callable[[], None]] = {
     "processes": fork_many,
     "memory": take_memory,
+    "blind": blind,
+    "threads": start_threads,
+    "sockets": open_sockets,
+    "descriptors": show_descriptors,
     "flood": flood,
     "stay": stay,
     "leave": leave,

@@ -34,8 +34,8 @@ _PROMPTS_PER_REQUEST = 8
 """More would save little, and lose more in flight where something is killed: 580 prompts took 1.4 s instead of 2.3."""
 
 _BAR = re.compile(
-    r"Requesting API(?: \((?P<stage>[^)]*); (?P<before>\d+) before, (?P<all>\d+) in all\))?:"
-    r"[^\r\n]*?(?P<done>\d+)/(?P<total>\d+) \["
+    r"Requesting API(?: \((?P<stage>[^)\r\n]*); (?P<before>\d{1,15}) before, (?P<all>\d{1,15}) in all\))?:"
+    r"[^\r\n]{0,200}?(?P<done>\d{1,15})/(?P<total>\d{1,15}) \["
 )
 
 

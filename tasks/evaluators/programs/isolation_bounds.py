@@ -47,6 +47,7 @@ def bound_process(specification: dict[str, Any]) -> None:
         (resource.RLIMIT_AS, specification["memory_bytes"]),
         (resource.RLIMIT_CPU, specification["cpu_seconds"]),
         (resource.RLIMIT_FSIZE, specification["file_bytes"]),
+        (resource.RLIMIT_NOFILE, specification["open_files"]),  # pipes hold 8 KiB each that are no process's
         (resource.RLIMIT_CORE, 1),  # with 0 a program that the kernel pipes core dumps to would be started, as root
     ):
         _, most = resource.getrlimit(kind)
@@ -54,15 +55,36 @@ def bound_process(specification: dict[str, Any]) -> None:
         resource.setrlimit(kind, (bound, bound))
 
 
-def excess(processes: int, memory_bytes: int) -> str | None:
-    """Returns the bound that the processes in here exceed, in words; None if they exceed none."""
+def excess(specification: dict[str, Any]) -> str | None:
+    """Returns the bound that the processes in /proc exceed together, in words; None if they exceed none."""
     found = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
-    if len(found) > processes:
-        return f"{len(found)} at once, and {processes} are allowed"
+    for kind, number, most in (
+        ("", len(found), specification["processes"]),
+        ("threads ", sum(map(_threads, found)), specification["tasks"]),
+        ("sockets ", _sockets(), specification["open_files"]),
+    ):
+        if number > most:
+            return f"{number} {kind}at once, and {most} are allowed"
+    memory_bytes = specification["memory_bytes"]
     used = sum(_memory_bytes(path, exactly=False) for path in found)
     if used > memory_bytes:  # counts pages that forked processes share for each of them; the exact number is slow
         used = sum(_memory_bytes(path, exactly=True) for path in found)
     return None if used <= memory_bytes else f"{used >> 20} MiB together, and {memory_bytes >> 20} are allowed"
+
+
+def _threads(process: Path) -> int:
+    try:
+        return (process / "task").stat().st_nlink - 2
+    except OSError:
+        return 0  # it has ended
+
+
+def _sockets() -> int:
+    """Those of the network, which also count where they are only on their way in a message to another process."""
+    try:
+        return int(Path("/proc/1/net/sockstat").read_text().split()[2])
+    except OSError:
+        return 0
 
 
 def _memory_bytes(process: Path, *, exactly: bool) -> int:

@@ -20,14 +20,15 @@ _SET_DUMPABLE, _CAPBSET_DROP, _SET_NO_NEW_PRIVS = 4, 24, 38
 _CAPABILITIES_VERSION = 0x20080522
 _SET_SECCOMP, _FILTER, _ALLOW, _REFUSE = 22, 2, 0x7FFF0000, 0x50000 | errno.ENOSYS
 _JOIN_SESSION_KEYRING = 1
-# By machine: its number for the kernel, and those of keyctl, socket and clone.
-_CALLS = {"x86_64": (0xC000003E, 250, 41, 56), "aarch64": (0xC00000B7, 219, 198, 220)}
+# By machine: its number for the kernel, and those of keyctl, socket, clone, fcntl and mmap.
+_CALLS = {"x86_64": (0xC000003E, 250, 41, 56, 72, 9), "aarch64": (0xC00000B7, 219, 198, 220, 25, 222)}
 # Kernel keys, which the user's other processes share (add_key, request_key, keyctl); memory that is no process's
 # (shmget, msgget, semget, memfd_create, memfd_secret); watches, of which a user has few (inotify_init1, fanotify_init);
-# ways to new namespaces (unshare, clone3); io_uring_setup, userfaultfd, bpf, perf_event_open, which often had holes.
+# ways to new namespaces (unshare, clone3); io_uring_setup, userfaultfd, bpf, perf_event_open, which often had holes;
+# syslog, the machine's log.
 _REFUSED = {
-    "x86_64": (248, 249, 250, 29, 68, 64, 319, 447, 253, 294, 300, 272, 435, 425, 323, 321, 298),
-    "aarch64": (217, 218, 219, 194, 186, 190, 279, 447, 26, 262, 97, 435, 425, 282, 280, 241),
+    "x86_64": (248, 249, 250, 29, 68, 64, 319, 447, 253, 294, 300, 272, 435, 425, 323, 321, 298, 103),
+    "aarch64": (217, 218, 219, 194, 186, 190, 279, 447, 26, 262, 97, 435, 425, 282, 280, 241, 116),
 }
 _SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # not AF_VSOCK, which reaches a virtual machine's host
 
@@ -104,14 +105,20 @@ class Kernel:
         """
         if platform.machine() not in _CALLS:
             raise NotIsolated(f"no list of system calls of {platform.machine()}")
-        machine, keyctl, sockets, clone = _CALLS[platform.machine()]
+        machine, keyctl, sockets, clone, fcntl, mmap = _CALLS[platform.machine()]
         self._libc.syscall(keyctl, _JOIN_SESSION_KEYRING, None)  # fails where the kernel has no keys
         lines = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, _REFUSE), (0x20, 0, 0, 0)]  # of that machine
         lines += [(0x35, 0, 1, 1 << 30), (0x06, 0, 0, _REFUSE)]  # no second way to count calls, as x32's
         for number in _REFUSED[platform.machine()]:
             lines += [(0x15, 0, 1, number), (0x06, 0, 0, _REFUSE)]
-        lines += [(0x15, 0, 4, clone), (0x20, 0, 0, 16), (0x45, 0, 1, NEW_USER), (0x06, 0, 0, _REFUSE)]
-        lines += [(0x06, 0, 0, _ALLOW), (0x15, 0, len(_SOCKETS) + 2, sockets), (0x20, 0, 0, 16)]
+        for number, place, mask, value in (
+            (clone, 16, NEW_USER, NEW_USER),
+            (fcntl, 24, ~2 & 0xFFFFFFFF, 1024),  # leases, for which others who open a file wait, and watches (1026)
+            (mmap, 40, 0x21, 0x21),  # shared and of no file: memory that is no process's
+        ):
+            lines += [(0x15, 0, 5, number), (0x20, 0, 0, place), (0x54, 0, 0, mask), (0x15, 0, 1, value)]
+            lines += [(0x06, 0, 0, _REFUSE), (0x06, 0, 0, _ALLOW)]
+        lines += [(0x15, 0, len(_SOCKETS) + 2, sockets), (0x20, 0, 0, 16)]
         lines += [(0x15, len(_SOCKETS) - place, 0, family) for place, family in enumerate(_SOCKETS)]
         lines += [(0x06, 0, 0, _REFUSE), (0x06, 0, 0, _ALLOW)]
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))

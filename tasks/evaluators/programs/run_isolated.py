@@ -23,7 +23,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -42,13 +41,15 @@ _SIOCSIFADDR, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8916, 0x8913, 0x8914, 1
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION = (
     *("alternatives", "ca-certificates", "group", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime"),
-    *("mime.types", "nsswitch.conf", "passwd", "pki", "ssl"),
+    *("mime.types", "nsswitch.conf", "passwd", "pki/ca-trust", "pki/tls/cert.pem", "pki/tls/certs"),
+    *("ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf"),  # not ssl/private, which root can read
 )
 _TOKENS = ("token", "stored_tokens")  # in the folder of the hub's clients
 _HIDDEN = (  # in /proc: names of the user's kernel keys; memory and processes of the machine
     *("keys", "key-users", "kcore", "kpagecount", "kpageflags", "sched_debug", "slabinfo", "timer_list"),
 )
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+_SOCKET_BYTES = "4096 16384 65536"  # the kernel's own bound is the machine's, which code in here could use up
 _SCRATCH = "size=1g,nr_inodes=256k,mode=755"
 _NOT_ALLOWED, _TOO_MUCH = 78, 79
 _LARGEST_READ = 1 << 16
@@ -128,6 +129,7 @@ def _execute(specification: dict[str, Any], command: list[str], environment: dic
         os.open(os.devnull, os.O_RDONLY), 0
     )  # the device as it is mounted here: of ours, root could change the mode
     bound_process(specification)
+    os.closerange(3, 1 << 20)  # of this process's parents, which need not have closed theirs
     os.execvpe(command[0], command, environment)
 
 
@@ -149,16 +151,33 @@ def _isolate(
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         with suppress(OSError):  # /proc may be read-only; then namespaces can be made in there, with the same view
             Path("/proc/sys/user/max_user_namespaces").write_text("0")
+            for name in ("tcp_rmem", "tcp_wmem"):
+                Path("/proc/sys/net/ipv4", name).write_text(_SOCKET_BYTES)
         listener = _listener(specification["endpoint"])
     except (NotIsolated, OSError, AttributeError) as error:
         outside.sendall(str(error).encode())
         return
+    ready, begun = os.pipe()
     first = os.fork()
     if first == 0:
-        _in_child(lambda: _be_first(kernel, specification, command, environment, outside, listener, root))
-    listener.close()
-    outside.close()
-    _end_as(os.waitpid(first, 0)[1])
+        _in_child(lambda: _be_first(kernel, specification, command, environment, outside, listener, root, begun))
+    for end in (listener.detach(), outside.detach(), begun):
+        os.close(end)
+    os.read(ready, 1)  # from here on /proc is that of the processes in there
+    _watch(first, specification)
+
+
+def _watch(first: int, specification: dict[str, Any]) -> NoReturn:
+    """Ends all processes that exceed a bound together. They do not see this one: they can slow down all they see."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    while not (ended := os.waitpid(first, os.WNOHANG))[0]:
+        if found := excess(specification):
+            print(f"isolation: ended all processes: {found}", file=sys.stderr, flush=True)
+            os.kill(first, signal.SIGKILL)
+            os.waitpid(first, 0)
+            os._exit(_TOO_MUCH)
+        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_SECONDS)
+    _end_as(ended[1])
 
 
 def _be_first(
@@ -169,6 +188,7 @@ def _be_first(
     outside: socket.socket,
     listener: socket.socket,
     root: Path,
+    begun: int,
 ) -> None:
     """Is the first process in there: with it, all others end."""
     kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -181,6 +201,7 @@ def _be_first(
     except (NotIsolated, OSError) as error:
         outside.sendall(str(error).encode())
         return
+    os.write(begun, b"+")
     socket.send_fds(outside, [b"+"], [listener.fileno()])
     outside.close()
     listener.close()
@@ -188,19 +209,9 @@ def _be_first(
     if child == 0:
         bound_tasks(specification["tasks"])
         _in_child(lambda: _execute(specification, command, environment))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    looked = 0.0
-    while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == child:
-            _end_as(status)
-        if pid == 0:
-            signal.sigtimedwait({signal.SIGCHLD}, _LOOK_SECONDS)
-        if time.monotonic() > looked + _LOOK_SECONDS:
-            if found := excess(specification["processes"], specification["memory_bytes"]):
-                print(f"isolation: ended all processes: {found}", file=sys.stderr, flush=True)
-                os._exit(_TOO_MUCH)
-            looked = time.monotonic()
+    while (ended := os.wait())[0] != child:
+        pass
+    _end_as(ended[1])
 
 
 def _address(endpoint: str) -> tuple[str, int]:
@@ -245,6 +256,7 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
         (root / folder).chmod(0o1777)
     for name in _DEVICES:
         kernel.show(f"/dev/{name}", root, attributes=DEVICE)  # read-only: root could change its mode
+    (root / "dev" / "zero").symlink_to("full")  # reads as it does; memory of a shared /dev/zero is no process's
     (root / "dev" / "fd").symlink_to("/proc/self/fd")
     # Read-only: to root's files below /proc/sys, whoever is root outside is root in here.
     kernel.mount("proc", root / "proc", kind="proc", flags=_RDONLY | NOSUID | NODEV | _NOEXEC)
