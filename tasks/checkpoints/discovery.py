@@ -20,6 +20,7 @@ from resources.storage.storage import FileInfo
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, not_exported, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
+from tasks.checkpoints.rules import first_at_multiples
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
@@ -317,4 +318,5 @@ def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> li
     every = selection.every_n_steps
     if every is None:
         return list(complete)
-    return [checkpoint for checkpoint in complete if checkpoint.step % every == 0 or checkpoint is complete[-1]]
+    steps = first_at_multiples({checkpoint.step for checkpoint in complete}, every) | {complete[-1].step}
+    return [checkpoint for checkpoint in complete if checkpoint.step in steps]

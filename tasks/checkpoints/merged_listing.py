@@ -11,7 +11,7 @@ from pools.weights.merges import Merge
 from tasks.checkpoints.checkpoint import SERVED
 from tasks.checkpoints.rules import Inputs
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, listing_of_inputs
-from tasks.records.index import Evaluated
+from tasks.records.index import Evaluated, RunRecords
 from tasks.spec.names import name_of
 
 _MEAN = re.compile(r".+-(\d+)-to-(\d+)-mean([2-9]|\d{2,})(-[0-9a-f]{6})?")
@@ -94,3 +94,10 @@ def past_means(
         if mean is not None and not steps.issuperset(mean.known):
             found[mean.last, mean.inputs] += [state.hashes for state in states]
     return found
+
+
+def past_steps(records: RunRecords, run: str, listed: Sequence[SeenCheckpoint]) -> set[int]:
+    """Returns steps of a run that have a record, of any status, and no checkpoint any more."""
+    names = {*records.done, *(record.checkpoint for record in records.others)}
+    names -= {checkpoint.name for checkpoint in listed}
+    return {int(step) for name in names if (step := name.removeprefix(f"{run}-")).isdecimal()}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -20,7 +20,7 @@ class CheckpointRule(Config):
     which: Literal["all", "latest", "first", "final"] | None = None
     """Every checkpoint, the one with the highest or lowest step, or that of final_step."""
     every_n_steps: int | None = Field(default=None, ge=1)
-    """Steps that are multiples of this; not also the last one, as in a selection."""
+    """The first step at or past each multiple of this; not also the last one, as in a selection."""
     steps: tuple[int, ...] = ()
     """These steps, whether they are written yet or not."""
     merged: str | None = Field(default=None, pattern=r"^last ([2-9]|[1-9][0-9]+)$")
@@ -48,8 +48,23 @@ class CheckpointRule(Config):
         return None if self.merged is None else int(self.merged.removeprefix("last "))
 
 
+def first_at_multiples(steps: Iterable[int], number: int) -> set[int]:
+    """Returns the first of some steps at or past each multiple of a number."""
+    in_order = sorted(steps)
+    return {step for before, step in zip([0, *in_order], in_order, strict=False) if _passes(number, before, step)}
+
+
+def _passes(number: int, before: int, step: int) -> bool:
+    return step % number == 0 or step // number > before // number
+
+
 def eligible(
-    rules: Sequence[CheckpointRule], complete: Sequence[int], *, listed: Sequence[int] = (), final_step: int | None
+    rules: Sequence[CheckpointRule],
+    complete: Sequence[int],
+    *,
+    listed: Sequence[int] = (),
+    past: Iterable[int] = (),
+    final_step: int | None,
 ) -> set[Inputs]:
     """The checkpoints that any of some rules takes: complete ones, and merged ones, with inputs complete or not.
 
@@ -57,15 +72,17 @@ def eligible(
         rules: the rules.
         complete: steps with a complete checkpoint.
         listed: steps with a checkpoint, complete or not; only merged ones need them.
+        past: steps that have a record and no checkpoint any more, so that the next is not the first past a multiple.
         final_step: last training step, where it is known.
     """
-    taken: set[Inputs] = {(step,) for step in _steps(_plain(rules), complete, final_step=final_step)}
+    taken: set[Inputs] = {(step,) for step in _steps(_plain(rules), complete, past, final_step=final_step)}
     in_order = sorted({*listed, *complete})
     newest = [max(complete)] if complete else []
     for rule in rules:
         if (number := rule.merges) is not None:
-            ends = _steps([rule], complete, final_step=final_step)
+            ends = _steps([rule], complete, past, final_step=final_step)
             ends |= {step for step in in_order if _might_be_taken([rule], step, newest, final_step=final_step)}
+            ends |= first_at_multiples({*in_order, *past}, rule.every_n_steps) if rule.every_n_steps else set()
             windows = (in_order[: bisect_right(in_order, end)][-number:] for end in ends if end in in_order)
             taken.update(tuple(window) for window in windows if len(window) == number)
     return taken
@@ -74,15 +91,20 @@ def eligible(
 def might_be_eligible(
     rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
 ) -> bool:
-    """Returns whether an incomplete checkpoint will be wanted; of the complete ones the highest step is enough."""
-    return _might_be_taken(_plain(rules), step, complete, final_step=final_step)
+    """Returns whether an incomplete checkpoint will be wanted, by the steps that are or were complete, in order."""
+    plain = _plain(rules)
+    below = complete[: bisect_left(complete, step)][-1:] or [0]
+    passes = any(_passes(rule.every_n_steps, below[0], step) for rule in plain if rule.every_n_steps)
+    return passes or _might_be_taken(plain, step, complete[-1:], final_step=final_step)
 
 
 def _plain(rules: Sequence[CheckpointRule]) -> list[CheckpointRule]:
     return [rule for rule in rules if rule.merged is None]
 
 
-def _steps(rules: Sequence[CheckpointRule], complete: Sequence[int], *, final_step: int | None) -> set[int]:
+def _steps(
+    rules: Sequence[CheckpointRule], complete: Sequence[int], past: Iterable[int], *, final_step: int | None
+) -> set[int]:
     taken: set[int] = set()
     for rule in rules:
         match rule.which:
@@ -92,6 +114,8 @@ def _steps(rules: Sequence[CheckpointRule], complete: Sequence[int], *, final_st
                 taken.add(max(complete))
             case "first" if complete:
                 taken.add(min(complete))
+        if rule.every_n_steps is not None:
+            taken |= first_at_multiples({*complete, *past}, rule.every_n_steps) & set(complete)
         taken.update(step for step in complete if _by_number(rule, step, final_step=final_step))
     return taken
 
@@ -110,5 +134,4 @@ def _might_be_taken(
 
 
 def _by_number(rule: CheckpointRule, step: int, *, final_step: int | None) -> bool:
-    by_count = rule.every_n_steps is not None and step % rule.every_n_steps == 0
-    return by_count or step in rule.steps or (rule.which == "final" and step == final_step)
+    return step in rule.steps or (rule.which == "final" and step == final_step)

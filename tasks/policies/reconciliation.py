@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Literal, NamedTuple
 
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED
-from tasks.checkpoints.merged_listing import past_means
+from tasks.checkpoints.merged_listing import past_means, past_steps
 from tasks.checkpoints.rules import CheckpointRule, Inputs, eligible, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
@@ -63,16 +64,14 @@ class RunListing:
         """The checkpoints that some rules take; see `eligible`."""
         written = [checkpoint for checkpoint in self.checkpoints if not checkpoint.merged]
         averaged = [checkpoint for checkpoint in written if checkpoint.kind in SERVED] or written
-        merging = [rule for rule in rules if rule.merged is not None]
-        return eligible(
-            [rule for rule in rules if rule.merged is None],
-            [checkpoint.step for checkpoint in written if checkpoint.complete],
-            final_step=final_step,
-        ) | eligible(
-            merging,
+        by_number = any(rule.every_n_steps for rule in rules)
+        past = past_steps(self.records, self.name, self.checkpoints) if by_number else set()
+        taken = partial(eligible, past=past, final_step=final_step)
+        plain = [rule for rule in rules if rule.merged is None]
+        return taken(plain, [checkpoint.step for checkpoint in written if checkpoint.complete]) | taken(
+            [rule for rule in rules if rule.merged is not None],
             [checkpoint.step for checkpoint in averaged if checkpoint.complete],
             listed=[checkpoint.step for checkpoint in averaged],
-            final_step=final_step,
         )
 
 
@@ -159,14 +158,15 @@ class _Part(NamedTuple):
 def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
     state = _RunState(listing, policy, now=now)
     complete = [checkpoint for checkpoint in listing.checkpoints if checkpoint.complete]
-    newest = max((checkpoint.step for checkpoint in complete if not checkpoint.merged), default=None)
+    past = past_steps(listing.records, listing.name, listing.checkpoints)
+    steps = sorted({*past, *(checkpoint.step for checkpoint in complete if not checkpoint.merged)})
     wanted_of = _wanted_of_each(listing, final_step=policy.final_step)
     done: Counter[tuple[str, str]] = Counter()
     open_cells: list[OpenCell] = []
     finished: Counter[frozenset[str]] = Counter()
     for checkpoint in listing.checkpoints:
         if not (checkpoint.complete or checkpoint.merged):
-            open_cells += state.incomplete(checkpoint, [] if newest is None else [newest])
+            open_cells += state.incomplete(checkpoint, steps)
         elif checkpoint.inputs in wanted_of:
             evaluations, hashes = wanted_of[checkpoint.inputs]
             recorded = state.recorded(checkpoint)
@@ -294,12 +294,12 @@ class _RunState:
             (checkpoint.name, checkpoint.listing), ()
         )
 
-    def incomplete(self, checkpoint: SeenCheckpoint, newest: Sequence[int]) -> list[OpenCell]:
-        """Returns the cells that wait for a checkpoint to be whole; `newest` is the highest step of those that are."""
+    def incomplete(self, checkpoint: SeenCheckpoint, complete: Sequence[int]) -> list[OpenCell]:
+        """Returns the cells that wait for a checkpoint to be whole; `complete` are steps that are or were, in order."""
         return [
             self._not_whole(checkpoint, wanted)
             for wanted in self._listing.wanted
-            if might_be_eligible(wanted.rules, checkpoint.step, newest, final_step=self._policy.final_step)
+            if might_be_eligible(wanted.rules, checkpoint.step, complete, final_step=self._policy.final_step)
         ]
 
     def _not_whole(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:

@@ -64,7 +64,7 @@ class CheckpointSelection(Config):
     steps: tuple[int, ...] = ()
     """Only these training steps; one that has no complete checkpoint is an error."""
     every_n_steps: int | None = Field(default=None, ge=1)
-    """Keep only steps that are multiples of this, and the last one."""
+    """Keep only the first step at or past each multiple of this, and the last one."""
     wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
     """Longest wait for checkpoints that are still being written."""
 

@@ -15,6 +15,7 @@ from resources.jobs.jobs import JobDetails, JobHandle
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
+from tasks.checkpoints.rules import first_at_multiples
 from tasks.prefect_server.progress import Event, report, report_event
 from tasks.running.cells import Cell, plan_cells
 from tasks.running.claimed_cells import ClaimedCells
@@ -36,7 +37,7 @@ class ArrivingCheckpoints:
 
     Args:
         uri: folder that holds them.
-        every_n_steps: leave out steps that are no multiple of this, but for the last one.
+        every_n_steps: leave out steps that are not the first at or past a multiple of this, but for the last one.
     """
 
     def __init__(self, uri: str, *, every_n_steps: int | None = None) -> None:
@@ -45,7 +46,7 @@ class ArrivingCheckpoints:
         self._seen: dict[str, tuple[FileInfo, ...]] = {}
         self._looked_into: dict[str, tuple[FileInfo, ...]] = {}
         self._left_out: dict[int, Checkpoint] = {}
-        self._last_step = -1
+        self._complete: set[int] = set()
 
     def find_new(self, *, last: bool = False) -> list[Checkpoint]:
         """Those that are complete and were not told of yet, by step.
@@ -70,25 +71,23 @@ class ArrivingCheckpoints:
             found = checkpoint_at(folder)
             looked_into[folder] = now[folder]
             if found is not None and found.complete:
-                self._last_step = max(self._last_step, found.step)
-                arrived += self._wanted(found)
+                arrived.append(found)
             elif found is not None and last:
                 report_event(f"left out {found.uri}: {'; '.join(found.problems)}")
         self._looked_into |= looked_into  # only now: had one of them not been readable, none would have been told
-        if last and self._last_step in self._left_out:
-            arrived.append(self._left_out.pop(self._last_step))
+        self._complete |= {checkpoint.step for checkpoint in arrived}
+        if self._every is not None:
+            taken = first_at_multiples(self._complete, self._every)
+            self._left_out |= {checkpoint.step: checkpoint for checkpoint in arrived if checkpoint.step not in taken}
+            arrived = [checkpoint for checkpoint in arrived if checkpoint.step in taken]
+        if last and (newest := max(self._complete, default=-1)) in self._left_out:
+            arrived.append(self._left_out.pop(newest))
         return sorted(arrived, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
 
     def forget(self, uris: Iterable[str]) -> None:
         """Lets some checkpoints be told again, since nothing came of them."""
         for uri in uris:
             self._looked_into.pop(uri, None)
-
-    def _wanted(self, checkpoint: Checkpoint) -> list[Checkpoint]:
-        if self._every is None or checkpoint.step % self._every == 0:
-            return [checkpoint]
-        self._left_out[checkpoint.step] = checkpoint
-        return []
 
 
 class ArrivingCells:

@@ -160,7 +160,7 @@ class TrainAndEvaluateConfig(Config):
     request: ExportsRequest | None = None
     """As for a suite: the place of its records, the resources of its engines."""
     every_n_steps: int | None = Field(default=None, ge=1)
-    """Evaluate only steps that are multiples of this, and the last one."""
+    """Evaluate only the first step at or past each multiple of this, and the last one."""
     poll_seconds: float = Field(default=2.0, gt=0)
     """Time between two listings of the exports; a checkpoint is taken once two agree about it."""
 

@@ -115,7 +115,9 @@ class SelectionOptions:
     """Checkpoints of a run, as `CheckpointSelection` has them."""
 
     which: Annotated[str, typer.Option(help="all, latest or first.")] = "all"
-    every: Annotated[int | None, typer.Option(help="Only steps that are multiples of this, and the last.")] = None
+    every: Annotated[
+        int | None, typer.Option(help="Only the first step at or past each multiple of this, and the last.")
+    ] = None
     step: Annotated[tuple[int, ...], typer.Option("--step", help="Only this training step; repeatable.")] = ()
     wait: Annotated[float, typer.Option(help="Seconds to wait for checkpoints that are being written.")] = 0.0
 

@@ -288,6 +288,8 @@ def test_native_checkpoints_in_a_store_are_found_alike(tmp_path: Path) -> None:
         ({"which": "latest"}, [35]),
         ({"every_n_steps": 10}, [10, 20, 30, 35]),
         ({"every_n_steps": 25}, [25, 35]),
+        ({"every_n_steps": 8}, [10, 20, 25, 35]),  # at or past 8, 16, 24 and 32, which 30 is not
+        ({"every_n_steps": 100}, [35]),
     ],
 )
 def test_selection_takes_all_the_latest_or_every_n_steps(

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -162,6 +162,8 @@ def test_record_counts_for_the_state_of_the_checkpoint_that_it_is_of(
         ([CheckpointRule(which="first")], {5}),
         ([CheckpointRule(which="final")], {15}),
         ([CheckpointRule(every_n_steps=10)], {10, 20}),
+        ([CheckpointRule(every_n_steps=6)], {10, 15, 20}),  # 6, 12, 18
+        ([CheckpointRule(every_n_steps=9)], {10, 20}),
         ([CheckpointRule(steps=(5, 7))], {5}),
         ([CheckpointRule(every_n_steps=15), CheckpointRule(which="latest")], {15, 20}),
     ],
@@ -171,6 +173,15 @@ def test_rules_take_checkpoints_and_the_others_are_counted(rules: list[Checkpoin
     found = decide(checkpoints, [wanted("a", *rules)], of=policy(final_step=15))
     assert {cell.checkpoint.step for cell in found.work} == steps
     assert found.left_out == 4 - len(steps)
+
+
+@pytest.mark.parametrize(("recorded", "steps"), [((), {1300}), ((1000,), set()), ((900,), {1300})])
+def test_next_checkpoint_past_a_deleted_one_with_a_record_is_left_out(recorded: Sequence[int], steps: set[int]):
+    records = RunRecords({name: states for step in recorded for name, states in done(step, "a").items()}, (), {})
+    kept = [*map(checkpoint, (1300, 1400, 1500)), checkpoint(1250, problems=("no weights",))]
+    found = decide(kept, [wanted("a", CheckpointRule(every_n_steps=1000))], records)
+    assert {cell.checkpoint.step for cell in found.work} == steps
+    assert {cell.checkpoint.step for cell in found.others} == ({1250} if steps else set())
 
 
 def test_incomplete_checkpoint_waits_with_what_it_lacks_where_it_would_be_wanted():

@@ -92,6 +92,14 @@ def test_every_n_steps_leaves_out_others_but_the_last(run: Path) -> None:
     assert exports.find_new(last=True) == []
 
 
+def test_every_n_steps_takes_the_first_past_each_multiple(run: Path) -> None:
+    exports = ArrivingCheckpoints(str(run / "hf"), every_n_steps=4)
+    write_run(run, [3, 5, 7, 9, 10])
+    assert steps([*exports.find_new(), *exports.find_new()]) == [5, 9]
+    write_run(run, [11, 13])
+    assert steps([*exports.find_new(), *exports.find_new()]) == [13]
+
+
 def cell_of(checkpoint: Checkpoint, done: Callable[[int], bool]) -> Cell:
     assert checkpoint.folder is not None
     digests = digest_model_folder(checkpoint.folder)
