@@ -41,6 +41,7 @@ from tasks.evaluators.early import WantedEarly, scores_decided
 from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress
 from tasks.evaluators.isolation import cage, isolated
 from tasks.evaluators.outcome import with_samples
+from tasks.evaluators.reading import invalid_results
 from tasks.records.samples import SAMPLES_NAME
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -54,7 +55,7 @@ _REFUSALS = (
 )
 
 _PROGRESS_LINES, _PROGRESS_CHARACTERS = 200, 1 << 14  # of code that a model wrote, which no pattern may search long
-_KEPT_LOG_LINES = 1_000_000
+_KEPT_LOG_LINES, _REFUSAL_CHARACTERS = 1_000_000, 1 << 20
 _SHOWN_LOG_LINES = 25
 _SHOWN_LINE_CHARACTERS = 300  # harnesses print whole answers, and answers echo prompts
 _KEY_VARIABLES = {
@@ -138,11 +139,9 @@ def run_harness(
             log = "\n".join(filter(None, [_without_keys(job.logs(_KEPT_LOG_LINES), command), left]))
             with suppress(OSError):  # a full disk must not hide how the harness ended
                 (output / LOG_NAME).write_text(log + "\n")
-            with suppress(OSError):  # seldom there; may quote what an endpoint said
-                refusal = output / REFUSAL_NAME
-                refusal.write_text(
-                    _without_keys(refusal.read_text(errors="replace"), command)
-                )  # may quote what an endpoint said
+            refusal = output / REFUSAL_NAME  # seldom there; may quote what an endpoint said
+            with suppress(OSError), refusal.open(errors="replace") as file:
+                refusal.write_text(_without_keys(file.read(_REFUSAL_CHARACTERS), command))
     if job.status() is not JobStatus.SUCCEEDED:
         by_hand = f"Run it by hand: {_by_hand(command, working_folder)}"
         remedy = f"Read the whole log: {output / LOG_NAME}" if caged.apart else by_hand
@@ -163,9 +162,19 @@ def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *,
         HarnessOutputInvalid: it left nothing that can be read.
         StorageError: the file cannot be written.
     """
-    with span("score"):
-        parsed = evaluator.parse(output, config)
-        return with_samples(parsed, evaluator.samples(output, config), samples)
+    try:
+        with span("score"):
+            parsed = evaluator.parse(output, config)
+            return with_samples(parsed, evaluator.samples(output, config), samples)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:  # code of a model can write it
+        found = f"{type(error).__name__} where they are read: {str(error)[:_SHOWN_LINE_CHARACTERS]}"
+        raise invalid_results(evaluator.name, output, found) from error
 
 
 @contextmanager
@@ -364,7 +373,7 @@ def refusal_in(output: Path) -> AssayError | None:
     try:
         refusal = json.loads((output / REFUSAL_NAME).read_text())
         return error_of(refusal) if refusal["kind"] in _REFUSALS else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

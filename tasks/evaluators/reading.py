@@ -9,6 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from resources.errors import HarnessOutputInvalid
+from resources.storage.regular_files import open_regular
 from tasks.records.details import Asking
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
@@ -16,6 +17,7 @@ from tasks.spec.names import how_many
 PLAN_NAME = "plan.json"
 """Written by our programs before the first request, each in a form of its own."""
 _Content = TypeVar("_Content")
+_LARGEST_RESULT_BYTES = 256 << 20  # as objects they take twenty times as much; the largest of HELM have a tenth
 
 
 class Unanswered(BaseModel):
@@ -79,7 +81,8 @@ def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:
         HarnessOutputInvalid: it cannot be read, or is of another form.
     """
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        with open_regular(path.parent, path.name, max_bytes=_LARGEST_RESULT_BYTES) as file:
+            return TypeAdapter(kind).validate_json(file.read())
     except OSError as error:
         raise invalid_results(harness, path.parent, f"no readable {path.name} ({error})") from error
     except ValidationError as error:

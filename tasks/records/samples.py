@@ -21,7 +21,8 @@ from tasks.records.details import Whole
 
 SAMPLES_NAME = "samples.jsonl.gz"
 """Name of the file in an attempt's folder."""
-_MOST_BYTES_OF_A_LINE = 64 << 20  # a million tokens of prompt and answer have about 10 MB
+MOST_BYTES_OF_A_LINE = 64 << 20
+"""A million tokens of prompt and answer have about 10 MB."""
 
 
 def encodable(text: str) -> str:
@@ -127,9 +128,9 @@ def sample_lines(content: bytes, *, uri: str) -> Iterator[bytes]:
     """
     try:
         with gzip.open(io.BytesIO(content), "rb") as lines:
-            while line := lines.readline(_MOST_BYTES_OF_A_LINE + 1):
-                if len(line) > _MOST_BYTES_OF_A_LINE:
-                    raise damaged_samples(uri, f"a line of more than {_MOST_BYTES_OF_A_LINE:,} bytes")
+            while line := lines.readline(MOST_BYTES_OF_A_LINE + 1):
+                if len(line) > MOST_BYTES_OF_A_LINE:
+                    raise damaged_samples(uri, f"a line of more than {MOST_BYTES_OF_A_LINE:,} bytes")
                 yield line
     except (OSError, EOFError, zlib.error) as error:
         raise damaged_samples(uri, str(error)) from error

@@ -37,6 +37,10 @@ def main(behaviour: str, output: Path) -> int:
         case "refuse_in_latin_1":
             (output / "refused.json").write_bytes('{"kind": "UnknownBenchmark", "found": "caf\xe9"}'.encode("latin-1"))
             return 1
+        case "refuse_at_length":
+            texts = {"expected": "a", "found": "b" * (1 << 21), "remedy": "c"}
+            (output / "refused.json").write_text(json.dumps({"kind": "UnknownBenchmark", **texts}))
+            return 1
         case "print_garbage":
             sys.stdout.buffer.write(bytes(range(256)) * 100)
             (output / "results.json").write_bytes(b"\xff{")

@@ -21,6 +21,7 @@ from tasks.evaluators.reading import PLAN_NAME, invalid_results, read_result, re
 from tasks.records.details import BenchmarkDetails
 from tasks.records.early import ANSWERED_NAME
 from tasks.records.record import Counts, Metric
+from tasks.records.samples import MOST_BYTES_OF_A_LINE
 from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "lm-eval"
@@ -225,7 +226,7 @@ def sample_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """Every line that is a whole sample; a lost line is a question without an answer."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
+            while line := lines.readline(MOST_BYTES_OF_A_LINE):  # the rest of a longer one is no sample either
                 try:
                     sample = json.loads(line)
                 except (ValueError, RecursionError):

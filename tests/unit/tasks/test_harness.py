@@ -30,7 +30,7 @@ from resources.errors import (
 )
 from resources.settings import process_environment
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.evaluators.harness import run_harness, verify_counts, verify_ends
+from tasks.evaluators.harness import refusal_in, run_harness, verify_counts, verify_ends
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import Counts
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
@@ -218,6 +218,18 @@ def test_harness_that_refuses_raises_what_it_refused_with(tmp_path: Path, client
 def test_refusal_that_is_not_utf_8_fails_with_a_reason(tmp_path: Path, client: LocalClient) -> None:
     with pytest.raises(AssayError):
         run("refuse_in_latin_1", tmp_path / "output", client)
+
+
+def test_refusal_beyond_a_megabyte_is_cut_and_counts_as_none(tmp_path: Path, client: LocalClient):
+    with pytest.raises(HarnessFailed):
+        run("refuse_at_length", tmp_path / "output", client)
+    assert (tmp_path / "output" / "refused.json").stat().st_size == 1 << 20
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "null", '{"kind": []}', '{"kind": "BadInput"}'])
+def test_refusal_of_another_form_counts_as_none(tmp_path: Path, content: str):
+    (tmp_path / "refused.json").write_text(content)
+    assert refusal_in(tmp_path) is None
 
 
 def test_harness_printing_garbage_gives_invalid_output(tmp_path: Path, client: LocalClient):
