@@ -28,6 +28,8 @@ _REACHABLE_SECONDS = 5.0
 _NOT_FINITE = "Out of range float values"  # vLLM answers 400 with this, since JSON has no NaN
 _RELOAD_SECONDS = 900.0
 _SHOWN_NAMES = 5
+_SHOWN_CHARACTERS = 300
+_METHOD_FAILED = "collective_rpc method failed: "  # vLLM puts this in front of the error of a worker
 _NO_SUCH_CALL = ("404 ", "405 ", "501 ")
 
 
@@ -250,9 +252,8 @@ class EngineClient:
             return self._request("POST", path, body, timeout=_RELOAD_SECONDS)
         except EndpointUnusable as error:
             kind = ReloadUnavailable if error.found.startswith(_NO_SUCH_CALL) else SwapRefused
-            raise kind(
-                expected=f"the engine to take POST {path}", found=error.found, remedy="restart the engine"
-            ) from error
+            words = error.found.rpartition(_METHOD_FAILED)[2]
+            raise kind(expected=f"the engine to take POST {path}", found=words, remedy="restart the engine") from error
 
     @property
     def _key(self) -> dict[str, str]:
@@ -270,7 +271,7 @@ class EngineClient:
             if response.status_code != 200:
                 raise EndpointUnusable(
                     expected=f"200 from {method} {self.base_url}{path}",
-                    found=f"{response.status_code} {response.text[:300]}",
+                    found=f"{response.status_code} {_words(response)}",
                     remedy="look at the server's log",
                 )
             content = response.json() if response.content else {}
@@ -281,6 +282,15 @@ class EngineClient:
                 remedy="check that the server is up and speaks the OpenAI protocol",
             ) from error
         return content if isinstance(content, dict) else {}
+
+
+def _words(response: httpx.Response) -> str:
+    try:
+        content = response.json()
+        error = content.get("error", content)
+        return str(error if isinstance(error, str) else error.get("message") or error["detail"])[:_SHOWN_CHARACTERS]
+    except (ValueError, AttributeError, LookupError):  # of another form
+        return response.text[:_SHOWN_CHARACTERS]
 
 
 @cache

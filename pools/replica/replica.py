@@ -204,7 +204,7 @@ class ReplicaEngine:
             self._cannot_reload = f"this engine cannot reload weights ({error.found})"
             return self._cannot_reload
         except (SwapRefused, EndpointUnusable) as error:
-            return error.found
+            return f"reloading in place failed: {error.found}"
         if canary == self._canary and running.digests.weights != wanted.digests.weights:
             return "the engine still answered with the former weights"
         if before is not None and reloaded is not None:

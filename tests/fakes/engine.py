@@ -487,7 +487,7 @@ class FakeEngine:
         folders = [Path(folder) for folder in call.get("kwargs", {}).get("folders", [])]
         fits = len(folders) == self.ranks and all((folder / "model.safetensors").is_file() for folder in folders)
         if self.faults.fail_reload or not fits or len(set(map(weights_label, folders))) != 1:
-            return _error(500, "assay_reload failed")
+            return _error(500, f"{RPC_FAILED}they do not fit")
         folder = folders[0]
         self.stats.reloads += 1
         if self.faults.partial_reload:
@@ -563,6 +563,10 @@ def _check(fields: dict[str, Any]) -> None:
     for stop in fields.get("stop") or []:
         if not isinstance(stop, str) or not stop.encode():
             raise ValueError("stop must be texts")
+
+
+RPC_FAILED = "Call to collective_rpc method failed: "
+"""Beginning of vLLM's message where a method of its worker raised an error."""
 
 
 def _error(status: int, message: str, *, param: str | None = None) -> web.Response:
