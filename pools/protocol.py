@@ -25,7 +25,8 @@ class ProxyLimits(Config):
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     """Largest request body; a larger one is answered 413."""
     max_buffered_bytes: int = Field(default=512 * 2**20, ge=1)
-    """Request bodies that are read, wait or are being answered, together; a request beyond is answered 429."""
+    """Request bodies that are read, wait or are being answered, together; a request beyond is answered 429. Answers
+    may take half of it."""
     head_timeout_seconds: float = Field(default=30, gt=0)
     """Longest time a client may take over the headers, and then over each piece of the body."""
     max_held: int = Field(default=20_000, ge=0)

@@ -26,7 +26,8 @@ from pools.protocol import ProxyLimits
 from pools.proxy.cells import Cells
 from pools.proxy.client import JournalFlags
 from pools.proxy.connections.listener import Listener
-from pools.proxy.connections.reading import BodyRoom, Bounds
+from pools.proxy.connections.reading import Bounds
+from pools.proxy.connections.room import BodyRoom
 from pools.proxy.connections.upstream import Upstream
 from pools.proxy.counters import Tally
 from pools.proxy.engine_metrics import EngineMetrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pools.journal.answers import AnswerFacts, judge, judge_response, judge_tokens
@@ -10,6 +12,10 @@ from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import Call, Lost, NotConnected, TakenAway, TimedOut
 from pools.proxy.request import RESPONSES, TOKENIZE, Asked
 from pools.proxy.routing import RequestOutcome, RoutedReplica, outcome_of
+
+_QUICKLY_JUDGED_BYTES = 2**18
+"""A larger answer is judged in a thread, for which the loop stood still for up to 2 s at 16 MB."""
+_JUDGE = ThreadPoolExecutor(1, "judge")  # one at a time: a parsed answer takes ten times its bytes
 
 
 @dataclass(slots=True)
@@ -50,7 +56,7 @@ async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder
     try:
         await call.ask(b"POST", asked.target, headers=asked.headers, body=asked.body, stream=asked.stream)
         if not call.is_stream:
-            return _judged(call, asked)
+            return await _judged(call, asked)
         chunk = await call.read()
         if not chunk:
             return Attempt(RequestOutcome.SERVER_ERROR)
@@ -70,24 +76,31 @@ async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder
     if not relay.is_done:
         return Attempt(RequestOutcome.SERVER_ERROR, stream=relay)
     body, content_type = relay.relayed, call.content_type.decode("latin-1")
-    facts = _facts(asked, content_type, body, stream=True) if body is not None else None
+    facts = await _facts(asked, content_type, body, stream=True) if body is not None else None
     if facts is None and body is not None and asked.is_completion:
         return Attempt(RequestOutcome.SERVER_ERROR, stream=relay)
     return Attempt(RequestOutcome.ANSWERED, stream=relay, facts=facts, content_type=content_type)
 
 
-def _judged(call: Call, asked: Asked) -> Attempt:
+async def _judged(call: Call, asked: Asked) -> Attempt:
     reply = Reply(call.status, call.body, call.headers)
     if call.status != 200:
         return Attempt(outcome_of(call.status), reply)
     content_type = call.content_type.decode("latin-1")
-    facts = _facts(asked, content_type, reply.body)
+    facts = await _facts(asked, content_type, reply.body)
     if facts is None:
         return Attempt(RequestOutcome.SERVER_ERROR)
     return Attempt(RequestOutcome.ANSWERED, reply, facts=facts, content_type=content_type)
 
 
-def _facts(asked: Asked, content_type: str, body: bytes, *, stream: bool = False) -> AnswerFacts | None:
+async def _facts(asked: Asked, content_type: str, body: bytes, *, stream: bool = False) -> AnswerFacts | None:
+    judging = (asked, content_type, body, stream)
+    if len(body) <= _QUICKLY_JUDGED_BYTES:
+        return _facts_now(*judging)
+    return await asyncio.get_running_loop().run_in_executor(_JUDGE, _facts_now, *judging)
+
+
+def _facts_now(asked: Asked, content_type: str, body: bytes, stream: bool) -> AnswerFacts | None:
     if asked.target == RESPONSES:
         return judge_response(body, stream=stream)
     if asked.target == TOKENIZE:

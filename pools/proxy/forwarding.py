@@ -16,7 +16,7 @@ from pools.journal.store import Claim, Journal, StoredAnswer
 from pools.protocol import ProxyLimits, ServedModel
 from pools.proxy.attempts import Attempt, attempt
 from pools.proxy.connections.messages import ClientGone, Reply, Request, Responder
-from pools.proxy.connections.replies import Refusal, unknown_model
+from pools.proxy.connections.replies import Refusal, no_room, unknown_model
 from pools.proxy.connections.upstream import Call, Upstream
 from pools.proxy.counters import CLIENT_LEFT, RequestTally, Tally
 from pools.proxy.probes import Probes
@@ -150,6 +150,9 @@ class Forwarder:
         settled = False
         try:
             if (stored := await claim.replay()) is not None:
+                if not asked.share.hold(len(stored.body)):
+                    raise no_room()
+                asked.share.complete()
                 responder.send(_stored_reply(stored))
                 for tally in self._tallies(asked, scope):
                     tally.journal_hits += 1
@@ -245,6 +248,7 @@ class Forwarder:
             replica.url,
             patience_seconds=self._limits.engine_timeout_seconds,
             keys=replica.keys,
+            share=asked.share,
         )
         self._running[call] = replica
         self._table.begin(replica, asked.model)
@@ -254,6 +258,8 @@ class Forwarder:
             return made
         finally:
             call.close()
+            if outcome is not RequestOutcome.ANSWERED:
+                asked.share.drop()
             del self._running[call]
             self._table.end(replica, asked.model, outcome)
             if replica.reserved is not None and replica.in_flight == 0:

@@ -14,6 +14,7 @@ from pools.journal.terms import NO_TERMS, Terms, terms_of
 from pools.journal.token_terms import TokenTerms, token_terms_of
 from pools.proxy.connections.messages import Header, Request
 from pools.proxy.connections.replies import OURS_TO_KEEP, Refusal, passed_on
+from pools.proxy.connections.room import AnswerShare
 
 COMPLETIONS, CHAT, RESPONSES, TOKENIZE = b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/tokenize"
 GENERATE = _GENERATE.encode()
@@ -36,6 +37,8 @@ class Asked:
     stream: bool
     fields: dict[str, Any] = field(repr=False)
     """The body, parsed."""
+    share: AnswerShare = field(repr=False)
+    """Of the room, for its answer."""
     tries_after: int | None = None
     """The number of times that the pool had given up before it came; none where it must not make it try again."""
 
@@ -72,7 +75,7 @@ def asked_in(request: Request, *, target: bytes, trace: bytes | None = None) -> 
     headers = passed_on(request.head.headers, dropped=OURS_TO_KEEP)
     if trace is not None and request.head.header(b"traceparent") is None:
         headers = [*headers, (b"traceparent", trace)]
-    return Asked(target, headers, request.body, model, bool(fields.get("stream")), fields)
+    return Asked(target, headers, request.body, model, bool(fields.get("stream")), fields, request.share)
 
 
 def _parsed(body: bytes) -> Any:

@@ -11,7 +11,8 @@ import h11
 from hypothesis import strategies as st
 
 from fakes.wire import EchoApplication
-from pools.proxy.connections.reading import BodyRoom, Bounds
+from pools.proxy.connections.reading import Bounds
+from pools.proxy.connections.room import BodyRoom
 from pools.proxy.connections.wire import ClientConnection
 
 _SPACES = re.compile(rb"\A([A-Z]+) +(\S+) +(?=HTTP/)")

@@ -62,6 +62,8 @@ class EchoApplication:
             case "/split":
                 responder.send(Reply(200, b"{}", [(b"Content-Type", request.body)]))
             case "/large":
+                request.share.hold(2**25)
+                request.share.complete()
                 responder.send(Reply(200, b"x" * 2**25))
             case path:
                 digest = hashlib.sha256(request.body).hexdigest()[:16]

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pools.proxy.connections.room import AnswerShare
+
 Header = tuple[bytes, bytes]
 """Name and value as they came, or as they are to be sent."""
 
@@ -34,11 +36,12 @@ class Head:
 
 @dataclass(slots=True)
 class Request:
-    """A request, whole. `gone` is done as soon as its client has left."""
+    """A request, whole. `gone` is done as soon as its client has left; `share` is what its answer takes of the room."""
 
     head: Head
     body: bytes
     gone: asyncio.Future[None]
+    share: AnswerShare
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import httptools
 
 from pools.proxy.connections.messages import Head, Header, Reply, Request
-from pools.proxy.connections.replies import Refusal
+from pools.proxy.connections.replies import Refusal, no_room
+from pools.proxy.connections.room import AnswerShare, BodyRoom
 
 MAX_HEAD_BYTES = 64 * 2**10
 
@@ -18,15 +19,7 @@ BETWEEN, HEAD, BODY, NOTHING = range(4)
 
 _METHODS: dict[bytes, str] = {}
 _MALFORMED = Refusal(400, "The request is not well-formed HTTP/1.1.")
-_NO_ROOM = Refusal(429, "The bodies of other requests take all the memory there is for them.", retry_after_seconds=1)
 _HEAD_TOO_LARGE = Refusal(431, f"The request line and headers are larger than {MAX_HEAD_BYTES} bytes.")
-
-
-@dataclass(slots=True)
-class BodyRoom:
-    """Bytes that the bodies of all connections together may still take, each from its arrival to the answer."""
-
-    free: int = 2**29
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +49,8 @@ class Turn:
     """The client may still be sending: it gets time to read the reply before the connection closes."""
     begun: bool = False
     ended: bool = False
+    body: bytes = b""
+    """Of a large answer, of which the first piece is written."""
     room_bytes: int = 0
     """Those that its body takes of the room until the turn ends."""
 
@@ -157,11 +152,8 @@ class RequestReader:
         self.state = NOTHING
         self.owes_continue = False
         self._body = bytearray()
-        self._take_room(-self._room_bytes)
-
-    def _take_room(self, size: int) -> None:
-        self._room.free -= size
-        self._room_bytes += size
+        self._room.give_back(self._room_bytes)
+        self._room_bytes = 0
 
     # --- What the parser says ----------------------------------------------------------------------------------------
 
@@ -224,8 +216,8 @@ class RequestReader:
         self._refused = self._refusal_of(self._head)
         if self._refused is None and length > self._max_body_bytes:
             self._refused = self._too_large().reply()
-        elif self._refused is None and length > self._room.free:
-            self._refused = _NO_ROOM.reply()
+        elif self._refused is None and length > self._room.free_for_requests:
+            self._refused = no_room().reply()
         if self._refused is not None and (length or coding is not None):
             self.refuse(self._refused)
             raise _Stop
@@ -237,21 +229,24 @@ class RequestReader:
     def on_body(self, body: bytes) -> None:
         """A piece of the body came."""
         self._body += body
-        self._take_room(len(body))
+        self._room.free -= len(body)
+        self._room_bytes += len(body)
         self._quiet_bytes = 0
         self.moved = True
         if len(self._body) > self._max_body_bytes:
             self.refuse(self._too_large())
             raise _Stop
-        if self._room.free < 0:
-            self.refuse(_NO_ROOM)
+        if self._room.free_for_requests < 0:
+            self.refuse(no_room())
             raise _Stop
 
     def on_message_complete(self) -> None:
         """The request is whole, unless the parser has stopped before its body."""
         if self._framing is not None:
             return
-        request = Request(self._head, bytes(self._body), self._gone) if self._refused is None else None
+        request = None
+        if self._refused is None:
+            request = Request(self._head, bytes(self._body), self._gone, AnswerShare(self._room))
         keep_alive = self._keep_alive and not self._parser.should_upgrade()
         turn = Turn(request, self._refused, keep_alive, self._head.method != "HEAD", self._old)
         turn.room_bytes, self._room_bytes = self._room_bytes, 0

@@ -71,6 +71,12 @@ class Refusal(Exception):
         return Reply(self.status, error_body(self.status, self.message, param=self.param), headers)
 
 
+def no_room() -> Refusal:
+    """Refusal of a body that finds no memory."""
+    message = "The bodies of other requests and answers take all the memory there is for them."
+    return Refusal(429, message, retry_after_seconds=1)
+
+
 def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
     """An error as OpenAI clients and vLLM write it."""
     error = {"message": message, "type": _TYPES.get(status, "ServerError"), "param": param, "code": status}

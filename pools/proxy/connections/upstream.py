@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from pools.proxy.connections.engine_connection import NO_KEYS, EngineConnection, EngineKeys, Origin, message_of
 from pools.proxy.connections.messages import Header
+from pools.proxy.connections.room import AnswerShare, BodyRoom
+from pools.proxy.connections.stream import KEPT_BYTES
 
 STREAM_BUFFER_BYTES = 2**20
 _EVENT_STREAM = b"text/event-stream"
@@ -46,9 +48,12 @@ class Call:
         "_connecting",
         "_connection",
         "_error",
+        "_held",
         "_patience",
+        "_share",
         "_upstream",
         "_waiter",
+        "_waits_for_room",
         "_wants_stream",
         "_whole",
         "content_type",
@@ -59,7 +64,7 @@ class Call:
         "status",
     )  # fmt: skip
 
-    def __init__(self, upstream: Upstream, origin: Origin, patience_seconds: float) -> None:
+    def __init__(self, upstream: Upstream, origin: Origin, patience_seconds: float, share: AnswerShare | None) -> None:
         self.status = 0
         self.headers: list[Header] = []
         self.content_type = b""
@@ -72,7 +77,9 @@ class Call:
         self._connection: EngineConnection | None = None
         self._connecting: asyncio.Timeout | None = None
         self._chunks: list[bytes] = []
-        self._buffered = 0
+        self._buffered = self._held = 0
+        self._share = share or AnswerShare(BodyRoom())
+        self._waits_for_room = False
         self._whole = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -110,8 +117,9 @@ class Call:
     @property
     def body(self) -> bytes:
         """The body of an answer that came whole."""
-        chunks = self._chunks
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if len(self._chunks) != 1:
+            self._chunks = [b"".join(self._chunks)]  # the pieces would take as much memory again
+        return self._chunks[0]
 
     async def read(self) -> bytes:
         """Returns the part of a stream that has come since the last time; empty at its end.
@@ -126,8 +134,7 @@ class Call:
                 self._chunks = []
                 self._buffered = 0
                 self.deadline = math.inf
-                if self._connection is not None:
-                    self._connection.resume()
+                self._go_on()
                 return data
             if self._error is not None:
                 raise self._error
@@ -212,18 +219,30 @@ class Call:
         """A piece of the body came."""
         self._chunks.append(data)
         self._buffered += len(data)
+        self._held += len(data)
 
     def arrived(self) -> bool:
         """Everything that came at once was taken; whether the connection may go on reading."""
-        if not self.is_stream or not self._chunks:
-            return True
-        self._wake()
-        return self._buffered < STREAM_BUFFER_BYTES
+        if self.is_stream and self._chunks:
+            self._wake()
+        return self._may_go_on()
+
+    def _may_go_on(self) -> bool:
+        blocked = self.is_stream and self._buffered >= STREAM_BUFFER_BYTES
+        held = min(self._held, KEPT_BYTES) if self.is_stream else self._held
+        has_room = self._share.hold(held, self._go_on, blocked=blocked)
+        self._waits_for_room = not (has_room or blocked)
+        return has_room and not blocked
+
+    def _go_on(self) -> None:
+        if self._connection is not None and self._may_go_on():
+            self._connection.resume()
 
     def complete(self) -> None:
         """The answer is whole; the connection has other things to do."""
         self._whole = True
         self._connection = None
+        self._share.complete()
         self.deadline = math.inf
         self._wake()
 
@@ -235,6 +254,8 @@ class Call:
     def look_at(self, now: float, *, stalled_seconds: float) -> None:
         """Gives the answer up if its time, less the seconds in which this process read nothing, is over."""
         self.deadline += stalled_seconds
+        if self._waits_for_room:  # the engine is not asked for more
+            self.deadline = max(self.deadline, now + self._patience)
         if now >= self.deadline:
             self._fail(TimedOut())
 
@@ -258,18 +279,21 @@ class Upstream:
         self._due = self._loop.time() + look_seconds  # uvloop's handle of a delay below 1 ms has no `when`
         self._timer = self._loop.call_later(look_seconds, self._look_around)
 
-    def call(self, url: str, *, patience_seconds: float, keys: EngineKeys = NO_KEYS) -> Call:
+    def call(
+        self, url: str, *, patience_seconds: float, keys: EngineKeys = NO_KEYS, share: AnswerShare | None = None
+    ) -> Call:
         """A call to the replica at an address such as http://127.0.0.1:8001.
 
         Args:
             url: the address, without a path.
             patience_seconds: how long the answer may take, or the next piece of it if it is a stream.
             keys: of the engine, and of an ingress before it.
+            share: of the room, for what is held of the answer; none counts nothing.
         """
         origin = self._origins.get((url, keys))
         if origin is None:
             origin = self._origins[url, keys] = Origin(url, self._loop, self._idle_seconds, keys)
-        return Call(self, origin, patience_seconds)
+        return Call(self, origin, patience_seconds, share)
 
     def close(self) -> None:
         """Closes every connection; calls under way are lost."""

@@ -22,6 +22,7 @@ from pools.proxy.connections.replies import Refusal
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 * 2**20
 _JOINED_BYTES = 64 * 2**10  # copying less than this costs less than a second buffer
+_PIECE_BYTES = 256 * 2**10  # of a large answer, in one turn of the loop
 
 _log = logging.getLogger("assay.proxy")
 
@@ -140,8 +141,11 @@ class ClientConnection(asyncio.Protocol):
             if turn.takes_body:
                 lines.append(body)
             self._transport.write(b"".join(lines))
+        elif turn.takes_body:
+            turn.body = body
+            self._transport.writelines([b"".join(lines), body[:_PIECE_BYTES]])
         else:
-            self._transport.writelines([b"".join(lines), body] if turn.takes_body else lines)
+            self._transport.writelines(lines)
 
     def begin(self, status: int, headers: Sequence[Header]) -> None:
         """Starts a stream, in chunks for all but HTTP/1.0; nothing happens where the client has left."""
@@ -170,6 +174,9 @@ class ClientConnection(asyncio.Protocol):
             raise ClientGone
         if chunk:
             self._transport.write(chunk if turn.old else b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        await self._drain()
+
+    async def _drain(self) -> None:
         if self._write_paused:
             self._drained = self._loop.create_future()
             await self._drained
@@ -204,6 +211,11 @@ class ClientConnection(asyncio.Protocol):
             await self._application.answer(request, self)
         except Exception as error:  # noqa: BLE001 - the boundary: no request may show its text in a log
             _log.error("%s while a request was answered", type(error).__name__)
+        for at in range(_PIECE_BYTES, len(turn.body), _PIECE_BYTES):
+            await (self._drain() if self._write_paused else asyncio.sleep(0))
+            if self._closed:
+                break
+            self._transport.write(turn.body[at : at + _PIECE_BYTES])
         self._task = None
         if self._closed:
             return
@@ -218,8 +230,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _give_room_back(self, turn: Turn | None) -> None:
         if turn is not None:
-            self._bounds.room.free += turn.room_bytes
+            self._bounds.room.give_back(turn.room_bytes)
             turn.room_bytes = 0
+            if turn.request is not None:
+                turn.request.share.end()
 
     def _end_turn(self, turn: Turn) -> None:
         self._turn = None

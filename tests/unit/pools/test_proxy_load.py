@@ -15,7 +15,7 @@ import pytest
 
 from fakes.engine import CANNED, FakeEngine
 from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, replica_of, running_proxy, state_of, until
-from fakes.wire import read_request
+from fakes.wire import read_request, scripted_engine
 from pools.protocol import Announcement
 
 
@@ -89,6 +89,61 @@ async def test_request_that_engines_do_not_accept_waits(proxy: RunningProxy, htt
         server = await asyncio.start_server(serve, "127.0.0.1", port)
     assert (await asked)[0] == 200
     server.close()
+
+
+async def test_answers_that_clients_do_not_read_stay_at_the_engine(tmp_path: Path) -> None:
+    size, clients, room = 24 * 2**20, 8, 2**25
+    large = json.dumps({"choices": [{"index": 0, "text": "x" * size, "finish_reason": "stop"}]}).encode()
+    sent = finished = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent, finished
+        while True:
+            is_large = b"large" in (await read_request(reader))[1]
+            answer = large if is_large else CANNED
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % len(answer))
+            for at in range(0, len(answer), 2**18):
+                writer.write(answer[at : at + 2**18])
+                await writer.drain()
+                sent += is_large
+            finished += is_large
+
+    async def ask(prompt: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.address.port, limit=2**16)
+        body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
+        head = "".join(
+            f"{name}: {value}\r\n" for name, value in {"Host": "x", "Connection": "close", **HEADERS}.items()
+        )
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return reader, writer
+
+    async def answer(to: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:
+        answered = await to[0].read()
+        to[1].close()
+        return answered
+
+    kept = ("--journal", str(tmp_path / "journal.sqlite"))
+    with running_proxy(tmp_path, *kept, max_buffered_bytes=room, max_body_bytes=room) as proxy:
+        async with scripted_engine(script) as url:
+            ready = Announcement(instance="first", url=url, digest="d", capacity=8, state="ready")
+            proxy.tell(PoolState({"m": "d"}, (FakeReplica("r", ready),)))
+            asked = [await ask(f"large {number}") for number in range(clients)]
+            before = -1
+            while before != sent or sent < clients:  # until the engine may send no more
+                before = sent
+                for _ in range(20):
+                    assert (await answer(await ask("small"))).startswith(b"HTTP/1.1 200 ")
+            assert finished < clients // 2
+            for answered in await asyncio.gather(*map(answer, asked)):
+                assert answered.endswith(large)
+            unread = await ask("large 0")  # the journal has it, and its client does not read it
+            await unread[0].readuntil(b"\r\n\r\n")
+            assert b" 429 " in (await answer(await ask("large 1")))[:20]
+            unread[1].close()
+            while b" 429 " in (again := await answer(await ask("large 1")))[:20]:
+                pass
+            assert again.endswith(large) and finished == clients
 
 
 async def test_proxy_that_was_stopped_takes_no_replica_for_silent(tmp_path: Path, http: aiohttp.ClientSession) -> None:

@@ -18,6 +18,7 @@ from fakes.engine import CANNED
 from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, running_proxy, until
 from fakes.wire import Script, read_request, scripted_engine
 from pools.protocol import Announcement
+from pools.proxy.connections.room import AnswerShare, BodyRoom
 from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import STREAM_BUFFER_BYTES, Call, Lost, TimedOut, Upstream
 
@@ -269,6 +270,81 @@ async def test_stream_that_nobody_reads_is_not_taken_from_the_engine(upstream: U
             taken += len(piece)
         assert taken == 400 * 2**17
         call.close()
+
+
+def _large(size: int, *, stream: bool) -> Script:
+    kind = b"text/event-stream" if stream else b"text/plain"
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, size))
+        for _ in range(size // 2**16):
+            writer.write(b"x" * 2**16)
+            await writer.drain()
+        await reader.read()
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_large_answers_take_half_of_the_room_and_the_oldest_goes_on(upstream: Upstream, stream: bool) -> None:
+    size, answer, asked = 2**24, 7 * 2**20, 8
+    room = BodyRoom(size)
+    most = 0
+
+    async def ask(url: str) -> int:
+        nonlocal most
+        share = AnswerShare(room)
+        call = upstream.call(url, patience_seconds=5, share=share)
+        await call.ask(b"POST", b"/v1/completions", stream=stream)
+        taken = 0 if stream else len(call.body)
+        while stream and (piece := await call.read()):
+            taken += len(piece)
+            most = max(most, size - room.free)
+            await asyncio.sleep(0)
+        most = max(most, size - room.free)
+        call.close()
+        share.end()
+        return taken
+
+    async with scripted_engine(_large(answer, stream=stream)) as url:
+        assert await asyncio.gather(*(ask(url) for _ in range(asked))) == [answer] * asked
+    assert room.free == size
+    assert size // 2 < most < size * 3 // 4 + answer + asked * STREAM_BUFFER_BYTES < asked * answer
+
+
+async def test_answers_wait_for_whole_answers_that_no_client_took(upstream: Upstream) -> None:
+    room = BodyRoom(2**24)
+    shares = [AnswerShare(room) for _ in range(4)]
+    async with scripted_engine(_large(2**23, stream=False)) as url:
+        # The time of one that waits for room does not count, though it is looked at many times.
+        asking = [
+            asyncio.create_task(upstream.call(url, patience_seconds=1, share=share).ask(b"POST", b"/v1/completions"))
+            for share in shares
+        ]
+        waiting = dict(zip(asking, shares, strict=True))
+        while waiting:
+            (whole,), _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            async with scripted_engine(_answering(OK)) as small:
+                assert (await _asked(upstream, small)).body == b"ok"
+            assert [task for task in waiting if task.done()] == [whole]  # 7 MiB of it are more than a quarter
+            waiting.pop(whole).end()
+    assert room.free == 2**24
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_answer_whose_client_is_slow_is_not_the_oldest(blocked: bool) -> None:
+    room = BodyRoom(2**20)
+    first, second = AnswerShare(room), AnswerShare(room)
+    resume = Mock()
+    assert first.hold(2**21, Mock()) and not second.hold(2**21, resume)
+    first.hold(2**21, Mock(), blocked=blocked)
+    assert second.hold(2**21) is blocked is resume.called
+    first.end()
+    assert second.hold(2**21) and room.free == 0
+    second.end()
+    first.hold(2**21)
+    assert room.free == 2**20
 
 
 # --- Through the whole proxy -----------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from fakes.fuzz import awkward_streams, check_conversation
 from fakes.proxy import until
 from fakes.wire import EchoApplication
 from pools.proxy.connections.listener import Listener
-from pools.proxy.connections.reading import MAX_HEAD_BYTES, BodyRoom, Bounds, RequestReader, Turn
+from pools.proxy.connections.reading import MAX_HEAD_BYTES, Bounds, RequestReader, Turn
+from pools.proxy.connections.room import PART_BYTES, BodyRoom
 
 BOUNDS = Bounds(2**26, head_timeout_seconds=5, idle_timeout_seconds=5)
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
@@ -412,12 +413,32 @@ async def test_stream_to_a_client_that_does_not_read_waits_and_ends(application:
 
 
 async def test_large_answer_to_a_client_that_takes_nothing_ends(application: EchoApplication) -> None:
-    async with _listening(application, Bounds(1000, idle_timeout_seconds=0.2)) as port:
+    bounds = Bounds(1000, idle_timeout_seconds=0.2)
+    size = bounds.room.free
+    async with _listening(application, bounds) as port:
         sock = socket.create_connection(("127.0.0.1", port))
         sock.sendall(GET.replace(b"/a", b"/large"))
         await until(lambda: len(application.requests) == 1)
+        assert bounds.room.free == size - 2**25 + PART_BYTES
         await until(lambda: application.requests[0].gone.done())
         sock.close()
+        assert bounds.room.free == size
+
+
+async def test_large_answer_holds_room_until_its_client_has_taken_it(application: EchoApplication) -> None:
+    bounds = Bounds(1000, idle_timeout_seconds=60)
+    size = bounds.room.free
+    async with _listening(application, bounds) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET.replace(b"/a", b"/large"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert bounds.room.free < size and b"Content-Length: %d\r\n" % 2**25 in head
+        assert (await _exchange(port, _closing(GET))).startswith(b"HTTP/1.1 200 ")
+        assert await reader.readexactly(2**25) == b"x" * 2**25
+        await until(lambda: bounds.room.free == size)
+        writer.write(_closing(GET))
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
 
 
 # --- What answers goes wrong -----------------------------------------------------------------------------------------
