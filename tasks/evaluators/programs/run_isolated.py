@@ -163,8 +163,9 @@ def _isolate(
         _in_child(lambda: _be_first(kernel, specification, command, environment, outside, listener, root, begun))
     for end in (listener.detach(), outside.detach(), begun):
         os.close(end)
-    os.read(ready, 1)  # from here on /proc is that of the processes in there
-    _watch(first, specification)
+    if os.read(ready, 1):  # from here on /proc is that of the processes in there
+        _watch(first, specification)
+    _end_as(os.waitpid(first, 0)[1])
 
 
 def _watch(first: int, specification: dict[str, Any]) -> NoReturn:
