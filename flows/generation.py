@@ -54,11 +54,6 @@ def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
 
 
 def _answer(planned: PlannedGeneration) -> list[AssayError]:
-    """Has the missing answers of all checkpoints made; where a pool is lost, on another.
-
-    Returns:
-        The errors of checkpoints that lack answers.
-    """
     losses = Restarts(_POOLS_IN_TEN_MINUTES)
     failures: dict[Target, AssayError] = {}
     lost = False

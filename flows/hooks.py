@@ -47,11 +47,6 @@ def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None
 
 
 def _is_cancelled(flow_run: FlowRun, state: State) -> bool:
-    """Returns whether a person said so.
-
-    A worker calls with a state Cancelling of its own making, also where it ends flow runs since it is to end itself:
-    then the server's state is another.
-    """
     at_server = flow_run.state
     return state.is_cancelled() or (at_server is not None and (at_server.is_cancelling() or at_server.is_cancelled()))
 

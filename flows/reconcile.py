@@ -171,7 +171,6 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
 def _of_this_pass(
     work: Sequence[OpenCell], meant: Sequence[OpenCell], begun: Collection[tuple[str, str, bool]]
 ) -> list[OpenCell]:
-    """The cells of a pass that are to be done now, and were not begun in the same way in a round before."""
     cells = {_way(cell)[:2] for cell in meant}
     return [cell for cell in work if _way(cell)[:2] in cells and _way(cell) not in begun]
 
@@ -185,10 +184,6 @@ def _configs(group: Sequence[OpenCell]) -> list[Any]:
 
 
 def _planned(group: Sequence[OpenCell], listing: RunListing, errors: list[AssayError]) -> list[Cell]:
-    """The cells of a group: with digests, folders and what stands there by now, and what is to be decided early.
-
-    A merged checkpoint whose inputs do not belong together adds its error, and stops none of the others.
-    """
     wanted = {(_place(cell), cell.evaluation.hash) for cell in group}
     checkpoints = [_as_it_is(cell, errors) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
     planned = plan_cells(_configs(group), [checkpoint for checkpoint in checkpoints if checkpoint is not None])
@@ -203,7 +198,6 @@ def _planned(group: Sequence[OpenCell], listing: RunListing, errors: list[AssayE
 
 @contextmanager
 def _keeping_verdicts(listing: RunListing, cells: Sequence[Cell]) -> Iterator[None]:
-    """Keeps the early verdicts that are there after a block, however it ends."""
     try:
         yield
     finally:
@@ -218,7 +212,6 @@ def _place(cell: OpenCell) -> str:
 
 
 def _as_it_is(cell: OpenCell, errors: list[AssayError]) -> Checkpoint | None:
-    """A checkpoint as it is by now; None if it is not whole any more, which the next pass will see too."""
     kinds = LOADED_NATIVELY if cell.evaluation.config.native else ("huggingface",)
     try:
         found = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)

@@ -106,10 +106,6 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
 
 
 def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> None:
-    """Evaluates checkpoints as they come, all on one pool, which is started for the first one.
-
-    In the end, without an engine that nobody asks, waits for what others have, and evaluates what they leave.
-    """
     prepare_environments(configs)
     checkpoints = cells.first()
     with tracing("evaluation", **{"assay.run": configs[0].run_name}):

@@ -63,7 +63,6 @@ def is_address(pool: str) -> bool:
 
 
 def _named_files(value: Any) -> Iterator[str]:
-    """Texts within a value that may name a file: as they are, within JSON, behind `name=` and `file://`."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -209,7 +209,6 @@ def ask_this_machine_directly() -> None:
 
 
 def _without_proxies(*environments: Mapping[str, str]) -> dict[str, str]:
-    """`NO_PROXY`, in both spellings, with this machine and the hosts that any of some environments names."""
     if not any(environment.get(name) for environment in environments for name in _HTTP_PROXIES):
         return {}
     given = [environment.get(name, "") for environment in environments for name in _NO_PROXY]

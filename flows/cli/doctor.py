@@ -128,7 +128,6 @@ def _deployments() -> Finding:
 
 
 def _regions() -> list[Finding]:
-    """The regions file; what its regions do not say, each with a line that says it for the first of them."""
     try:
         known = known_regions()
     except BadInput as error:
@@ -153,7 +152,6 @@ def price_list_finding(as_of: date, today: date | None = None) -> Finding:
 
 
 def _images() -> list[Finding]:
-    """Every image that this machine's settings and the regions name, beside the code that runs here."""
     try:
         named = [image for region in known_regions().regions for image in region.named_images]
     except BadInput:  # said by `_regions`

@@ -134,7 +134,6 @@ def evaluate(
 def _show_plan(
     configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, egress_usd: float | None, as_json: bool
 ) -> None:
-    """Shows what is wanted, and on which machines: those of a work pool where reading may cost so much."""
     if egress_usd is not None:
         from flows.console.on_work_pool import choose, expected_there
         from tasks.spec.names import how_many
@@ -261,7 +260,6 @@ def requalify(
 
 
 def _found(side: Side, meant: list[Record], evaluation_path: str) -> list[FoundRecord]:
-    """Returns the records of a side: those that are there, or those of the same questions, asked now."""
     from tasks.running.requalification import asked_again, recorded_successes
 
     if side.records is None:

@@ -194,11 +194,6 @@ def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
 
 
 def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
-    """The checkpoint that a name means.
-
-    Raises:
-        BadInput: it has no records.
-    """
     from tasks.gates.early import early_below
     from tasks.gates.verdict import judged_checkpoints, with_rejected
     from tasks.records.search import records_of_checkpoints
@@ -213,11 +208,6 @@ def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
 
 
 def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -> list[JudgedCheckpoint]:
-    """The checkpoints with records below a folder, or with early verdicts, of one run.
-
-    Raises:
-        BadInput: there are none, or of several runs.
-    """
     from resources.errors import BadInput
     from tasks.gates.early import early_below
     from tasks.gates.verdict import judged_checkpoints, with_rejected

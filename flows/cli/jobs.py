@@ -195,7 +195,6 @@ def jobs_stop(
 
 
 def _end_with(details: JobDetails) -> None:
-    """Says how the job ended, and gives the command the exit code for it."""
     from flows.console.job_following import ending_of, is_lost
 
     if is_lost(details):

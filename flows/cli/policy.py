@@ -235,11 +235,6 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
 
 
 def _record_folders(where: str) -> list[str]:
-    """Returns the folders with the records of a policy's runs, or the folder that was named.
-
-    Raises:
-        BadInput: there is no such policy, none of its runs, or no record in the folder.
-    """
     from resources.errors import BadInput
     from tasks.checkpoints.run_snapshot import expand_runs
     from tasks.policies.policy import Policy
@@ -261,7 +256,6 @@ def _record_folders(where: str) -> list[str]:
 
 
 def _rewrite_reports(run_folders: Iterable[str]) -> None:
-    """Has reports that are there show what was said of alerts."""
     from resources.storage import storage
     from tasks.records.record import read_records
     from tasks.reports.artifacts import REPORT_NAME
@@ -302,7 +296,6 @@ def _without_scheduled(wanted: Policy, listings: list[RunListing], found: Reconc
 
 
 def _batches(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> list[Batch]:
-    """Returns what the next reconciliation would send to work pools."""
     if wanted.dispatch == "here" or not found.work:
         return []
     from tasks.policies.dispatch import Dispatcher

@@ -127,11 +127,6 @@ def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) ->
 
 
 def _from_options(options: EvaluationOptions, longest_wait_seconds: float | None) -> InferencePoolConfig:
-    """Returns the pool that some options describe.
-
-    Raises:
-        BadInput: an option is wrong, or no model is named.
-    """
     from flows.cli.options.evaluations import pool_content
     from pools.config import InferencePoolConfig
     from tasks.spec.loading import build_config
@@ -148,11 +143,6 @@ def _from_options(options: EvaluationOptions, longest_wait_seconds: float | None
 
 
 def _from_file(uri: str, options: EvaluationOptions, longest_wait_seconds: float | None) -> InferencePoolConfig:
-    """Returns the pool that a file describes.
-
-    Raises:
-        BadInput: the file is not valid or names no model, or options were given that it would override.
-    """
     from pools.config import InferencePoolConfig
     from tasks.spec.loading import load_config
 
@@ -207,7 +197,6 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
 
 
 def _server_variables() -> dict[str, str]:
-    """The Prefect server of this machine, as a job elsewhere finds it."""
     from tasks.prefect_server.client import server_variables
 
     return server_variables()

@@ -192,16 +192,6 @@ def _split_table(rows: Sequence[SplitRow]) -> Table:
 
 
 def _verify(found: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_json: bool) -> None:
-    """Prints which of some records are not what was written, or cannot be known to be.
-
-    Args:
-        found: the records.
-        rejected: cells whose record does not count or is gone, and why; they count as changed.
-        as_json: as a list of objects instead.
-
-    Raises:
-        RecordsChanged: some are not.
-    """
     from collections import Counter
 
     from resources.errors import RecordsChanged

@@ -92,12 +92,6 @@ def stage(
 
 
 def _check(shown: list[Suite], benchmarks: str | None) -> int:
-    """Returns the number of benchmarks that were looked up, all of them found.
-
-    Raises:
-        UnknownBenchmark: a harness does not know one of them; of lm-eval's, all are named, with the suite they are in.
-        BadInput: there is no such folder, or arguments of a benchmark cannot be right.
-    """
     from resources.environments.environments import ensure_environment
     from tasks.evaluators.evaluator import evaluator_of
     from tasks.spec.evaluation import EvaluationConfig
@@ -197,7 +191,6 @@ def _suite_content(suite: Suite) -> dict[str, Any]:
 
 
 def _words(needs: dict[str, Any]) -> str:
-    """Returns what is needed, in words; a question mark where it is not known."""
     words = {
         "examples": needs["fewshot"] > 0,
         "prompt log-probabilities": needs["prompt_logprobs"],

@@ -107,7 +107,6 @@ def _share(cell: CellProgress | AnswersProgress) -> float:
 
 
 def _counts(cell: CellProgress) -> str:
-    """Returns what the pool counted for a cell, as far as it is not zero."""
     words = {"journal_hits": "from the journal", "retried": "sent again", "server_errors": "failed"}
     counted = [f"{cell.counts[name]} {word}" for name, word in words.items() if cell.counts.get(name)]
     tokens = cell.counts.get("prompt_tokens", 0) + cell.counts.get("completion_tokens", 0)

@@ -216,7 +216,6 @@ def _is_recorded(checkpoint: Checkpoint, config: EvaluationConfig, hashes: Seque
 
 
 def _ended(run: UUID, on_event: Callable[[str], None]) -> FlowRun:
-    """A flow run, once it is over; each state on the way is told."""
     reported: str | None = None
     try:
         while True:
@@ -236,7 +235,6 @@ def _ended(run: UUID, on_event: Callable[[str], None]) -> FlowRun:
 
 
 def _error_of(run: FlowRun) -> AssayError | None:
-    """Return why a flow run that is over did not complete: an error of ours as it was there."""
     state = run.state
     assert state is not None, "a flow run that is over has a state"
     if state.is_completed():

@@ -129,7 +129,6 @@ def import_flows() -> None:
 
 
 def _run_flow(flow: Callable[[], Result]) -> Result:
-    """Runs a flow, on a Prefect server of this process where none is named."""
     server = own_server()
     import_flows()
     from tasks.prefect_server.client import prefect_errors_in_words

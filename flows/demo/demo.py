@@ -91,7 +91,6 @@ def _describe(line: str) -> str:
 
 
 def _is_trained(checkpoints: Path) -> bool:
-    """Returns whether a training ended well there, and nothing has been taken away since."""
     return (checkpoints / _SUMMARY).is_file() and all(
         checkpoint.complete for checkpoint in find_checkpoints(str(checkpoints))
     )

@@ -235,7 +235,6 @@ def _runs_at_once(client: SyncPrefectClient, there: DeploymentResponse) -> int |
 
 
 def _as_configured(schedule: Any) -> Any:
-    """A schedule without what the server adds to it."""
     return getattr(schedule, "cron", None) or getattr(schedule, "interval", None)
 
 
@@ -286,12 +285,6 @@ def _on_event(wanted: PolicyDeployment, deployment: Any) -> AutomationCore:
 
 
 def _watchers(silent_after: timedelta) -> list[AutomationCore]:
-    """Returns the automations that end flow runs whose worker is gone.
-
-    The server by itself notices only when a flow's process ends before its worker. Not forced, so that a run
-    whose end the server told nobody of, before it was killed itself, keeps its state. Only a process has to begin soon
-    after a worker has taken it: a cloud may look for a machine for hours.
-    """
     alive = {"Running", "heartbeat", *_ENDINGS}
     return [
         _ending(
@@ -328,7 +321,6 @@ def _ending(name: str, does: str, trigger: EventTrigger, state: StateType, messa
 def _missing(
     *, after: Collection[str], expected: Collection[str], within: timedelta, work_pool_type: str | None = None
 ) -> EventTrigger:
-    """Fires for each flow run of ours after one of some events if none of those expected follows in time."""
     wanted = [{"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}]
     if work_pool_type is not None:
         wanted.append({"prefect.resource.role": "work-pool", "prefect.work-pool.type": work_pool_type})

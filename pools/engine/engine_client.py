@@ -295,7 +295,6 @@ def _words(response: httpx.Response) -> str:
 
 @cache
 def _client(*, direct: bool) -> httpx.Client:
-    """One client for all engines: making one takes longer than most calls. Engines close idle connections after 5 s."""
     limits = httpx.Limits(keepalive_expiry=2.0)
     # With a transport of its own it does not look for proxies in the environment.
     return httpx.Client(transport=httpx.HTTPTransport(limits=limits)) if direct else httpx.Client(limits=limits)

@@ -97,7 +97,6 @@ def _trace(found: re.Match[str]) -> str:
 
 
 def _words(found: re.Match[str]) -> str:
-    """Returns the error; behind one without a text the line of code that raised it."""
     if ":" in found["error"]:
         return found["error"]
     lines = (line.rpartition("] ")[2].strip() for line in reversed(found.string[: found.start()].splitlines()))

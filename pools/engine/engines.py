@@ -233,10 +233,6 @@ def engine_variables(
 
 
 def _cache_variables(device: EngineDevice, cache: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Folders for what an engine compiles: by default partly in folders that do not outlive a machine's start.
-
-    On a CPU vLLM compiles next to nothing, and what it finds out about architectures holds for all arguments.
-    """
     if device == "cpu":
         return {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
     compiled = cache / arguments_digest(kwargs)

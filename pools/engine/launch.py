@@ -269,7 +269,6 @@ class VllmLauncher:
         return Launch(str(self.environment.python), arguments, self._variables(part))
 
     def _launch_on_slice(self, kwargs: Mapping[str, Any], folder: str, port: int, part: HostPart) -> Launch:
-        """The start of a node of the slice's own Ray, by which tpu-inference reaches its VMs; and of the server."""
         device = self.config.resource_config.device
         assert isinstance(device, TpuConfig)
         names = (self.config.model.name,)
@@ -329,11 +328,6 @@ def environment_name(config: InferencePoolConfig) -> str:
 
 
 def _tracing_arguments() -> dict[str, Any]:
-    """Engine arguments that change no answer, and so count nowhere: where it sends its traces, if that is said here.
-
-    An address with a password or a query, which may be a token, is none for a command line, which every user of the
-    machine can read.
-    """
     endpoint = traces_endpoint()
     return {} if endpoint is None or not {"@", "?"}.isdisjoint(endpoint) else {"otlp_traces_endpoint": endpoint}
 

@@ -93,7 +93,6 @@ def _number(described: Mapping[str, Any], names: Iterable[str]) -> int | None:
 def _require_shares(
     resources: ResourceConfig, kwargs: Mapping[str, Any], sizes: Mapping[str, int], *, shown: str
 ) -> None:
-    """Passes if each of several hosts gets as large a part of the engine as the others."""
     hosts, is_slice = resources.hosts_per_replica, isinstance(resources.device, TpuConfig)
     if sizes[DATA_PARALLEL] > 1:
         raise BadInput(

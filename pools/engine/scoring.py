@@ -67,7 +67,6 @@ def row_of(rows: Sequence[Any], token: int, *, from_end: int) -> float | None:
 
 
 def _scores_from_cache(engine: EngineClient, model: str, *, most: int, dtype: str) -> bool:
-    """True if named tokens, and the rows that its cache does not hold, are weighed as an echo weighs them."""
     if dtype not in ROUNDING_NATS:
         return False
     try:
@@ -100,7 +99,6 @@ def _agrees(engine: EngineClient, model: str, *, most: int, bound: float) -> boo
 
 
 def _cache_tokens(caches: Sequence[Mapping[str, str]]) -> int | None:
-    """Tokens that the smallest of the ranks' caches holds, where the engine tells."""
     found: list[int] = []
     for labels in caches:
         tokens = labels.get("kv_cache_size_tokens", "")

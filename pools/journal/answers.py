@@ -127,7 +127,6 @@ def _judge_stream(body: bytes, terms: Terms | TokenTerms) -> AnswerFacts:
 
 
 def _joined(before: dict[str, Any] | None, piece: dict[str, Any], terms: Terms | TokenTerms) -> dict[str, Any]:
-    """A choice of a stream with one more piece of it, as far as its terms go: an echo is in the first piece."""
     if before is None:
         return piece
     if (finish := piece.get("finish_reason")) is not None:

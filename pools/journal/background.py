@@ -120,7 +120,6 @@ class Background:
         self._cells[scope.cell] = cell
 
     async def _give_mirror(self, cell: _OpenCell, folder: str | None) -> None:
-        """Gives an attempt that goes on the mirror it was begun without; what it has under way is not disturbed."""
         if folder is None or cell.mirror is not None:
             return
         cell.mirror, cell.loaded = self._mirror_of(cell.attempt.scope, folder), False
@@ -192,7 +191,6 @@ class Background:
                     await self._synchronise(cell)
 
     async def _synchronise(self, cell: _OpenCell) -> None:
-        """Writes to the mirror what it lacks, and reads it unless that was done."""
         assert cell.mirror is not None
         news, cell.news_bytes = cell.news_bytes, 0
         if not await self._in_mirror_thread(cell, cell.mirror.export):
@@ -201,7 +199,6 @@ class Background:
             cell.loaded = await self._in_mirror_thread(cell, cell.mirror.load)
 
     async def _in_mirror_thread(self, cell: _OpenCell, act: Callable[[], None]) -> bool:
-        """Returns True if it could be done; if not, that is told once until it can again."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._mirror_thread, act)
         except Exception as error:  # noqa: BLE001 - the boundary: every store's client has errors of its own
@@ -218,7 +215,6 @@ class Background:
         return True
 
     async def _in_file_thread(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the result of `act`, None where the file cannot be used."""
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(self._file_thread, act, *arguments)
         except ERRORS as error:

@@ -234,7 +234,6 @@ class Database:
         return self._connection is not None
 
     def _connect(self, *, wait_seconds: float) -> None:
-        """Opens the file; a damaged one is set aside and replaced by a new one, once."""
         for tries_left in (1, 0):
             inode = self._inode_in_place()
             try:
@@ -254,7 +253,6 @@ class Database:
                     return
 
     def _read_keys(self, known: KeyFilter) -> None:
-        """Reads the keys of a file that was opened, in pauses of the loop."""
         if known is not self._filter or known.is_complete:
             return
         try:
@@ -277,7 +275,6 @@ class Database:
             return 0
 
     def _set_aside(self, inode: int, error: Exception) -> bool:
-        """Renames the damaged file, unless another process has put a new one in its place; False if that fails."""
         if self._inode_in_place() != inode:
             return True
         try:

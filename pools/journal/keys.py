@@ -80,7 +80,6 @@ def is_deterministic(fields: Mapping[str, Any]) -> bool:
 
 
 def _sampling(fields: Mapping[str, Any], target: str) -> Mapping[str, Any]:
-    """The fields that say how to sample; elsewhere in the body they mean nothing."""
     if target.partition("?")[0] != GENERATE:
         return fields
     given = fields.get("sampling_params")
@@ -93,7 +92,6 @@ def _is_zero(value: Any, kinds: tuple[type, ...]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _begun(subject: Subject, target: str) -> hashlib.blake2b:
-    """A digest to copy, of all that is in the key but the body."""
     parts = (subject.weights, subject.tokenizer, subject.engine, target)
     encoded = [part.encode(errors="surrogatepass") for part in parts]
     prefix = b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
@@ -101,7 +99,6 @@ def _begun(subject: Subject, target: str) -> hashlib.blake2b:
 
 
 def _canonical(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """One text for all spellings of a body; its first byte keeps the three ways to write it apart."""
     try:
         text = orjson.dumps(_sorted(fields))
         if not _has_non_finite(text, body) and _LARGE_NUMBER not in text:
@@ -121,7 +118,6 @@ def _sorted(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_non_finite(text: bytes, body: bytes) -> bool:
-    """True if a `null` may stand for a NaN or an Infinity: orjson writes them so, and reads neither."""
     if b"null" not in text:
         return False
     try:

@@ -194,7 +194,6 @@ def _create(connection: sqlite3.Connection) -> None:
 
 
 def _patiently(act: Callable[[], None], *, wait_seconds: float) -> None:
-    """Acts, again while another process is in the way: changing the journal mode does not wait by itself."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:

@@ -268,7 +268,6 @@ class Journal:
         cell: str | None = None,
         occurrence: int = 0,
     ) -> StoredAnswer | None:
-        """The answer in the row that a query finds, unless it is damaged; then it is deleted."""
         found = self._database.fetch(sql, parameters)
         if found is None:
             return None
@@ -315,7 +314,6 @@ class Journal:
 
 
 def _answers(row: Row, question: Question, *, cell: str | None, occurrence: int) -> bool:
-    """True if a row is what was looked for: a damaged index leads to other rows."""
     asked = (question.key, int(question.deterministic))
     if (row.key, row.deterministic) != asked or row.occurrence != occurrence:
         return False
@@ -323,5 +321,4 @@ def _answers(row: Row, question: Question, *, cell: str | None, occurrence: int)
 
 
 def _text(value: str) -> str:
-    """A text that SQLite takes: half of a surrogate pair cannot be written."""
     return value if value.isascii() else value.encode(errors="replace").decode()

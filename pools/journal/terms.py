@@ -78,7 +78,6 @@ class Terms:
             self._check_rows(rows, usage)
 
     def _check_completion(self, logprobs: Any, prompt: Any) -> int:
-        """Returns the number of tokens that a choice of a completion has log-probabilities of."""
         columns: list[Any] = [logprobs.get(name) for name in OF_TOKENS] if isinstance(logprobs, dict) else [None]
         if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) != 1:
             raise Broken
@@ -109,7 +108,6 @@ class Terms:
             check_values([top[label] for label in self.labels])
 
     def _check_rows(self, rows: int, usage: Mapping[str, Any]) -> None:
-        """Passes if there are as many rows as the engine says there are tokens."""
         asked, made = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not isinstance(asked, int) or not isinstance(made, int):
             return
@@ -167,7 +165,6 @@ def check_values(values: list[Any]) -> None:
 
 
 def _joined(tokens: list[str]) -> bytes:
-    """Ids of tokens such as `token_id:123` as a list in JSON, which is quicker than comparing them by themselves."""
     try:
         return f"[{','.join(tokens).replace('token_id:', '')}]".encode()
     except (TypeError, UnicodeEncodeError):
@@ -175,7 +172,6 @@ def _joined(tokens: list[str]) -> bytes:
 
 
 def _check_chat(logprobs: Any) -> int:
-    """Returns the number of tokens that a message has log-probabilities of."""
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(content, list) or not all(isinstance(token, dict) for token in content):
         raise Broken
@@ -184,7 +180,6 @@ def _check_chat(logprobs: Any) -> int:
 
 
 def _prompts(prompt: Any, *, cut: bool) -> list[Any] | None:
-    """The prompts of a completion; those that are cut on the way are not known."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
         prompt = [prompt]
     if not isinstance(prompt, list):

@@ -49,7 +49,6 @@ class TokenTerms:
                 raise Broken
 
     def _check_choice(self, choice: Mapping[str, Any]) -> int:
-        """Returns the number of tokens that were made."""
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
             raise Broken

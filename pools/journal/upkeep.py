@@ -119,7 +119,6 @@ def _deleted(connection: sqlite3.Connection, query: str, parameters: tuple[str, 
 
 
 def _shrink(connection: sqlite3.Connection, max_bytes: int) -> None:
-    """Gives pages back to the disk where the file was made under a larger bound."""
     size = connection.execute("PRAGMA page_size").fetchone()[0]
     while connection.execute("PRAGMA page_count").fetchone()[0] * size > max_bytes + _LONGEST_LOG_BYTES:
         if not connection.execute("PRAGMA freelist_count").fetchone()[0]:

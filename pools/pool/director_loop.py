@@ -90,7 +90,6 @@ class DirectorLoop:
         return None if self._thread.is_alive() else self._failed
 
     def _run(self) -> None:
-        """Directs until the pool closes; a failure of our own ends the pool, in words, rather than in silence."""
         try:
             self._direct()
         except Exception as error:  # noqa: BLE001 - the boundary: nobody else would hear of it
@@ -154,7 +153,6 @@ class DirectorLoop:
         self._publish(orders, later=[name for name in wants if name not in orders.values()])
 
     def _give_up_or_try_again(self, status: ProxyStatus) -> None:
-        """Gives up once nothing is left that could answer; a request or a user that comes after that is a new try."""
         start_failure = self._loads.start_failure(self._models)
         if self._failed is None or (self._agents.usable and start_failure is None):
             of_starts = start_failure.found if start_failure else None
@@ -167,10 +165,6 @@ class DirectorLoop:
             self._loads.try_again()
 
     def _turns(self, status: ProxyStatus, now: float) -> dict[str, float]:
-        """Seconds that replicas have held what they were ordered to, of those that did so for as long as the load took.
-
-        So at most half of the time goes into loads, however many wait.
-        """
         turns = {}
         for replica in status.replicas:
             model = self._models.get(self._desired.orders.get(replica.name) or "")
@@ -182,7 +176,6 @@ class DirectorLoop:
         return turns
 
     def _publish(self, orders: dict[str, str | None], *, later: Sequence[str] = ()) -> None:
-        """Tells the proxy what is wanted, if that is news."""
         desired = DesiredState(
             models=dict(self._models),
             engine=self._engine,
@@ -197,7 +190,6 @@ class DirectorLoop:
             self._desired = desired
 
     def _restart_proxy(self) -> bool:
-        """Sees to a proxy that does not answer; False if it will not do so any more."""
         now = time.monotonic()
         self._proxy_silent_since = self._proxy_silent_since or now
         try:

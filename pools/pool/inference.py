@@ -97,7 +97,6 @@ class InferencePool:
         self._ending.close()
 
     def _start(self, ending: ExitStack) -> None:
-        """Starts everything, in this order; `ending` ends it in the reverse one."""
         check_network(self.config, is_local=self._client.is_local)
         require_place(self.config.resource_config, is_local=self._client.is_local)
         require_divisible(self.config, self._checkpoints)
@@ -156,7 +155,6 @@ class InferencePool:
         return not isinstance(self._launcher, VllmLauncher | None)
 
     def _build_engine(self) -> str:
-        """Names the build of the engine; where agents run on this machine it is built now, else by each of them."""
         if self._launcher is not None:
             return self._launcher.identity
         spec = ENVIRONMENTS[environment_name(self.config)]

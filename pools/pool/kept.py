@@ -161,7 +161,6 @@ def _keep(
     launcher: Launcher | None,
     reserved: Callable[[ResourceConfig], AbstractContextManager[Any]],
 ) -> None:
-    """The pool's own job: serves until nobody uses the pool any more, or it is ended."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by itself it would skip the blocks' ends
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     with (
@@ -282,7 +281,6 @@ def job_of(name: str) -> JobHandle | None:
 
 
 def _state_of(published: PublishedPool) -> KeptPoolState | None:
-    """A published pool as it is; None if its job has ended, and then it is published no more."""
     pool = published.pool
     if (state := _as_its_proxy_says(pool)) is not None:
         return state
@@ -329,7 +327,6 @@ def _job_of(pool: KeptPool) -> JobHandle | None:
 
 
 def _url_of(client: Client) -> str:
-    """The address of a backend for other machines: the one that was set, since Ray's own is that of a job inside."""
     asked = settings().jobs
     return asked if asked and client_from_url(asked) is client else client.url
 

@@ -138,12 +138,6 @@ def _file(place: str, name: str) -> str:
 
 
 def _read(uri: str) -> PublishedPool | None:
-    """The pool that a file names; None where there is no file of a pool.
-
-    Raises:
-        BadInput: the file is not this user's alone, or others could put one in its place.
-        StorageError: it cannot be read.
-    """
     if not storage.is_local(uri):
         version = read_version(uri)
         pool = _pool_in(version.content) if version is not None else None

@@ -186,7 +186,6 @@ class PoolSession:
             self.unwant(name)
 
     def _abilities_of(self, name: str) -> Abilities:
-        """Abilities of the engines with a wanted checkpoint; waits for the first of its kind."""
         digests = self._checkpoints[name].digests
         kind = (digests.config, digests.tokenizer)
         if kind not in self._abilities:
@@ -231,7 +230,6 @@ class PoolSession:
         self._await_another_try(name)
 
     def _await_another_try(self, name: str) -> None:
-        """Lets an earlier verdict on a checkpoint be taken back, so that it is not mistaken for the next one."""
         deadline = time.monotonic() + _VERDICT_SECONDS
         status = self.status()
         while name in status.unusable and time.monotonic() < deadline:
@@ -292,7 +290,6 @@ class PoolSession:
         return self._patiently(self._introduced)
 
     def _introduced(self) -> ProxyStatus:
-        """Asks once; a proxy that was started again is told what the one before knew: lease and open cells."""
         status = self._proxy.status()
         if status.instance != self._proxy_instance:
             with self._introducing:

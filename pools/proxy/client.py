@@ -326,7 +326,6 @@ class ProxyHealthReply(Config):
 
 
 def _reachable(host: str, *, in_url: bool = True) -> str:
-    """An address to connect to for an address to listen on."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if in_url and ":" in host else host
 

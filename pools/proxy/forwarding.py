@@ -135,7 +135,6 @@ class Forwarder:
         return tallies
 
     async def _answer(self, asked: Asked, responder: Responder, scope: CellScope | None) -> int:
-        """Answers a request that could be read; the status of the answer."""
         journal = self._journal
         if journal is None or not asked.is_completion:
             last, _ = await self._forward(asked, responder, scope)
@@ -172,11 +171,6 @@ class Forwarder:
                 claim.release()
 
     async def _forward(self, asked: Asked, responder: Responder, scope: CellScope | None) -> tuple[Attempt, str | None]:
-        """The last attempt at a request, which has something to give, and the digest of what answered.
-
-        Raises:
-            Refusal: no attempt had anything to give.
-        """
         asked.fields = {}  # nobody reads them any more, and they take as much memory as the body
         try:
             return await self._try_until_answered(asked, responder, scope)
@@ -295,7 +289,6 @@ class Forwarder:
         return replica if replica is not None and replica.in_flight == 0 else None
 
     def _reserved(self, asked: Asked) -> RoutedReplica | None:
-        """The replica that takes no other request than this suspect."""
         return next((replica for replica in self._table.replicas.values() if replica.reserved is asked), None)
 
     def _release(self, asked: Asked) -> None:
@@ -304,14 +297,12 @@ class Forwarder:
             self._wake_held()
 
     async def _settled(self, asked: Asked) -> None:
-        """Returns once it is known whether engines died when the request's connections to them broke."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_SETTLED_SECONDS):
                 while not self._table.suspects.is_settled(asked):
                     await self._table_change()
 
     async def _hold(self, asked: Asked, scope: CellScope | None, look: Callable[[], Found | None]) -> Found:
-        """Returns the finding of `look`, once the table has changed so that there is one."""
         table, limits = self._table, self._limits
         if table.held >= limits.max_held:
             raise Refusal(429, f"{table.held} requests wait for a replica already.", retry_after_seconds=1)
@@ -349,7 +340,6 @@ class Forwarder:
 
 
 async def _keep(journal: Journal, claim: Claim, last: Attempt) -> bool:
-    """Writes a valid answer into the journal before its client sees the end of it; whether that was done."""
     body = last.body
     if last.facts is None or body is None:
         return False
@@ -358,7 +348,6 @@ async def _keep(journal: Journal, claim: Claim, last: Attempt) -> bool:
 
 
 async def _give(last: Attempt, responder: Responder) -> int:
-    """Sends what an attempt has brought, or the end of it; the status to count it under."""
     if last.stream is not None:
         if last.outcome is RequestOutcome.ANSWERED:
             await last.stream.finish()

@@ -44,7 +44,6 @@ def check_network(config: InferencePoolConfig, *, is_local: bool) -> None:
 
 
 def _serve(arguments: list[str]) -> None:
-    """Is a proxy until it is told to end."""
     from pools.proxy.__main__ import main
 
     sys.exit(main(arguments))

@@ -384,7 +384,6 @@ def _demand(asked: _Asked, now: float, suspects: int) -> Demand:
 
 
 def _news(announcement: Announcement) -> tuple[object, ...]:
-    """The parts of an announcement that matter to somebody who waits for news."""
     return (
         announcement.state,
         announcement.digest,

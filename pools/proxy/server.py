@@ -194,7 +194,6 @@ class ProxyServer:
         return _json(entry)
 
     async def _version(self, _request: Request, _name: str) -> Reply:
-        """The version of the engines, as they say; they need not be asked again."""
         versions = {replica.announcement.engine_version for replica in self._table.replicas.values()} - {None}
         if not versions:
             raise Refusal(503, "No engine has said its version yet.", retry_after_seconds=5)
@@ -294,7 +293,6 @@ class ProxyServer:
         return _value(self._status_now())
 
     def _check_digests(self, name: str, lease: Lease) -> None:
-        """Raises a Refusal if another user's lease has other weights under a name of this one."""
         for other, held in self._leases.status().items():
             for model, served in lease.models.items():
                 if other != name and model in held.models and held.models[model].digest != served.digest:
@@ -334,12 +332,10 @@ class ProxyServer:
         self._wake()
 
     def _wake(self) -> None:
-        """Lets everybody who waits for news look again."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def _until(self, condition: Callable[[], bool], *, seconds: float, gone: asyncio.Future[None]) -> None:
-        """Waits for a condition on the table, for so long at most, and not past the client's leaving."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(seconds, _LONGEST_WAIT_SECONDS)
         while not condition() and not gone.done() and (left := deadline - loop.time()) > 0:
@@ -350,7 +346,6 @@ class ProxyServer:
                 return
 
     async def _expire(self) -> None:
-        """Ends leases of replicas and users that were not renewed."""
         loop, pause, stalled = asyncio.get_running_loop(), min(_EXPIRY_SECONDS, self._limits.lease_seconds / 4), 0.0
         while True:
             if lost := self._table.expire(self._limits.lease_seconds, stalled_seconds=stalled):

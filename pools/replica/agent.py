@@ -71,7 +71,6 @@ def run_agent(
 
 
 def _end_process(failure: threading.ExceptHookArgs) -> None:
-    """An agent that lost one of its threads is of no use: it ends, with its engine, and the pool starts another."""
     _log.error("a thread failed", exc_info=failure.exc_value)
     logging.shutdown()
     os._exit(1)
@@ -167,7 +166,6 @@ class Agent:
             self._staging.close()
 
     def _obey(self) -> None:
-        """Begins to load what was ordered last, unless that is held, being loaded, or known not to work."""
         with self._obeying:
             orders = self._orders
             if orders is None or not orders.known or self._loading or self._stop.is_set():
@@ -245,13 +243,11 @@ class Agent:
             self._say_at_once()
 
     def _verify(self, staged: StagedFolder, served: ServedModel) -> None:
-        """Passes if every host of the replica has the files that were digested."""
         check = self._gang.check(served)
         staged.verify()
         self._gang.folders(check)
 
     def _watch(self) -> None:
-        """Looks whether the engine lives and answers, and the other hosts do; starts an engine again that does not."""
         lease = self._config.lease_seconds
         looked_at = 0.0
         replica = self._replica
@@ -279,7 +275,6 @@ class Agent:
 
     @property
     def _hangs(self) -> bool:
-        """True if an engine that should answer has not done so for as long as a lease lasts."""
         return self._replica.state == "ready" and time.monotonic() - self._healthy_at > self._config.lease_seconds
 
     def _say(self, *, wait_seconds: float, seen: int, until_idle: bool = False) -> Orders:
@@ -318,19 +313,16 @@ class Agent:
         return self._proxy.announce(self._name, announcement, join_token=self._token)
 
     def _changed(self) -> None:
-        """Tells of a new state; an engine that became ready has just answered."""
         self._healthy_at = time.monotonic()
         self._say_at_once()
 
     def _say_at_once(self) -> None:
-        """Tells of a change; if the proxy does not answer, the next announcement will."""
         try:
             self._say(wait_seconds=0, seen=-1)
         except ProxyFailed as error:
             _log.warning("the proxy was not told: %s", error.found)
 
     def _drain(self) -> None:
-        """Waits until the proxy has nothing in flight here, at most as long as one request may take."""
         deadline = time.monotonic() + self._config.engine_timeout_seconds
         while time.monotonic() < deadline and not self._stop.is_set():
             try:

@@ -103,10 +103,6 @@ class Follower:
             self._end_part()
 
     def _asked(self, *, seen: int = -1) -> HostOrders:
-        """The wishes of host 0, which hears how this one fares; newer ones than those seen, or the same after a while.
-
-        The proxy says where host 0 is, until that has answered.
-        """
         door = self._door or self._proxy.announced(self._name, join_token=self._token).door
         place = urlsplit(door or "")
         if not place.hostname:
@@ -129,7 +125,6 @@ class Follower:
             connection.close()
 
     def _looked_at(self) -> HostState:
-        """Its state, with the end of its part if that has ended by itself."""
         job, state = self._job, self._state
         if job is not None and state.part and not state.ended and job.status().finished and self._job is job:
             state = self._state = state.model_copy(update={"ended": True, "log": excerpt(whole_log(job))})
@@ -140,13 +135,11 @@ class Follower:
             self._state = self._state.model_copy(update=fields)
 
     def _say_at_once(self, **fields: object) -> None:
-        """Tells of a change; if host 0 does not hear it, it hears the next word."""
         self._say(**fields)
         with suppress(*_UNHEARD):
             self._asked()
 
     def _work(self) -> None:
-        """Does what is wanted, one thing after the other, while word goes on being exchanged."""
         seen = HostOrders()
         while True:
             with self._changed:

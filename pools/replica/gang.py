@@ -185,7 +185,6 @@ class Gang:
         self._door.close()
 
     def _want(self, **fields: object) -> HostOrders:
-        """Changes the orders, where that is news."""
         with self._changed:
             if any(getattr(self._orders, name) != value for name, value in fields.items()):
                 version = self._orders.version + 1
@@ -194,7 +193,6 @@ class Gang:
             return self._orders
 
     def _until(self, condition: Callable[[HostState], bool]) -> list[tuple[int, HostState]]:
-        """States of all other hosts once each fulfils a condition."""
         deadline = time.monotonic() + self._patience_seconds
         with self._changed:
             while True:

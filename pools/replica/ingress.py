@@ -117,7 +117,6 @@ class Ingress:
             pass
 
     async def _first_line(self, connection: socket.socket) -> tuple[bytes, bytes]:
-        """Reads no more than a key may have: the line, and what came behind it."""
         content = b""
         while b"\n" not in content and len(content) < _LONGEST_KEY_LINE:
             piece = await self._loop.sock_recv(connection, _LONGEST_KEY_LINE - len(content))
@@ -129,7 +128,6 @@ class Ingress:
 
 
 async def _both_ways(*directions: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
-    """Copies until one side ends; then both do, so that an engine stops working for a client that has left."""
     copies = [asyncio.ensure_future(_copy(reader, writer)) for reader, writer in directions]
     try:
         await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)

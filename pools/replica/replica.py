@@ -145,7 +145,6 @@ class ReplicaEngine:
                 loading.reason = f"{reason}: {self._judged(checkpoint, *compared)}"
 
     def _judged(self, checkpoint: ServedCheckpoint, before: Reading, reloaded: Reading) -> str:
-        """The verdict, in words, on a reload of the checkpoint that this engine was started with."""
         try:
             cold = EngineClient(self.url or "", self.key).reading(self._canary, weights=True)
         except (ReloadUnavailable, SwapRefused) as error:
@@ -153,7 +152,6 @@ class ReplicaEngine:
         return self._trust(checkpoint).judge(before=before, reloaded=reloaded, cold=cold).found
 
     def _verify(self, checkpoint: ServedCheckpoint, loading: Loading, *, otherwise: Standing) -> None:
-        """Passes if the files are still the digested ones, around a reload."""
         try:
             with loading.phase("verify"):
                 checkpoint.verify()
@@ -165,11 +163,6 @@ class ReplicaEngine:
             raise
 
     def _why_restart(self, running: ServedCheckpoint, wanted: ServedCheckpoint, loading: Loading) -> str | None:
-        """Tries to reload in place; None if the engine now provably holds the wanted weights.
-
-        Raises:
-            ModelUnusable: it holds them, and they give no finite numbers; the engine is ended.
-        """
         self._compared = None
         reason = self._why_never_reload or why_not_reload(running, wanted)
         if reason is not None:
@@ -220,7 +213,6 @@ class ReplicaEngine:
 
     @property
     def _why_never_reload(self) -> str | None:
-        """The reason that engines of this replica are restarted for each checkpoint; None if they need not be."""
         if not self._config.reload_in_place:
             return "reloading in place is switched off"
         if engine_kwargs(self._config).get("worker_extension_cls") != RELOADING_WORKER:
@@ -285,11 +277,6 @@ class ReplicaEngine:
         return may_end_of_its_cache(error, self._log_of(self._job), self._config)
 
     def _require_former(self, checkpoint: ServedCheckpoint) -> None:
-        """Passes if the canary is the one that this replica gave for the same files before, if it ever did.
-
-        Raises:
-            EngineStartFailed: it is another one.
-        """
         if (difference := self._difference_to_former(checkpoint, self._canary)) is not None:
             raise EngineStartFailed(
                 expected=f"the engine of {self.name} to answer for {checkpoint.name} as it did before",
@@ -299,7 +286,6 @@ class ReplicaEngine:
         self._canaries.setdefault(checkpoint.digests.checkpoint, self._canary)
 
     def _difference_to_former(self, checkpoint: ServedCheckpoint, canary: tuple[float, ...]) -> float | None:
-        """The largest difference to the checkpoint's first canary, in nats; None where that is rounding, or none is."""
         former = self._canaries.get(checkpoint.digests.checkpoint, canary)
         dtypes = {tensor.dtype for tensor in read_tensors(checkpoint.files).values()}
         exact = self._config.device == "cpu" and dtypes == {"F32"} and "dtype" not in engine_kwargs(self._config)
@@ -360,11 +346,6 @@ class ReplicaEngine:
                 return  # the replica is dead now, and says why
 
     def _count_death(self, why: str) -> str:
-        """Counts a death of the engine; the reason for the restart that follows.
-
-        Raises:
-            EngineDied: it was one too many; the replica is dead.
-        """
         log = self._log_of(self._job).replace(self.key, "***") if self._job else ""
         held = self.checkpoint.digests.checkpoint if self.checkpoint else ""
         failure = self.deaths.count(why, log=log, job=self._job, held=held)
@@ -376,7 +357,6 @@ class ReplicaEngine:
         raise failure
 
     def _log_of(self, job: JobHandle) -> str:
-        """The log of a part on another host that has ended, which the server's own only follows; else of the server."""
         return self._gang.ended_part or whole_log(job)
 
     def stop(self) -> None:

@@ -58,7 +58,6 @@ class Averager:
         return raw[:size].data
 
     def _add(self, number: int, values: np.ndarray, room: np.ndarray) -> None:
-        """Adds a checkpoint's part to the sum of those before it."""
         if self._weights is not None:
             np.multiply(values, values.dtype.type(self._weights[number]), out=values)
         total = room.view(values.dtype)[: values.size]
@@ -68,7 +67,6 @@ class Averager:
             np.add(total, values, out=total)
 
     def _widened(self, dtype: str, raw: np.ndarray) -> np.ndarray:
-        """The numbers of a block in float32 or float64; of bfloat16 the even ones before the odd ones."""
         if dtype != "BF16":
             numbers = raw.view(_TYPES[dtype])
             if dtype != "F16":
@@ -83,7 +81,6 @@ class Averager:
         return bits.view(np.float32)
 
     def _narrow(self, dtype: str, room: np.ndarray, raw: np.ndarray) -> None:
-        """Divides the sum of a plain mean; rounds to the type of the block, to the nearest, of two to the even one."""
         kind = np.float64 if dtype == "F64" else np.float32
         total = room.view(kind)[: len(raw) // BYTES[dtype]]
         if self._weights is None:

@@ -124,7 +124,6 @@ def counted(total_bytes: int, on_progress: Progress | None) -> Callable[[int], N
 def _require_copied(
     content: Path, remote: ModelFolder, content_digests: Mapping[str, str], planned: ModelDigests
 ) -> None:
-    """Compares a copy with the plan, by the digests that a plan makes of a remote folder."""
     copied = inspect_model_folder(str(content))
     damaged = "; ".join(copied.problems)
     if copied.complete:

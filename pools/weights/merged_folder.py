@@ -79,7 +79,6 @@ def _cannot_be_averaged(folder: ModelFolder) -> str | None:
 
 
 def _difference(folder: ModelFolder, other: ModelFolder) -> str | None:
-    """The first thing that is not the same in two complete models, as far as averages go."""
     if changed := _changed_keys(folder.config, other.config):
         return f"config.json differs ({_named(changed)})"
     files, others = small_files(folder), small_files(other)

@@ -178,7 +178,6 @@ def merge_of(location: str) -> Merge | None:
 
 
 def _shortest(number: str) -> str:
-    """A number without needless zeros, so that those which are equal make one name."""
     whole, _, part = number.partition(".")
     return ".".join(filter(None, [whole.lstrip("0") or "0", part.rstrip("0")]))
 

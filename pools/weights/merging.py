@@ -118,7 +118,6 @@ def merge_checkpoints(
 
 
 def _identities(folder: ModelFolder) -> list[object]:
-    """The state of the files of this machine in a merge; copies of the others are compared as they are made."""
     local = [each for each in folder.inputs if storage.is_local(each.uri)]
     with storage.reported(folder.uri, "look at"):
         return [file_identity(storage.local_path(file.uri)) for each in local for file in served_files(each).values()]
@@ -152,11 +151,6 @@ def _write_average(
     on_bytes: Callable[[int], None],
     require_unchanged: Callable[[], None],
 ) -> None:
-    """Writes a file of weights like the last checkpoint's; it gets its name once all is in it and nothing was changed.
-
-    Raises:
-        CheckpointChanged, CheckpointError, CopyStopped, StorageError: as in `merge_checkpoints`.
-    """
     partial = target.with_name(f"{target.name}.partial")
     written = read_safetensors_header(last)
     header_bytes = min((tensor.span[0] for tensor in written.values()), default=last.size)
@@ -231,7 +225,6 @@ def thread_count() -> int:
 def _on_threads(
     blocks: Iterator[_Block], work: Callable[[Averager, _Block], None], begin: Callable[[], Averager]
 ) -> None:
-    """Works on all blocks, side by side; after the first error no other is begun, and it is raised."""
     errors: list[Exception] = []
     turn = threading.Lock()
 

@@ -220,11 +220,6 @@ def irregular(file: FileInfo) -> str | None:
 
 
 def _unreadable(file: FileInfo, error: StorageError) -> str:
-    """Returns what is wrong with a file of this machine.
-
-    Raises:
-        StorageError: it is in a store, which may answer the next time.
-    """
     if not storage.is_local(file.uri):
         raise error
     return f"{storage.basename(file.uri)} {_CANNOT_BE_READ}: {error.found}"
@@ -268,7 +263,6 @@ def read_json(file: FileInfo, problems: list[str]) -> dict[str, Any]:
 
 
 def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> tuple[list[str], set[str]]:
-    """The files that hold the weights, and the tensors that an index says they hold."""
     if INDEX_NAME in files:
         weight_map = read_json(files[INDEX_NAME], problems).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -315,7 +309,6 @@ def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
 
 
 def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
-    """The parameters that a header names, and what is wrong with the file's length. Damage raises errors."""
     name = storage.basename(file.uri)
     header_bytes = int.from_bytes(storage.read_bytes(file.place, start=0, end=8), "little")
     if header_bytes > min(_LARGEST_HEADER_BYTES, file.size):

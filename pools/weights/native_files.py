@@ -117,7 +117,6 @@ class Exports:
         return next(reversed(namesakes or found), None)
 
     def _in(self, place: str) -> list[str]:
-        """Folders with config and tokenizer, directly in `hf/` or below it, the one with the highest step last."""
         if place not in self._listed:
             named = {file.uri for file in storage.list_files(storage.join(place, _EXPORTS))}
             folders = {storage.parent(uri) for uri in named}

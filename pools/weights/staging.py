@@ -216,7 +216,6 @@ class Staging:
             self._thread.join(_GIVE_WAY_SECONDS)
 
     def _hold_links(self, uri: str) -> Hold:
-        """A folder of links to the files that are served: what else lies beside them, no engine gets to see."""
         folder = inspect_model_folder(uri)
         folder.require_complete()
         links = {name: storage.local_path(file.place).resolve() for name, file in served_files(folder).items()}
@@ -266,7 +265,6 @@ class Staging:
         return hold
 
     def _filled(self, wanted: _Wanted, stopped: Callable[[], bool], on_progress: Progress | None) -> Path:
-        """Copies or computes a checkpoint into its partial folder."""
         key, uri = wanted.digests.checkpoint, wanted.uri
         folder, make_room = self._copies.partial(key), partial(self._copies.make_room, key)
         if merge_of(uri) is None:
@@ -305,7 +303,6 @@ class Staging:
 
     @contextmanager
     def _prefetch_giving_way(self, digests: ModelDigests) -> Iterator[None]:
-        """Ends the background copy of another checkpoint, and keeps it from going on inside."""
         with self._changed:
             self._copies_wanted_now += 1
         try:
@@ -367,7 +364,6 @@ def _links_in(folder: Path) -> dict[str, Path]:
 
 
 def _linked(folder: Path, links: Mapping[str, Path]) -> Path:
-    """A new folder with these links."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, target in links.items():
@@ -376,7 +372,6 @@ def _linked(folder: Path, links: Mapping[str, Path]) -> Path:
 
 
 def _identities(folder: Path) -> bytes:
-    """The state of all files of a folder, wherever that lies; it changes with any of them. Empty for a broken one."""
     try:
         return repr([(path.name, file_identity(path)[1:]) for path in sorted(folder.iterdir())]).encode()
     except OSError:

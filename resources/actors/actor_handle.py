@@ -201,7 +201,6 @@ _lines_lock = threading.Lock()
 
 
 def _line_to(url: str, job: JobHandle, *, name: str) -> ActorLine:
-    """The line that all handles on this actor share; a forked child gets its own."""
     with _lines_lock:
         for key in [key for key, line in _lines.items() if line.is_dead]:
             del _lines[key]

@@ -107,7 +107,6 @@ class ActorLine:
             send(self._connection, frame)
 
     def _work(self) -> None:
-        """The thread: connects while calls wait, and reads answers while there is a connection."""
         while True:
             try:
                 self._connect()
@@ -124,12 +123,6 @@ class ActorLine:
                     return
 
     def _connect(self) -> None:
-        """Waits until the actor has an address, and connects to it.
-
-        Raises:
-            ActorDied: its job has ended.
-            BackendUnavailable: it announces an address that does not answer.
-        """
         pauses = growing_pauses()
         refused_address, refused_since = None, 0.0
         while True:
@@ -166,7 +159,6 @@ class ActorLine:
                 self._send(*self._waiting.popleft())
 
     def _read(self) -> None:
-        """Delivers answers until the connection ends, or the job has."""
         connection = self._connection
         assert connection is not None
         poll = select.poll()
@@ -196,7 +188,6 @@ class ActorLine:
         return False
 
     def _judge(self) -> AssayError:
-        """Returns the reason that the connection broke, as the job tells within a few seconds."""
         deadline = time.monotonic() + self._patience.unexplained_seconds
         pauses = growing_pauses()
         while True:
@@ -267,7 +258,6 @@ def death_of(job: JobHandle, details: JobDetails, *, name: str) -> ActorDied:
 
 
 def _again(error: Exception) -> Exception:
-    """An equal error: each waiter gets one of its own, since raising adds a traceback to it."""
     if isinstance(error, AssayError):
         return type(error)(expected=error.expected, found=error.found, remedy=error.remedy)
     return error

@@ -175,7 +175,6 @@ class _Strangers:
 
 
 def _cancel(order: Frame, calls: Mapping[int, Future[None]], outbox: SimpleQueue[Frame | None]) -> None:
-    """Answers for a call that has not begun, which it now never will, and then the order itself."""
     number = int(order.body)
     call = calls.get(number)  # none where it has ended
     kind = Kind.CANCELLED if call is not None and call.cancel() else Kind.RESULT

@@ -279,7 +279,6 @@ def _install(
     links: tuple[str, ...],
     tell: Progress,
 ) -> str:
-    """Creates the folder and installs the list by the first way that works, which is returned."""
     failures: list[str] = []
     attempts = install_attempts(spec, uv_binary=binary, python=environment.python, find_links=links)
     for attempt in attempts:
@@ -298,7 +297,6 @@ def _install(
 
 
 def _smoke_import(spec: EnvironmentSpec, environment: Environment, *, tell: Progress) -> None:
-    """A wheel that does not fit shows up when it is imported, never when it is installed."""
     if spec.smoke_import is None:
         return
     tell(f"{spec.name}: importing {spec.smoke_import} once")
@@ -309,7 +307,6 @@ def _smoke_import(spec: EnvironmentSpec, environment: Environment, *, tell: Prog
 
 
 def _run(argv: Sequence[str], *, env: dict[str, str], tell: Progress, seconds: float = inf) -> tuple[int, str]:
-    """Runs a command to its end, or kills it; its exit code and the last lines it wrote."""
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     with subprocess.Popen(
         argv,
@@ -385,7 +382,6 @@ def _holds_cpu_torch(find_links: Sequence[str]) -> bool:
 
 @contextmanager
 def _locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds an exclusive lock, which ends with this process and the commands it runs at the latest."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     os.set_inheritable(descriptor, True)
     try:

@@ -114,7 +114,6 @@ def unpack(package: Package, into: Path) -> Path:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Paths below the folder of files and symlinks, with slashes."""
     listed = _listed_by_git(folder)
     for name in _walked(folder) if listed is None else listed:
         path = folder / name
@@ -135,7 +134,6 @@ def _walked(folder: Path) -> Iterator[str]:
 
 
 def _listed_by_git(folder: Path) -> list[str] | None:
-    """Returns the files that git would take of this folder; None where git is not in charge of it, or not there."""
     if shutil.which("git") is None:
         return None
     listing = _git(folder, "ls-files", "--cached", "--others", "--exclude-standard", "-z")

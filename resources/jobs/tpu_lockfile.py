@@ -33,7 +33,6 @@ class remove_tpu_lockfile_on_exit(ContextDecorator):  # called like a function
 
 
 def _remove(path: Path) -> None:
-    """Removes the file, with more rights where it is another user's; without these libtpu says what is wrong."""
     try:
         path.unlink(missing_ok=True)
     except PermissionError:

@@ -274,7 +274,6 @@ def _members(obj: Any) -> list[tuple[Any, Any]]:
 
 
 def _covers(location: str, region: str) -> bool:
-    """Returns True if a bucket's location is a region, or a multi-region around it."""
     location, region = location.lower(), region.lower()
     around = {"us": "us-", "eu": "europe-", "asia": "asia-"}.get(location)
     return location == region or (around is not None and region.startswith(around))

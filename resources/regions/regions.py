@@ -127,7 +127,6 @@ def _described(resources: ResourceConfig) -> str:
 
 
 def _nearest(resources: ResourceConfig, *, searched: Sequence[Region], known: Regions) -> str:
-    """Returns the least change that helps: of the zone, the region or the device; a sentence, or nothing."""
     anywhere = resources.model_copy(update={"zone": None})
     devices = [choice.device for choice in resources.choices]
     zones = [zone for region in searched for device in devices for zone in region.zones_for(device)]

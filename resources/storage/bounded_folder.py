@@ -163,7 +163,6 @@ class BoundedFolder:
 
     @contextmanager
     def _accounting(self) -> Iterator[None]:
-        """One process at a time decides what goes; half-removed entries are gone inside."""
         with (self.folder / "room.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for remains in self.folder.glob("*.evicted"):
@@ -171,7 +170,6 @@ class BoundedFolder:
             yield
 
     def _locked(self, key: str, operation: int) -> IO[bytes] | None:
-        """The lock of an entry; None if another one has it, and `operation` does not wait."""
         path = self.folder / f"{key}.lock"
         while True:
             lock = path.open("ab")
@@ -196,7 +194,6 @@ class BoundedFolder:
             storage.write_bytes(str(self.folder / f"{key}.used"), str(latest + 1).encode())
 
     def _remove(self, key: str) -> None:
-        """Removes an entry and everything named after it, with its lock held exclusively."""
         self._remove_tree(key)
         if self.partial(key).exists():
             shutil.rmtree(self.partial(key))
@@ -204,7 +201,6 @@ class BoundedFolder:
             (self.folder / f"{key}.{suffix}").unlink(missing_ok=True)
 
     def _remove_tree(self, key: str) -> None:
-        """Under another name first: a crash in the middle must not leave an entry that looks whole."""
         evicted = self.folder / f"{key}.evicted"
         with suppress(FileNotFoundError):
             self.entry(key).rename(evicted)

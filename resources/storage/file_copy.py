@@ -179,7 +179,6 @@ def _read_sidecar(sidecar: Path) -> dict[str, Any]:
 
 
 def _hash_arrived(file: IO[bytes], hasher: _Hasher, *, stopped: Callable[[], bool]) -> int:
-    """Hashes what earlier calls left, and leaves the file at its end. Returns how much that is."""
     file.seek(0)
     while block := file.read(_BLOCK_BYTES):
         if stopped():

@@ -67,7 +67,6 @@ def written_aside(path: Path, content: bytes, *, mode: int) -> Iterator[Path]:
 
 @lru_cache(maxsize=1024)
 def _sweep(folder: Path) -> None:
-    """Removes what killed writers have left in a folder, once per process: the files of living ones are locked."""
     now = folder.stat().st_mtime  # by the store's own clock: something was just begun in it
     for path in folder.iterdir():
         if _ASIDE.fullmatch(path.name):

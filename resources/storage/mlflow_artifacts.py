@@ -81,7 +81,6 @@ def real_location(uri: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _located(uri: str, _server_asked: str | None) -> str:
-    """Returns the same of what never moves: an artifact of a run, or a numbered version."""
     kind, _, path = uri.partition(":/")
     match kind:
         case "runs":
@@ -119,7 +118,6 @@ def _server(uri: str) -> str:
 
 @contextmanager
 def _asking(uri: str) -> Iterator[Any]:
-    """MLflow's client of the tracking server, whose errors become ours."""
     address = _server(uri)
     set_process_environment_defaults(_CLIENT)
     from mlflow import MlflowClient
@@ -205,7 +203,6 @@ class MlflowArtifacts(AbstractFileSystem):
         ]
 
     def _begun(self, path: str, start: int, end: int | None) -> Any:
-        """An answer whose next byte is that at `start`; of a server that knows no ranges, what comes before is read."""
         headers = {"Accept-Encoding": "identity"}
         if start or end is not None:
             headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
@@ -251,7 +248,6 @@ class MlflowArtifacts(AbstractFileSystem):
             return self._streams.pop((path, start), None)
 
     def _keep(self, path: str, position: int, stream: Any) -> None:
-        """Keeps the answer of a server that knows no ranges for whoever reads on: else each range would cost all."""
         with self._lock:
             replaced = [self._streams.pop((path, position), None)]
             self._streams[path, position] = stream

@@ -47,7 +47,6 @@ def bounded_batches(
 
 
 def _largest_value(file: BinaryIO, chunk: parquet.ColumnChunkMetaData) -> int:
-    """Bytes that a value of a chunk may have which is stored once and repeated; 0 where each is stored by itself."""
     if "DELTA_BYTE_ARRAY" in chunk.encodings:  # repeats a prefix
         return chunk.total_uncompressed_size
     before = file.tell()
@@ -59,7 +58,6 @@ def _largest_value(file: BinaryIO, chunk: parquet.ColumnChunkMetaData) -> int:
 
 
 def _first_two(header: bytes) -> tuple[int, int]:
-    """Returns kind and unpacked bytes of a page: the first two integers of its header, as Thrift packs them."""
     values, at = [0, 0], 0
     for number in range(2):
         at += 1  # the field's own byte

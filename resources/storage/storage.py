@@ -85,7 +85,6 @@ def parent(uri: str) -> str:
 
 
 def _open(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a location, without its listing cache, and the path inside it."""
     location = str(local_path(uri).absolute()) if is_local(uri) else real_location(uri) if in_mlflow(uri) else uri
     refuse_user_information(location, place="a location")
     try:

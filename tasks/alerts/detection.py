@@ -117,7 +117,6 @@ def alerts_in(
 def _sharing_no_input(
     checkpoints: Mapping[tuple[int, str], CheckpointReference], values: Mapping[tuple[int, str], _Value]
 ) -> dict[tuple[int, str], _Value]:
-    """A series as it is; one of merged checkpoints without those that share an input with the one before in it."""
     places = [place for place in checkpoints if place in values]
     if not any(checkpoints[place].merge for place in places[:1]):
         return dict(values)
@@ -126,7 +125,6 @@ def _sharing_no_input(
 
 
 def _is_beside_a_group(metric: Metric, record: Record) -> bool:
-    """Tells if a number is of a part, and its record has one of the whole."""
     if metric.benchmark in record.benchmarks:
         return False
     return any(
@@ -177,7 +175,6 @@ def _scores(
     values: dict[tuple[int, str], _Value],
     qualifications: Sequence[Qualification],
 ) -> list[Score | None]:
-    """A series as the search for drops takes it."""
     numbers = ((checkpoint, values[place].record) for place, checkpoint in checkpoints.items() if place in values)
     named = {"evaluator": series.evaluator, "benchmark": series.benchmark, "metric": series.metric}
     changes = build_changes(numbers, **named, qualifications=qualifications)
@@ -209,10 +206,6 @@ def _sign(metric: Metric) -> float:
 
 
 def _error(metric: Metric) -> float:
-    """The error over questions: as recorded; where all answers scored alike, that of so wide an interval.
-
-    Without an interval it is a question's part; where no harness gave an error, that of a share as large as its half.
-    """
     if metric.stderr is None:
         return abs(metric.value) / (2 * math.sqrt(max(1, metric.n)))
     if metric.stderr == 0.0 and metric.low is not None and metric.high is not None:

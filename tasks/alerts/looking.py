@@ -84,7 +84,6 @@ def _curve(alert: Alert) -> tuple[str, ...]:
 
 
 def _record_at(step: int, alert: Alert, records: Sequence[FoundRecord]) -> FoundRecord:
-    """The newest record of an alert's curve at a step, among those of its run."""
     own = (
         found
         for found in records

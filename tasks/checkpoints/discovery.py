@@ -160,14 +160,12 @@ def within(folder: str, others: Collection[str]) -> bool:
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """A folder, and those that it lies in."""
     while folder:
         yield folder
         folder = folder.rpartition("/")[0]
 
 
 def _levanter(folder: str, files: Sequence[FileInfo], *, reference: str | None) -> Checkpoint:
-    """A native checkpoint that can be evaluated; its step is the one it names itself."""
     run, name, step = native_name(folder)
     held = inspect_native_folder(folder, files, reference=reference)
     if held.step is not None and held.step != step:

@@ -116,7 +116,6 @@ def _place_of_iterations(folder: str) -> list[str]:
 
 
 def _latest_iteration(place: str) -> int | None:
-    """Returns the iteration that Megatron named last; None where it named none, or `release`."""
     try:
         return int(storage.read_bytes(storage.join(place, _TRACKER)))
     except (FileNotFoundError, ValueError, StorageError):  # a mark that cannot be read says nothing
@@ -146,7 +145,6 @@ def training_states(folders: Folders) -> list[TrainingState]:
 
 
 def _root(folder: str, folders: Folders) -> str:
-    """The checkpoint that a folder with shards belongs to: itself, or `step_N` above `trainer`, `iter_N`, `context`."""
     parent = storage.parent(folder)
     if step_of(storage.basename(folder)) is not None:
         return folder
@@ -171,7 +169,6 @@ def _state(root: str, files: Sequence[FileInfo]) -> TrainingState:
 
 
 def _remedy(root: str, names: set[str]) -> str:
-    """Says how a whole state becomes a checkpoint that engines load, as its framework does it."""
     export = storage.join(_run_of(root), "hf", storage.basename(root))
     bridge = (
         f"./scripts/conversion/convert.sh export --executor local --device cpu --hf-model MODEL --megatron-path {root} "

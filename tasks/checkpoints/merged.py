@@ -103,7 +103,6 @@ def _input(checkpoint: Checkpoint, weight: float) -> MergedInput:
 
 
 def _chosen(source: Source, found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """The checkpoints that a source means: of a range also those that are still being written."""
     if not source.steps:
         if len(found) != 1:
             raise BadInput(
@@ -132,11 +131,6 @@ def _chosen(source: Source, found: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _by_step(found: Sequence[Checkpoint]) -> dict[int, Checkpoint]:
-    """One checkpoint of each step, in their order: of several a complete one, and no native one where there are others.
-
-    Raises:
-        BadInput: two complete ones have one step.
-    """
     exports = [checkpoint for checkpoint in found if checkpoint.kind == "huggingface"]
     by_step: dict[int, Checkpoint] = {}
     for checkpoint in exports or found:

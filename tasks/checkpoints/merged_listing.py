@@ -32,7 +32,6 @@ def with_means(checkpoints: Sequence[SeenCheckpoint], wanted: Iterable[Inputs]) 
 
 
 def _mean(found: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
-    """The mean of the first checkpoint found of each step."""
     inputs = [first for first, *_ in found]
     uri = str(Merge.of_folders("mean", [checkpoint.uri for checkpoint in inputs]))
     _, name, step = name_of(uri)

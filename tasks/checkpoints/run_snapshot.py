@@ -183,7 +183,6 @@ def snapshot_run(
 
 
 def _unsettled(found: Sequence[SeenCheckpoint], files: Iterable[FileInfo], *, since: float) -> set[str]:
-    """Incomplete checkpoints that may be completed without a change in what a listing shows: written just now, say."""
     if not any(checkpoint.problems for checkpoint in found):
         return set()
     new = [file.uri for file in files if file.checksum is None and file.modified > since]
@@ -196,7 +195,6 @@ def _unsettled(found: Sequence[SeenCheckpoint], files: Iterable[FileInfo], *, si
 
 
 def _marks(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A few checkpoints that part the run into ranges of names, so that a large one is listed in parallel."""
     ranges = min(_RANGES, len(rows) * _FILES_OF_A_CHECKPOINT // PAGE)
     names = sorted(row[0] for row in rows) if ranges > 1 else []
     return [names[len(names) * number // ranges] for number in range(1, ranges)]
@@ -283,11 +281,6 @@ class _Listed(NamedTuple):
 def _verdicts(
     listed: Sequence[_Listed], known: Mapping[tuple[str, str], tuple[str, ...]]
 ) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Returns what is to be said of checkpoints of which nothing is known; each that needs a look gets one.
-
-    Object stores have whole files only. There a checkpoint with just the files of one that is whole is whole too: of
-    ten thousand alike, one is looked into.
-    """
     unknown = [checkpoint for checkpoint in listed if checkpoint.state not in known]
     if not unknown or not storage.has_whole_files(unknown[0].folder):
         return {checkpoint.state: checkpoint.problems() for checkpoint in unknown}

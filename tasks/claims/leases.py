@@ -215,7 +215,6 @@ class Claims:
         )
 
     def _tidy(self, listed: Mapping[str, Sequence[ClaimFile]]) -> None:
-        """Removes what was released long ago."""
         for files in listed.values():
             old = bool(files[-1].modified) and files[-1].modified < self._now() - _RELEASED_KEPT_SECONDS
             if old and (claim := read_file(files[-1].uri, Claim)) is not None and claim.released:
@@ -231,10 +230,6 @@ class Claims:
         return storage.create_bytes(uri, content) or read_file(uri, Claim) == claim
 
     def _succeeded(self, uri: str, files: Sequence[ClaimFile]) -> bool:
-        """Tells if a claim that we hold is gone, or another one has taken its place.
-
-        A later one that succeeds somebody else was made by one who had looked too early, and will be withdrawn.
-        """
         position = next((number for number, file in enumerate(files) if file.uri == uri), None)
         if position is None:
             return True
@@ -244,17 +239,11 @@ class Claims:
         return any(claim is not None and claim.succeeds == self._me.name for claim in later)
 
     def _is_live(self, seen: SeenClaim, heard: Mapping[str, float]) -> bool:
-        """Tells if a holder is at work, by our clock and the store's, which our own last sign of life tells."""
         own = heard.get(self._me.name)
         store_now = self._now() + own - self._me.renewed if own else None
         return seen.live(self._now(), store_now=store_now)
 
     def _stands(self, uri: str, files: Sequence[ClaimFile], heard: Mapping[str, float]) -> bool:
-        """Tells if a claim just made is the last one, and nobody who made an earlier one still has the cell.
-
-        Every claim made before is seen here, since looking comes after making: so of two, one withdraws at least.
-        What is earlier goes, the first ones first: until the last of them, whoever was succeeded can tell by it.
-        """
         if not files or files[-1].uri != uri:
             return False
         read = [(file, read_file(file.uri, Claim)) for file in files]

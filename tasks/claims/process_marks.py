@@ -50,7 +50,6 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """None where there is no such process, or it only waits to be reaped."""
     try:
         # The name in brackets may hold anything; the state comes after it, and the start is the 22nd field.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

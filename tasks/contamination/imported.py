@@ -171,7 +171,6 @@ def _wrong(place: str, *, expected: str, found: object) -> BadInput:
 
 
 def _lines(uri: str) -> Iterator[tuple[str, str]]:
-    """Lines that are not empty, each with its place."""
     with storage.opened(uri) as file:
         for number, line in enumerate(file, start=1):
             place = f"{uri}, line {number}"
@@ -207,11 +206,6 @@ def _score(value: object, place: str) -> float | None:
 
 
 def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
-    """Lines of decon's reports, each a match of one evaluation instance and one training document.
-
-    The question is known by its words, which a report has as decon cleaned them, in the benchmark that the instance
-    names; where it has none, by the number of the instance.
-    """
     known: dict[tuple[str, str], list[AskedQuestion]] = {}
     for uri in _files(files, ending=".jsonl"):
         for place, line in _objects(uri):
@@ -240,7 +234,6 @@ def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterato
 
 
 def _list(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
-    """Ids, or ids with a flag and a score: as CSV, JSON lines, or one id a line."""
     for uri in _files(files, ending=""):
         name = uri.lower()
         rows = _json_rows(uri) if name.endswith((".jsonl", ".json")) else _csv_rows(uri, plain=name.endswith(".txt"))
@@ -288,7 +281,6 @@ def _by_column(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _marin(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
-    """Attributes of Marin's datakit, by the n-grams of the questions themselves; half of them flag a question."""
     for question, share, place in found_by_hashes(_files(files, ending=".parquet"), asked.of(benchmark)):
         evidence = evidence_of(place, question.text) if share else None
         yield Found([question], flagged=share >= SHARE, score=round(share, 4), evidence=evidence)

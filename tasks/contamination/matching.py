@@ -115,7 +115,6 @@ class QuestionIndex:
         return len(words.hashes) - len(between)
 
     def _seeds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Question and offset of every seed: as far apart as every run of n words, or of all, has room for."""
         import numpy as np
 
         long = np.flatnonzero(self._sizes)
@@ -126,7 +125,6 @@ class QuestionIndex:
         return questions, numbers * np.repeat(strides, counts)
 
     def _matches(self, words: Words) -> Iterator[Match]:
-        """Runs of words of questions, as long as n-grams at least, by their numbers."""
         import numpy as np
 
         if len(words.hashes) < self.shortest or not len(self._values):
@@ -144,7 +142,6 @@ class QuestionIndex:
             yield from self._along(words, diagonal, question)
 
     def _is_long(self, words: Words, at: np.ndarray, questions: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Tells of seeds if words around them make up an n-gram, for all at once."""
         import numpy as np
 
         sizes, firsts = self._sizes[questions], self._firsts[questions]
@@ -162,7 +159,6 @@ class QuestionIndex:
         return length >= np.minimum(sizes, self.n)
 
     def _along(self, words: Words, diagonal: int, question: int) -> Iterator[Match]:
-        """Runs of one question where its words stand at one place of the texts."""
         import numpy as np
 
         low, high = max(0, -diagonal), min(self.lengths[question], len(words.hashes) - diagonal)
@@ -182,7 +178,6 @@ class QuestionIndex:
         between: np.ndarray,
         places: Sequence[tuple[str, int, int]],
     ) -> None:
-        """Adds a match if it is one as text too, and says something new."""
         finding = found.get(match.question, Finding())
         bits = ((1 << (match.length - self.gram(match.question) + 1)) - 1) << match.first
         answer = self._answers[match.question]

@@ -141,7 +141,6 @@ def _shots(evaluation: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def _turns(prompt: str) -> list[str]:
-    """The user's turns of a conversation, as JSON or as lm-eval's samples have it; else the prompt alone."""
     if not prompt.startswith("["):
         return [prompt]
     try:
@@ -167,19 +166,16 @@ def _without_examples(texts: list[str], *, shots: int | None) -> list[str]:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """The beginning of all texts."""
     first, last = min(texts), max(texts)
     return first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
 def _cue(texts: Sequence[str]) -> str:
-    """The last line, with the end of the line before it, if all texts end with the same."""
     common = _common([text[::-1] for text in texts])[::-1]
     return common[common.index("\n") :] if "\n" in common else ""
 
 
 def _after_cue(text: str, cue: str) -> str:
-    """Text behind the last example, whose answer ends with a line or a blank one."""
     _, found, example = text[: -len(cue)].rpartition(cue)
     if not found:
         return text

@@ -171,7 +171,6 @@ def _results(
     kept: str,
     processes: int | None,
 ) -> Iterator[tuple[Part, PartResult]]:
-    """The result of each part: that of an earlier scan that was ended, else a new one, which is kept."""
     asked = hashlib.sha256(repr([question[2:4] for question in index.questions]).encode()).hexdigest()
     names = {part: storage.join(kept, f"{_key(part, asked, settings)}.json") for part in parts}
     there = {file.uri for file in storage.list_files(kept)}
@@ -187,7 +186,6 @@ def _results(
 def _scanned(
     parts: Sequence[Part], index: QuestionIndex, *, settings: Settings, processes: int
 ) -> Iterator[tuple[Part, PartResult]]:
-    """The result of each part, as they come: from processes, or from here where there is work for one alone."""
     if min(processes, len(parts)) < 2:
         yield from ((part, scan_part(index, part)) for part in parts)
         return
@@ -207,7 +205,6 @@ def _scanned(
 
 
 def _key(part: Part, asked: str, settings: Settings) -> str:
-    """Name for the result of a part, by all that it follows from."""
     follows_from = repr((part, asked, settings.n, settings.shortest, versions()["assay"]))
     return hashlib.sha256(follows_from.encode()).hexdigest()[:32]
 
@@ -255,7 +252,6 @@ _indexes: list[QuestionIndex] = []
 
 
 def _begin(questions: Sequence[AskedQuestion], settings: Settings) -> None:
-    """Makes the index of a process once; the process ends with the one that started it, whatever that died of."""
     _indexes.append(QuestionIndex(questions, n=settings.n, shortest=settings.shortest))
     parent = parent_process()
     if parent is not None:

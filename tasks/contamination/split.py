@@ -144,7 +144,6 @@ def _side(part: Composition) -> Side:
 
 
 def _difference(clean: Side, flagged: Side) -> tuple[float | None, float | None]:
-    """The interval of a difference from those of both; None where one of them is unknown."""
     if clean.low is None or clean.high is None or flagged.low is None or flagged.high is None:
         return None, None
     difference = clean.value - flagged.value

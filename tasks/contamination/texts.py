@@ -116,7 +116,6 @@ def texts_in(part: Part, reading: Reading) -> Iterator[str]:
 
 
 def _without_braces(location: str) -> list[str]:
-    """Every location that `{a,b}` and `{000..127}` stand for, as Levanter reads them."""
     choices = [_choices(inside) for inside in _BRACES.findall(location)]
     pattern = _BRACES.sub("{}", location)
     return [pattern.format(*chosen) for chosen in product(*choices)] if choices else [location]
@@ -150,7 +149,6 @@ def _ending(uri: str) -> tuple[Form, str | None] | None:
 
 
 def _listed(uri: str, folders: dict[str, dict[str, FileInfo]]) -> FileInfo:
-    """Size and time of a file; each folder is listed once, since shards come by the thousand."""
     folder = storage.parent(uri)
     if folder not in folders:
         folders[folder] = {file.uri: file for file in storage.list_files(folder)}
@@ -204,7 +202,6 @@ def _from_lines(part: Part, reading: Reading) -> Iterator[str]:
 
 
 def _lines(file: BinaryIO, part: Part) -> Iterator[bytes]:
-    """The lines that begin within a part."""
     at = part.start
     if part.start > 0:  # the line that goes on here belongs to the part before, unless it begins just here
         file.seek(part.start - 1)
@@ -252,7 +249,6 @@ def _from_parquet(part: Part, reading: Reading) -> Iterator[str]:
 
 
 def _text(document: object, name: str, reading: Reading) -> str | None:
-    """The text in a field of a document; of a conversation, all its turns."""
     value: Any = document.get(name) if isinstance(document, dict) else None
     if isinstance(value, list):
         turns = [turn.get("content") for turn in value if isinstance(turn, dict)]

@@ -110,7 +110,6 @@ def _decoded(text: str) -> str:
 
 
 def _blank_punctuation(text: np.ndarray, beyond: np.ndarray) -> None:
-    """Writes spaces over punctuation beyond ASCII, in UTF-8."""
     lead, second = text[beyond], text[beyond + 1]
     general = beyond[(lead == 0xE2) & ((second == 0x80) | (second == 0x81))]
     asian = beyond[(lead == 0xE3) & (second == 0x80)]
@@ -125,10 +124,6 @@ def _blank_punctuation(text: np.ndarray, beyond: np.ndarray) -> None:
 
 
 def _hashes(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """A number for each word: of its first sixteen bytes, its last eight and its length.
-
-    Longer words that differ in the middle alone get the same number; what is found is compared as text.
-    """
     import numpy as np
 
     eight = np.ndarray(len(text) - 7, dtype="<u8", buffer=text, strides=(1,))

@@ -82,7 +82,6 @@ def evaluation_of(
 
 
 def _scenarios(entries: Sequence[RunEntry], options: Mapping[str, Any]) -> list[str]:
-    """The scenarios of run entries, each once, less those that options leave out."""
     if "groups" in options:  # HELM alone knows what is in them
         return [ALL_ENTRIES]
     priority = options.get("priority")
@@ -99,7 +98,6 @@ def _scenarios(entries: Sequence[RunEntry], options: Mapping[str, Any]) -> list[
 def _pool(
     given: InferencePoolConfig | None, resources: ResourceConfig, name: str, *, engine_kwargs: dict[str, Any]
 ) -> InferencePoolConfig:
-    """The pool: as the job's file has it, on the job's resources."""
     if given is None:
         return InferencePoolConfig(resource_config=resources, model=ModelConfig(name=name, engine_kwargs=engine_kwargs))
     return given.model_copy(

@@ -31,7 +31,6 @@ UNSET_MODEL = "/model-of-the-job"
 
 @contextmanager
 def _as_value_errors() -> Iterator[None]:
-    """Pydantic collects ValueErrors, with their place."""
     try:
         yield
     except UnsatisfiableResources as error:

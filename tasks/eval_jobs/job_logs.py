@@ -81,7 +81,6 @@ def moment(since: str, *, now: datetime) -> datetime:
 
 
 def _pods(cluster: Cluster, name: str, *, note: Callable[[str], None]) -> PodLogs | None:
-    """The logs of the job's pods; None if it has none any more, or the cluster does not answer."""
     pods = PodLogs(cluster)
     try:
         # A job that has just been submitted has no pod yet; one that has ended may have lost them.

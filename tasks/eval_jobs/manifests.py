@@ -229,7 +229,6 @@ def _pod(job: JobFile, origin: Origin) -> dict[str, Any]:
 
 
 def _arguments(verb: str) -> list[str]:
-    """Arguments of the entrypoint of the image, `assay`."""
     place = ["--config", f"{CONFIGS_FOLDER}/{JOB_CONFIGURATION}", "--scratch", SCRATCH_FOLDER]
     return ["eval-job", verb, *place]
 

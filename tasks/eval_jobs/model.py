@@ -61,7 +61,6 @@ def fetch_model(source: ModelSource, *, scratch: Path, note: Callable[[str], Non
 
 
 def _place_below(scratch: Path, source: ModelSource) -> Path:
-    """A folder from which run and step are read as from the source."""
     if (artifact := source.mlflow_artifact) is not None:
         return scratch / artifact.artifact_path.strip("/")
     last = storage.basename(source.uri)
@@ -96,7 +95,6 @@ def _within(target: Path, name: str | None, *, field: str) -> Path:
 
 
 def _tokenizer_of(repository: str) -> dict[str, bytes]:
-    """The files of a tokenizer on the hub, or on the one that HF_ENDPOINT names."""
     address = f"{(variable('HF_ENDPOINT') or _HUB).rstrip('/')}/{quote(repository)}/resolve/main/"
     found = {name: content for name in _TOKENIZER_FILES if (content := _downloaded(address + name)) is not None}
     if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"} & set(found):

@@ -294,7 +294,6 @@ def _follow(
     check_endpoint: Callable[[], None],
     poll: float,
 ) -> None:
-    """Returns when the job has finished or its time is up."""
     last: Progress | None = None
     while True:
         finished = _wait(job, max(0.0, min(poll, deadline - time.monotonic())))
@@ -310,7 +309,6 @@ def _follow(
 
 
 def _past_proxies(*asked: RunningModel | None) -> dict[str, str]:
-    """Names the hosts that are not to be asked through the network's HTTP proxy: pools of ours, and this machine."""
     models = [(urlsplit(model.base_url).hostname or "", model) for model in asked if model is not None]
     hosts = [host for host, model in models if model.direct or is_loopback(host)]
     return {"NO_PROXY": ",".join(dict.fromkeys(hosts))} if hosts else {}

@@ -146,14 +146,12 @@ def isolated(
 
 
 def _hub_folders(variables: Mapping[str, str]) -> dict[str, str]:
-    """Folders of the hub's clients, by the variables that say so."""
     named = {name: variables[name] for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE") if variables.get(name)}
     home = Path.home() / ".cache" / "huggingface"
     return {name: str(Path(path).absolute()) for name, path in {"HF_HOME": home, **named}.items()}
 
 
 def _interpreter(python: Path) -> Iterator[Path]:
-    """An environment, and the installation that it was built on, without what else may lie beside it."""
     environment = python.absolute().parent.parent
     yield environment
     configuration = environment / "pyvenv.cfg"
@@ -164,7 +162,6 @@ def _interpreter(python: Path) -> Iterator[Path]:
 
 
 def _with_targets(path: Path) -> Iterator[Path]:
-    """A file or folder, and what the links directly in it lead to."""
     path = path.absolute()
     yield path
     for entry in path.iterdir() if path.is_dir() else []:
@@ -173,7 +170,6 @@ def _with_targets(path: Path) -> Iterator[Path]:
 
 
 def _outermost(paths: Iterable[Path | str]) -> list[str]:
-    """Paths without those that lie in another: shown with it, they would be shown twice."""
     found = {str(path) for path in paths}
     return sorted(
         path for path in found if not any(path != other and Path(path).is_relative_to(other) for other in found)

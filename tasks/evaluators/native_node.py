@@ -110,7 +110,6 @@ def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgr
 
 @contextmanager
 def _staged(staged: Staging, evaluation: NativeEvaluation) -> Iterator[NativeEvaluation]:
-    """The evaluation with its checkpoint as files of this machine; Levanter's own layout is read where it lies."""
     checkpoint = evaluation.checkpoint
     if checkpoint.kind != "huggingface":
         yield evaluation
@@ -121,7 +120,6 @@ def _staged(staged: Staging, evaluation: NativeEvaluation) -> Iterator[NativeEva
 
 @contextmanager
 def _reported(trouble: str) -> Iterator[None]:
-    """Lets an evaluation go on without what only makes it cheaper."""
     try:
         yield
     except StorageError as error:
@@ -214,11 +212,6 @@ class _Runner:
     def _followed(
         self, evaluation: NativeEvaluation, path: Path, *, until: float, last: str, kept: Path
     ) -> tuple[str, Literal["evaluated", "ended", "late", "given up"]]:
-        """Writes the log of an evaluation down as it comes, and what it keeps to its journal, up to a line.
-
-        Returns:
-            The log, and what came to an end.
-        """
         lines: list[str] = []
         look_at = time.monotonic() + _LOOK_SECONDS
         with path.open("w") as log:
@@ -249,7 +242,6 @@ class _Runner:
                     place.write(line)
 
     def _end(self) -> None:
-        """Ends the program, if it is there."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -51,7 +51,6 @@ def _with_proof(metric: Metric, questions: Questions, metrics: Sequence[Metric])
 def _completed(
     details: BenchmarkDetails | None, asked: Sequence[Question], metrics: Sequence[Metric]
 ) -> BenchmarkDetails:
-    """Details of a benchmark: what its evaluator says of it, and where that says nothing, what its samples show."""
     if details is None:
         details = BenchmarkDetails(
             questions=sum(question.scored for question in asked),
@@ -68,7 +67,6 @@ def _completed(
 
 
 def _over_completed(asked: Sequence[Question], metrics: Sequence[Metric]) -> dict[str, float]:
-    """Metrics over the questions whose answers all ended by themselves; empty where all did, or none."""
     completed = [question for question in asked if question.finish != LENGTH]
     if len(completed) == len(asked):
         return {}
@@ -81,7 +79,6 @@ def _over_completed(asked: Sequence[Question], metrics: Sequence[Metric]) -> dic
 
 
 def _digest(asked: Sequence[Question]) -> str:
-    """Digest over the prompts of questions, in the order of their names."""
     digest = hashlib.sha256()
     for name, prompt in sorted((question.id, question.prompt) for question in asked):
         digest.update(name.encode() + b"\0" + prompt)

@@ -172,15 +172,10 @@ def _of_one(rule: BaselineRule, found: Sequence[FoundRecord], hashes: Collection
 
 
 def _alike(records: Sequence[FoundRecord], hashes: Collection[str]) -> FoundRecord:
-    """The fullest and newest record that was measured in one of some ways, if any was; else the fullest."""
     return next((found for found in records if found.record.evaluation_hash in hashes), records[0])
 
 
 def _earlier(checkpoint: CheckpointReference, found: Iterable[FoundRecord]) -> list[FoundRecord]:
-    """Records of the same run's checkpoints with lower steps; another run of its name elsewhere is not the same.
-
-    Of a merged checkpoint they are those of others merged alike.
-    """
     of_name = [item for item in found if item.record.checkpoint.run == checkpoint.run]
     apart = told_apart([checkpoint, *(item.record.checkpoint for item in of_name)])
     run = apart(checkpoint).run
@@ -222,7 +217,6 @@ def _fewer(asked: int, taken: int) -> str:
 
 
 def _best(key: ScoreKey, latest_first: Sequence[FoundRecord], hashes: Collection[str]) -> BaselineScore | None:
-    """The best of those measured as the judged one was; None where none was, or nothing says what is better."""
     metrics = [(metric_in(item, key), item) for item in latest_first if item.record.evaluation_hash in hashes]
     valued = [(metric, item) for metric, item in metrics if math.isfinite(metric.value)]
     if not valued or valued[0][0].higher_is_better is None:
@@ -238,11 +232,6 @@ def _best(key: ScoreKey, latest_first: Sequence[FoundRecord], hashes: Collection
 def _nearest(
     rule: BaselineRule, other: OtherRun, checkpoint: CheckpointReference, path: str, find: Find
 ) -> tuple[list[FoundRecord], str]:
-    """Records of another run's checkpoint that had come as far, or nearly, with words on how far.
-
-    Raises:
-        BadInput: it has none, none is near enough, or tokens are not known.
-    """
     found = [item for item in find(storage.join(path, other.run)) if item.record.checkpoint.run == other.run]
     kind = merged_by(checkpoint)
     found = [item for item in found if item.record.succeeded and merged_by(item.record.checkpoint) == kind]
@@ -284,7 +273,6 @@ def _no_tokens(run: str) -> str:
 
 
 def _reached(rule: BaselineRule, other: OtherRun, checkpoint: CheckpointReference) -> float | None:
-    """Steps or tokens up to a checkpoint; None where its tokens are not known."""
     if other.at == "step":
         return float(checkpoint.step)
     if (per_step := rule.tokens_per_step.get(checkpoint.run)) is not None:

@@ -106,7 +106,6 @@ def unfinished_verdict(cell: Cell) -> EarlyVerdict | None:
 
 
 def _sought(gate: Gate, cell: Cell, scores: QuestionScores, find: Find) -> list[_Sought]:
-    """The scores of a cell that rules are about; none for a first checkpoint, with nothing to compare it with."""
     if reason := NOT_EARLY.get(cell.config.evaluator.name):
         raise _refused(cell.config.evaluator.title, reason)
     found: list[_Sought] = []
@@ -138,13 +137,11 @@ def _sought(gate: Gate, cell: Cell, scores: QuestionScores, find: Find) -> list[
 
 
 def _is_of(cell: Cell, record: Record) -> bool:
-    """True if a record is of the benchmarks that a cell asks."""
     asked = {task.metric_key for task in cell.config.evals}
     return record.evaluator == cell.config.evaluator.name and set(record.benchmarks) == asked
 
 
 def _check_alike(rule: BaselineRule, cell: Cell, found: Sequence[FoundRecord], scores: QuestionScores) -> None:
-    """Refuses a baseline that was asked in another way, or whose records were changed."""
     if rule.anyway:
         return
     names = [item.record.checkpoint.name for item in found if item.record.evaluation_hash != cell.evaluation_hash]
@@ -156,11 +153,6 @@ def _check_alike(rule: BaselineRule, cell: Cell, found: Sequence[FoundRecord], s
 
 
 def _composition(metric: Metric, composition: Composition | str) -> Composition:
-    """The questions of a score.
-
-    Raises:
-        BadInput: it is no mean over questions, its direction is unknown, or they have scores outside of [0, 1].
-    """
     name = f"{metric.benchmark} · {metric.name}"
     if isinstance(composition, str):
         raise _refused(name, composition)
@@ -184,7 +176,6 @@ def _refused(name: str, reason: str) -> BadInput:
 
 
 def _wanted(gate: Gate, cell: Cell, sought: Sequence[_Sought], *, alpha: float) -> WantedEarly:
-    """Decisions wanted of a cell: clusters in an order that its checkpoint seeds, known before any answer."""
     asked: dict[tuple[str, str], str] = {}
     prompts: dict[tuple[str, str], str | None] = {}
     for item in sought:

@@ -148,7 +148,6 @@ class BaselineRule(_Scored):
 
 
 def _kind(rule: Any) -> str:
-    """Rules are told apart by what they name; forms and files need no word for it."""
     named = rule if isinstance(rule, dict) else vars(rule)
     return "baseline" if "not_worse_than" in named else "bound"
 

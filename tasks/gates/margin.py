@@ -80,5 +80,4 @@ def judged_by_margin(
 
 
 def _loss(value: float) -> str:
-    """To three digits, as a loss may be much smaller than the score."""
     return f"{value:.3g}"

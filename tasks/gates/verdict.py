@@ -172,7 +172,6 @@ def _judged_by(
 
 
 def _decided(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
-    """Yields what was decided early by a rule."""
     for verdict in checkpoint.early:
         for score in (score for score in verdict.scores if score.rule == rule.words):
             go = score.verdict == "not worse" and not score.unlike
@@ -180,7 +179,6 @@ def _decided(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> It
 
 
 def _finished(checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
-    """Yields what whole evaluations say of the early verdicts that they finish."""
     for item in checkpoint.records:
         if item.record.succeeded and (verdict := read_early(item.cell_uri)) is not None:
             for score, found in agreement(verdict, item.record):
@@ -188,7 +186,6 @@ def _finished(checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
 
 
 def _verified(checkpoint: str, results: Iterable[Verification]) -> Iterator[Reason]:
-    """Yields which records are not what was written, or cannot be known to be: only the former are NO-GO."""
     for result in results:
         if result.findings:
             yield Reason(checkpoint, "records as they were written", result.words, result.integrity != "changed")
@@ -241,7 +238,6 @@ def _bounded(rule: BoundRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
 
 
 def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> list[tuple[Metric, Record]]:
-    """The scores a rule is about, each with its record: of one evaluation that was made twice, the newer."""
     wanted = wanted_scores(rule)
     newest: dict[tuple[str, str, str], tuple[Metric, Record]] = {}
     for record in sorted(wanted.select(_records(checkpoint.records)), key=lambda record: record.created):
@@ -252,7 +248,6 @@ def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> lis
 
 
 def _origins(scores: Sequence[tuple[Metric, Record]]) -> list[str]:
-    """Returns what tells scores of one name apart: suite, harness, size; nothing where a name is there once."""
     times = Counter((metric.benchmark, metric.name) for metric, _ in scores)
     described = [_origin(record) for _, record in scores]
     alike = Counter((m.benchmark, m.name, words) for (m, _), words in zip(scores, described, strict=True))
@@ -291,7 +286,6 @@ class _Compared(NamedTuple):
 def _compared(
     rule: BaselineRule, checkpoint: JudgedCheckpoint, evaluation_path: str, *, find: Find, scores: QuestionScores
 ) -> _Compared | Reason:
-    """The scores of a rule beside the baseline's, or why they cannot be compared: not known, so no GO."""
     if not _scores(rule, checkpoint):
         return Reason(checkpoint.name, rule.words, _missing(rule, checkpoint), go=False)
     reference = checkpoint.records[0].record.checkpoint

@@ -109,7 +109,6 @@ def _as_served(config: GenerationConfig) -> GenerationConfig:
 
 
 def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
-    """The checkpoints by the names that requests use."""
     if config.model_path is not None:
         found = discover(config.model_path, config.selection)
         return [

@@ -124,7 +124,6 @@ def _table(source: Source, digest: hashlib._Hash, *, most: int, limit: int | Non
 
 
 def _check_first(config: PromptsConfig, shard: Shard) -> None:
-    """Refuses early what all rows lack: a column, a variable of the template."""
     first = rows_of(Shard(0, shard.source, 0, 1, shard.first_row, shard.start, shard.end))[0]
     missing = [name for name in (*config.keep, *filter(None, [config.id_column])) if name not in first]
     try:

@@ -144,7 +144,6 @@ def table_batches(source: Source, *, from_row: int = 0) -> Iterator[pa.RecordBat
 
 
 def _parquet(file: BinaryIO, from_row: int) -> Iterator[pa.RecordBatch]:
-    """Yields batches of which those before `from_row` are empty of data, but for the group that holds it."""
     table = pq.ParquetFile(file)
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows

@@ -90,7 +90,6 @@ def rendered(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy],
 
 
 def _rows(output: Output, plan: Plan, numbers: Sequence[int]) -> dict[int, list[Row]]:
-    """The rows of some prompts, by their numbers; a shard at a time for each reader, since shards may be large."""
     first_prompts = [shard.first_prompt for shard in plan.shards]
     shards = sorted({bisect.bisect_right(first_prompts, number) - 1 for number in numbers})
     wanted = frozenset(numbers)
@@ -114,7 +113,6 @@ def _shown(number: int, answers: Sequence[Sequence[Row]], *, chat: bool) -> Show
 
 
 def _messages(prompt: str) -> Iterator[tuple[str, str]]:
-    """Role and text of each message of a conversation."""
     try:
         messages = orjson.loads(prompt)
         for message in messages:
@@ -125,7 +123,6 @@ def _messages(prompt: str) -> Iterator[tuple[str, str]]:
 
 
 def _clipped(text: str) -> str:
-    """A text, without what no page has room for."""
     more = len(text) - _SHOWN_CHARACTERS
     return f"{text[:_SHOWN_CHARACTERS]} … {more:,} characters more" if more > 0 else text
 

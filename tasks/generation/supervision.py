@@ -111,7 +111,6 @@ class Supervision:
                 self.on_event(f"the queue of shards died, and is made anew: {error.found}")
 
     def _with_queue(self, running: RunningModel) -> bool:
-        """Works with one queue until nothing is left; returns True if every shard is written then."""
         written = self._output.written()
         self._count_written(written)
         missing = set(range(len(self._plan.shards))) - set(written)

@@ -114,7 +114,6 @@ class _Worker:
         asked.set()
 
     async def _do(self, asker: Asker, lease: Lease, progress: ShardProgress, on_all_asked: Callable[[], None]) -> None:
-        """Does one shard; where it cannot be done, gives it back and ends the worker."""
         shard: Shard = lease.item
         try:
             written = await self._written(asker, shard, progress, on_all_asked)
@@ -149,13 +148,11 @@ class _Worker:
         return written
 
     async def _forget(self, cell: str, attempt: str) -> None:
-        """Lets the pool throw away sampled answers of a shard that is written."""
         # A proxy that was started again closes only what it was told of.
         await self._patiently(self._proxy.open_cell, cell, attempt, mirror=None)
         await self._patiently(self._proxy.close_cell, cell, attempt, drop=True)
 
     async def _patiently(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        """Asks the proxy, also one that is being started again."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:

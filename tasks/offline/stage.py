@@ -171,7 +171,6 @@ def fill_from(
 
 
 def _files_of(staged: dict[str, Any]) -> Callable[[str], bool]:
-    """Returns which files of a copy belong to what is staged; modules are few, and shared by all."""
     prefixes = ["modules/", "evaluate/", "nltk/"]
     for path, dataset in {**staged.get("datasets", {}), **staged.get("files_of_datasets", {})}.items():
         prefixes += [f"hub/datasets--{path.replace('/', '--')}/"]
@@ -183,7 +182,6 @@ def _files_of(staged: dict[str, Any]) -> Callable[[str], bool]:
 
 
 def _tree() -> Tree:
-    """Returns where the hub's clients keep things, as the user or we set them."""
     variables = {**process_environment(), **cache_variables()}
     home = Path(variables.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     return Tree(
@@ -201,12 +199,10 @@ def _tree() -> Tree:
 
 
 def _scenarios() -> Path:
-    """Returns where HELM's scenarios keep their data, see `run_helm.py`."""
     return (settings().cache_dir / "helm" / "scenarios").absolute()
 
 
 def _without(names: Any, left_out: Mapping[str, str]) -> Any:
-    """Names, or what is known by them, without those that are in the way; a tokenizer's has no revision there."""
     if isinstance(names, Mapping):
         return {name: value for name, value in names.items() if name not in left_out}
     return [name for name in names if name.partition("@")[0] not in left_out]
@@ -220,11 +216,6 @@ def _run(
     variables: dict[str, str],
     on_event: Callable[[str], None],
 ) -> dict[str, str]:
-    """Runs a program that stages; what could not be done, by name.
-
-    Raises:
-        StagingIncomplete: it ended without saying.
-    """
     python = ensure_environment(stager.environment, on_progress=on_event).python
     name = f"stage-{secrets.token_hex(4)}"
     folder = settings().cache_dir / "staging" / name
@@ -275,7 +266,6 @@ def _ended(handle: Any) -> bool:
 
 @contextmanager
 def _alone(on_event: Callable[[str], None]) -> Iterator[None]:
-    """One process of this machine at a time; the lock ends with the process."""
     path = settings().cache_dir / "staging.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

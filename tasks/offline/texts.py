@@ -96,7 +96,6 @@ def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], N
 
 
 def _lines(source: TextSource, file: TextFile, kept: Path) -> list[str]:
-    """The texts of one file as lines of JSON; `kept` holds the original, so that it is fetched once."""
     uri = storage.join(source.base, file.path)
     content = kept.read_bytes() if kept.is_file() else b""
     if not content or (file.blob is not None and _blob(content) != file.blob):

@@ -115,7 +115,6 @@ def _is_fetched(evaluation: SuiteEvaluation) -> bool:
 
 
 def _run_entries(evaluation: SuiteEvaluation, options: HelmOptions) -> tuple[str, dict[str, Any]]:
-    """Run entries as `run_helm.py` is told of them, under a name that another content would not have."""
     path = options.run_specs_path
     content = {
         "benchmarks": [

@@ -108,7 +108,6 @@ def cancel(
 
 
 def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
-    """Tells the Prefect server; a run ends without that too, when it notices that its claims are gone."""
     cancelled: list[str] = []
     if not ids or server_address() is None:
         return cancelled
@@ -124,7 +123,6 @@ def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
 
 
 def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]:
-    """Tells flow runs at work pools to end; the server makes Cancelled of it where they have not begun."""
     cancelled: list[str] = []
     if policy.dispatch == "here" or server_address() is None:
         return cancelled

@@ -84,7 +84,6 @@ def _key(cell: OpenCell) -> tuple[str, str, str]:
 
 
 def _is_being_cancelled(flow_run_id: str) -> bool:
-    """Returns whether somebody said so, by other means than `assay cancel`, which leaves overrides itself."""
     if server_address() is None:
         return False
     with suppress(AssayError, ObjectNotFound), prefect_client() as client:

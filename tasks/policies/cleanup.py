@@ -45,7 +45,6 @@ def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run_of(request: Mapping[str, Any]) -> str:
-    """Name of the run in an evaluation's or a suite's parameters, as `EvaluationConfig.run_name` has it."""
     model = (request.get("pool_config") or {}).get("model") or {}
     return request.get("model_name") or model.get("name") or name_of(request["model_path"])[0]
 

@@ -188,7 +188,6 @@ def _deployment(client: SyncPrefectClient, flow: str, choice: WorkPoolChoice) ->
 
 
 def _taken_back(dispatch: Dispatch) -> bool:
-    """Ends a flow run that no worker has taken yet; False if one has by now."""
     with prefect_client() as client:
         run = client.read_flow_run(dispatch.id)
         if run.state is None or run.state.type is not StateType.SCHEDULED:

@@ -116,7 +116,6 @@ def _tell_unfit(cell: Cell, error: BadInput) -> None:
 
 
 def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reason]:
-    """The reasons of the verdicts on checkpoints of a run that this process was the first to give."""
     kept = kept_verdicts(run_folder(policy, listing.name), gate)
     fresh = _not_judged(gate, policy, listing, kept)
     if not fresh:
@@ -170,7 +169,6 @@ def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpo
 def _not_judged(
     gate: Gate, policy: Policy, listing: RunListing, kept: KeptVerdicts
 ) -> list[tuple[SeenCheckpoint, JudgedCheckpoint, str]]:
-    """The settled checkpoints without a verdict on their present records, with the state of these."""
     wanted = _wanted_of(policy, listing)
     found = []
     for checkpoint in settled(gate, policy, listing):
@@ -207,7 +205,6 @@ def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedChe
 
 
 def _wanted_of(policy: Policy, listing: RunListing) -> dict[SeenCheckpoint, list[WantedEvaluation]]:
-    """The complete checkpoints of a run that are wanted, with the evaluations of each that can be made."""
     wanted: dict[SeenCheckpoint, list[WantedEvaluation]] = defaultdict(list)
     for evaluation in listing.wanted:
         taken = listing.taken_by(evaluation.rules, final_step=policy.final_step)
@@ -248,6 +245,5 @@ def _judged(
 
 
 def _is_unsettled(checkpoint: JudgedCheckpoint) -> bool:
-    """Returns whether running again may well settle all that is missing."""
     missing = [found.record.status for found in checkpoint.records if not found.record.succeeded]
     return set(missing) <= {"infra_failed"} and bool(missing or checkpoint.without_record)

@@ -189,7 +189,6 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
 def _early_or_whole(
     listing: RunListing, early: EarlyDecisions, cells: Sequence[OpenCell], wanted_of: _WantedOf
 ) -> list[OpenCell]:
-    """Open cells with those that are to be decided early, those that were, and those that an alarm has made whole."""
     steps: dict[str, set[int]] = defaultdict(set)
     for inputs, (_, hashes) in wanted_of.items():
         for hash_ in hashes if len(inputs) == 1 else ():
@@ -227,7 +226,6 @@ def _early_or_whole(
 
 
 def _wanted_of_each(listing: RunListing, *, final_step: int | None) -> _WantedOf:
-    """Returns what is wanted of each checkpoint of which anything is; those that want the same share one value."""
     taken = {
         rules: listing.taken_by(rules, final_step=final_step)
         for rules in dict.fromkeys(evaluation.rules for evaluation in listing.wanted)
@@ -269,7 +267,6 @@ class _RunState:
         self._twice = {name for name, times in names.items() if times > 1}
 
     def _known_time(self, seconds: float) -> float:
-        """A time that may have been told by a clock that was ahead: then it was at any time before."""
         return seconds if seconds <= self._now + CLOCKS_DIFFER_SECONDS else _ANY_TIME_BEFORE
 
     def recorded(self, checkpoint: SeenCheckpoint) -> frozenset[str]:
@@ -284,10 +281,6 @@ class _RunState:
         return states[0] if len(states) == 1 else frozenset().union(*states)
 
     def _is_of(self, checkpoint: SeenCheckpoint, recorded: Evaluated | IndexedRecord) -> bool:
-        """Returns whether a record is of a checkpoint as it is now: by its digest, or by what a listing tells of it.
-
-        Another record with the present listing tells the digest too: files may have been copied between the two.
-        """
         if checkpoint.digest is not None:
             return recorded.digest == checkpoint.digest
         return recorded.listing == checkpoint.listing or recorded.digest in self._digests.get(
@@ -349,7 +342,6 @@ class _RunState:
         *,
         since: float,
     ) -> OpenCell:
-        """A cell by how it ended last; what was before somebody asked for another try does not count."""
         if last is not None and last.created <= since:
             last = None
         if last is not None and last.status in ("failed", "withheld"):

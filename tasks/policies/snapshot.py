@@ -77,14 +77,12 @@ def take_snapshot(
 
 
 def _with_means(listing: RunListing, policy: Policy) -> RunListing:
-    """A listing with the merged checkpoints that its policy wants."""
     merging = {each.rules for each in listing.wanted if any(rule.merged for rule in each.rules)}
     wanted = [listing.taken_by(rules, final_step=policy.final_step) for rules in merging]
     return replace(listing, checkpoints=with_means(listing.checkpoints, set().union(*wanted)))
 
 
 def _undecided(listing: RunListing) -> list[SeenCheckpoint]:
-    """Checkpoints whose digests are needed: they have records, none of which was made of what the listing shows."""
     recorded: dict[str, set[str | None]] = defaultdict(set)
     for record in listing.records.others:
         recorded[record.checkpoint].add(record.listing)
@@ -156,7 +154,6 @@ class Estimates:
         return together([predicted for predicted, _ in found], why_unpriced=whys[0] if whys else None)
 
     def _expected(self, cell: OpenCell) -> tuple[Predicted | None, Tariff]:
-        """The expected cost of a cell, which is that of its evaluation in its region, and the tariff there."""
         wanted, batch = cell.evaluation, self._batches.get(id(cell))
         region = batch.choice.region.name if batch is not None and batch.choice is not None else None
         if (wanted, region) not in self._found:
@@ -193,7 +190,6 @@ class Estimates:
 
 
 def _place_of(batch: Batch | None) -> str:
-    """The region of a batch's work pool."""
     if batch is None:
         return "in a later pass"
     if batch.choice is None:
@@ -202,7 +198,6 @@ def _place_of(batch: Batch | None) -> str:
 
 
 def _resources(wanted: WantedEvaluation) -> ResourceConfig | None:
-    """Returns what a cell runs on; None where somebody else serves it."""
     served_by_others = wanted.config.pool_name is not None and not wanted.config.native
     return None if served_by_others else resources_of_replica(wanted.config)
 

@@ -164,10 +164,6 @@ def _in_words(spent: dict[str, Any]) -> str:
 
 
 def _named(*others: str, of: Iterable[OpenCell]) -> list[Column]:
-    """Columns that name cells: on a narrow terminal a checkpoint's name stays whole, and the rest loses no letter.
-
-    Names as long as those of merged checkpoints leave the rest no room, and are folded.
-    """
     short = all(len(cell.checkpoint.name) <= _SHORT_NAME for cell in of)
     return [
         Column("Checkpoint", no_wrap=short, overflow="fold"),
@@ -213,7 +209,6 @@ def gaps_table(found: Reconciliation) -> Table:
 
 
 def _together(cells: Sequence[OpenCell]) -> list[tuple[OpenCell, str]]:
-    """Cells of one checkpoint that wait for the same, as one line."""
     groups: dict[tuple[str, str | None, float | None], list[OpenCell]] = {}
     for cell in cells:
         groups.setdefault((cell.checkpoint.name, cell.reason, cell.until), []).append(cell)

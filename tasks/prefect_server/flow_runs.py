@@ -97,7 +97,6 @@ def end_task_runs(flow_run_id: UUID) -> int:
 
 
 def _end_task_runs(flow_runs: FlowRunFilter) -> list[UUID]:
-    """Ends open task runs, and returns the flow run of each. Without a server they stay as they are."""
     still = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN)))
     found: list[UUID] = []
     with suppress(PrefectUnavailable), prefect_client() as client:

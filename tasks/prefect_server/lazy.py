@@ -91,7 +91,6 @@ def server_named() -> bool:
 
 
 def _server_may_be_named() -> bool:
-    """Tells whether Prefect has to be asked: false only where nothing that it reads can name a server."""
     if {name.upper() for name in variables_like("*")} & {"PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"}:
         return True
     home = Path(variable("PREFECT_HOME") or Path.home() / ".prefect")

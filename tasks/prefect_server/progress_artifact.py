@@ -83,7 +83,6 @@ def tags_of(configs: Sequence[EvaluationConfig]) -> list[str]:
 
 
 def _tag(flow_run: FlowRun, more: Sequence[str]) -> None:
-    """Adds tags to those that it has, and to what its process knows of it: one policy's runs come one after another."""
     flow_run.tags = sorted({*flow_run.tags, *more})
     try:
         with get_client(sync_client=True) as client:

@@ -162,7 +162,6 @@ async def _state(client: PrefectClient, name: str) -> WorkPoolState:
 
 
 async def _active(client: PrefectClient, name: str) -> int:
-    """Counts flow runs that take a slot of the work pool or wait for one; not the one that asks, which ends soon."""
     from prefect.client.schemas.filters import (
         FlowRunFilter,
         FlowRunFilterNextScheduledStartTime,

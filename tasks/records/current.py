@@ -132,7 +132,6 @@ def sharing_no_input(checkpoints: Iterable[CheckpointReference]) -> set[Checkpoi
 
 
 def _labels(run: str, states: dict[str, set[tuple[str, str]]]) -> dict[str, str]:
-    """A name for each folder, if they hold several runs; `states` are names and digests of the checkpoints in each."""
     groups: list[tuple[list[str], set[tuple[str, str]]]] = []
     for folder, held in sorted(states.items()):
         same = [group for group in groups if group[1] & held]

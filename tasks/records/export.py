@@ -92,7 +92,6 @@ def _date(row: Measured) -> str | None:
 
 
 def _chip_seconds(row: Measured) -> float | None:
-    """None where somebody else's endpoint answered, or nobody counted."""
     cost, record = row.record.cost, row.record
     unknown = cost.replica_seconds is None if cost else record.served.get("by") == "endpoint"
     return None if unknown else record.chip_seconds
@@ -206,10 +205,6 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 
 
 def _in_a_cell(value: Any) -> Any:
-    """Lists with semicolons, truth values as JSON has them, times as ISO 8601; numbers as they are.
-
-    A text that a spreadsheet would take for a formula gets a single quote in front, as OWASP advises.
-    """
     match value:
         case bool():
             return "true" if value else "false"
@@ -224,7 +219,6 @@ def _in_a_cell(value: Any) -> Any:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """As JSON has it, which has neither times nor numbers that are not finite."""
     plain: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, datetime):

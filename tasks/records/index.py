@@ -164,12 +164,10 @@ def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[]
 
 
 def _signature(stamps: Mapping[str, Stamp]) -> str:
-    """Digest that stays as long as no record comes, goes or changes."""
     return hashlib.blake2b(marshal.dumps(list(stamps.items()), 2), digest_size=16).hexdigest()
 
 
 def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
-    """A row and a stamp for each record on this machine, where nothing is known of any: with one look at each file."""
     root = str(storage.local_path(run_folder).absolute())
     rows: list[IndexedRecord] = []
     stamps: dict[str, Stamp] = {}
@@ -197,7 +195,6 @@ def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
 
 
 def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedRecord]:
-    """A row for each record: as the index has it where its stamp is the same, else read anew and kept."""
     content = _read(storage.join(run_folder, FOLDER, _ROWS)) or {"rows": [], "stamps": []}
     try:
         known = dict(zip((row[0] for row in content["rows"]), range(len(content["rows"])), strict=True))
@@ -236,7 +233,6 @@ def indexed_cells(run_folder: str) -> set[str]:
 
 
 def _is_trusted(age_seconds: float, *, took: float) -> bool:
-    """Tells if an index is taken at its word; one that a clock says is of the future is not."""
     trusted_seconds = min(_TRUSTED_PER_SECOND * took, _TRUSTED_AT_MOST_SECONDS)
     return took > _WORTH_TRUSTING_SECONDS and 0 <= age_seconds < trusted_seconds
 
@@ -254,7 +250,6 @@ def _read(uri: str) -> dict[str, Any] | None:
 
 
 def _read_summary(run_folder: str) -> tuple[dict[str, Any] | None, RunRecords]:
-    """The summary as it is written, None where there is none that can be used, and what it says."""
     content = _read(storage.join(run_folder, FOLDER, _SUMMARY))
     if content is not None:
         with suppress(*_DAMAGED):
@@ -264,7 +259,6 @@ def _read_summary(run_folder: str) -> tuple[dict[str, Any] | None, RunRecords]:
 
 
 def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
-    """Sums rows up in a fiftieth of the bytes: a finished checkpoint is one line, whatever it was asked."""
     numbers: dict[str, int] = {}
     done: dict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     newest: dict[tuple[str, str, str | None], float] = defaultdict(float)
@@ -319,7 +313,6 @@ def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunReco
 
 
 def _news(run_folder: str, *, since: float) -> list[FileInfo]:
-    """Records written since, told one by one; a little earlier too, since clocks and stores differ."""
     listed = storage.list_files(storage.join(run_folder, FOLDER))
     return [
         file
@@ -363,7 +356,6 @@ def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
 
 
 def _local_cells(root: str) -> Iterator[str]:
-    """Folders of cells, without a look into them: attempts hold most of the files."""
     for step in _subfolders(root):
         if step_of(step.rpartition("/")[2]) is not None:
             for evaluator in _subfolders(step):
@@ -394,6 +386,5 @@ def _rows(run_folder: str, cells: Sequence[str]) -> list[IndexedRecord]:
 
 
 def _row_in(content: bytes, run_folder: str, cell: str) -> IndexedRecord | None:
-    """Returns the row of a record as it is written, None where it does not count."""
     record = parsed_record(content, storage.join(run_folder, cell))
     return row_of(cell, record) if record is not None else None

@@ -280,7 +280,6 @@ def write_record(cell_uri: str, record: Record) -> Record:
 
 
 def _with_earlier_cost(record: Record, before: Record | None) -> Record:
-    """The record, with the cost of the attempts whose record it replaces."""
     if record.cost is None or before is None or before.attempt == record.attempt:
         return record
     return record.model_copy(update={"cost": record.cost.model_copy(update={"earlier": before.spent})})

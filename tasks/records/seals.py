@@ -62,10 +62,6 @@ def integrity(record: Record) -> Integrity:
 
 
 def _content(record: Record) -> bytes:
-    """Everything that is sealed, the same bytes for the same content.
-
-    Fields with their defaults are left out, so that a later version with further fields finds the same bytes.
-    """
     written = json.loads(record.model_dump_json(exclude={"sinks", "digests"}, exclude_defaults=True))
     written |= {"schema_version": record.schema_version, "samples_digest": record.digests.samples}
     return json.dumps(written, sort_keys=True, separators=(",", ":")).encode()

@@ -132,13 +132,6 @@ def records_of_checkpoints(
 
 
 def _meant_by(name: str, checkpoints: Sequence[CheckpointReference]) -> list[CheckpointReference]:
-    """The checkpoints that have a name in records, or that `RUN@STEP` or a merged one's name stands for.
-
-    The steps in a merged one's name are taken among those that records know of.
-
-    Raises:
-        BadInput: it begins as the name of a merged one, and is none.
-    """
     if (merge := merge_of(name)) is not None:
         inputs = _inputs(merge, checkpoints)
         return [checkpoint for checkpoint in checkpoints if _is_made_so(checkpoint, merge, inputs)]
@@ -151,7 +144,6 @@ def _meant_by(name: str, checkpoints: Sequence[CheckpointReference]) -> list[Che
 
 
 def _inputs(merge: Merge, checkpoints: Iterable[CheckpointReference]) -> list[tuple[str, int]]:
-    """Runs and steps of the inputs that a merged checkpoint's name stands for, among those that records know of."""
     known: dict[str, set[int]] = defaultdict(set)
     for checkpoint in checkpoints:
         for runs, step in _made_of(checkpoint):
@@ -165,7 +157,6 @@ def _inputs(merge: Merge, checkpoints: Iterable[CheckpointReference]) -> list[tu
 
 
 def _made_of(checkpoint: CheckpointReference) -> list[tuple[set[str], int]]:
-    """The names of the run and the step of each input: a run has that of its folder, and that of its records."""
     if checkpoint.merge is None:
         return [({checkpoint.run}, checkpoint.step)]
     own = checkpoint.merge.inputs[-1].run

@@ -62,7 +62,6 @@ def words_of_settings(records: Iterable[Record], benchmark: str) -> dict[str, st
 
 
 def _settings(record: Record, benchmark: str) -> dict[str, Any]:
-    """Settings of one of its benchmarks, as a record's configuration has them."""
     evals = {task.get("task_alias") or task.get("name"): task for task in record.evaluation.get("evals") or ()}
     kept = {name: value for name, value in record.evaluation.items() if name not in _NO_SETTINGS}
     others = [name for name in record.benchmarks if name != benchmark] if benchmark in record.benchmarks else []

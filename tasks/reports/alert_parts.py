@@ -120,7 +120,6 @@ def _lost(alert: Alert, results: Results, scores: QuestionScores, records_at: st
 
 
 def _record_at(alert: Alert, results: Results, step: int, records_at: str) -> FoundRecord:
-    """The record of an alert's curve at a step."""
     [column] = [column for column in results.columns if alert in results.alerts_of(column)]
     checkpoints = [c for c in results.checkpoints if (c.run, c.step) == (alert.run, step)]
     outcome = results.outcome(checkpoints[-1], column)
@@ -129,7 +128,6 @@ def _record_at(alert: Alert, results: Results, step: int, records_at: str) -> Fo
 
 
 def _with_prompts(names: Sequence[QuestionName], found: FoundRecord) -> tuple[tuple[str, str], ...]:
-    """Questions with their first lines: behind examples, which stand in front of a blank line."""
     wanted = dict.fromkeys(names, "")
     uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
     for sample in read_samples(uri) if names else ():

@@ -163,11 +163,9 @@ def browser_address(place: str) -> str:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits: a table has no room for seventeen."""
     return None if value is None else float(f"{value:.6g}")
 
 
 def _in_a_line(reason: str | None) -> str:
-    """Returns what was found, without the log behind it: a table has room for a line."""
     found = [line.removeprefix("Found:") for line in (reason or "").splitlines() if line.startswith("Found:")]
     return found[0].strip()[:_REASON_CHARACTERS] if found else (reason or "")[:_REASON_CHARACTERS]

@@ -60,7 +60,6 @@ def _interval(metric: Metric | None) -> tuple[float, float] | None:
 
 
 def _outer(metric: Metric | None, known: Wavering | None) -> tuple[float, float] | None:
-    """The 95 % interval over draws of questions and of checkpoints."""
     inner = _interval(metric)
     if metric is None or inner is None or known is None or not math.isfinite(metric.value):
         return None

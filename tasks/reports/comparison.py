@@ -200,7 +200,6 @@ def compare_chosen(
 
 
 def _unverified(chosen: Iterable[FoundRecord], *, scores: QuestionScores, anyway: bool) -> tuple[Verification, ...]:
-    """Returns which records are not known to be what was written, and refuses those that are known not to be."""
     records = {(found.cell_uri, found.record.attempt): found for found in chosen}
     unverified = tuple(result for result in map(scores.verified, records.values()) if result.findings)
     changed = [result.words for result in unverified if result.integrity == "changed"]
@@ -240,7 +239,6 @@ def by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) ->
 
 
 def _alike(first: Sequence[FoundRecord], second: Sequence[FoundRecord]) -> tuple[FoundRecord, FoundRecord]:
-    """One of each, measured in the same way if there are such."""
     for candidate in first:
         for other in second:
             if candidate.record.evaluation_hash == other.record.evaluation_hash:
@@ -262,10 +260,6 @@ def _not_alike(differences: dict[str, tuple[str, ...]], labels: tuple[str, str])
 def _not_measured_alike(
     first: Record, second: Record, metric: ComparedMetric, qualifications: Sequence[Qualification]
 ) -> Iterator[str]:
-    """Everything but the weights that may be behind a difference of one metric, in words.
-
-    A change of the build that is qualified covers prompts which are other ones with the same settings.
-    """
     if first.evaluation_hash != second.evaluation_hash:
         yield from _other_settings(first, second)
     unqualified = unqualified_changes(first, second, qualifications, benchmark=metric.benchmark)
@@ -294,7 +288,6 @@ def _other_settings(first: Record, second: Record) -> Iterator[str]:
 
 
 def _settings(record: Record) -> dict[str, Any]:
-    """Everything in the configuration that can change a score, flat, with benchmarks by their names."""
     try:
         measured = EvaluationConfig.model_validate(record.evaluation).score_inputs()
     except (ValidationError, FileNotFoundError, AssayError):  # of another version, or its files are gone

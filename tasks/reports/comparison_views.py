@@ -74,7 +74,6 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Returns what a reader has to know, one line each."""
     metrics = comparison.metrics
     notes = [f"Adjusted p below {SIGNIFICANT:g} is called a difference. {_ADJUSTMENTS[comparison.adjustment]}."]
     tests = {metric.finding.test for metric in metrics}
@@ -150,7 +149,6 @@ def _short(label: str) -> str:
 
 
 def _signed(value: float, *, like: float) -> str:
-    """To as many decimals as another number has, or with an exponent as it."""
     if "e" in measured(like, None):
         return f"{value:+.2e}".replace("-", "−")
     decimals = len(measured(like, None).partition(".")[2])

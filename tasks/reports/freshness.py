@@ -62,7 +62,6 @@ def is_fresh(uri: str, made_from: str) -> bool:
 
 @cache
 def _code() -> bytes:
-    """A digest of the code and the libraries that a page depends on."""
     tasks = Path(__file__).parents[1]
     digest = hashlib.sha256(" ".join(map(version, _DRAWN_BY)).encode())
     for file in sorted(file for file in tasks.rglob("*") if file.suffix in _SOURCES):

@@ -65,7 +65,6 @@ def last_means(
 
 
 def _pieces(results: Results, column: Column, run: str) -> list[list[Point]]:
-    """The values of a run in a column, cut where versions changed unqualified; of merged ones that share no input."""
     broken = {c.step for c in results.build_changes(column) if c.run == run and not c.qualified}
     pieces: list[list[Point]] = [[]]
     outcomes = outcomes_of(results, column, run)

@@ -68,7 +68,6 @@ def _by_change(results: Results, columns: Sequence[Column]) -> dict[BuildChange,
 
 
 def _on(results: Results, column: Column) -> Iterator[str]:
-    """Yields what was noticed of one column's questions: the checkpoint with most, and how many others."""
     shown = [
         (checkpoint, details)
         for checkpoint in results.checkpoints
@@ -93,7 +92,6 @@ def _on(results: Results, column: Column) -> Iterator[str]:
 
 
 def _facts(record: Record) -> Iterator[str]:
-    """Yields facts that a record's evaluator noted, of every score or of one benchmark."""
     yield from record.asking.notes
     for benchmark, details in record.details.items():
         yield from (f"{benchmark}: {note}" for note in details.notes)

@@ -155,7 +155,6 @@ def early_parts(verdicts: Sequence[EarlyVerdict], records: Sequence[Record]) -> 
 
 
 def _state(of: Record | EarlyVerdict) -> tuple[str, ...]:
-    """A cell, and the state of the checkpoint that was asked for it."""
     return of.checkpoint.run, str(of.checkpoint.step), of.evaluator, of.cell, of.checkpoint.digest
 
 
@@ -196,7 +195,6 @@ def same(records: Sequence[Record], value_of: Callable[[Record], Any]) -> list[G
 
 
 def _who(records: Sequence[Record], *, several: bool) -> str:
-    """Cells by their checkpoints, under their evaluator where there are several."""
     texts = []
     for evaluator in _evaluators(records):
         names = list(dict.fromkeys(record.checkpoint.name for record in records if record.evaluator == evaluator))

@@ -250,7 +250,6 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
 
 
 def _scale_steps(axes: Axes, steps: Sequence[int]) -> None:
-    """A linear axis, unless the steps grow so fast that it would push most of them against the left edge."""
     positive = [step for step in steps if step > 0]
     if positive and steps[-1] > 20 * positive[0] and median(steps) < 0.25 * steps[-1]:
         axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
@@ -269,7 +268,6 @@ def _scale_steps(axes: Axes, steps: Sequence[int]) -> None:
 
 
 def _apart(where: dict[int, float]) -> list[int]:
-    """From the last step down, those whose labels do not touch one another; `where` is each step's place in px."""
     kept: list[int] = []
     free_up_to = math.inf
     for step, place in reversed(where.items()):
@@ -281,7 +279,6 @@ def _apart(where: dict[int, float]) -> list[int]:
 
 
 def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
-    """Line and 95 % bars, broken where a number is missing, which gets a symbol at the foot of the chart instead."""
     aside = (index - (curves - 1) / 2) * 3.5
     shown = offset_copy(axes.transData, x=aside, units="dots")
     foot = offset_copy(axes.get_xaxis_transform(), x=aside, units="dots")
@@ -314,7 +311,6 @@ def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
 
 
 def _draw_training(axes: Axes, curve: Curve, transform: Transform, colour: str, *, fine: bool) -> None:
-    """Bars of both noises, thinner and behind; the mean of the last checkpoints with its band; rings at alerts."""
     if both := [(point.step, *point.outer) for point in curve.points if point.outer and point.shown]:
         axes.vlines(*zip(*both, strict=True), color=colour, linewidth=0.7 if fine else 1, alpha=0.55,
                     transform=transform, clip_on=False, zorder=2)  # fmt: skip
@@ -335,7 +331,6 @@ def _draw_training(axes: Axes, curve: Curve, transform: Transform, colour: str, 
 
 
 def _look(curve: Curve) -> dict[str, Any]:
-    """Colour, marker and dashes, the same for a run in every chart."""
     colour = f"#0a0a0{curve.series % len(SERIES_COLOURS)}"
     look: dict[str, Any] = {
         "color": colour,
@@ -361,7 +356,6 @@ def _gap_symbol(status: str, colour: str, *, at: float | None = None, transform:
 
 
 def _legend(chart: Chart, statuses: Sequence[str]) -> list[tuple[Line2D, str]]:
-    """Handles and labels: the runs where there are several, and the symbols that stand for missing numbers."""
     runs = [(Line2D([], [], markersize=6, **_look(curve)), _shortened(curve.run, 44)) for curve in chart.curves]
     gaps = [(_gap_symbol(status, _INK), f"{status}: no number") for status in statuses]
     changed = any(point.change for curve in chart.curves for point in curve.points)
@@ -378,13 +372,11 @@ def _legend(chart: Chart, statuses: Sequence[str]) -> list[tuple[Line2D, str]]:
 
 
 def _shortened(text: str, length: int) -> str:
-    """The text, its middle left out where it is too long: names differ at their ends."""
     half = (length - 1) // 2
     return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
 def _for_a_page(svg: str, chart: Chart) -> str:
-    """Matplotlib's document as an element among others: no prologue, no style, no idle ids, CSS colours."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", body, flags=re.DOTALL)
     body = body.replace("xlink:href=", "href=")

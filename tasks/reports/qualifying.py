@@ -116,7 +116,6 @@ def qualify(
 def _pairs(
     before: Sequence[FoundRecord], after: Sequence[FoundRecord], compared: tuple[str, str]
 ) -> list[tuple[FoundRecord, FoundRecord]]:
-    """The newest records of both for each evaluation. Hashes may differ: files of benchmarks can be the change."""
     sides: list[dict[tuple[str, tuple[str, ...], object], FoundRecord]] = []
     for found in (before, after):
         ordered = sorted((item for item in found if item.record.succeeded), key=lambda item: item.record.created)
@@ -150,10 +149,6 @@ def _listed(found: Iterable[FoundRecord]) -> str:
 
 
 def _samples(found: FoundRecord) -> dict[str, dict[str, list[Sample]]]:
-    """Samples by benchmark and question, which has several where it was asked several times.
-
-    Smooth scores are left out: they are other ones wherever log-likelihoods are, which is told apart.
-    """
     samples: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     smooth = {metric.name for metric in found.record.metrics if metric.smooth}
     try:
@@ -235,7 +230,6 @@ def _qualified(
 
 
 def _judged(metric: ComparedMetric, differences: _Differences, *, margin: float) -> QualifiedMetric:
-    """A metric is different if that is proven, or if its change is larger than noise may be, as published or paired."""
     allowed = margin * max(1.0, abs(metric.recorded[0])) + _ROUNDING
     changes = (metric.recorded[1] - metric.recorded[0], metric.finding.difference)
     change = max(abs(change) for change in changes if math.isfinite(change))

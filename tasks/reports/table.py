@@ -246,10 +246,6 @@ class Results:
 
 
 def _columns(records: Sequence[Record]) -> list[Column]:
-    """Evaluator by evaluator, in the order in which cells name their benchmarks, and harnesses their metrics.
-
-    A metric with several settings has a column for each, side by side.
-    """
     asked = {(record.evaluator, benchmark): None for record in records for benchmark in record.benchmarks}
     found: dict[tuple[str, str, str, str], tuple[bool | None, set[tuple[str, ...]]]] = {}
     metrics: dict[tuple[str, str, str], bool] = {}
@@ -295,7 +291,6 @@ def measured(value: float, stderr: float | None) -> str:
 
 
 def _decimals(*numbers: float, fewest: int) -> int:
-    """As few as do not show 49,998 of 50,000 as 1, or nearly nothing as 0; the fewest where six are not enough."""
     enough = (
         decimals
         for decimals in range(fewest, _MOST_DECIMALS + 1)
@@ -312,7 +307,6 @@ def margin(metric: Metric) -> str:
 
 
 def _between(low: float, high: float, *, like: float) -> str:
-    """An interval to as many decimals as another number has."""
     if "e" in measured(like, None):
         return f"[{low:.3g}, {high:.3g}]"
     decimals = _decimals(low, high, fewest=len(measured(like, None).partition(".")[2]))

@@ -57,7 +57,6 @@ def links_of(record: Record, *, records_at: str | None, page: str | None) -> lis
 
 
 def _address(target: str, page: str) -> str | None:
-    """Relative, so that report and records can be moved together; None from one store to another."""
     if storage.is_local(target) != storage.is_local(page):
         return None
     if storage.is_local(target):
@@ -95,7 +94,6 @@ def _code(record: Record) -> str:
 
 
 def _device(record: Record) -> dict[str, Any]:
-    """The engine's own device, which need not be on the machine that the flow ran on."""
     return {"engine on": record.served["device"]} if record.served.get("device") else {}
 
 

@@ -100,7 +100,6 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
 
 
 def _raised(cell: Cell, *, since: datetime) -> list[KnownAlert]:
-    """Alerts of a cell's run that were announced since a time."""
     try:
         known = read_alerts(storage.join(cell.config.evaluation_path, cell.reference.run)).values()
     except StorageError as error:

@@ -152,7 +152,6 @@ class Attempt:
         )
 
     def _reason(self, failure: AssayError) -> str:
-        """The failure in words, with the errors of engines that died meanwhile."""
         errors: list[str] = self.served.get("engine_errors", [])
         return "\n".join(
             [str(failure), *(f"An engine died meanwhile; the first error in its log: {e}" for e in errors)]
@@ -162,7 +161,6 @@ class Attempt:
         return pinned_versions(evaluator_of(self.cell.config).environment(self.cell.config))
 
     def _replica_seconds(self) -> float | None:
-        """Returns seconds that a replica was this cell's; its share, where it had one together with others."""
         if self.cell.config.native:
             return self.seconds.get("evaluate", 0.0)
         if self.opened is None:  # it never came to ask for its checkpoint

@@ -142,7 +142,6 @@ def _look_at_request(config: EvaluationConfig) -> None:
 
 
 def _check_together(configs: Sequence[EvaluationConfig]) -> None:
-    """Several evaluations are made on one pool, of one run, into one folder."""
     if not configs:
         raise BadInput(expected="at least one evaluation", found="none", remedy="name a benchmark or a suite")
     for field, values in {
@@ -170,7 +169,6 @@ def _identity(config: EvaluationConfig) -> tuple[str, str]:
 
 
 def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuses what only shows once the checkpoints are known, or the place where the flow runs."""
     twice = [
         name for name, times in Counter(_name(config, checkpoint) for checkpoint in checkpoints).items() if times > 1
     ]
@@ -200,7 +198,6 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
 
 
 def _check_names(cells: Sequence[Cell]) -> None:
-    """Refuses what records would be mixed with: those of another checkpoint of the same name."""
     planned = {cell.reference.uri: cell for cell in cells if cell.record is None}
     rejected: dict[str, str] = {}
     for cell in planned.values():
@@ -227,7 +224,6 @@ def _check_names(cells: Sequence[Cell]) -> None:
 
 
 def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuses what the machine, or a model, can never give."""
     pool = config.pool_config if config.pool_name is None else None
     wanted = config.resource_config if config.native else pool.resource_config if pool else None
     if wanted is not None:

@@ -123,10 +123,6 @@ class ClaimedCells:
                 self._claims.release(key_of(cell))
 
     def _has_outcome(self, cell: Cell) -> bool:
-        """Tells if another run has finished it since it was wanted here, or succeeded at any time.
-
-        What was told to end has finished nothing.
-        """
         since = self._since[key_of(cell)]
         for way in cell.ways:
             record = read_record(way.uri)

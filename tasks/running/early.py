@@ -58,7 +58,6 @@ def early_verdict(attempt: Attempt) -> EarlyVerdict:
 def _unlike(
     wanted: WantedScore, build: Build, evaluator: str, qualifications: Sequence[Qualification]
 ) -> Iterator[str]:
-    """Changes since the builds of a score's baseline that nothing qualifies."""
     for before in wanted.builds:
         if not is_qualified(before, build, qualifications, evaluator=evaluator, benchmark=wanted.benchmark):
             yield from before.changes(build)

@@ -165,7 +165,6 @@ class Expectations:
         return work
 
     def _others(self) -> list[str]:
-        """Folders of other runs with an index, or with news of a record."""
         try:
             files = storage.matching_files(storage.join(self._path, "*", "index", "*.json"))
         except StorageError:
@@ -234,7 +233,6 @@ def guess_of_tokens(
 
 
 def _like(work: Sequence[Work], asked: tuple[str, ...]) -> list[Work]:
-    """Work on the same benchmarks: with as many worked examples, else with others."""
     same = [found for found in work if found.asked == asked and found.asked_questions]
     names = [name.partition(":")[0] for name in asked]
     others = [found for found in work if [name.partition(":")[0] for name in found.asked] == names]
@@ -264,12 +262,6 @@ def _guessed(like: Sequence[Work], work: Sequence[Work], *, engine: str, limit: 
 
 
 def _rate(work: Sequence[Work], *, journaled: bool = False) -> tuple[float, int] | None:
-    """Tokens a second, and of how many records; None where no engine counted any.
-
-    Args:
-        work: on one kind of engine.
-        journaled: takes records too of which the journal answered much.
-    """
     found = [
         (each.all_tokens, each.all_seconds) if journaled else (each.engine_tokens, each.engine_seconds) for each in work
     ]
@@ -279,7 +271,6 @@ def _rate(work: Sequence[Work], *, journaled: bool = False) -> tuple[float, int]
 
 
 def _questions(like: Sequence[Work], limit: int | None) -> int | None:
-    """Questions of some benchmarks with a limit; None where they were only asked with one, and now without."""
     total = 0
     for name in {name for found in like for name in found.questions}:
         seen = [(found, found.questions[name]) for found in like if name in found.questions]

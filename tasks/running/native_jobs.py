@@ -154,7 +154,6 @@ class NativeJobs:
         return wanted.outcome
 
     def _start(self) -> None:
-        """Starts the thread that runs jobs, unless it is there; in the context of the cell that needs it."""
         with self._changed:
             if self._thread is None and self._waiting:
                 run = copy_context().run
@@ -162,7 +161,6 @@ class NativeJobs:
                 self._thread.start()
 
     def _run(self) -> None:
-        """Runs jobs until nothing waits."""
         while True:
             with self._changed:
                 # Those that are expected either come, or end; all that come wait here once so many do.
@@ -178,14 +176,12 @@ class NativeJobs:
                 _fail(self._taken(first), error)
 
     def _taken(self, first: _Wanted) -> list[_Wanted]:
-        """Those that can share a job with the first, which wait no longer."""
         with self._changed:
             taken = [wanted for wanted in self._waiting if wanted.kind == first.kind][:MOST_IN_A_JOB]
             self._waiting = [wanted for wanted in self._waiting if wanted not in taken]
             return taken
 
     def _run_job(self, together: Sequence[_Wanted]) -> None:
-        """Runs a job to its end, or until nobody wants what is left of it."""
         if not together:
             return
         try:
@@ -205,7 +201,6 @@ class NativeJobs:
                 wanted.ended.set()
 
     def _follow(self, job: JobHandle, together: Sequence[_Wanted]) -> None:
-        """Tells each of its own end, and the job of what was abandoned; returns when it has ended, or all of it was."""
         heard_at = time.monotonic()
         while True:
             try:
@@ -236,7 +231,6 @@ class NativeJobs:
 
 
 def _request(together: Sequence[_Wanted], client: Client) -> JobRequest:
-    """The job of some evaluations: Assay as it is installed where it runs, with nothing of this machine's paths."""
     evaluations = [wanted.evaluation for wanted in together]
     if not client.is_local:
         evaluations = [with_benchmarks_there(evaluation) for evaluation in evaluations]
@@ -267,13 +261,11 @@ def _finished(job: JobHandle) -> bool:
 
 
 def _announced(job: JobHandle) -> tuple[int, int]:
-    """Numbers of evaluations that have their outcome, and of the one that it works on."""
     done, _, at = (job.announced() or "0 0").partition(" ")
     return int(done), int(at)
 
 
 def _failure(job: JobHandle, wanted: _Wanted) -> AssayError:
-    """Describes the end of a job that has left no outcome of an evaluation; its log is all that tells of it."""
     log = job.logs(_KEPT_LOG_LINES)
     output = wanted.evaluation.output
     with suppress(StorageError):  # which must not hide how the job ended
@@ -283,7 +275,6 @@ def _failure(job: JobHandle, wanted: _Wanted) -> AssayError:
 
 
 def _fail(waiting: Sequence[_Wanted], error: Exception) -> None:
-    """Tells cells of what kept their job from being run."""
     cause = error if isinstance(error, AssayError) else UnexpectedError.of(error, expected="a job that runs")
     for wanted in waiting:
         if not wanted.ended.is_set():

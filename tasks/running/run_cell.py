@@ -140,7 +140,6 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
 
 
 def _by_ability(cell: Cell, serving: Serving | None) -> Cell:
-    """Returns the cell, or its fallback where the engine gives no log-probabilities of prompts."""
     if cell.levanter_fallback is None or serving is None or serving.has_prompt_logprobs(cell.reference.name):
         return cell
     report_event(f"{cell.title}: the engine returns no log-probabilities of prompts, so Levanter evaluates it")
@@ -148,13 +147,11 @@ def _by_ability(cell: Cell, serving: Serving | None) -> Cell:
 
 
 def _output_folder(attempt: Attempt, scratch: Path) -> Path:
-    """Returns where the harness writes: beside the record, or here if the record lies in an object store."""
     uri = attempt.cell.uri
     return (storage.local_path(uri).absolute() if storage.is_local(uri) else scratch) / attempt.name
 
 
 def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, output: Path, *, wanted: Cell) -> None:
-    """Opens the checkpoint and has the harness ask its questions; its results are in `attempt.parsed`."""
     cell = attempt.cell
     place = (context.position, context.cells)
     harness = context.harness_of(cell.config)
@@ -202,7 +199,6 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
 
 @contextmanager
 def _as_planned(cell: Cell) -> Iterator[None]:
-    """Passes if what the harness reads itself is as planned before the block, and after it, however it ends."""
     _require_planned(cell)
     try:
         yield
@@ -212,7 +208,6 @@ def _as_planned(cell: Cell) -> Iterator[None]:
 
 @contextmanager
 def _by_one_model(attempt: Attempt) -> Iterator[None]:
-    """Passes if one model answers from first to last question, however the block ends; else no answer is used again."""
     interrupted = False
     try:
         yield
@@ -240,7 +235,6 @@ def _require_planned(cell: Cell) -> None:
 
 
 def _job_name(cell: Cell, harness: Harness) -> str:
-    """Returns harness, checkpoint, and suite or benchmarks, for lists of jobs."""
     asked = suites_in(cell.config.wandb_tags) or [task.metric_key for task in cell.config.evals]
     environment = harness.evaluator.environment(cell.config)
     return job_name(environment.name, cell.reference.name, *asked[:1], flow_run=flow_run.id)
@@ -254,7 +248,6 @@ def _evaluate_natively(
     on_progress: Callable[[Progress], None],
     check: Callable[[], None],
 ) -> Parsed:
-    """Has a job load the checkpoint and evaluate it, and reads what it left beside the record, wherever that lies."""
     context.on_open()
     cell, harness = attempt.cell, context.harness_of(attempt.cell.config)
     reference = cell.folder.reference
@@ -287,7 +280,6 @@ def _evaluate_natively(
 
 
 def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tuple[RunningModel, RunningModel | None]:
-    """Asks for the checkpoint; returns its endpoint, and that of a judge where the evaluator needs one."""
     cell = attempt.cell
     assert serving is not None, "cells that need an endpoint are given one"
     report(CellProgress(cell.title, context.position, context.cells, "asking for the checkpoint", 0, 0))
@@ -305,7 +297,6 @@ def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tu
 
 
 def _begin_anew_for_another_model(attempt: Attempt) -> None:
-    """Lets nothing of earlier attempts be used again where an endpoint of others serves another model by now."""
     weighed, uri = attempt.opened.weighed if attempt.opened else (), attempt.cell.uri
     if weighed and not same_model(weighed, weighed_at_first(uri, weighed)):
         end_scope(uri)
@@ -314,20 +305,11 @@ def _begin_anew_for_another_model(attempt: Attempt) -> None:
 
 
 def _let_go(attempt: Attempt) -> None:
-    """Lets the checkpoint go, and notes how it was served."""
     if attempt.opened is not None:
         attempt.requests, attempt.served = attempt.opened.counts(), attempt.opened.asked_all()
 
 
 def _write(attempt: Attempt, context: CellContext, *, wanted: Cell) -> Record:
-    """Writes the record of an attempt, if the cell is still ours; returns the one that stands.
-
-    Results that cannot be written down are left out, and make the attempt a failure.
-
-    Raises:
-        ClaimLost: another run has the cell by now.
-        RecordUnwritten: the record could not be written.
-    """
     try:
         try:
             return _prove_and_write(attempt, context, wanted=wanted)
@@ -356,7 +338,6 @@ def _prove_and_write(attempt: Attempt, context: CellContext, *, wanted: Cell) ->
 
 
 def _tell(attempt: Attempt, record: Record) -> None:
-    """Tells planners and sinks of a record, and ends the attempt; what fails here changes no outcome."""
     cell = attempt.cell
     _close(attempt, finished=record.succeeded)
     try:
@@ -369,7 +350,6 @@ def _tell(attempt: Attempt, record: Record) -> None:
 
 
 def _close(attempt: Attempt, *, finished: bool) -> None:
-    """Ends the attempt; what fails here costs no result, only answers that are kept for longer than needed."""
     try:
         if attempt.opened is not None:
             attempt.opened.close(finished=finished)

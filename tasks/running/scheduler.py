@@ -116,7 +116,6 @@ def schedule_cells(
 
 
 def _run_and_release(cell: Cell, serving: Serving | None, context: CellContext) -> Exception | None:
-    """Runs a cell and gives its claim up; returns an error that no record tells of."""
     try:
         with span_of_requests("cell", **_named(cell)):
             state = run_cell(cell, serving, context, return_state=True)

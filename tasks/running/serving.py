@@ -192,7 +192,6 @@ class _PoolCell:
 
 
 def _deaths(session: PoolSession) -> frozenset[tuple[str, int, str | None]]:
-    """The last death of an engine of each replica, with its number and its first error."""
     announced = [replica.announcement for replica in session.status().replicas]
     return frozenset(
         (replica.instance, replica.restarts, replica.last_death) for replica in announced if replica.last_death
@@ -253,11 +252,6 @@ class EndpointServing:
         return _EndpointCell(running, self._engine, weighed)
 
     def _model(self, name: str) -> str:
-        """The name under which the endpoint offers a checkpoint.
-
-        Raises:
-            EndpointUnusable: it does not, or does not answer.
-        """
         offered = self._engine.model_names()
         # A server that was given no name uses the path it was given.
         known = [self._served_name] if self._served_name else [name, self._checkpoints[name].uri]

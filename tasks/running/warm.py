@@ -134,5 +134,4 @@ def _environment_of(config: EvaluationConfig) -> EnvironmentSpec:
 
 
 def _kind(config: EvaluationConfig) -> tuple[str, str]:
-    """Evaluator and environment: evaluations that have both in common share a harness."""
     return config.evaluator.name, _environment_of(config).name

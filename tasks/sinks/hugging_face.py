@@ -114,7 +114,6 @@ def with_results(card: str, record: Record, announcement: Announcement, *, task_
 
 
 def _made_of(checkpoint: CheckpointReference) -> str:
-    """A paragraph on how a merged checkpoint was made, with a list of what is in it; nothing for others."""
     if checkpoint.merge is None:
         return ""
     inputs = [
@@ -151,7 +150,6 @@ def _result(record: Record, announcement: Announcement, benchmark: str, task_typ
 
 
 def _noticed(record: Record, metric: Metric) -> dict[str, float | None]:
-    """Returns what else there is to know of a number, where it is anything."""
     found = record.noticed(metric.benchmark)
     if found is None:
         return {}
@@ -160,7 +158,6 @@ def _noticed(record: Record, metric: Metric) -> dict[str, float | None]:
 
 
 def _identity(result: Any) -> tuple[str, str, str]:
-    """Of two results with the same, the newer replaces the older."""
     if not isinstance(result, dict):
         return ("", "", "")
     dataset = result.get("dataset") or {}

@@ -169,7 +169,6 @@ def send(announcement: Announcement, sink: MlflowSink) -> str | None:
 
 @contextmanager
 def _one_at_a_time(folder: str | None) -> Iterator[None]:
-    """Keeps others from making a store's database at the same time, which spoils it; a server sees to its own."""
     if folder is None:
         yield
         return
@@ -202,10 +201,6 @@ def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
 
 
 def _parent(client: MlflowClient, experiment: str, announcement: Announcement, sink: MlflowSink) -> Run:
-    """The run of a series: its curves, and tags that all its records share.
-
-    Of a series that was sent before its records had runs of their own, the tags of single records go.
-    """
     series = announcement.series
     tags = {SERIES_TAG: series.id, **series_tags(announcement), **_described(sink)}
     found = client.search_runs([experiment], f"tags.`{SERIES_TAG}` = '{series.id}'", max_results=1)
@@ -218,7 +213,6 @@ def _parent(client: MlflowClient, experiment: str, announcement: Announcement, s
 
 
 def _child(client: MlflowClient, parent: Run, announcement: Announcement) -> Run:
-    """The run of a record, which a record that replaces it has too."""
     record = announcement.known
     # A digest, since MLflow's filters cannot quote.
     cell = hashlib.sha256(announcement.place.encode()).hexdigest()[:16]
@@ -270,7 +264,6 @@ def _add_record(client: MlflowClient, parent: Run, child: Run, announcement: Ann
 
 
 def _add_alerts(client: MlflowClient, series: Run, announcement: Announcement) -> None:
-    """Adds a point to a curve and a tag for each alert; a second time both are the same."""
     from mlflow.entities import Metric, RunTag
 
     metrics = [
@@ -296,12 +289,10 @@ def _milliseconds(announcement: Announcement) -> int:
 
 
 def _named(values: dict[str, float]) -> dict[str, float]:
-    """Renames the numbers to names that MLflow takes."""
     return {_allowed(name): value for name, value in values.items()}
 
 
 def _allowed(name: str) -> str:
-    """A name that MLflow takes, which has no commas and equals signs, and no empty folders."""
     allowed = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
     return "/".join(part if part not in ("", ".", "..") else "_" for part in allowed.split("/"))
 

@@ -56,7 +56,6 @@ def run_tags(announcement: Announcement) -> dict[str, str]:
 
 
 def _cost(cost: Cost) -> dict[str, Any]:
-    """The price, with its list: metrics have no way to say that one is unknown, and why."""
     return {
         "cost_usd": "unknown" if cost.usd is None else cost.usd,
         "cost_unknown_since": cost.why_unknown,
@@ -83,7 +82,6 @@ def series_tags(announcement: Announcement) -> dict[str, str]:
 
 
 def _image(image: Any) -> tuple[str | None, str | None]:
-    """Name and tag, or digest, of a container image; a port of its registry is no tag."""
     name, at, digest = str(image or "").partition("@")
     if at:
         return name, digest
@@ -93,7 +91,6 @@ def _image(image: Any) -> tuple[str | None, str | None]:
 
 
 def _artifact(record: Record) -> tuple[str | None, str | None]:
-    """Run and path of a checkpoint that is an artifact of MLflow's."""
     asked = str(record.evaluation.get("model_path") or "")
     if not asked.startswith(("runs:/", "models:/", "mlflow-artifacts:/")):
         return None, None

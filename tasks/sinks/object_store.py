@@ -114,7 +114,6 @@ def send(
 
 @contextmanager
 def _local_files(announcement: Announcement, sink: ObjectStoreSink) -> Iterator[dict[str, Path]]:
-    """The files of the attempt, by their place in the cell's folder; copied here first."""
     record = announcement.record
     if record is None or not sink.harness_output or not storage.exists(announcement.attempt_uri):
         yield {}
@@ -164,7 +163,6 @@ def _write(store: Any, target: str, content: bytes) -> None:
 
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """Says of a store's errors what they mean to who runs this."""
     try:
         yield
     except SinkFailed:

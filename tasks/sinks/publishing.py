@@ -126,11 +126,6 @@ def _scrubbed_by_looks(text: str) -> str:
 
 @contextmanager
 def _turn(sending: Sending) -> Iterator[None]:
-    """One at a time for a series at a sink, on this machine: a tracker numbers a run's lines as one writer sends them.
-
-    Raises:
-        SinkFailed: others took longer than this sink's wall clock.
-    """
     sink = sending.sink
     name = hashlib.sha256(f"{sending.announcement.series.id} {sink.name}".encode()).hexdigest()[:24]
     path = settings().cache_dir / "publishing" / f"{name}.lock"

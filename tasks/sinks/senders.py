@@ -84,7 +84,6 @@ class Senders:
         return answer
 
     def _take(self, sink: Sink, credentials: Credentials) -> _Sender | None:
-        """Returns an idle process that has this very sink's keys and environment."""
         with self._lock:
             same = (sender for sender in self._idle if (sender.sink, sender.credentials) == (sink, credentials))
             if (sender := next(same, None)) is None:
@@ -157,7 +156,6 @@ class _Sender:
             ) from None
 
     def _exchange(self, announcement: Announcement) -> str:
-        """Tells a job and reads the answer, empty if there is none. Standard input stays open: its end is an order."""
         job = Job(
             module=SINKS[self.sink.kind],
             sink=self.sink.model_dump(mode="json"),

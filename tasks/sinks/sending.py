@@ -77,7 +77,6 @@ def answer_to(job: Job) -> Answer:
 
 
 def _read(jobs: SimpleQueue[str]) -> None:
-    """Hands on the lines of standard input; when it ends, ends this process, and what libraries have started."""
     for line in sys.stdin:
         jobs.put(line)
     with suppress(ProcessLookupError):  # started by hand, we lead no group

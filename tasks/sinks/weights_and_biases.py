@@ -154,7 +154,6 @@ def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
 
 @contextmanager
 def _folder(announcement: Announcement, sink: WeightsAndBiasesSink) -> Iterator[Path]:
-    """Provides the folder of W&B's files: a temporary one, or for offline files one that is named after its content."""
     if sink.mode == "online":
         with tempfile.TemporaryDirectory(prefix="assay-wandb-") as scratch:
             yield Path(scratch)
@@ -247,13 +246,11 @@ def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBias
 
 
 def _sent_offline(folder: Path) -> set[str]:
-    """Ids of alerts that stand in files beside these: an offline run does not know what other files of it hold."""
     finished = folder.parent.glob(f"{_ALERTS}*/{_FINISHED}")
     return {identifier for file in finished for identifier in file.read_text().split()}
 
 
 def _add_alerts(run: wandb.Run, announcement: Announcement, *, known: Collection[str]) -> None:
-    """Adds a line to the history for each alert, and W&B's own alert, which it sends as its users have asked it to."""
     before: dict[str, Any] = dict(run.summary)
     latest = int(before.get(STEP_METRIC, -1))
     for found in announcement.alerts:
@@ -269,7 +266,6 @@ def _add_alerts(run: wandb.Run, announcement: Announcement, *, known: Collection
 
 
 def _configuration(announcement: Announcement) -> dict[str, Any]:
-    """Returns the configuration for the run's page: the evaluation, and what it ran with."""
     record = announcement.known
     return {
         "run": record.checkpoint.run,
@@ -302,7 +298,6 @@ def _table(announcement: Announcement, sink: WeightsAndBiasesSink) -> wandb.Tabl
 
 
 def _add_file(run: wandb.Run, name: str, kind: str, file: str, content: bytes) -> None:
-    """An artifact of the run; W&B keeps no second version of the same content."""
     import wandb
 
     cleaned = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)

@@ -84,7 +84,6 @@ def files_elsewhere(root: str, names: Iterable[str], *, arguments: Any, all_is_d
 
 
 def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
-    """The contents of files and of those that they include; and which included files and functions lie elsewhere."""
     contents: list[Any] = []
     elsewhere: set[str] = set()
     seen: set[str] = set()
@@ -144,7 +143,6 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _outside(root: str, base: str, text: str) -> str | None:
-    """The place that a text stands for, in a folder of `root`; None if it is of its own files, or no place of ours."""
     if _OTHER_SCHEME.match(text) and not _SCHEME.match(text):
         return text if storage.has_whole_files(text) and not text.startswith(root + "/") else None
     path = posixpath.join(base, os.path.expanduser(_SCHEME.sub("", text)))  # noqa: PTH111
@@ -160,7 +158,6 @@ def _outside(root: str, base: str, text: str) -> str | None:
 
 
 def _normal(here: str, path: str) -> str:
-    """A path in a folder without `..` behind a folder, which may be a link; what is not on this machine has none."""
     if ".." not in path.split("/") or not storage.is_local(here):
         return posixpath.normpath(path)
     folder, name = posixpath.split(posixpath.join(here, path))

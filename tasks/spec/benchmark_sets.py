@@ -72,7 +72,6 @@ def _resolved(name: str) -> BenchmarkSet:
 
 
 def _entry(entry: str | dict[str, Any], content: dict[str, Any]) -> EvalTaskConfig:
-    """One benchmark of a set, with the set's patterns where it says nothing itself."""
     given: dict[str, Any] = {"name": entry} if isinstance(entry, str) else entry
     name = content.get("name", "{}").format(given["name"])
     fewshot = given.get("num_fewshot", content.get("num_fewshot"))

@@ -114,6 +114,5 @@ def _content_of(place: str) -> str:
 
 
 def _is_asked_by(evaluator: str, name: str) -> bool:
-    """Tell whether a bundled file is an evaluator's: others than lm-eval have folders of their names."""
     folder = name.partition("/")[0] if "/" in name else ""
     return folder == evaluator if (BUNDLED / evaluator).is_dir() else folder not in EVALUATORS

@@ -41,7 +41,6 @@ def refuse_earlier_form(values: Any) -> Any:
 
 
 def _moved(field: str, values: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
-    """Return what of an earlier field goes into the options of the evaluator that is named."""
     given: dict[str, Any] = values[field]
     if _FIELDS[field] == content["name"]:
         return given

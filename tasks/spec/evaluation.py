@@ -245,7 +245,6 @@ class EvaluationConfig(Config):
 
     @property
     def _endpoint(self) -> str | None:
-        """The endpoint, however its address is written, and the name that is asked for where it is another."""
         if self.base_url is None:
             return None
         name = f" {self.served_model_name}" if self.served_model_name else ""
@@ -278,7 +277,6 @@ class EvaluationConfig(Config):
 
 
 def _of_one_machine(resources: ResourceConfig) -> ResourceConfig:
-    """As much of some resources as Levanter evaluates on."""
     device = resources.device
     if isinstance(device, TpuConfig) and device.slice.vms > 1:
         device = TpuConfig(variant=largest_of_one_vm(device.variant))

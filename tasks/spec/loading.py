@@ -67,7 +67,6 @@ def build_config(content: dict[str, Any], kind: type[_Model], *, source: str, te
 
 
 def _line(location: tuple[int | str, ...], node: yaml.Node | None) -> str:
-    """Words for the line where the last part of a location stands that the document has; empty where it has none."""
     line = None
     for part in location:
         match node:
@@ -96,7 +95,6 @@ def _described(problem: Any, kind: type[BaseModel]) -> str:
 
 
 def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[str]:
-    """Field names of the model that stands at a place inside `kind`, found through its JSON schema."""
     schema = kind.model_json_schema()
     node: dict[str, Any] = schema
     for part in location:
@@ -135,6 +133,5 @@ def _alternatives(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str
 
 
 def _tags(node: dict[str, Any]) -> set[str]:
-    """Names of an alternative of a union in a location: the constant that tells it apart, or its class."""
     constants = {str(field["const"]) for field in node.get("properties", {}).values() if "const" in field}
     return {*constants, str(node.get("title"))}

@@ -54,7 +54,6 @@ def name_of(uri: str) -> tuple[str, str, int]:
 
 
 def _name_of_merge(merge: Merge) -> tuple[str, str, int]:
-    """Names the steps that are in it, their number and the parameter; where these leave a choice, also a digest."""
     named = [name_of(location) for location in merge.locations]
     run, _, last = named[-1]
     if any(source.steps for source in merge.sources):
@@ -96,7 +95,6 @@ def place_of(uri: str) -> str:
 
 
 def _without_export(uri: str) -> str:
-    """The folder of a checkpoint, for an export within it too."""
     folder = (uri if uri.startswith("/") else storage.absolute(uri)).rstrip("/")
     inside = storage.basename(folder) == "hf" and step_of(storage.basename(storage.parent(folder))) is not None
     return storage.parent(folder) if inside else folder

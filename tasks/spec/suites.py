@@ -96,7 +96,6 @@ class SuiteEvaluation(Config):
 
 
 def _with_defaults(evaluator: Any) -> Any:
-    """Return what stands under `evaluator` with the options that have another default in suites."""
     content = spelled_out(evaluator)
     if not isinstance(content, dict) or content["name"] not in EVALUATORS:
         return content
@@ -306,7 +305,6 @@ def _parts(evaluation: SuiteEvaluation) -> tuple[SuiteEvaluation, ...]:
 
 
 def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
-    """The fields that say who answers, with the engine arguments of the suite where the request has none."""
     ways = ("pool_config", "pool_name", "base_url")
     given = [name for name in ways if getattr(request, name) is not None]
     if len(given) > 1:
@@ -354,7 +352,6 @@ def _config(
 
 
 def _options(options: EvaluatorOptions, request: SuiteRequest) -> EvaluatorOptions:
-    """Return a suite's options with what the request says: who judges, and which benchmarks may run code."""
     if isinstance(options, CodeOptions):
         allowed = (*options.allow_code_execution, *request.allow_code_execution)
         options = options.model_copy(update={"allow_code_execution": allowed})

@@ -266,7 +266,6 @@ class _Series:
         return alarm
 
     def _begin(self, scores: Sequence[Score], *, unlearned: int = 0) -> None:
-        """Starts again at a new level; what is known of the noise stays, but for the last errors."""
         self.paths = [_Path(None, path.bends, path.errors[: len(path.errors) - unlearned]) for path in self.paths]
         self.last, self.held, self.rising, self.fallen, self.risen = [], [], [], 0.0, 0.0
         for score in scores:
@@ -283,7 +282,6 @@ def _bounded(errors: Sequence[float], reach: float) -> list[float]:
 
 
 def _excess(shortfall: float, noise: _Noise, *, limit: float) -> float:
-    """The part of a shortfall that adds up; of one alone not enough for an alarm, if heavy tails could give it."""
     excess, alone = _normal(shortfall, noise) - _ALLOWANCE, _ALONE * limit
     if excess <= alone:
         return excess
@@ -291,7 +289,6 @@ def _excess(shortfall: float, noise: _Noise, *, limit: float) -> float:
 
 
 def _normal(deviation: float, noise: _Noise) -> float:
-    """The normal number with the chance that a deviation has by Student's t."""
     from scipy import special
 
     if noise.freedom <= 0:
@@ -300,7 +297,6 @@ def _normal(deviation: float, noise: _Noise) -> float:
 
 
 def _correlations(paths: Sequence[_Path]) -> list[float]:
-    """The lag-1 correlation of each path's errors, drawn to that of all; a fitted trend hides some, which is added."""
     weight, none = _COMMON
     common = max(0.0, sum(path.lagged[0] for path in paths) / (none + sum(path.lagged[1] for path in paths)))
     found = []
@@ -312,7 +308,6 @@ def _correlations(paths: Sequence[_Path]) -> list[float]:
 
 
 def _growth(series: Sequence[Sequence[float]]) -> float:
-    """The spread of the latest errors of a run by that of all of them, less what chance gives; 1 at least."""
     long = [errors for errors in series if len(errors) >= 2 * _LATEST]
     latest = [error for errors in long for error in errors[-_LATEST:]]
     usual = clipped_spread([error for errors in long for error in errors]) if long else 0.0
@@ -320,11 +315,6 @@ def _growth(series: Sequence[Sequence[float]]) -> float:
 
 
 def _moderated(own: Sequence[_Noise]) -> list[_Noise]:
-    """The noise of each series, drawn to what those of the run have in common by as much as they are alike.
-
-    Logarithms of variances are compared (Smyth 2004, section 6.2): by what they differ more than chance lets them
-    follows the number of degrees of freedom that the common variance is worth.
-    """
     known = [noise for noise in own if noise.freedom >= _FEWEST_ERRORS]
     if len(known) < _FEWEST_ALIKE:
         return list(own)
@@ -343,7 +333,6 @@ def _moderated(own: Sequence[_Noise]) -> list[_Noise]:
 
 @lru_cache(256)
 def _log_chi_square(freedom: float) -> tuple[float, float]:
-    """Mean and variance of the logarithm of a mean square with so many degrees of freedom."""
     from scipy import special
 
     half = freedom / 2

@@ -96,7 +96,6 @@ def _codes(clusters: Sequence[Hashable]) -> np.ndarray:
 
 
 def _moments(sums: np.ndarray, sizes: np.ndarray, weight: float) -> _Moments:
-    """Variance of a ratio of sums over clusters, times a weight, with its third moment and degrees of freedom."""
     import numpy as np
 
     shares = sizes / sizes.sum()
@@ -108,13 +107,6 @@ def _moments(sums: np.ndarray, sizes: np.ndarray, weight: float) -> _Moments:
 
 
 def _freedom(shares: np.ndarray) -> float:
-    """Degrees of freedom of the variance (Satterthwaite).
-
-    With residuals r = (I − w1')s, the variance is s'Bs with B = (I − w1')'D(I − w1') and D = 1 / (1 − w). The result is
-    tr(BV)² / tr(BVBV), which is G − 1 for G clusters of one size. V is the diagonal of w^1.5: questions of a cluster
-    are neither independent (w), which gives 6.8 % of alarms with ten unequal clusters, nor the same (w²), which gives
-    2 to 4 %.
-    """
     weights, spread = 1 / (1 - shares), shares**1.5
     pulled = weights * shares
     common = float((pulled * shares).sum())

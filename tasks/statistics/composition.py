@@ -181,7 +181,6 @@ def compare_compositions(first: Composition, second: Composition) -> Paired | st
 
 
 def _value(like: Composition, asked: Mapping[str, Sequence[Asked]]) -> float:
-    """The value of some questions, made of them as another one is."""
     means = {part: math.fsum(q.sum for q in found) / math.fsum(q.size for q in found) for part, found in asked.items()}
     mean = math.fsum(like.weights[part] * mean for part, mean in means.items())
     return like.scale * mean if like.form is None else ratio_value(mean, like.form)
@@ -200,7 +199,6 @@ def _interval(found: Composition) -> Interval:
 
 
 def _asked(name: str, questions: Sequence[Question]) -> dict[str, Asked]:
-    """Questions by their names; repeats of one are one, with the mean of its scores or the sum of its parts."""
     repeats: dict[str, list[Question]] = {}
     for question in questions:
         if name in question.ratios or math.isfinite(question.scores.get(name, math.nan)):
@@ -218,7 +216,6 @@ def _sum(name: str, repeats: Sequence[Question]) -> tuple[float, float]:
 
 
 def _weights(metric: Metric, questions: Questions, others: Mapping[str, Metric]) -> Iterable[dict[str, float]]:
-    """Weights that the benchmarks of a group may have: its own, else by size, else alike."""
     if metric.parts:
         yield _leaves(metric, others)
         return
@@ -229,7 +226,6 @@ def _weights(metric: Metric, questions: Questions, others: Mapping[str, Metric])
 
 
 def _leaves(metric: Metric, others: Mapping[str, Metric]) -> dict[str, float]:
-    """Weights of the benchmarks that ask questions themselves, through groups of groups."""
     weights: dict[str, float] = {}
     for part, weight in metric.parts.items():
         inner = others.get(part)
@@ -240,7 +236,6 @@ def _leaves(metric: Metric, others: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def _group(metric: Metric, questions: Questions, weights: Mapping[str, float]) -> Composition | None:
-    """A weighted mean over benchmarks, if that is the value."""
     asked = {part: _asked(metric.name, questions.get(part, ())) for part in weights}
     if not asked or not all(asked.values()) or any(q.size != 1.0 for part in asked.values() for q in part.values()):
         return None

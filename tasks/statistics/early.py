@@ -92,7 +92,6 @@ class EarlyDecision:
         self._decide(self._needed - self._added.sum(), np.add.reduceat(differences, self._starts[first:last] - begin))
 
     def _decide(self, needed: float, added: np.ndarray) -> None:
-        """Takes what draws have added up to the first moment at which the verdict is known, if there is one."""
         first = len(self._added)
         course = needed - np.r_[0.0, np.cumsum(added)]
         sure = self._sure(course, first)
@@ -108,12 +107,10 @@ class EarlyDecision:
         self._capitals = paths[:, end]
 
     def _sure(self, course: np.ndarray, first: int) -> np.ndarray:
-        """Moments from which nothing that is left can change the verdict: not worse, and worse."""
         rest = self._rest[:, first : first + len(course)]
         return np.stack([course <= rest[0], course > rest[1]])
 
     def _paths(self, course: np.ndarray, added: np.ndarray, *, first: int) -> np.ndarray:
-        """Logarithms of both capitals before the first draw and after each, by bet; meaningless where it is sure."""
         here = slice(first, first + len(added))
         left = len(self._starts) - 1 - first - np.arange(len(added))
         means = course[:-1] / left
@@ -135,7 +132,6 @@ class EarlyDecision:
         return _in_unit(value + self._predicted), _in_unit(low + self._predicted), _in_unit(high + self._predicted)
 
     def _end(self, side: int, claimed: float, unclaimed: float) -> float:
-        """The end of the interval on one side: the furthest threshold at which that side's capital was enough."""
         for _ in range(_HALVINGS):
             middle = (claimed + unclaimed) / 2
             claimed, unclaimed = (middle, unclaimed) if self._claims(side, middle) else (claimed, middle)
@@ -150,12 +146,10 @@ class EarlyDecision:
 
 
 def _in_unit(score: float) -> float:
-    """A score without what rounding may have put it beyond its ends."""
     return min(max(score, 0.0), 1.0)
 
 
 def _mixed(paths: np.ndarray) -> np.ndarray:
-    """Logarithm of a capital that was spread evenly over all bets, which are the last axis."""
     return np.asarray(np.logaddexp.reduce(paths, axis=-1)) - math.log(len(BETS))
 
 

@@ -115,7 +115,6 @@ def tail_beyond(errors: float, freedom: float) -> float:
 
 
 def _share(right: int, questions: int) -> tuple[float, float, str]:
-    """Wilson's interval; Clopper and Pearson's, which never holds too seldom, where questions or right ones are few."""
     from scipy import special
 
     wrong = questions - right
@@ -131,10 +130,6 @@ def _share(right: int, questions: int) -> tuple[float, float, str]:
 
 
 def _clustered_share(found: Estimate, questions: int) -> tuple[float | None, float | None, str]:
-    """Wilson's interval on as many independent questions as would give the same error; clusters, where all agree.
-
-    It holds where 50 clusters have a right answer, and 50 a wrong one; with fewer, 0.75 to 0.96 of intervals do.
-    """
     share, variance = min(1.0, max(0.0, found.value)), (found.stderr or 0.0) ** 2
     if found.stderr is None and found.clusters < 2:
         return None, None, ""
@@ -161,7 +156,6 @@ def _with_constant(
 
 
 def _mean(found: Estimate, stderr: float) -> tuple[float, float, str]:
-    """A t interval, bent by the skewness of the mean (Hall 1992, the cubic transformation)."""
     reach, third = quantile(found.freedom), found.skewness / 3
 
     def end(reach: float) -> float:

@@ -170,7 +170,6 @@ def compare_means(first: float, second: float, *, stderrs: tuple[float | None, f
 
 
 def _paired_t(differences: Sequence[Stratum], *, largest: float) -> Finding:
-    """A t test over clusters; where no two differ, by the largest difference possible and the number of clusters."""
     found = estimate(differences)
     if found.stderr is None:
         return Finding("none", found.value, None, None, None)

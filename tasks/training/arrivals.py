@@ -155,7 +155,6 @@ class ArrivingCells:
         return stage_tokenizers(self.wanted)
 
     def _look(self) -> None:
-        """Looks once; waits where there was nothing new."""
         ended = self._training is None or self._training.has_ended()  # asked first: what it wrote last is there then
         found: list[Checkpoint] = []
         ours: list[Cell] = []
@@ -174,7 +173,6 @@ class ArrivingCells:
             self._sleep(self._poll_seconds)
 
     def _plan(self, found: Sequence[Checkpoint]) -> list[Cell]:
-        """Cells of some checkpoints that are not done and were not asked for."""
         if not found:
             return []
         fresh: list[Cell] = []
@@ -186,7 +184,6 @@ class ArrivingCells:
         return fresh
 
     def _taken(self) -> list[Cell]:
-        """Cells that nobody else has; whoever serves is told of them, or they are asked for again later."""
         ours = self._claimed.take()
         others = [cell for cell in ours if not self._is_the_one_begun(cell)]
         self._claimed.release(*others)
@@ -203,7 +200,6 @@ class ArrivingCells:
         return ours
 
     def _is_the_one_begun(self, cell: Cell) -> bool:
-        """Returns whether a cell's checkpoint is the one that answers under its name, where one does already."""
         same = self._digests.get(cell.reference.name, cell.reference.digest) == cell.reference.digest
         if not same:  # requests under way name it, and would be answered by other weights
             report_event(f"{cell.reference.name} was written again and is another one now: evaluate it afterwards")

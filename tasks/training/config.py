@@ -113,7 +113,6 @@ def check_train_config(config: dict[str, Any]) -> None:
 
 
 def _paths_in(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """Returns what stands where Levanter takes a path, with the name of its field."""
     match value:
         case dict():
             for name, field in value.items():
@@ -128,7 +127,6 @@ def _paths_in(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_relative(path: str, *, named: str) -> bool:
-    """Returns whether a path is relative; names that may mean a hub are none unless they begin with a dot or tilde."""
     if named in _HUB_FIELDS:
         return path.startswith((".", "~"))
     return bool(path) and is_relative(path)
@@ -167,7 +165,6 @@ class TrainAndEvaluateConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _checkpoints_of_training(cls, values: Any) -> Any:
-        """Fills in where the checkpoints are, since that is known."""
         if not isinstance(values, dict):
             return values
         try:

@@ -173,7 +173,6 @@ def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
 
 
 def _of_one_type_where_variables_differ(resources: ResourceConfig, workspace: Path) -> ResourceConfig:
-    """Returns them with the first TPU type only, where the launcher's file says something else for another."""
     first, *others = (accelerator_defaults(workspace, choice.device) for choice in resources.choices)
     return resources if all(other == first for other in others) else resources.choices[0]
 
@@ -189,7 +188,6 @@ def is_trained(planned: Training) -> bool:
 
 
 def _note(config: TrainLmOnPodConfig, planned: Training) -> None:
-    """Leaves Levanter's configuration beside what it leads to, for people and other programs."""
     if config.output_path is not None:
         content = json.dumps(planned.train_config, indent=2, default=str)
         storage.write_bytes(storage.join(storage.absolute(config.output_path), CONFIG_NAME), content.encode())

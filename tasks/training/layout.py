@@ -122,7 +122,6 @@ def _train_config(config: TrainLmOnPodConfig) -> dict[str, Any]:
 
 
 def _temporary(config: TrainLmOnPodConfig, output: str) -> str:
-    """Checkpoints that only serve to go on after an interruption: apart, where a store deletes them in time."""
     parent = _temporary_folder(config, output)
     if parent is None:
         return storage.join(output, "temporary")

@@ -46,7 +46,6 @@ def train(train_config: Mapping[str, Any], *, device: str, trained: str | None, 
 
 
 def _run(command: list[str], folder: Path) -> int:
-    """Runs the training to its end; it ends with us, however we end, since then its standard input closes."""
     variables = process_environment()
     variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(settings().jax_cache_dir))
     variables.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # many small programs take 3 s at a start

@@ -69,7 +69,6 @@ def _read(uri: str) -> dict[str, Any]:
 
 
 def _components(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Components that are trained on, those within others too."""
     weights = _weights(data.get("train_weights"))
     for name, component in (data.get("components") or {}).items():
         if weights is not None and not weights.get(name):
@@ -81,7 +80,6 @@ def _components(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
 
 
 def _weights(given: Any) -> dict[str, float] | None:
-    """The largest weight of each component, in whichever stage of the training; None where all take part."""
     stages = [stage[1] for stage in given] if isinstance(given, list) else [given] if given else []
     if not stages:
         return None
@@ -91,7 +89,6 @@ def _weights(given: Any) -> dict[str, float] | None:
 
 
 def _fields(component: Mapping[str, Any]) -> list[str]:
-    """Fields of a document with its text, by the format of Levanter that it has."""
     kinds = [component.get("format"), (component.get("source") or {}).get("format")]
     given = next((kind for kind in kinds if isinstance(kind, Mapping)), {})
     defaults = _FIELDS.get(str(given.get("type", "text")), {})

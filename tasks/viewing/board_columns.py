@@ -164,7 +164,6 @@ class BoardColumns:
         return Found(sorted(in_questions), sorted(in_answers), complete=True)
 
     def _spread(self, checkpoint: int, values: np.ndarray, *, absent: int) -> np.ndarray:
-        """Values of a column where its questions are among all."""
         import numpy as np
 
         places = self._places[checkpoint]
@@ -177,14 +176,12 @@ class BoardColumns:
         return found
 
     def _place(self, checkpoint: int, number: int) -> int:
-        """The place of a question in a column."""
         places, column = self._places[checkpoint], self._columns[checkpoint]
         if places is not None:
             return int(places[number])
         return number if column is not None and number < column.size else _ABSENT
 
     def _numbers(self, checkpoint: int, column: HeldColumn) -> Sequence[int]:
-        """The number of the question at each place of a column."""
         import numpy as np
 
         places = self._places[checkpoint]
@@ -203,7 +200,6 @@ class BoardColumns:
 def _aligned(
     columns: Sequence[HeldColumn | None], kept: KeptColumns
 ) -> tuple[dict[tuple[str, str], str | None], list[np.ndarray | None]]:
-    """The cluster of every question by its name, and for each column where it has them; None if it is in that order."""
     import numpy as np
 
     there = [column for column in columns if column is not None]
@@ -236,7 +232,6 @@ def _scale(name: str, ends: Sequence[float], board: Board) -> Scale:
 
 
 def _rows_with(block: bytes, escaped: str) -> list[tuple[int, Any]]:
-    """The rows of a block of lines of JSON in which a text may be."""
     lines = block.decode()
     if escaped not in lines.casefold():
         return []

@@ -84,12 +84,10 @@ def boards_of_sample(record: Record, benchmark: str) -> list[str]:
 
 
 def _counts(record: Record) -> tuple[bool, bool, float]:
-    """Order in which a later record of a checkpoint takes the place of an earlier one."""
     return record.succeeded, is_full(record), record.created.timestamp()
 
 
 def _settings(held: Mapping[tuple[str, str, str], Mapping[str, Record]]) -> dict[tuple[str, str, str], str]:
-    """Words for what tells boards of one benchmark apart."""
     same: dict[tuple[str, str], list[Record]] = {}
     for (evaluator, benchmark, _), named in held.items():
         same.setdefault((evaluator, benchmark), []).extend(named.values())
@@ -101,7 +99,6 @@ def _settings(held: Mapping[tuple[str, str, str], Mapping[str, Record]]) -> dict
 
 
 def _metrics(records: Sequence[Record], benchmark: str) -> dict[str, Metric]:
-    """The metrics with published values, as the last of some records has them; smooth ones come last."""
     found = {
         metric.name: metric for record in records for metric in record.metrics if metric.benchmark == benchmark
     }  # fmt: skip

@@ -242,7 +242,6 @@ def make_room(path: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Tells if a process has a file open: SQLite then lets nobody end its log."""
     try:
         with closing(sqlite3.connect(path, timeout=0)) as connection:
             connection.execute("pragma journal_mode = delete")

@@ -129,7 +129,6 @@ def one_file(contents: Mapping[str, bytes]) -> bytes:
 
 
 def _modules(name: str, parts: Mapping[str, str], *, seen: set[str]) -> str:
-    """A module after those that it imports, each once, without imports and exports."""
     seen.add(name)
     text = parts[name]
     before = [_modules(other, parts, seen=seen) for other in _IMPORT.findall(text) if other not in seen]

@@ -61,7 +61,6 @@ def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samp
 
 
 def _sorted(before: np.ndarray, after: np.ndarray, scale: Scale) -> list[list[int]]:
-    """Questions that both have a score of: won, lost, both, neither; see `columns`."""
     import numpy as np
 
     there = (before != NO_SCORE) & (after != NO_SCORE)

@@ -132,7 +132,6 @@ def application(view: View, *, token: str, host: str) -> web.Application:
         return _response(request, content, "application/octet-stream" if name.endswith(".bin") else "application/json")
 
     async def _progress(key: str, *, patience_seconds: float) -> Progress | None:
-        """Has samples read if they are not, and tells how many are until all are."""
         if await asyncio.to_thread(view.unread, key) is None:
             return None
         if key not in reading:
@@ -158,7 +157,6 @@ def application(view: View, *, token: str, host: str) -> web.Application:
 
 
 def _is_own_name(given: str, host: str) -> bool:
-    """Tells if a request names this machine by a number, as `localhost`, or by the name that it listens at."""
     try:
         name = urlsplit(f"//{given}").hostname
     except ValueError:

@@ -107,7 +107,6 @@ class View:
         self._ended.set()
 
     def _missing(self, key: str) -> tuple[dict[str, FoundRecord], list[str]]:
-        """The records of a benchmark that have samples, by place, and the places that are not read yet."""
         board = self.boards[key]
         wanted = {place_of(board.records[number]): board.records[number] for number in board.with_samples}
         return wanted, [place for place in self._kept.missing(list(wanted)) if place not in self._unreadable]
@@ -218,13 +217,11 @@ class View:
 
 
 def _spread(places: Sequence[str]) -> list[str]:
-    """The last place first, then those that halve the widest gaps: by the number from the end, bits turned round."""
     width = len(places).bit_length()
     return [places[-1 - number] for number in sorted(range(len(places)), key=lambda n: f"{n:0{width}b}"[::-1])]
 
 
 def _read(found: FoundRecord, kept: KeptColumns) -> None:
-    """Reads the samples of a record into columns."""
     uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
     keep = TextKeeper(kept)
     try:
@@ -243,7 +240,6 @@ _kept: list[KeptColumns] = []
 
 
 def _begin(path: Path) -> None:
-    """Opens what is kept once for a process, which ends with the one that started it, whatever that died of."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to this process too
     _kept.append(KeptColumns(path))
     parent = parent_process()

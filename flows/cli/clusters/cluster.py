@@ -135,7 +135,6 @@ def _file(region: str, *, dry_run: bool) -> Path:
 
 
 def _run(command: Sequence[str], *, dry_run: bool) -> None:
-    """Runs a command of Ray in the foreground, where its questions and answers belong."""
     shown = shlex.join(["ray", *command[1:]])
     if dry_run:
         OUT.print(shown, highlight=False, soft_wrap=True)

@@ -49,7 +49,6 @@ def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConf
 
 
 def _git_tags(uri: str | None, *names: str) -> dict[str, str]:
-    """Returns the path of a file in its repository, and the commit, as tags."""
     place = place_in_git(storage.local_path(uri)) if uri is not None and storage.is_local(uri) else None
     return dict(zip(names, place, strict=False)) if place else {}
 
@@ -135,7 +134,6 @@ _JUDGE = ("judge_url", "judge_pool", "judge_model", "judge_annotator")
 
 
 def _content(options: EvaluationOptions) -> dict[str, Any]:
-    """Returns the fields that an evaluation and a suite's request share."""
     served = options.given("base_url", "pool")
     if served:
         pool_options = options.given(*POOL_OPTIONS)
@@ -168,7 +166,6 @@ def require_pool_of_key_block(options: EvaluationOptions) -> None:
 
 
 def _mlflow(options: EvaluationOptions) -> list[dict[str, str]]:
-    """Returns the sink that --mlflow stands for, in an experiment named after the run."""
     if not options.mlflow and options.mlflow_uri is None:
         return []
     assert options.model is not None

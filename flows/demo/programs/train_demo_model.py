@@ -158,7 +158,6 @@ class Learner:
             yield loss
 
     def _learn_from(self, batch: list[tuple[torch.Tensor, torch.Tensor]], rank: int) -> float:
-        """Sets the gradients to those of the batch's loss, which it returns; each process computes its parts."""
         whole = sum(weights[:, 1:].sum() for _, weights in batch)
         mean = 0.0
         for inputs, weights in [batch[place] for place in (rank, -1 - rank)]:

@@ -128,7 +128,6 @@ class RequestReader:
         self._ignore_upgrade(data[end:])
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Goes on as if the client had not asked for another protocol, at which the parser ends a request's head."""
         if self._framing is None:  # there is no body: the request was taken as any other
             self.stop()
             return
@@ -267,7 +266,6 @@ def _path(target: bytes) -> str:
 
 
 def _local(target: bytes) -> bytes:
-    """The path and query of a target that may be an absolute URL."""
     if target.startswith(b"/") or b"://" not in target:
         return target
     _, slash, rest = target.partition(b"://")[2].partition(b"/")

@@ -100,13 +100,11 @@ class EventRelay:
 
 
 def _end_of_stream(data: bytes) -> int | None:
-    """Index of the line that ends a stream, else None; only comments follow it. The data begins with a line."""
     at = data.rfind(b"data:", max(0, len(data) - _END_BYTES))
     begins_line = at == 0 or (at > 0 and data[at - 1] in b"\r\n")
     return at if begins_line and data[at + len(b"data:") :].partition(b"\n")[0].strip() == _DONE else None
 
 
 def _has_the_end(events: bytes) -> bool:
-    """True if one of some whole events is the one that ends a stream of `/v1/responses`."""
     names = (event.partition(b"\n")[0].partition(b":") for event in events.split(b"\n\n"))
     return any(name == b"event" and value.strip() in _LAST_EVENTS for name, _, value in names)

@@ -191,7 +191,6 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(b"0\r\n\r\n")
 
     def _advance(self) -> None:
-        """Answers what can be answered: the next request, or refusals that nothing stands before."""
         while self._turns and self._turn is None and not self._write_paused and not self._closed:
             turn = self._turn = self._turns.popleft()
             if turn.reply is not None:
@@ -258,7 +257,6 @@ class ClientConnection(asyncio.Protocol):
         return self._loop.time() + wait
 
     def _send_continue(self) -> None:
-        """Asks for a body, unless earlier answers come first."""
         if self._turn is None and not self._turns and not self._closed:
             self._reader.owes_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -191,7 +191,6 @@ class IrisClient:
     def _job(
         self, request: JobRequest, environment: EnvironmentConfig, *, workspace: Path | None, hosts: int
     ) -> dict[str, object]:
-        """Returns the job description that `iris_replica.py` reads."""
         match request.entrypoint:
             case Command(command=command, args=args):
                 argv = [command, *args]
@@ -227,7 +226,6 @@ class IrisClient:
         return bundle
 
     def _parent(self) -> str | None:
-        """The job of this cluster that this process belongs to."""
         task = iris_task() if iris_job() == self.url else None
         return task.rpartition("/")[0] if task else None
 
@@ -237,7 +235,6 @@ class IrisClient:
 
 
 def _variables_by_tpu_type(resources: ResourceConfig) -> dict[str, dict[str, str]]:
-    """The defaults of a job for each type of slice that it may get."""
     types = resources.device.choices if isinstance(resources.device, TpuConfig) else ()
     return {tpu.variant: {**device_variables(tpu), TPU_TYPE_VARIABLE: tpu.variant} for tpu in types}
 
@@ -247,7 +244,6 @@ def _workspace(environment: EnvironmentConfig) -> Path | None:
 
 
 def _in_workspace(folder: Path | None, workspace: Path | None) -> str:
-    """Returns the start folder: relative to the unpacked workspace, or a path that every machine must have."""
     if folder is None:
         return "."
     if workspace is not None and folder.absolute().is_relative_to(workspace):
@@ -256,7 +252,6 @@ def _in_workspace(folder: Path | None, workspace: Path | None) -> str:
 
 
 def _import_folders(workspace: Path | None) -> list[str]:
-    """Folders of the workspace that modules of a callable may come from."""
     if workspace is None:
         return []
     inside = [path for path in (workspace, *map(Path, import_folders())) if path.is_relative_to(workspace)]

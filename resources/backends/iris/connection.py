@@ -236,7 +236,6 @@ class IrisController:
             raise self._refused(error) from error
 
     def _asked(self, call: Callable[[], Answer]) -> Answer:
-        """Asks again while the controller is away; what it refuses is raised as it is."""
         deadline = time.monotonic() + self._patience_seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:

@@ -175,7 +175,6 @@ class IrisJob:
         return {key: record for key, record in found.items() if key.isdigit()}
 
     def _left(self, replica: int) -> bytes | None:
-        """The result that a replica's process has left in the last attempt of its task."""
         task = self._controller.tasks(self._job_id)[replica * self._hosts]
         text = self._controller.result(task.task_id, attempt=task.attempt)
         return base64.b64decode(text) if text else None
@@ -186,7 +185,6 @@ class IrisJob:
         return stopped
 
     def _has_stopped(self, job_id: str) -> bool:
-        """Returns True if every replica has said that it ended all it had started, or has never begun."""
         states = self._controller.job_states([job_id])
         if job_id not in states or job_status(states[job_id]).finished:
             return True
@@ -199,12 +197,10 @@ class IrisJob:
         return True
 
     def _is_confirmed(self, job_id: str) -> bool:
-        """Returns True if workers have said that no task is left on them; those that are lost cannot."""
         tasks = self._controller.tasks(job_id)
         return all(task.is_over and all(attempt.ended for attempt in task.attempts) for task in tasks)
 
     def _lines(self, tasks: Sequence[Task], replica: int, max_lines: int, *, deadline: float) -> str:
-        """The last lines of a replica's tasks, less those of its own program."""
         shown: list[str] = []
         for task in tasks[replica * self._hosts : (replica + 1) * self._hosts]:
             if task.attempts:
@@ -213,7 +209,6 @@ class IrisJob:
         return text.encode()[-_TAIL_BYTES:].decode(errors="ignore")
 
     def _restarts(self, status: JobStatus, tasks: Sequence[Task]) -> list[int]:
-        """Returns the times that each task's program has begun again; of one that has succeeded only its log knows."""
         if not status.finished:
             records = self._records()
             return [int(records.get(str(index), {}).get("restarts", 0)) for index in range(len(tasks))]
@@ -222,7 +217,6 @@ class IrisJob:
         return [restarts(lines[-1][1]) if lines and _is_last(lines[-1][1]) else 0 for lines in ends]
 
     def _end_of_log(self, task: Task, max_lines: int, *, deadline: float) -> list[tuple[int, str]]:
-        """The last lines of a task with their attempts; waits for what its program says last, where it has ended."""
         while True:
             lines = self._controller.log_lines(task.task_id, max_lines)
             if not task.is_over or (lines and _is_last(lines[-1][1])) or time.monotonic() >= deadline:
@@ -234,7 +228,6 @@ class IrisJob:
         return _shown(lines, attempt=lines[0][0] if lines else 0)
 
     def _part(self, task: Task, after: str, *, deadline: float) -> LogPart:
-        """The next lines of a task's log; a position is Iris' own, the attempt, and 1 if its program has ended."""
         cursor, attempt, ended = map(int, after.split(".")) if after else (0, 0, 0)
         shown: list[str] = []
         while not shown:
@@ -248,7 +241,6 @@ class IrisJob:
         return LogPart("".join(f"{line}\n" for line in shown).encode(), f"{cursor}.{attempt}.{ended}")
 
     def _last_words(self, tasks: Sequence[Task]) -> str | None:
-        """Returns the line in which the first task's program said how it ended."""
         lines = self._controller.log_lines(tasks[0].task_id, 3) if tasks and tasks[0].attempts else []
         words = [end_reason(line) for _, line in lines if _is_last(line)]
         return words[-1] if words else None
@@ -258,7 +250,6 @@ class IrisJob:
 
 
 def _shown(lines: Sequence[tuple[int, str]], *, attempt: int) -> list[str]:
-    """The lines that a job has written itself, in parts for attempts, of which the last one seen is given."""
     shown: list[str] = []
     for number, line in lines:
         if number != attempt or line == _AGAIN:
@@ -270,7 +261,6 @@ def _shown(lines: Sequence[tuple[int, str]], *, attempt: int) -> list[str]:
 
 
 def _is_last(line: str) -> bool:
-    """Returns True if a replica's program says with this line how it ended."""
     return line.startswith(MARK) and line != _AGAIN
 
 

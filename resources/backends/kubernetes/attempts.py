@@ -118,7 +118,6 @@ class OwnedJob:
             self._start()
 
     def _start(self) -> None:
-        """Creates what the attempt consists of; safe to do again after a half of it."""
         record = self._record
         manifest = attempt_manifest(
             self._request,
@@ -157,7 +156,6 @@ class OwnedJob:
             self._conclude(outcome)
 
     def _queued(self, pods: list[dict[str, Any]]) -> PodState | None:
-        """Returns a preemption where Kueue has suspended what ran; else writes down that it still waits."""
         if pods or self._record.status == JobStatus.RUNNING:
             return replace(GONE, reason=f"Kueue has given its place in the queue {self._owner.queue} to another")
         waits = f"waits in the queue {self._owner.queue}: Kueue has not admitted it yet"
@@ -165,7 +163,6 @@ class OwnedJob:
         return None
 
     def _outcome(self, job: dict[str, Any], pods: list[dict[str, Any]], mine: str) -> PodState | None:
-        """Returns how the attempt has ended; writes down how far it is where it has not."""
         record = self._record
         jobs = [job]
         if record.kind == "jobsets":
@@ -177,7 +174,6 @@ class OwnedJob:
         return outcome
 
     def _conclude(self, outcome: PodState) -> None:
-        """Counts an ending; what is left of the attempt goes first, unless all of it has ended by itself."""
         record = self._record
         if record.returns and outcome.standing != "preempted":
             keep_results(self._cluster, record)
@@ -200,7 +196,6 @@ class OwnedJob:
             self._write(**counts, status=JobStatus.PENDING, reason=f"to be tried again after: {outcome.reason}")
 
     def _all_ended(self) -> bool:
-        """Returns True if no pod of the attempt runs any more; then its Job stays for a day, and its logs with it."""
         pods = self._cluster.list("pods", selector(job=self._record.job_id, attempt=self._record.attempts))
         return len(pods) == self._record.pods and all(
             pod.get("status", {}).get("phase") in {"Succeeded", "Failed"} for pod in pods

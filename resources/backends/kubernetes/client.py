@@ -320,7 +320,6 @@ class KubernetesClient:
                 raise
 
     def _end_at_exit(self) -> None:
-        """Ends the jobs of a process that goes without `shutdown`; no thread can be started any more by then."""
         self._closing.set()
         jobs = [job for job in self._owned if not job.record.finished]
         for stop in (OwnedJob.begin_to_end, OwnedJob.abandon):

@@ -148,7 +148,6 @@ class Cluster:
         body: Mapping[str, Any] | None = None,
         stream: bool = False,
     ) -> Any:
-        """The answer, read unless `stream`; None for a status in `absent`."""
         inside = "" if resource == "nodes" else f"/namespaces/{self.namespace}"
         path = f"/{group}{inside}/{resource}" + (f"/{name}" if name else "")
         kind = "application/merge-patch+json" if verb == "PATCH" else "application/json"
@@ -236,7 +235,6 @@ def connect(context: str, namespace: str) -> Cluster:
 
 
 def _field_of(error: ApiException, field: str) -> str:
-    """A field of the server's answer, such as its message."""
     try:
         return str(json.loads(error.body or "")[field])
     except (ValueError, KeyError, TypeError):

@@ -168,7 +168,6 @@ def accelerator_label(name: str) -> str:
 
 
 def _tpu_of(label: str, *, count: int | None, topology: str | None) -> TpuConfig:
-    """The slice of a TPU, by its own name, or by GKE's name with topology or chips."""
     found = TPU_TOPOLOGIES.get(canonical_variant(label))
     if found is None:
         family = next(family for family, gke in TPU_NAMES.items() if gke == label)

@@ -133,7 +133,6 @@ def pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> 
 
 
 def _result_in(cluster: Cluster, pod: str) -> str | None:
-    """The result that a pod's other container has printed, in base64; it may have begun twice."""
     lines = cluster.log(pod, ANNOUNCER, max_lines=_RESULT_LINES, max_bytes=LONGEST_LOG_BYTES) or ""
     pieces: dict[int, bytes] = {}
     expected = 0
@@ -157,7 +156,6 @@ def _lines_of(cluster: Cluster, record: Record, *, attempt: int, pod: int, max_l
 
 
 def _stamped_lines(cluster: Cluster, record: Record, *, attempt: int, pod: int, since: str) -> list[bytes]:
-    """Whole lines of a pod, each behind its time, from the second of a time on; once it has ended, all are whole."""
     name = pod_name_of(cluster, record, attempt=attempt, pod=pod)
     text = cluster.stamped_log(name, MAIN, since=f"{since[:19]}Z" if since else None) if name else None
     if text is not None:
@@ -169,12 +167,10 @@ def _stamped_lines(cluster: Cluster, record: Record, *, attempt: int, pod: int, 
 
 
 def _without_times(text: str) -> str:
-    """Lines of a log without the times in front of them."""
     return "\n".join(line.partition(" ")[2] for line in text.split("\n"))
 
 
 def _tail(cluster: Cluster, pod: str, max_lines: int) -> str | None:
-    """Asks for fewer lines where they are too long: the server's limit of bytes would drop the last ones."""
     while True:
         text = cluster.log(pod, MAIN, max_lines=max_lines, max_bytes=LONGEST_LOG_BYTES)
         if text is None or max_lines <= 1 or len(text.encode()) < LONGEST_LOG_BYTES:

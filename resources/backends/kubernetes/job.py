@@ -150,7 +150,6 @@ class KubernetesJob:
         return f"run `kubectl --namespace {self._cluster.namespace} describe jobs -l assay-evals/job={self.job_id}`"
 
     def _keeper_pod_runs(self) -> bool:
-        """Returns True if a keeper pod has started: one whose image is never found would not end its job either."""
         keeper_pods = self._cluster.list("pods", selector(job=self.job_id, part="keeper"))
         return any(pod.get("status", {}).get("phase") == "Running" for pod in keeper_pods)
 
@@ -169,7 +168,6 @@ class KubernetesJob:
         write_record(self._cluster, ended)
 
     def _read(self) -> Record:
-        """The record as it was written; the last one seen where it has been removed since."""
         if (found := read_record(self._cluster, self.job_id)) is not None:
             self._record = found[0]
         return self._record
@@ -184,7 +182,6 @@ class KubernetesJob:
         return as_seen(record, heartbeat)
 
     def _without_keeper_pod(self, record: Record) -> Record:
-        """The record of a job whose keeper pod gives no sign: failed if the cluster has given it up."""
         name = keeper_pod_name(self.job_id)
         conditions = (self._cluster.get("jobs", name) or {}).get("status", {}).get("conditions") or ()
         if not any(condition["type"] == "Failed" and condition["status"] == "True" for condition in conditions):

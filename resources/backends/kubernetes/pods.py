@@ -204,12 +204,10 @@ def _condition(status: Mapping[str, Any], kind: str, value: str) -> Mapping[str,
 
 
 def _exceeded_own_storage(message: str) -> bool:
-    """The kubelet's words where a pod outgrew its own limit, unlike those where the whole node is short of disk."""
     return "limit" in message and "exceed" in message and "storage" in message.lower().replace("emptydir", "storage")
 
 
 def _indexes(text: str | None) -> set[int]:
-    """`1,3-5` as Kubernetes writes sets of indexes."""
     found: set[int] = set()
     for part in filter(None, (text or "").split(",")):
         first, _, last = part.partition("-")

@@ -173,7 +173,6 @@ class LocalClient:
             job.terminate()
 
     def _prune(self) -> None:
-        """Removes the folders of the oldest jobs, but of none that runs."""
         finished_at: dict[Path, float] = {}
         for status in self._jobs_dir.glob("*/status.json"):
             with suppress(OSError):  # another process prunes too

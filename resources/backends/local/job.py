@@ -180,7 +180,6 @@ class LocalJob:
             return False
 
     def _bury(self, details: dict[str, Any]) -> dict[str, Any]:
-        """Ends what a killed supervisor has left, and writes that into the job's status."""
         self._kill_processes()
         killed = details["supervisor_pid"] is not None
         reason = "its supervisor was killed" if killed else "its supervisor never started"
@@ -190,7 +189,6 @@ class LocalJob:
         return details
 
     def _kill_processes(self) -> None:
-        """Kills every process with the job's id in its environment."""
         marker = f"ASSAY_JOB_ID={self.job_id}".encode()
         for folder in Path("/proc").glob("[0-9]*"):
             try:

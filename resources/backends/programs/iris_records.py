@@ -178,7 +178,6 @@ class Records:
         )
 
     def _current_round(self) -> str | None:
-        """Returns the start of every replica that would run together; None while one is missing or about to end."""
         others = dict(self._others)
         if len(others) < self._count - 1 or any(record.get("state") == ENDING for record in others.values()):
             return None

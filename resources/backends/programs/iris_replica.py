@@ -116,7 +116,6 @@ class Replica:
                 self._show([f"{MARK}{_AGAIN}".encode()])
 
     def _earlier(self) -> tuple[int, str | None]:
-        """Ends from outside of earlier attempts of this task, and why the last one gave up, if it did."""
         if not self._attempt:
             return 0, None
         try:
@@ -136,7 +135,6 @@ class Replica:
         return count, gave_up
 
     def _run_once(self, argv: list[str]) -> tuple[Outcome, int, str]:
-        """One attempt under the supervisor, whose reports and output are followed meanwhile."""
         folder = Path(tempfile.mkdtemp(dir=self._run_folder))
         os.mkfifo(folder / "replica-0.log")
         # Open for writing too: the end of one writer is not the end of the output.
@@ -196,7 +194,6 @@ class Replica:
         return ("preempted" if status.get("preemptions") else "failed"), code, reason
 
     def _to_end(self) -> Outcome | None:
-        """Returns True if what runs is to be ended: for good, or to begin again with the other replicas."""
         if self._terminated or self._records.stop_reason:
             return "stopped"
         return "rejoin" if self._count > 1 and self._records.out_of_step() else None
@@ -208,7 +205,6 @@ class Replica:
         return self._to_end() == "stopped"
 
     def _joined(self) -> bool:
-        """Waits until every replica is there and ready for the same round; False when it is to stop or one is lost."""
         self._records.say(state=WAITING, announcement=None)
         while not self._records.all_ready():
             if self._records.lost or self._stop_within(_WAIT_SECONDS):
@@ -216,7 +212,6 @@ class Replica:
         return True
 
     def _all_done(self) -> bool:
-        """Returns True if the others have succeeded too, once that is decided; else it is to begin again."""
         self._records.say(state=DONE)
         while self._count > 1 and not self._records.all_done():
             if self._records.out_of_step() or self._stop_within(_WAIT_SECONDS):
@@ -224,14 +219,12 @@ class Replica:
         return True
 
     def _let_peers_end(self) -> None:
-        """Holds our own end back until no other replica runs: a finished job leaves nothing behind."""
         self._records.say(state=ENDING)
         deadline = time.monotonic() + self._job["grace_seconds"] + _PEERS_END_SECONDS
         while self._count > 1 and self._records.others_run() and time.monotonic() < deadline:
             time.sleep(_WAIT_SECONDS)
 
     def _stopped(self) -> int:
-        """Says that nothing runs any more, and waits for Iris to end this task."""
         self._write(f"{MARK}{self._records.stop_reason or 'terminated'}\n".encode())
         shutil.rmtree(self._run_folder, ignore_errors=True)
         if self._terminated:
@@ -248,7 +241,6 @@ class Replica:
         return 128 + signal.SIGTERM
 
     def _end(self, code: int, reason: str) -> int:
-        """Iris keeps the last line of the error output with the attempt; it also marks the end of the log."""
         self._hand_over_result()
         self._write(f"{MARK}{reason}; restarted here: {self._restarts}\n".encode())
         shutil.rmtree(self._run_folder, ignore_errors=True)
@@ -271,7 +263,6 @@ class Replica:
                 time.sleep(1.0)
 
     def _argv(self) -> list[str]:
-        """The command of the job, in the interpreter it is to have."""
         self._python = self._interpreter()
         if self._job["argv"] is not None:
             return self._job["argv"]
@@ -311,13 +302,11 @@ class Replica:
         return folder
 
     def _clean(self) -> dict[str, str]:
-        """Our environment, less the import path that Iris gives to its own processes."""
         wanted = json.loads(os.environ.get("IRIS_JOB_ENV") or "{}")
         leaking = {"PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__"} - set(wanted)
         return {name: value for name, value in os.environ.items() if name not in leaking}
 
     def _variables_of_its_tpu(self) -> dict[str, str]:
-        """Defaults that follow from the type of this worker's slice, of those that would have done."""
         known: dict[str, dict[str, str]] = self._job["variables_by_tpu_type"]
         if len(known) < 2:
             return next(iter(known.values()), {})
@@ -335,7 +324,6 @@ class Replica:
         }
 
     def _pass_on(self, log: int, *, wait_seconds: float) -> None:
-        """Writes the whole lines that have arrived, and what is left once nothing more is to come."""
         select.select([log], [], [], wait_seconds)
         while True:
             try:
@@ -349,7 +337,6 @@ class Replica:
             self._unfinished = b""
 
     def _show(self, lines: Sequence[bytes]) -> None:
-        """Gives the controller lines, all at once; by way of the worker where it does not take them."""
         texts = [line.decode(errors="replace") for line in lines]
         try:
             if texts:
@@ -359,11 +346,6 @@ class Replica:
                 self._write(f"{text}\n".encode())
 
     def _write(self, line: bytes) -> None:
-        """Writes once the reader has taken what came before; a line that is no UTF-8 would fail the task.
-
-        Iris' worker process looks for new output with `select` and reads it through a buffer: of lines that arrive
-        together it shows the first, and the others only with the next output.
-        """
         deadline = time.monotonic() + _DRAIN_SECONDS
         while _unread(sys.stderr.fileno()) and time.monotonic() < deadline:
             time.sleep(0.0002)
@@ -372,7 +354,6 @@ class Replica:
 
 
 def _unread(descriptor: int) -> int:
-    """Bytes in a pipe that its reader has not taken yet; 0 for what is no pipe."""
     try:
         return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0\0\0\0"))[0]
     except OSError:

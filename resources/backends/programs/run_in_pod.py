@@ -105,7 +105,6 @@ def run(job_folder: Path, run_folder: Path, heartbeat_folder: Path, message: Pat
 
 
 def _wait_until_printed(result: Path, *ended: threading.Event) -> None:
-    """Returns when the other container has printed the result: it ends with this one."""
     deadline = time.monotonic() + _PRINTING_SECONDS
     while result.exists() and time.monotonic() < deadline and not any(event.is_set() for event in ended):
         time.sleep(_POLL_SECONDS)
@@ -129,11 +128,6 @@ def announce(run_folder: Path) -> None:
 
 
 def _print_result(path: Path) -> None:
-    """Prints a result, and removes its file, which says that it is printed.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
     content = path.read_bytes()
     pieces = [content[start : start + _PRINTED_BYTES] for start in range(0, len(content), _PRINTED_BYTES)]
     for index, piece in enumerate(pieces):

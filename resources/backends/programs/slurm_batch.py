@@ -95,7 +95,6 @@ class Batch:
         return self._go_back_into_the_queue()
 
     def _attempt(self) -> str:
-        """Starts all replicas, and ends those that are left once the first has not succeeded."""
         self._ended_by = None
         replicas: int = self._job["replicas"]
         for index in range(replicas):
@@ -156,12 +155,10 @@ class Batch:
         return "failed"
 
     def _has_said_its_end(self, index: int) -> bool:
-        """Returns True if a replica's supervisor has ended it, though srun did not bring its last words."""
         content = _read(self._folder / f"task-{index}" / "status.json")
         return bool(content) and json.loads(content)["status"] in _FINISHED
 
     def _prepare(self, index: int, replicas: int) -> None:
-        """Writes what the supervisor of a replica is to do."""
         task = self._folder / f"task-{index}"
         task.mkdir(exist_ok=True)
         for name in ("status.json", "announced-0", "result-0"):  # what the last attempt said
@@ -189,7 +186,6 @@ class Batch:
         (task / "specification.json").write_text(json.dumps(specification))
 
     def _is_to_end(self) -> bool:
-        """Looks, now and then, whether anybody is left who wants this job."""
         if not self._stop_reason and time.monotonic() - self._looked_at > self._job["poll_seconds"]:
             self._looked_at = time.monotonic()
             if self._submitter_is_silent() or self._parent_has_ended():
@@ -205,23 +201,17 @@ class Batch:
         return time.monotonic() - self._lease_seen_at > self._job["lease_seconds"]
 
     def _parent_has_ended(self) -> bool:
-        """Returns True if the job that this one was submitted in has finished."""
         parent = None if self._job["outlives_parent"] else self._job["parent"]
         content = _read(self._folder.parent / parent / "status.json") if parent else ""
         return bool(content) and json.loads(content)["status"] in _FINISHED
 
     def _is_orphan(self) -> bool:
-        """Returns True if nobody has wanted it for long: it waited in the queue, where nothing of it looked."""
         lease = _read(self._folder / "lease")
         if self._job["outlives_parent"] or not lease:
             return False
         return time.time() - float(lease) > self._job["lease_seconds"] + _LATEST_CLOCK_SECONDS
 
     def _go_back_into_the_queue(self) -> int:
-        """Leaves the machines; where Slurm starts this program anew, its status says that it was cut off.
-
-        A job whose machines are taken away is queued again by Slurm, unless it was cancelled.
-        """
         print(self._taken_away, flush=True)
         self._publish("running", None, left_machines=True)
         if self._taken_away == _TIME_LIMIT:
@@ -237,7 +227,6 @@ class Batch:
             self._pause(remaining)
 
     def _pause(self, seconds: float, *sources: int) -> bool:
-        """Waits, but not past a signal; True if one of the sources can be read."""
         ready, _, _ = select.select([self._wake_fd, *sources], [], [], seconds)
         if self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
@@ -250,13 +239,6 @@ class Batch:
         self._taken_away = self._taken_away or reason
 
     def _publish(self, status: str, reason: str | None, *, left_machines: bool = False) -> int:
-        """Replaces `status.json` at once; the exit code for Slurm is 0 where a job has ended and has said so.
-
-        Args:
-            status: of the job.
-            reason: that it ended so.
-            left_machines: whether it goes back into the queue; where nothing of it runs, it need not wait there.
-        """
         content = {
             "status": status,
             "reason": reason,
@@ -273,7 +255,6 @@ class Batch:
 
 
 def _said_by_scontrol() -> str:
-    """Returns the description of this batch job; empty where Slurm does not answer."""
     command = ("scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"])
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False).stdout
@@ -282,13 +263,11 @@ def _said_by_scontrol() -> str:
 
 
 def _is_taken_away(description: str) -> bool:
-    """Returns True if what its processes do may follow from Slurm's SIGTERM: they need not be at their end."""
     fields = dict(re.findall(r"(?:^|\s)(JobState|PreemptTime)=(\S+)", description))
     return fields.get("JobState", "RUNNING") not in _RUNS or fields.get("PreemptTime", "None") != "None"
 
 
 def _end_of(line: bytes) -> tuple[int, dict[str, Any]] | None:
-    """Returns the number of a task and its supervisor's last words; None for a line that is something else."""
     label, _, content = line.partition(b": ")
     if not content.startswith(b'{"status"') or not label.strip().isdigit():
         return None

@@ -85,7 +85,6 @@ class Supervisor:
             self._publish(status, reason)
 
     def _attempt(self) -> Outcome | Literal["stopped"]:
-        """Starts all replicas, watches them, and ends those that are left: they succeed or fail together."""
         self._exit_codes = {}
         self._ended_by = None
         self._oom = OomWatch()
@@ -115,7 +114,6 @@ class Supervisor:
         return [self._exit_codes.get(replica.pid) if replica else _NOT_STARTED for replica in self._replicas]
 
     def _start(self, index: int) -> subprocess.Popen[bytes] | None:
-        """Starts one replica in a session of its own; None, with the reason in its log, when that is impossible."""
         specification = self._specification
         environment = {
             **os.environ,
@@ -151,7 +149,6 @@ class Supervisor:
         _prctl(self._libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Collects every child that has ended, adopted ones too."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -162,7 +159,6 @@ class Supervisor:
             self._exit_codes.setdefault(pid, os.waitstatus_to_exitcode(status))
 
     def _end_everything(self) -> None:
-        """SIGTERM to all that is left of the job, wherever it hides; SIGKILL after the grace period."""
         asked: set[int] = set()
         sweep_seconds = _SWEEP_SECONDS
         deadline = time.monotonic() + self._specification["grace_seconds"]
@@ -180,10 +176,6 @@ class Supervisor:
         self._reap()  # the last of them may have ended since
 
     def _left(self) -> set[int]:
-        """Living descendants; as child subreaper, this process is the ancestor of daemonised ones too.
-
-        Less jobs that were submitted inside this one and outlive it.
-        """
         self._reap()
         table = _process_table()
         family = {os.getpid()}
@@ -198,7 +190,6 @@ class Supervisor:
         return family - {os.getpid()}
 
     def _pause(self, seconds: float) -> None:
-        """Waits, but not past a signal or the end of the parent."""
         sources = [self._wake_fd, 0] if self._watches_parent else [self._wake_fd]
         ready, _, _ = select.select(sources, [], [], seconds)
         if self._wake_fd in ready:
@@ -218,7 +209,6 @@ class Supervisor:
         self._stop_reason = self._stop_reason or reason
 
     def _publish(self, status: str, reason: str | None) -> None:
-        """Replaces `status.json` at once; a full disk is no reason to leave processes unwatched."""
         codes = self._codes()
         content = {
             "status": status,
@@ -242,7 +232,6 @@ class Supervisor:
 
 
 def _process_table() -> dict[int, tuple[int, int]]:
-    """Parent and process group of every process that has not ended."""
     if not Path("/proc/self/stat").exists():
         return _process_table_of_ps()
     table = {}
@@ -260,7 +249,6 @@ def _process_table() -> dict[int, tuple[int, int]]:
 
 
 def _supervises_for_itself(pid: int) -> bool:
-    """Returns True if the process supervises a job that outlives its submitter; such a one ends by its own rules."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -284,7 +272,6 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _prctl(libc: Any, option: int, value: int) -> None:
-    """Linux only; elsewhere processes that leave their group and lose their parents cannot be found."""
     if sys.platform == "linux" and libc is not None:
         libc.prctl(option, value, 0, 0, 0)
 
@@ -297,10 +284,6 @@ def _load_libc() -> Any:
 
 
 def _step_aside(libc: Any) -> None:
-    """Goes on in a child, and leaves the parent waiting for it.
-
-    Workers of Ray kill their children when they exit, though not grandchildren; killed, we could end nothing.
-    """
     child = os.fork()
     if child == 0:
         return

@@ -189,10 +189,6 @@ _open_connection: list[RayConnection] = []
 
 
 def _connection(address: str) -> RayConnection:
-    """The connection of this process, which can have one; made anew when somebody has closed or changed it.
-
-    By whatever name it was asked for: the handle of its controller keeps that alive, and must not be replaced.
-    """
     if _open_connection and _open_connection[0].is_replaced():
         ray.shutdown()
     if not (_open_connection and _open_connection[0].is_open()):
@@ -201,7 +197,6 @@ def _connection(address: str) -> RayConnection:
 
 
 def _sent(connection: RayConnection, controller: Any, workspace: Path) -> str:
-    """The digest under which the controller has the workspace's package."""
     package = package_workspace(workspace)
     if not connection.ask(controller, "add_package", digest=package.digest, content=None):
         connection.ask(controller, "add_package", digest=package.digest, content=package.content)

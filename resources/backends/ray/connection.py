@@ -209,7 +209,6 @@ class RayConnection:
                 self._ray.shutdown()
 
     def _bootstrap_address(self) -> str:
-        """Host and port of what `ray.init` will connect to: `auto` is `RAY_ADDRESS`, else what was started here."""
         address = self._asked
         if address == "auto":
             with _unavailable(self._ray, address):
@@ -223,7 +222,6 @@ class RayConnection:
         return context.gcs_address, context.get_job_id()
 
     def _probe(self) -> None:
-        """Raises BackendUnavailable, within seconds, when the cluster's head is gone or another one."""
         if not self._ray.is_initialized():
             raise self._unavailable("this process is not connected to it any more")
         _probe(self._asked.removeprefix("ray://") if self._through_client else self._gcs_address, self._asked)
@@ -276,11 +274,6 @@ class _unavailable:  # called like a function
 
 @cache
 def _leave_in_time(ray: Any) -> None:
-    """Bounds how long the process waits at its end for the Ray Client server to let it go.
-
-    Ray joins a thread that reads until the server ends the stream, which after Ctrl-C now and then it never does. The
-    server ends what is left of us by itself after half a minute.
-    """
     ending = threading.Event()
 
     def leave() -> None:
@@ -312,6 +305,5 @@ def _handler_of_sigterm() -> Any:
 
 
 def _restore_sigterm(handler: Any) -> None:
-    """`ray.init` puts a handler of its own in place, which ends the process without unwinding anything."""
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)

@@ -261,7 +261,6 @@ class ControlledJob:
                 return JobStatus.STOPPED, self._stop_reason
 
     async def _attempt(self) -> tuple[Outcome, str | None]:
-        """Finds places for all processes, runs them, and ends those that are left: they succeed or fail together."""
         placement = await self._placed()
         if placement is None:
             return "stopped", None
@@ -374,7 +373,6 @@ class ControlledJob:
 
 
 async def _ended(reference: Any) -> ProcessEnd:
-    """Returns the end of a process, be it that of its worker or its node."""
     try:
         return pickle.loads(await reference)
     except Exception as error:  # noqa: BLE001 what became of the worker, or what our code there raised

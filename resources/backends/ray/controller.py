@@ -187,7 +187,6 @@ class Controller:
         return job
 
     def _prune(self) -> None:
-        """Forgets the oldest of the finished jobs, and packages that nobody needs any more."""
         finished = [job for job in self._jobs.values() if job.status.finished]
         kept_bytes = sum(job.kept_bytes for job in finished)
         for position, job in enumerate(finished):

@@ -162,7 +162,6 @@ def _refused_slices(
 
 
 def _all_of(refused: Sequence[UnsatisfiableResources | None]) -> UnsatisfiableResources:
-    """Returns one refusal of all types that would do."""
     found = [each for each in refused if each is not None]
     return UnsatisfiableResources(
         expected=", or ".join(each.expected for each in found),
@@ -176,7 +175,6 @@ def _nodes_with(replicas: int) -> str:
 
 
 def _where(resources: ResourceConfig, *, before: str = "") -> str:
-    """Returns the clause that says which nodes are allowed; empty where all are."""
     clauses: Sequence[str] = [
         *([f"in {' or '.join(resources.regions)}"] if resources.regions else []),
         *([f"in zone {resources.zone}"] if resources.zone else []),

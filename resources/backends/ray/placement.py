@@ -144,16 +144,6 @@ def _next_claim(
     anywhere: bool,
     shown: ResourceConfig | None,
 ) -> _Claim | None:
-    """Returns the request to Ray; None while there is nothing that could be granted.
-
-    Args:
-        ray: the module.
-        nodes: of the cluster.
-        resources: what one replica gets.
-        replicas: how many.
-        anywhere: not only on the best nodes.
-        shown: to an autoscaler, if there is one: slices of one type.
-    """
     if isinstance(resources.device, TpuConfig):
         for choice in resources.device.choices:
             if bundles := _slice_bundles(nodes, resources, choice, replicas):
@@ -181,7 +171,6 @@ def _next_claim(
 def _slice_bundles(
     nodes: Sequence[RayNode], resources: ResourceConfig, tpu: TpuConfig, replicas: int
 ) -> list[_Bundle] | None:
-    """All hosts of as many free slices as there are replicas; None while there are too few."""
     share = share_of(nodes, resources)
     allowed = allowed_nodes(nodes, resources)
     slices = choose_slices(allowed, tpu, replicas, share=share, regions=resources.regions or ())

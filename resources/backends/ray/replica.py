@@ -67,7 +67,6 @@ def _run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes]
 
 
 def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Variables and specification for the supervisor, once code and packages are here."""
     workspace = order.workspace.brought_here(lambda: fetch("workspace"))
     moved = [order.working_directory, *order.imports]
     if workspace != order.workspace.path:
@@ -214,7 +213,6 @@ class _Run:
             self._supervisor.wait()
 
     def _report(self) -> bool:
-        """Returns True if the controller has taken a piece of output, so that there may be another one."""
         before = self._read_bytes
         now = (self._announcement(), self._status().get("status") not in (None, "pending"))
         output = self._new_output()
@@ -229,7 +227,6 @@ class _Run:
         return bool(output.content)
 
     def _new_output(self) -> Output:
-        """Returns the next piece of the output; what the controller could not keep is only counted."""
         with suppress(FileNotFoundError), (self._folder / "replica-0.log").open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(self._read_bytes)

@@ -156,7 +156,6 @@ def slice_variables(slices: Sequence[TpuSlice], replica: int, host: int) -> dict
 
 
 def _by_slice(nodes: Iterable[RayNode]) -> dict[str, list[RayNode]]:
-    """The hosts of each slice; one that names no slice is one by itself."""
     groups: dict[str, list[RayNode]] = defaultdict(list)
     for node in nodes:
         if node.total.get("TPU", 0.0) > 0:
@@ -170,14 +169,12 @@ def _worker(node: RayNode) -> int:
 
 
 def _types(hosts: Iterable[RayNode]) -> set[str]:
-    """The types that hosts of one slice name, by label or by the resource of the first host."""
     named = {label for host in hosts if (label := host.labels.get(_TYPE_LABEL))}
     heads = {match[1] for host in hosts for resource in host.total if (match := _HEAD_RESOURCE.fullmatch(resource))}
     return {canonical_variant(name) for name in named or heads}
 
 
 def _missing(slices: Sequence[TpuSlice]) -> str:
-    """Returns the fault of the first slice that is not whole."""
     broken = next((tpu_slice for tpu_slice in slices if not tpu_slice.whole), None)
     if broken is None:
         return ""

@@ -65,7 +65,6 @@ class Turns:
                 undisturbed_seconds = min(undisturbed_seconds * 1.5, _LAST_UNDISTURBED_SECONDS)
 
     async def _worth_asking_anew(self, asking: asyncio.Task[Placement], undisturbed_seconds: float) -> None:
-        """Returns when the answer is there, or when a new question may be answered sooner."""
         given_back = self._given_back
         heard = asyncio.get_running_loop().time() - self._given_back_at > _SETTLING_SECONDS
         await asyncio.wait({asking}, timeout=undisturbed_seconds)

@@ -226,7 +226,6 @@ class SlurmClient:
         return job
 
     def _begin(self) -> None:
-        """Before the first job: makes room, and sees to it that a process that ends in good order ends its jobs."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._prune()
         owner = os.getpid()
@@ -239,7 +238,6 @@ class SlurmClient:
                 job.request_stop()
 
     def _parent(self) -> str | None:
-        """The job of this folder that this process belongs to."""
         mine = job_id()
         return mine if mine and (self._folder / "jobs" / mine / "status.json").is_file() else None
 
@@ -251,7 +249,6 @@ class SlurmClient:
         return found
 
     def _prune(self) -> None:
-        """Removes the folders of the oldest jobs, but of none that runs, and workspaces that no job names."""
         jobs = sorted(self._known(), key=lambda job: job.lease.stat().st_mtime, reverse=True)
         kept = {job.workspace for job in jobs}
         for job in jobs[_KEPT_JOBS:]:
@@ -264,5 +261,4 @@ class SlurmClient:
 
 
 def _moved(path: Path, folder: Path, *, to: Path) -> Path:
-    """A path below a folder, as it is below `to`; another stays as it is."""
     return to / path.relative_to(folder) if path.is_relative_to(folder) else path

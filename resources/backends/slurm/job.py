@@ -174,11 +174,6 @@ class SlurmJob:
         return json.loads((self._folder / "status.json").read_text())
 
     def _look(self, seen: Seen | None = None) -> tuple[JobStatus, str | None, dict[str, Any]]:
-        """Status, reason and counts; brings a job back that Slurm has taken off its machines.
-
-        Args:
-            seen: what Slurm says; it is asked when None, as far as that matters.
-        """
         known = self._read()
         if JobStatus(known["status"]).finished:
             return JobStatus(known["status"]), known["reason"], known
@@ -204,7 +199,6 @@ class SlurmJob:
         return JobStatus(known["status"]), reason, known
 
     def _launch_again(self, slurm_id: str, known: dict[str, Any]) -> tuple[JobStatus, str | None, dict[str, Any]]:
-        """Gives a job back to Slurm that a node could not start: a preemption, after which it waits a while."""
         words = f"a node could not start Slurm's job {slurm_id}"
         if self._is_used_up(known):
             self._slurm.cancel(slurm_id)
@@ -215,7 +209,6 @@ class SlurmJob:
         return JobStatus.PENDING, f"{words}, and it is queued again", known
 
     def _settle(self, slurm_id: str) -> tuple[JobStatus, str | None, dict[str, Any]]:
-        """Decides on a job whose batch job has ended without a word."""
         known, seen = self._read(), self._slurm.state_now(slurm_id)
         if (self._folder / STOP).exists():
             return self._bury("stopped", "terminated")
@@ -251,7 +244,6 @@ class SlurmJob:
                 return self._bury("failed", f"{words}; read {self._folder}/batch.log", failed=1)
 
     def _is_used_up(self, known: dict[str, Any]) -> bool:
-        """Returns True if the job may not be preempted once more."""
         return known["preemptions"] >= self._specification["max_retries_preemption"]
 
     def _bury_used_up(self, known: dict[str, Any], words: str) -> tuple[JobStatus, str | None, dict[str, Any]]:
@@ -260,7 +252,6 @@ class SlurmJob:
     def _bury(
         self, status: str, reason: str, *, failed: int = 0, preempted: int = 0
     ) -> tuple[JobStatus, str | None, dict[str, Any]]:
-        """Says in the job's place how it ended."""
         known = self._read()
         counts = {"failures": known["failures"] + failed, "preemptions": known["preemptions"] + preempted}
         known = {**known, **counts, "status": status, "reason": reason}

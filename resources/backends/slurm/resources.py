@@ -155,7 +155,6 @@ def _replicas_on(node: Node, resources: ResourceConfig) -> int:
 
 
 def _is_of(kind: str, variant: str) -> bool:
-    """Tells whether a type of the cluster's, such as nvidia_h100_80gb_hbm3, is of the model asked for."""
     words = re.split(r"[^a-z0-9]+", kind.lower())
     return variant == "auto" or variant.lower() in (kind.lower(), *words)
 

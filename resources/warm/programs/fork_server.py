@@ -103,7 +103,6 @@ class ForkServer:
             os._exit(0)
 
     def _reap(self) -> None:
-        """Collects subreapers that have ended; what one that was killed has left is our child now, and is ended."""
         killed = False
         for pid, returncode in _ended_children():
             self._subreapers.discard(pid)
@@ -160,7 +159,6 @@ class Subreaper:
             return
 
     def _watch(self) -> None:
-        """Returns when the child has ended, or shall."""
         sources: list[Any] = [self._connection, self._wake_fd]
         self._reap()
         while self._returncode is None and not self._told_to_end:
@@ -205,7 +203,6 @@ class Subreaper:
         self._told_to_end = True
 
     def _become_child(self, request: dict[str, Any], descriptors: list[int], subreaper: int) -> NoReturn:
-        """Makes this process what a fresh interpreter would be, but for the modules, and runs the program."""
         try:
             os.setsid()
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
@@ -223,7 +220,6 @@ class Subreaper:
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Returns the request, and the requester's three streams; None when it went away."""
     descriptors: list[int] = []
     received = b""
     try:
@@ -246,7 +242,6 @@ def _receive_request(connection: socket.socket) -> tuple[dict[str, Any] | None, 
 
 
 def _wake_pipe() -> tuple[int, int]:
-    """A pipe into which every signal that has a handler writes."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
     os.set_blocking(write_fd, False)
@@ -255,13 +250,11 @@ def _wake_pipe() -> tuple[int, int]:
 
 
 def _drain(wake_fd: int, seconds: float = 0.0) -> None:
-    """Forgets the signals that came, or waits for one."""
     if select.select([wake_fd], [], [], seconds)[0]:
         os.read(wake_fd, 4096)
 
 
 def _ended_children() -> Iterator[tuple[int, int]]:
-    """Process id and return code of each child that has ended, adopted ones too."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -273,7 +266,6 @@ def _ended_children() -> Iterator[tuple[int, int]]:
 
 
 def _parents() -> dict[int, int]:
-    """Parent of every process that has not ended; empty where there is no /proc."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -287,7 +279,6 @@ def _parents() -> dict[int, int]:
 
 
 def _descendants(ancestor: int) -> set[int]:
-    """Living processes that come from this one."""
     parents = _parents()
     family = {ancestor}
     while grown := {pid for pid, parent in parents.items() if parent in family} - family:
@@ -296,7 +287,6 @@ def _descendants(ancestor: int) -> set[int]:
 
 
 def _user_of(connection: socket.socket) -> int | None:
-    """User id of the process at the other end, where the kernel tells it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -122,7 +122,6 @@ def become_fresh(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _warn_of_threads() -> None:
-    """A fork has only the thread that forked: a lock held by another one, or its work, is gone for good."""
     tasks = Path("/proc/self/task")
     count = len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
     if count > 1:

@@ -167,21 +167,18 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _path_here(uri: str | None, config: EvaluationConfig, *, remote: bool) -> str | None:
-    """Returns the program's path to a set; a benchmarks folder in a store is copied into its working folder."""
     if remote and uri is not None and config.options(AlpacaEvalOptions).instructions_path is None:
         return f"{COPIED}/{storage.basename(uri)}"
     return _absolute(uri)
 
 
 def _annotator_folders(config: EvaluationConfig) -> list[str]:
-    """Returns the folders that are searched for a judge's configuration, before those that come with AlpacaEval."""
     if config.benchmarks_path is None:
         return [str(_BUNDLED_ANNOTATORS)]
     return [benchmarks_here(config), str(_BUNDLED_ANNOTATORS)]
 
 
 def _check_annotator(config: EvaluationConfig, python: Path) -> None:
-    """Only where the environment is built already: else the program finds out."""
     wanted = config.options(AlpacaEvalOptions).judge.annotator
     own = [config.benchmarks_path] if config.benchmarks_path else []
     if any(storage.exists(storage.join(place, wanted, "configs.yaml")) for place in (*own, str(_BUNDLED_ANNOTATORS))):

@@ -134,7 +134,6 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
 
 
 def _metrics(key: str, numbers: dict[str, float | None], *, judged: int, answered: int) -> Iterator[Metric]:
-    """Those whose value is a finite number; `NAME_stderr` goes with NAME."""
     for name, value in numbers.items():
         if name.endswith("_stderr") or value is None or not math.isfinite(value):
             continue
@@ -154,7 +153,6 @@ def _has_win_rates(plan: _Plan, metrics: list[Metric]) -> bool:
 
 
 def _judged(folder: Path) -> list[_Judged]:
-    """Every instruction of a set; one whose line is lost is one without an output."""
     references: dict[str, list[Any]] = defaultdict(list)
     for row in _rows(folder / REFERENCES_NAME):
         references[row["instruction"]].append(row.get("output"))
@@ -185,14 +183,12 @@ def _judged(folder: Path) -> list[_Judged]:
 
 
 def _verdict(by_reference: dict[Any, float | None], reference: Any) -> float | None:
-    """The preference over one reference; over the only one where it is not known which that was."""
     if isinstance(reference, str):
         return by_reference.get(reference)
     return next(iter(by_reference.values())) if len(by_reference) == 1 else None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a list in a file that name an instruction; none where there is no such list."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

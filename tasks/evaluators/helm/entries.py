@@ -105,7 +105,6 @@ def _check_folder(config: EvaluationConfig) -> None:
 
 
 def _own_names(config: EvaluationConfig) -> set[str]:
-    """Run entries that the benchmarks folder describes, a JSON file each."""
     folder = storage.join(benchmarks_uri(config), OWN_FOLDER)
     names = {storage.basename(file.uri) for file in storage.list_files(folder)}
     return {name.removesuffix(".json") for name in names if name.endswith(".json")}
@@ -145,7 +144,6 @@ def _unknown(name: str, known: Collection[str], *, place: str) -> UnknownBenchma
 
 
 def _names_in(uri: str, python: Path) -> set[str]:
-    """Names of the run entries in a file, read by HELM's own parser."""
     content = read_entries_file(uri)
     with TemporaryDirectory() as folder:
         copy = Path(folder) / "run_specs.conf"
@@ -162,7 +160,6 @@ def _names_in(uri: str, python: Path) -> set[str]:
 
 
 def _listed(python: Path) -> _Known:
-    """All run entries that HELM itself knows; asked once per environment, since that takes it seconds."""
     identity = python.absolute().parent.parent.name
     remembered = settings().environments_dir / f"{identity}.entries.json"
     try:

@@ -57,7 +57,6 @@ class HelmOptions(EvaluatorOptions):
         return {**inputs, "run_specs_data": data} if data else inputs
 
     def _named_files(self) -> dict[str, str]:
-        """The digest of each file that an entry names by its whole path."""
         try:
             path = self.run_specs_path
             entries = storage.read_bytes(path, within="/").decode() if path is not None else ""

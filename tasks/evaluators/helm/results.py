@@ -70,7 +70,6 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
 
 
 def _scored(run: Run, whole: set[QuestionKey], metrics: list[Metric]) -> int:
-    """Answered questions with the metric that counts most; all of them where it is one of the run, not of questions."""
     if not metrics:
         return 0
     name = metrics[0].name
@@ -80,7 +79,6 @@ def _scored(run: Run, whole: set[QuestionKey], metrics: list[Metric]) -> int:
 
 
 def _metrics(run: Run, plan: Plan) -> Iterator[Metric]:
-    """The metrics that count, with the questions that each is taken over."""
     for name, stat in run.published.items():
         if stat.mean is None or not math.isfinite(stat.mean):
             continue
@@ -101,7 +99,6 @@ def _metrics(run: Run, plan: Plan) -> Iterator[Metric]:
 
 
 def _together(key: str, runs: list[list[Metric]]) -> Iterator[Metric]:
-    """The metrics of a benchmark: the mean over its runs first, where there are several, then those of each."""
     if len(runs) > 1:
         for first in runs[0]:
             same = [metric for metrics in runs for metric in metrics if metric.name == first.name]
@@ -121,7 +118,6 @@ def _together(key: str, runs: list[list[Metric]]) -> Iterator[Metric]:
 
 
 def _details(run: Run) -> BenchmarkDetails:
-    """Details of a run beyond what its samples show."""
     answers = [
         [completion.text for state in states if state.result for completion in state.result.completions]
         for states in run.states.values()

@@ -231,7 +231,6 @@ def _key(state: RequestState) -> QuestionKey:
 
 
 def _named(perturbation: _Perturbation | None) -> str:
-    """A perturbation with its settings, in one word."""
     if perturbation is None:
         return ""
     settings = {name: value for name, value in (perturbation.model_extra or {}).items() if value is not None}

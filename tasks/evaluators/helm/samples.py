@@ -46,14 +46,12 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
 
 
 def _id(instance: Instance) -> str:
-    """Name and content of a question: most names are places in the data, where another question may come to stand."""
     offered = [[reference.output.text, _CORRECT in reference.tags] for reference in instance.references]
     content = json.dumps([instance.input.text, offered])
     return f"{instance.id}-{hashlib.sha256(content.encode()).hexdigest()[:_HASH_DIGITS]}"
 
 
 def _prompt(states: list[RequestState], *, input_prefix: str) -> tuple[str, str]:
-    """Returns a question as it was sent, and what stood before it; of choices sent one by one, what they share."""
     question, messages = states[0].instance.input.text, states[0].request.messages
     sent = "\n".join(str(message.get("content")) for message in messages) if messages else states[0].request.prompt
     place = max(sent.rfind(question), 0) if question else 0
@@ -64,7 +62,6 @@ def _prompt(states: list[RequestState], *, input_prefix: str) -> tuple[str, str]
 
 
 def _choices(states: list[RequestState]) -> tuple[str, ...]:
-    """Texts of the choices of a question, by letter or one by one; none where an answer is written."""
     if states[0].output_mapping:
         return tuple(states[0].output_mapping.values())
     references = states[0].instance.references
@@ -73,7 +70,6 @@ def _choices(states: list[RequestState]) -> tuple[str, ...]:
 
 
 def _tokens(states: list[RequestState]) -> int | None:
-    """Tokens of a written answer, up to the place where HELM cut it."""
     result = states[0].result
     if len(states) > 1 or states[0].request.echo_prompt or result is None or not result.completions:
         return None
@@ -81,7 +77,6 @@ def _tokens(states: list[RequestState]) -> int | None:
 
 
 def _output(states: list[RequestState], statistics: Mapping[str, float]) -> str:
-    """The answer, or the likeliest choice: the one that HELM scores, which may weigh choices by their length."""
     if len(states) == 1:
         result = states[0].result
         return result.completions[0].text if result and result.completions else ""
@@ -95,7 +90,6 @@ def _output(states: list[RequestState], statistics: Mapping[str, float]) -> str:
 
 
 def _target(state: RequestState) -> str | None:
-    """The right answer as it would be given: the letter, where a choice is made by letter."""
     right = [reference.output.text for reference in state.instance.references if _CORRECT in reference.tags]
     if not right:
         return None

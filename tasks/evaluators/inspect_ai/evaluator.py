@@ -159,7 +159,6 @@ def _endpoint(model: RunningModel) -> dict[str, Any]:
 
 
 def _takes_tools(config: EvaluationConfig) -> bool | None:
-    """Tell whether the engine takes requests with tools; None where only the endpoint knows."""
     if config.pool_config is None:
         return None
     given = {name.replace("-", "_") for name, value in config.pool_config.model.engine_kwargs.items() if value}

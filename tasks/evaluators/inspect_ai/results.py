@@ -183,7 +183,6 @@ def _metric(key: str, number: _Number, better: Mapping[str, bool], rows: Sequenc
 
 
 def _behind(number: _Number, rows: Sequence[_Row]) -> Sequence[_Row]:
-    """The rows of a number's group; all of them where it has none, or is the aggregate of all groups."""
     return [row for row in rows if number.group and number.group.has(row)] or rows
 
 
@@ -193,12 +192,10 @@ def _is_mean(number: _Number, rows: Sequence[_Row]) -> bool:
 
 
 def _one_line(score: str) -> str:
-    """A score's name; of one of several values its scorer stands before it."""
     return score.replace("\n", "_")
 
 
 def _rows(output: Path) -> dict[str, list[_Row]]:
-    """The rows by benchmark, in the order of the log."""
     rows: dict[str, list[_Row]] = defaultdict(list)
     path = output / "samples.jsonl"
     try:

@@ -78,7 +78,6 @@ def _own_tasks(config: EvaluationConfig) -> Iterator[FoundTask]:
 
 
 def _defined(code: bytes) -> Iterator[str]:
-    """Names of functions with the decorator `task`, as Inspect looks for them; none where it is no Python."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError):

@@ -177,7 +177,6 @@ def _check_one_machine(resources: ResourceConfig) -> None:
 
 
 def _known_to_generate(config: EvaluationConfig) -> set[str]:
-    """Names of one's own benchmarks whose files say so, where these lie on this machine."""
     if config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path):
         return set()
     names: set[str] = set()

@@ -189,7 +189,6 @@ def _model_code(model: RunningModel, config: EvaluationConfig, program: tuple[st
 
 
 def _check_code(config: EvaluationConfig, run_code: set[str]) -> None:
-    """An early look; the program looks again, into the parts of groups too, before anything is loaded."""
     allowed = config.options(LmEvalBenchmarkOptions).allow_code_execution
     for task in config.evals:
         if task.name in run_code and not allowed:

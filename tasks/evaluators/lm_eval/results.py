@@ -132,7 +132,6 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
 
 
 def _read_early(output: Path) -> Parsed:
-    """Counts and details of a run that stopped once all that was to be decided was."""
     plan, asked = read_result(_HARNESS, output / PLAN_NAME, Plan), read_asked(output)
     answered = len((output / ANSWERED_NAME).read_text(encoding="utf-8").splitlines())
     return Parsed(
@@ -206,7 +205,6 @@ def is_finite(number: float) -> bool:
 
 
 def _count(path: Path, output_type: str, filters: set[str]) -> _Counted:
-    """Distinct questions with every answer, and with every score under every filter."""
     answered: set[Any] = set()
     unanswered: set[Any] = set()
     scored: dict[str, set[Any]] = {name: set() for name in filters}
@@ -238,7 +236,6 @@ def sample_lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_answered(sample: Mapping[str, Any], output_type: str) -> bool:
-    """Tells if every request of a question has all its responses; the harness writes each part of them as text."""
     responses, arguments = sample.get("resps"), sample.get("arguments")
     if not isinstance(responses, list) or not responses or not isinstance(arguments, dict | list):
         return False
@@ -253,7 +250,6 @@ def _is_text(response: Any) -> bool:
 
 
 def _is_log_probability(response: Any) -> bool:
-    """`["-12.5", "False"]`, or the number alone where whole texts are weighed."""
     number: Any = response[0] if isinstance(response, list) and response else response
     try:
         return math.isfinite(float(number))
@@ -267,7 +263,6 @@ def _is_scored(sample: Mapping[str, Any]) -> bool:
 
 
 def _is_score(value: Any) -> bool:
-    """A finite number; some metrics keep pairs of numbers or texts per question and reduce them at the end."""
     if isinstance(value, list):
         return all(_is_score(part) for part in value)
     return isinstance(value, str) or (isinstance(value, int | float) and is_finite(value))

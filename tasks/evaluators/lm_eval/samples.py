@@ -64,7 +64,6 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
 
 
 def _id(line: Mapping[str, Any]) -> str:
-    """Place and content of a question: the same in every run, and another one where the question was changed."""
     digest = str(line.get("doc_hash") or "")[:_HASH_DIGITS]
     return f"{line.get('doc_id')}-{digest}" if digest else str(line.get("doc_id"))
 
@@ -78,7 +77,6 @@ def _sample(
     *,
     before: int,
 ) -> Sample:
-    """One question, with some characters before it; the harness writes a line for each of its filters."""
     first = lines[0]
     arguments, answers = _arguments(first), _answers(first)
     response, target = "", str(first.get("target"))
@@ -109,7 +107,6 @@ def _sample(
 
 
 def _arguments(line: Mapping[str, Any]) -> _Arguments:
-    """Those of each request: `{"gen_args_0": {"arg_0": …}}` without its keys."""
     given = line.get("arguments")
     requests = given.values() if isinstance(given, dict) else given if isinstance(given, list) else []
     return [
@@ -120,7 +117,6 @@ def _arguments(line: Mapping[str, Any]) -> _Arguments:
 
 
 def _answers(line: Mapping[str, Any]) -> list[Any]:
-    """The first response to each request."""
     responses = line.get("resps")
     return (
         [response[0] for response in responses if isinstance(response, list) and response]
@@ -130,11 +126,6 @@ def _answers(line: Mapping[str, Any]) -> list[Any]:
 
 
 def _choices(arguments: _Arguments, *, before: int) -> list[str]:
-    """Returns the choices the model had: continuations of one context, or contexts of one continuation.
-
-    Of contexts, the characters `before` the question are left out. Where answers are weighed without a context too,
-    those requests come last and are no choices.
-    """
     pairs = [pair for pair in arguments if len(pair) > 1 and pair[0] != ""]
     contexts = len({str(pair[0]) for pair in pairs})
     return [(str(pair[0])[before:] if contexts > 1 else str(pair[1])).strip() for pair in pairs]
@@ -148,7 +139,6 @@ def _likeliest(choices: list[str], answers: list[Any]) -> str:
 
 
 def _named(target: str, choices: list[str]) -> str:
-    """The text of a target that is the number of a choice, or of several."""
     try:
         number = ast.literal_eval(target)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -162,13 +152,11 @@ def _named(target: str, choices: list[str]) -> str:
 
 
 def _log_likelihoods(answers: list[Any]) -> tuple[float, ...]:
-    """Those of all requests; none if one of them is no number, which no file can hold."""
     found = tuple(map(_log_probability, answers))
     return found if all(map(math.isfinite, found)) else ()
 
 
 def _log_probability(answer: Any) -> float:
-    """`["-12.5", "False"]`, or the number alone where whole texts are weighed; NaN where it is neither."""
     number: Any = answer[0] if isinstance(answer, list) and answer else answer
     try:
         return float(number)
@@ -177,7 +165,6 @@ def _log_probability(answer: Any) -> float:
 
 
 def _ratios(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict[str, tuple[float, float]]:
-    """Log-likelihood and words or bytes, for each metric that divides the sum of one by that of the other."""
     found: dict[str, tuple[float, float]] = {}
     for line in lines:
         for metric in (*RATIOS, "perplexity"):
@@ -191,7 +178,6 @@ def _ratios(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict
 
 
 def _scores(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict[str, float]:
-    """Every score that is a number, under the name of the record's metric; some metrics have none for one question."""
     scores: dict[str, float] = {}
     for line in lines:
         metrics = line.get("metrics")
@@ -203,7 +189,6 @@ def _scores(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict
 
 
 def _score(metric: str, value: Any) -> float | None:
-    """A question's own share of a metric; perplexities come as a log-likelihood and what it is divided by."""
     try:
         if isinstance(value, bool):
             return float(value)

@@ -85,10 +85,6 @@ def plan(choices: Sequence[Choice], places: Iterable[int]) -> list[Step]:
 
 
 def _leaders(contexts: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int]]:
-    """For each of sorted contexts, the first one that shares most with it, and how many tokens they share.
-
-    Shares are compared in steps of `LEAST_SHARED`: below that, waiting would cost more than it spares.
-    """
     found: list[tuple[int | None, int]] = [(None, 0)] if contexts else []
     open_runs: list[tuple[int, int]] = []  # what the members of a run share, and its first one
     for place, (before, context) in enumerate(pairwise(contexts), start=1):
@@ -103,7 +99,6 @@ def _leaders(contexts: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int]
 
 
 def _shared(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """The number of tokens with which both begin."""
     low, high = 0, min(len(tokens), len(others))
     while low < high:
         middle = (low + high + 1) // 2

@@ -122,7 +122,6 @@ def prompt_rows(answer: Any, tokens: Sequence[int], start: int) -> list[Row] | N
 
 
 def _at(found: Any, *keys: str | int) -> Any:
-    """A value in nested containers; None where there is none."""
     for key in keys:
         try:
             found = found[key]
@@ -241,7 +240,6 @@ class Scorer:
         return rows
 
     def _fits(self, choice: Choice) -> bool:
-        """Tells if context and continuation can be asked so: the last token needs no room where it is a label."""
         read = len(choice.context) + (len(choice.continuation) if len(choice.continuation) > 1 else 0)
         return bool(choice.context and choice.continuation) and read <= self.longest_prompt
 
@@ -290,8 +288,6 @@ class Scorer:
     async def _each_echo(
         self, choices: Sequence[Choice], places: Sequence[int], take: Callable[[int, Sequence[Row]], None]
     ) -> None:
-        """Echoes the choices in these places; they wait for nothing but room."""
-
         async def ask(step: Step) -> None:
             echoed = await self.echo([choices[place] for place in step.choices])
             for place, found in zip(step.choices, echoed, strict=True):

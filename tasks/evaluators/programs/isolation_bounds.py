@@ -80,7 +80,6 @@ def _threads(process: Path) -> int:
 
 
 def _sockets() -> int:
-    """Those of the network, which also count where they are only on their way in a message to another process."""
     try:
         return int(Path("/proc/1/net/sockstat").read_text().split()[2])
     except OSError:

@@ -140,7 +140,6 @@ def _isolate(
     outside: socket.socket,
     root: Path,
 ) -> None:
-    """Makes the namespaces, and tells the process outside the socket whose connections it is to pass on, or why not."""
     try:
         kernel = Kernel()
         user, group = os.getuid(), os.getgid()
@@ -169,7 +168,6 @@ def _isolate(
 
 
 def _watch(first: int, specification: dict[str, Any]) -> NoReturn:
-    """Ends all processes that exceed a bound together. They do not see this one: they can slow down all they see."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while not (ended := os.waitpid(first, os.WNOHANG))[0]:
         if found := excess(specification):
@@ -191,7 +189,6 @@ def _be_first(
     root: Path,
     begun: int,
 ) -> None:
-    """Is the first process in there: with it, all others end."""
     kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     folder = Path.cwd()
     try:
@@ -221,7 +218,6 @@ def _address(endpoint: str) -> tuple[str, int]:
 
 
 def _listener(endpoint: str) -> socket.socket:
-    """Listens, in the new network, at the endpoint's own address; a name is one of this machine there."""
     host, port = _address(endpoint)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         flags = fcntl.ioctl(control, _SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0))
@@ -238,7 +234,6 @@ def _listener(endpoint: str) -> socket.socket:
 
 
 def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
-    """Builds a root that holds the system, what may be read, and the writable folders; then nothing else is there."""
     kernel.mount("none", Path("/"), flags=REC | _PRIVATE)
     kernel.mount("tmpfs", root, kind="tmpfs", flags=NOSUID | NODEV, data=_SCRATCH)
     for name in _SYSTEM:
@@ -280,14 +275,11 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
 
 
 def _end_as(status: int) -> NoReturn:
-    """Ends as a child has, a signal as shells write it: the first process of a namespace cannot die of its own."""
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
 
 async def _pass_on(listener: socket.socket, endpoint: str, *, until: int) -> int:
-    """Passes connections on to the endpoint until the child has ended; returns its status."""
-
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(*_address(endpoint))

@@ -278,7 +278,6 @@ def _score_details(metric: Metric, record: Record, questions: Questions) -> dict
 
 
 def _write_samples(item: FoundRecord, log: dict[str, Any], folder: Path) -> int:
-    """Writes a line for each sample and metric, and tells the log of them; the number of lines."""
     place = _path(log, item.record, "_samples.jsonl")
     (folder / place).parent.mkdir(parents=True, exist_ok=True)
     digest, lines = hashlib.sha256(), 0
@@ -346,7 +345,6 @@ def sample_rows(sample: Sample, log: Mapping[str, Any]) -> Iterator[dict[str, An
 
 
 def _attribution(sample: Sample) -> dict[str, Any]:
-    """The answer where the model found one choice likeliest; how harnesses read written ones, no sample says."""
     found = {"turn_idx": 0, "source": "output.raw", "extracted_value": sample.output}
     return {**found, "extraction_method": "likeliest choice", "is_terminal": True}
 
@@ -363,7 +361,6 @@ def _portable(name: str) -> str:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Values as the schema wants additional ones: texts; what is not known is left out."""
     return {
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
         for name, value in values.items()

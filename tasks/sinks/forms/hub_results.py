@@ -85,7 +85,6 @@ def _entry(record: Record, metric: Metric, board: Leaderboard, source_url: str |
 
 
 def _notes(record: Record, metric: Metric, board: Leaderboard) -> list[str]:
-    """Facts that a reader needs to compare it: the metric, the way of asking, the bar, and the programs."""
     examples = shots(record, metric.benchmark)
     asked = f"{examples}-shot" if isinstance(examples, int) else examples and f"{examples} number of examples"
     noticed = record.noticed(metric.benchmark)

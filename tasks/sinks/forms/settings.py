@@ -107,7 +107,6 @@ def _model(record: Record) -> Mapping[str, Any]:
 
 
 def _task(record: Record, benchmark: str) -> Mapping[str, Any] | None:
-    """The benchmark that was asked for, or what was asked for and has it among its parts; None if nobody knows."""
     named = {str(task.get("task_alias") or task.get("name")): task for task in record.evaluation.get("evals") or ()}
     if len(named) == 1:
         return next(iter(named.values()))
@@ -128,7 +127,6 @@ def _parts(record: Record, benchmark: str) -> set[str]:
 
 
 def _public(value: Any) -> Any:
-    """A value less all that says where something lies, and all that is unset."""
     match value:
         case dict():
             public = {key: _public(item) for key, item in value.items() if not _NOT_PUBLIC.search(str(key))}

@@ -132,7 +132,6 @@ class Judge:
         }
 
     def _verdict(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
-        """AlpacaEval's own call for one verdict; one that fails is none, as where it gives up by itself."""
         try:
             found = OWN_COMPLETION(*arguments, **options)
         except NO_ANSWER as error:  # one missing verdict, which is counted
@@ -149,7 +148,6 @@ class Judge:
     def _length_controlled(
         self, key: str, instruction_set: dict[str, Any], annotations: list[dict[str, Any]]
     ) -> dict[str, float]:
-        """The length-controlled win rate where its data is to be had; else why it is not there is noted."""
         given = self._job["length_control"]
         note = f"length_controlled_winrate of {key}"
         if given is None and instruction_set["path"] is not None:

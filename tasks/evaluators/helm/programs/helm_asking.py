@@ -113,7 +113,6 @@ class Asking(Executor):
         return super().execute(scenario_state)
 
     def _weigh(self, run: Run, states: list[RequestState]) -> dict[int, RequestResult]:
-        """Results of choices that the engine's prefix cache gives, by the identities of their requests."""
         window = WindowServiceFactory.get_window_service(
             run.spec.adapter_spec.model_deployment, TokenizerService(self.context)
         )

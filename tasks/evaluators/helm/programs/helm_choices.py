@@ -107,10 +107,6 @@ def weigh(
 
 
 def _result(text: Text, rows: Sequence[Row], read: Callable[[int], str], *, batch: Mapping[str, Any]) -> RequestResult:
-    """The result that HELM makes of an echo, less log-probabilities of the context.
-
-    They are 0, as HELM has it where there is none.
-    """
     values = [0.0] * (len(text.ids) - text.weighed) + [value for value, _ in rows]
     tokens = [Token(text=read(token), logprob=value) for token, value in zip(text.ids, values, strict=True)]
     completion = GeneratedOutput(text=text.state.request.prompt, logprob=sum(values), tokens=tokens)
@@ -125,7 +121,6 @@ async def _rows(
     outcome: Outcome,
     on_weighed: Callable[[int], None],
 ) -> list[Sequence[Row]] | None:
-    """Rows of all texts, in their order; None if they have to be echoed, for the reason in `outcome`."""
     by_choice = {text.choice: text for text in texts}
     http_client = openai.DefaultAsyncHttpxClient(event_hooks=valid_answers.later_hooks())
     tries = job["request_retries"] + 1
@@ -173,12 +168,6 @@ async def _rows(
 
 
 def _echoed(answer: Any, text: Text) -> list[Row]:
-    """Rows of the weighed tokens in an echo.
-
-    Raises:
-        NotTakenError: the engine reads the text as other tokens.
-        UnreadableAnswerError: there is no log-probability.
-    """
     try:
         columns = answer["choices"][0]["logprobs"]
         values, tops = columns["token_logprobs"], columns["top_logprobs"]

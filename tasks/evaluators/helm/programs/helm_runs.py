@@ -113,7 +113,6 @@ class Harness:
         self._write_plan()
 
     def _scored(self, run: Run, states: list[RequestState]) -> list[PerInstanceStats]:
-        """Statistics of each of some questions, by the run's own metrics."""
         state = ScenarioState(replace(run.spec.adapter_spec, num_train_trials=1), states)
         metrics = map(create_metric, run.spec.metric_specs)
         service, cache = self._runner.metric_service, self._runner.eval_cache_path
@@ -130,10 +129,6 @@ class Harness:
         unfinished.replace(self._output / PLAN_NAME)
 
     def _take_over(self, run: Run) -> None:
-        """Copies a run that is finished in the folder of an earlier attempt, with every answer.
-
-        Attempts at an evaluation that has ended do not count: it is done again since its record was deleted.
-        """
         began = modified(Path(self._job["begun_with"]))
         target = self._folder / "runs" / SUITE / run.spec.name
         for earlier in sorted(self._output.parent.glob("attempt-*")):
@@ -155,7 +150,6 @@ class Harness:
                 return
 
     def _finished(self, run: Run, earlier: Path, texts: dict[str, str]) -> dict[str, Any]:
-        """The plan of a run that was finished, by the same HELM, from the same entry and data; empty if it was not."""
         content = {name: json.loads(text) for name, text in texts.items()}
         # Benchmarks that were fetched lie in each attempt's own folder.
         entry = json.loads(texts["run_spec.json"].replace(str(earlier), str(self._output)))

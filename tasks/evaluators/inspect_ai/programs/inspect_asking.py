@@ -81,7 +81,6 @@ def _asks(
 
 
 def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
-    """Lets a request that the endpoint refuses be an error: Inspect would take some refusals for answers."""
     asked = model.api.generate
 
     async def generate(*given: Any, config: GenerateConfig, **named: Any) -> Any:
@@ -102,7 +101,6 @@ def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
 
 
 def _of_client(error: BaseException | None) -> Exception | None:
-    """The client's error in those that led to one: Inspect makes errors of its own of some, and hides which."""
     while error is not None and not isinstance(error, openai.OpenAIError):
         error = error.__cause__ or error.__context__
     return error

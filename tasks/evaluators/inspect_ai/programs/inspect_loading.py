@@ -128,7 +128,6 @@ def _params(part: Any) -> Any:
 
 
 def _tools_in(*values: Any) -> Iterator[str]:
-    """Names of the tools among the parameters of solvers, however deep."""
     for value in values:
         if isinstance(value, dict):
             if value.get("type") == "tool" and isinstance(value.get("name"), str):

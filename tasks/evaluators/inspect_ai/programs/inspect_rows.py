@@ -75,7 +75,6 @@ def metrics_of(log: EvalLog) -> list[dict[str, Any]]:
 
 
 def _group(metric: Any) -> dict[str, str] | None:
-    """The field of the metadata by which samples were grouped, the template of groups' names, and the group's."""
     if metric.group != "grouped" or "group_key" not in metric.params:
         return None
     template = metric.params.get("name_template", "{group_name}")
@@ -91,7 +90,6 @@ def _named(score: EvalScore, metric: str, scores: list[EvalScore]) -> str:
 
 
 def _numbers(sample: EvalSample) -> dict[str, float]:
-    """Scores that are numbers, or stand for such; of several values, each with its name in a second line."""
     found = {}
     for scorer, score in (sample.scores or {}).items():
         values = (
@@ -105,8 +103,6 @@ def _numbers(sample: EvalSample) -> dict[str, float]:
 
 
 def _calls(sample: EvalSample) -> tuple[list[Any], list[Any], bool]:
-    """Calls of the evaluated model while it answered, those of a model, be it the same, that judges, and if it came to
-    scoring."""
     scoring = False
     own, grading = [], []
     for event in sample.events:

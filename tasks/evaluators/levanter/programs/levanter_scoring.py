@@ -123,14 +123,12 @@ class LevanterLM(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
     def _shortened(self, number: int, pair: Pair) -> PromptCompletion:
-        """A request that fits; what is too long loses its beginning, as it does with an endpoint."""
         _, context, continuation = pair
         tokens = (context + continuation)[-self.max_length :]
         lost = len(context) + len(continuation) - len(tokens)
         return PromptCompletion(ids=tokens, prompt_length=max(1, len(context) - lost), segment_id=number)
 
     def _scored(self, requests: Sequence[PromptCompletion]) -> Iterable[dict[int, Scored]]:
-        """Scores by the number of their request: those of the journal, then batch by batch."""
         if not requests:
             return
         longest = max(len(request.ids) for request in requests)

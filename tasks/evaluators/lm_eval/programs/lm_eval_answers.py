@@ -109,7 +109,6 @@ def weighed_rows(
 
 
 def _check_tokens(choice: Choice, tokens: list[str], asked: Sequence[int], *, sent: int, read: Reader) -> None:
-    """Refuses the echo of another prompt; texts are compared by their letters and digits, however they are spaced."""
     if all(token.startswith(TOKEN_ID) for token in tokens):
         if tokens[: len(asked)] != [f"{TOKEN_ID}{token}" for token in asked]:
             raise MalformedAnswerError("an echo of other tokens than were sent")

@@ -108,7 +108,6 @@ def _controlled(task: Task, asked: list[tuple[int, Any]]) -> tuple[str, Failure 
 
 
 def _answers(task: Task, doc: Any) -> list[str]:
-    """Right answers to a question: programs as they are, texts in every form."""
     programs = [doc[name] for name in PROGRAMS if _has_program(doc, name)]
     return [*programs, *(form.format(gold) for gold in _gold(task, doc) for form in FORMS)]
 
@@ -118,7 +117,6 @@ def _has_program(doc: Any, *names: str) -> bool:
 
 
 def _is_plain(task: Task) -> bool:
-    """Tells if answers reach a metric of lm-eval's own as they are."""
     metrics = [entry["metric"] for entry in task.config.metric_list or ()]
     filters = [part["function"] for entry in task.config.filter_list or () for part in entry["filter"]]
     own = task.config.process_results or type(task).process_results is not ConfigurableTask.process_results
@@ -127,14 +125,12 @@ def _is_plain(task: Task) -> bool:
 
 
 def _shows_gold(task: Task) -> bool:
-    """Tells if prompts show gold answers of other questions as answers."""
     shown = task.config.fewshot_config
     other = shown.samples is not None or shown.doc_to_target != task.config.doc_to_target
     return bool(task.config.num_fewshot) and not other
 
 
 def _gold(task: Task, doc: Any) -> Iterator[str]:
-    """The texts of right answers."""
     if isinstance(task.config.doc_to_target, int) and task.config.doc_to_choice is None:
         return  # stands for no target
     target = task.doc_to_target(doc)
@@ -146,14 +142,12 @@ def _gold(task: Task, doc: Any) -> Iterator[str]:
 
 
 def _answered(task: Task, doc: Any, answers: list[str]) -> list[Instance]:
-    """Requests that were answered so, each as often as the benchmark asks."""
     repeats = task.config.repeats or 1
     about = (task.task_name, 0, repeats)
     return [Instance("generate_until", deepcopy(doc), ("", {}), 0, about, [answer] * repeats) for answer in answers]
 
 
 def _scores(task: Task, answered: Instance) -> _Scores:
-    """Scores of one answer by filter and metric, as the run itself would score it."""
     found: _Scores = {}
     for name, response in answered.filtered_resps.items():
         for metric, value in task.process_results(deepcopy(answered.doc), [response]).items():
@@ -172,7 +166,6 @@ def _better(task: Task, scores: _Scores, empty: _Scores) -> bool:
 
 
 def _key(task: Task, asked: list[tuple[int, Any]]) -> str:
-    """Digest over what the outcome follows from: questions, configuration, code beside it, lm-eval and this file."""
     source = (task.config.metadata or {}).get("config_source")
     folder = Path(source).parent if source and Path(source).is_file() else None
     code = [Path(__file__), *(sorted(folder.glob("*.py")) if folder else ())]

@@ -109,7 +109,6 @@ class EarlyQuestions:
             raise DecidedEarlyError
 
     def _refuse_others(self, keys: list[Key], prompts: list[str | None]) -> None:
-        """Refuses questions that are not those of the baseline: what was predicted is of no use then."""
         here, there = self._questions.keys(), set(keys)
         found = f"{len(here - there)} only here, {len(there - here)} only there" if here != there else None
         other = sum(
@@ -127,7 +126,6 @@ class EarlyQuestions:
             )
 
     def _ask(self, keys: Sequence[Key]) -> None:
-        """Asks questions, scores them, and writes down what came of it."""
         if not keys:
             return
         by_kind: dict[str, list[Instance]] = defaultdict(list)
@@ -164,7 +162,6 @@ class EarlyQuestions:
                 request.resps, request.filtered_resps = [], {}
 
     def _answered(self, ask: Any, requests: list[Instance], **options: Any) -> list[Any]:
-        """Answers to all requests of a kind, in place of the model's method: those that are missing are asked."""
         missing = [request for request in requests if id(request) not in self._answers]
         found = iter(ask(missing, **options) if missing else ())
         known = {number: iter(answers) for number, answers in self._answers.items()}

@@ -77,11 +77,6 @@ def _text(instance: Instance, model: Any, tokenizer: Any) -> Text | None:
 
 
 def _candidates(texts: Sequence[Text], model: Any, tokenizer: Any) -> list[Text]:
-    """Those that might not fit; most can be told to fit without counting their tokens.
-
-    A tokenizer makes at most one token of an ASCII character. Of several answers behind one context, the longest is
-    counted, and the others only if there is little room beside it.
-    """
     several: dict[tuple[Any, str], list[Text]] = defaultdict(list)
     for text in texts:
         short = text.prompt.isascii() and len(text.prompt) + SPECIAL_TOKENS + text.reserved <= model.max_length
@@ -99,7 +94,6 @@ def _candidates(texts: Sequence[Text], model: Any, tokenizer: Any) -> list[Text]
 
 
 def _lengths(texts: Sequence[str], model: Any, tokenizer: Any) -> Iterator[int]:
-    """Tokens of each text, as lm-eval counts them."""
     for start in range(0, len(texts), BATCH):
         batch = list(texts[start : start + BATCH])
         ids = model.tok_encode(batch)
@@ -139,7 +133,6 @@ def to_be_asked(task: Task, model: Any, tokenizer: Any) -> dict[str, Any] | None
 
 
 def _by_way_of_the_cache(texts: Sequence[Text], lengths: Sequence[int], model: Any, tokenizer: Any) -> list[int]:
-    """Tokens of each request: of contexts, and of choices of several tokens with theirs; see `choice_scoring.py`."""
     behind: dict[str, list[int]] = defaultdict(list)
     for text, length in zip(texts, lengths, strict=True):
         behind[text.prompt.removesuffix(text.kept)].append(length)
@@ -151,7 +144,6 @@ def _by_way_of_the_cache(texts: Sequence[Text], lengths: Sequence[int], model: A
 
 
 def _characters(instances: Sequence[Instance]) -> int:
-    """Length of prompts and choices, of messages as JSON."""
     parts = [part for i in instances for part in i.args[: 2 if i.request_type == "loglikelihood" else 1]]
     return sum(len(part if isinstance(part, str) else part.prompt) for part in parts)
 

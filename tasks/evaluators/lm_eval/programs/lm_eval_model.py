@@ -113,10 +113,6 @@ class Checked(LocalCompletionsAPI):
                 raise MalformedAnswerError("no JSON") from error
 
     def _create_payload(self, messages: Any, generate: bool = False, gen_kwargs: Any = None, **_: Any) -> Any:
-        """A request without lm-eval's seed, which is the same in all: k samples of one question would be one.
-
-        A pool gives the k-th equal request of an evaluation that goes on the k-th answer again.
-        """
         own_seed = "seed" in (gen_kwargs or {})
         payload = super()._create_payload(messages, generate=generate, gen_kwargs=gen_kwargs)
         if not own_seed:
@@ -205,7 +201,6 @@ class Completions(Checked):
     async def _echoed(
         self, session: ClientSession, sem: asyncio.Semaphore, messages: list[Any], starts: list[int]
     ) -> list[list[Row]]:
-        """Rows of windows; one with a token more than fits into a prompt has a request of its own."""
         found: list[Any] = [None] * len(messages)
         fitting = [place for place, window in enumerate(messages) if len(window) <= self.longest_prompt]
         forced = [[place] for place in range(len(messages)) if place not in fitting]
@@ -227,7 +222,6 @@ class Completions(Checked):
         return [self.tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (False, True)]
 
     def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
-        """Weights of choices, by way of the engine's prefix cache where that gives the numbers of an echo."""
         self.outcome = self.outcome or Outcome()
         if not self.scoring["scores_from_cache"]:
             self.outcome.reason = "the engine does not score from its prefix cache"
@@ -238,7 +232,6 @@ class Completions(Checked):
         return super()._loglikelihood_tokens(requests, **options)
 
     async def _from_cache(self, requests: Sequence[Any]) -> list[Sequence[Row]] | None:
-        """Rows of choices; None where they have to be echoed, for the reason in `outcome`."""
         assert self.outcome is not None
         windows, starts, _ = self.batch_loglikelihood_requests([list(requests)])
         if min(starts) < 1:

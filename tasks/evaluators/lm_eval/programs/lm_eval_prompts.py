@@ -61,10 +61,6 @@ class Questions:
             task.build_all_requests = partial(self._build, task, task.build_all_requests)
 
     def _build(self, task: Task, build: Callable[..., None], **options: Any) -> None:
-        """Builds the prompts of a task: the same, whatever was built before, for all its questions or the first few.
-
-        lm-eval reads the documents anew when it scores; one that draws their order would be scored by others.
-        """
         seed()
         try:
             asked = list(task.doc_iterator(**{name: options[name] for name in DOCUMENTS}))
@@ -118,7 +114,6 @@ class Questions:
         self._on_planned()
 
     def _skip(self, task: Task, long: TooLong) -> None:
-        """Takes questions out of what is asked and scored, and keeps what they were."""
         skipped = {instance.doc_id: instance for instance in task.instances if instance.doc_id in long.needed}
         kept = [instance for instance in task.instances if instance.doc_id not in long.needed]
         if not kept:
@@ -133,7 +128,6 @@ class Questions:
         task.doc_iterator = lambda **options: (pair for pair in every(**options) if pair[0] not in long.needed)
 
     def _controlled(self, task: Task) -> str | None:
-        """The outcome of scoring known answers; refuses a grader that scores none of them."""
         if task.OUTPUT_TYPE != "generate_until":
             return None
         name = name_of(task)
@@ -152,7 +146,6 @@ class Questions:
         )
 
     def _check_truncated(self, task: Task, long: TooLong) -> None:
-        """Says which prompts will be cut; refuses more of them than may be."""
         asked = len({instance.doc_id for instance in task.instances})
         if len(long.needed) > self._job["max_truncated"] * asked:
             self._refuse(task, long, set(long.needed))

@@ -63,7 +63,6 @@ def prove_tokenizer(job: dict[str, Any], model: Completions, output: Path) -> No
 
 
 def _tokens(answer: dict[str, Any]) -> list[str]:
-    """Those of the first prompt, as the endpoint writes them; none where it does not."""
     return _rows(answer).get("tokens") or []
 
 
@@ -73,7 +72,6 @@ def _rows(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(model: Completions, prompt: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """An answer; `refused` says why a prompt was not taken, and empty is one that did not come."""
     body = json.dumps({"model": model.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, **options}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}"}
     try:

@@ -30,10 +30,6 @@ from valid_answers import Unanswered
 
 
 def _refuse_environment(arguments: list[str], error: BaseException) -> None:
-    """Says that the environment is broken, if these are the arguments of a run that was given a job.
-
-    Returns only if they are not.
-    """
     if not arguments or arguments[-1].startswith("-"):
         return
     refuse(
