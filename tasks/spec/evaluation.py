@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
 from resources.tpu import largest_of_one_vm
-from tasks.spec.earlier_form import refuse_earlier_form
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
 from tasks.spec.merges import MergeOptions, with_merge_named
 from tasks.spec.names import in_few_words, name_of
@@ -133,11 +132,6 @@ class EvaluationConfig(Config):
     """Wall clock of one cell."""
     wandb_tags: tuple[str, ...] = ()
     """Tags that go into every record."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _written_as_now(cls, values: Any) -> Any:
-        return refuse_earlier_form(values)
 
     @model_validator(mode="before")
     @classmethod

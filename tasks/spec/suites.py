@@ -22,7 +22,6 @@ from resources.settings import settings
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml
 from tasks.spec.benchmark_sets import SUITE_DATA, BenchmarkNeeds, expanded, needs_of, split_by_kind
-from tasks.spec.earlier_form import refuse_earlier_form
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
@@ -65,11 +64,6 @@ class SuiteEvaluation(Config):
     """Largest share of a benchmark's answers that may end at the length limit; any when unset."""
     texts: str | None = None
     """A folder of benchmarks that `assay stage` prepares, in place of benchmarks_path."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _written_as_now(cls, values: Any) -> Any:
-        return refuse_earlier_form(values)
 
     @field_validator("evaluator", mode="before")
     @classmethod
