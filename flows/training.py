@@ -75,7 +75,6 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
         claimed = ClaimedCells([], wait=True, folder=folder)
 
         def plan_arrived(configs: Sequence[EvaluationConfig], arrived: Sequence[Checkpoint]) -> list[Cell]:
-            """Plans checkpoints, tells whoever else waits for them, and looks for alerts of those before."""
             emit(arrived)
             raise_alerts(list(cells.planned.values()), since=began)
             return plan_cells(configs, arrived)

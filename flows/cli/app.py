@@ -39,7 +39,6 @@ class _InGroups(TyperGroup):
     """Shows the groups of commands in their order; by itself typer puts those with commands of their own last."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Returns the commands' names, group by group."""
         groups = list(_GROUPS)
         return sorted(self.commands, key=lambda name: groups.index(vars(self.commands[name])["rich_help_panel"]))
 

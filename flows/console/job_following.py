@@ -21,7 +21,6 @@ class _ShownLog:
         self._unfinished = b""
 
     def shown(self, output: bytes) -> bytes:
-        """Takes more output, and returns the part of it to show now."""
         if not self._prefix:
             self._unfinished = output.rpartition(b"\n")[2] if output else self._unfinished
             return output
@@ -29,7 +28,6 @@ class _ShownLog:
         return b"".join(b"%b%b\n" % (self._prefix, line) for line in lines)
 
     def rest(self) -> bytes:
-        """Returns the end of the log that was not shown: that of its last line."""
         return self.shown(b"\n") if self._unfinished else b""
 
 

@@ -123,7 +123,6 @@ def live_view(console: Console) -> Iterator[Callable[[Update], None]]:
     progress = Progress()
 
     def keep(update: Update) -> bool:
-        """Prints a notice, which stays; tells if it was one."""
         if isinstance(update, Notice):
             console.print(update.text, highlight=False, markup=False, soft_wrap=True)
         return isinstance(update, Notice)

@@ -78,21 +78,17 @@ class _Seats:
             self._changed.add(replica)
 
     def unwanted(self) -> str | None:
-        """A replica with nothing to do, and nobody who means to give it something."""
         return self._first(lambda model: model is None or (model not in self.wants and not self._busy(model)))
 
     def free(self) -> str | None:
-        """A replica with nothing to do now; one that is still wanted comes last."""
         return self.unwanted() or self._first(lambda model: model is None or not self._busy(model))
 
     def doubled(self) -> str | None:
-        """A replica of the model that most replicas hold, if that is more than one."""
         counts = Counter(model for model in self.orders.values() if model is not None)
         most = max(counts.values(), default=0)
         return self._first(lambda model: counts[model or ""] == most) if most > 1 else None
 
     def oldest(self, held_seconds: Mapping[str, float], *, below: float) -> str | None:
-        """The replica that has held its checkpoint longest, if that was asked in vain for a shorter time."""
         able = [
             replica
             for replica, model in self.orders.items()
@@ -103,7 +99,6 @@ class _Seats:
         return max(able, key=lambda replica: held_seconds[replica], default=None)
 
     def neediest(self, wants: Sequence[str]) -> str | None:
-        """The model with work or a user that has the fewest replicas for what waits for it."""
         models = dict.fromkeys([*(model for model in self.demand if self._busy(model)), *wants])
         counts = Counter(self.orders.values())
         return min(models, key=lambda model: (counts[model], -self._pending(model)), default=None)

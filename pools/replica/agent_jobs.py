@@ -31,10 +31,6 @@ class _Agent:
         self._looked_at = self.started_at
 
     def look(self) -> bool:
-        """Looks at the job every now and then; whether that was now.
-
-        One that waits for a machine, or was moved to another one, has all the time of a new one.
-        """
         now = time.monotonic()
         if now - self._looked_at < _AGENT_JOB_POLL_SECONDS:
             return False
@@ -45,7 +41,6 @@ class _Agent:
         return True
 
     def take(self, job: JobHandle, start: int) -> None:
-        """Goes on with another job."""
         self.job, self.start, self.details, self.started_at = job, start, job.details(), time.monotonic()
 
     @property

@@ -262,7 +262,6 @@ class _Door(ThreadingHTTPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Stops to listen."""
         self.shutdown()
         self.server_close()
 

@@ -256,15 +256,12 @@ class _Listed(NamedTuple):
 
     @property
     def state(self) -> tuple[str, str]:
-        """The folder as it is listed now."""
         return self.folder, self.listing
 
     def problems(self) -> tuple[str, ...]:
-        """Looks into the files for what is missing or broken."""
         return inspect_model_folder(self.folder, self.files).problems
 
     def shape(self) -> frozenset[tuple[str, int | str]]:
-        """Returns what makes a checkpoint whole: files by size, some by checksum, or only by name."""
         start = len(self.folder) + 1
         found: list[tuple[str, int | str]] = []
         for file in self.files:

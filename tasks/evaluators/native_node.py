@@ -141,13 +141,6 @@ class _Runner:
         self._end()
 
     def evaluate(self, evaluation: NativeEvaluation, output: Path) -> bool:
-        """Evaluates, and leaves the evaluator's output and its log in a folder; False if it was given up meanwhile.
-
-        Raises:
-            EnvironmentBuildFailed: the evaluator's environment cannot be built here.
-            HarnessFailed, HarnessInterrupted: it ended with an error, was killed, or ran past its wall clock.
-            UnknownBenchmark, BadInput: it refused what it was asked to do.
-        """
         config, evaluator = evaluation.config, self._program.evaluator
         python = self._program.python
         if python is None:

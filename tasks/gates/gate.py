@@ -30,7 +30,6 @@ class _Scored(Config):
 
     @property
     def scores(self) -> str:
-        """Returns which scores, in words."""
         return f"{self.benchmark} · {self.metric}" + (f" ({self.evaluator})" if self.evaluator else "")
 
 

@@ -238,11 +238,6 @@ class _Worker:
         self._job: JobHandle | None = None
 
     def start_if_ended(self) -> None:
-        """Starts the job where there is none, or none any more.
-
-        Raises:
-            JobFailed: it died too often.
-        """
         if self._job is not None:
             details = self._job.details()
             if not details.status.finished:
@@ -257,6 +252,5 @@ class _Worker:
         self._job = self._submit()
 
     def end(self) -> None:
-        """Ends the job with all that it started."""
         if self._job is not None:
             self._job.terminate()

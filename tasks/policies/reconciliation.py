@@ -270,7 +270,6 @@ class _RunState:
         return seconds if seconds <= self._now + CLOCKS_DIFFER_SECONDS else _ANY_TIME_BEFORE
 
     def recorded(self, checkpoint: SeenCheckpoint) -> frozenset[str]:
-        """Hashes of the evaluations that have a succeeded record of this very state of a checkpoint."""
         states = [
             state.hashes
             for state in self._listing.records.done.get(checkpoint.name, ())
@@ -288,7 +287,6 @@ class _RunState:
         )
 
     def incomplete(self, checkpoint: SeenCheckpoint, complete: Sequence[int]) -> list[OpenCell]:
-        """Returns the cells that wait for a checkpoint to be whole; `complete` are steps that are or were, in order."""
         return [
             self._not_whole(checkpoint, wanted)
             for wanted in self._listing.wanted
@@ -300,7 +298,6 @@ class _RunState:
         return self._cell(checkpoint, wanted, "waiting" if waits else "not_served", "; ".join(checkpoint.problems))
 
     def open_cell(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
-        """Returns a cell that has no succeeded record, with its state."""
         if checkpoint.problems:
             return self._not_whole(checkpoint, wanted)
         if checkpoint.name in self._twice:

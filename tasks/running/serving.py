@@ -272,11 +272,9 @@ class _EndpointCell:
     weighed: tuple[float, ...]
 
     def check(self) -> None:
-        """Raises if the endpoint is gone, which the harness would put down to itself."""
         self.engine.check_reachable()
 
     def prove_unchanged(self) -> None:
-        """Raises if the endpoint weighs fixed texts otherwise now, each time that it is asked."""
         running = self.running
         for _ in range(_TRIES):
             try:

@@ -115,22 +115,15 @@ class _Sender:
 
     @property
     def runs(self) -> bool:
-        """Tells if the process is there to be asked."""
         return self._process.poll() is None
 
     def end(self) -> None:
-        """Ends the process, with all it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(BrokenPipeError), self._errors, self._process:
             pass
 
     def ask(self, sending: Sending) -> Answer:
-        """Returns what the process answers.
-
-        Raises:
-            SinkFailed: it did not end in time, or without an answer.
-        """
         errors_before = os.fstat(self._errors.fileno()).st_size
         with ThreadPoolExecutor(1, thread_name_prefix="sink-answer") as reader:
             line: Future[str] = reader.submit(self._exchange, sending.announcement)

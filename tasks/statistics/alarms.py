@@ -141,7 +141,6 @@ class _Trend(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """The variance of a score around this level."""
         return self.of_level + 1.0
 
     def met(self, value: float) -> _Trend:
@@ -163,39 +162,32 @@ class _Path:
 
     @property
     def trend(self) -> _Trend:
-        """The trend, once it has begun."""
         assert self.start is not None
         return self.start
 
     @cached_property
     def spread(self) -> float:
-        """The spread of the errors."""
         return max(_SHORTEST, clipped_spread(self.errors) if self.errors else 0.0)
 
     @cached_property
     def lagged(self) -> tuple[float, float]:
-        """Sums of products of neighbouring errors, and of their mean squares, in spreads."""
         sizes = [size / self.spread for size in _bounded(self.errors, _REACH * self.spread)]
         ends = (sizes[0] ** 2 + sizes[-1] ** 2) / 2 if sizes else 0.0
         return sum(map(mul, sizes, sizes[1:])), sum(map(mul, sizes, sizes)) - ends
 
     def carried(self, errors: Sequence[float], correlation: float) -> list[float]:
-        """The part of each error that the next one is to be expected to have."""
         return [correlation * error for error in _bounded(errors, _CARRIED * self.spread)]
 
     def noise(self, correlation: float) -> _Noise:
-        """The spread of what errors have that those before them did not foretell."""
         own = [b - a for a, b in zip(self.carried(self.errors, correlation), self.errors[1:], strict=False)]
         return _Noise(max(_SHORTEST, clipped_spread(own)) if own else self.spread, _WORTH * len(self.errors))
 
     def error(self, spread: float) -> float:
-        """The error to be expected of the next prediction, with what a path that bends has to be better by."""
         if self.start is None:
             return math.inf
         return spread * math.sqrt(self.start.ahead().variance) * _BETTER ** _SLOPES.index(self.bends)
 
     def met(self, value: float, *, unit: float) -> _Path:
-        """Returns the path with a score learned."""
         if self.start is None:
             return _Path(_Trend(value, self.bends), self.bends, self.errors)
         ahead, errors, latest = self.start.ahead(), self.errors, 0.0
@@ -224,13 +216,11 @@ class _Series:
     risen: float = 0.0
 
     def follow(self, correlations: Sequence[float]) -> None:
-        """Chooses the path whose next prediction is the surest, given the correlation of each path's errors."""
         noises = [path.noise(alike) for path, alike in zip(self.paths, correlations, strict=True)]
         known = list(zip(self.paths, correlations, noises, strict=True))
         self.path, self.correlation, self.noise = min(known, key=lambda each: each[0].error(each[2].spread))
 
     def takes(self, at: int, score: Score, *, noise: _Noise, limit: float) -> Alarm | None:
-        """Judges a score, then learns it or holds it back."""
         if score.breaks:
             self._begin([])
         alarm, unit, path, latest = None, max(score.stderr, self.stderr), self.path, 0.0

@@ -71,7 +71,6 @@ class _Reading:
     flags: bytearray = field(default_factory=bytearray)
 
     def add(self, sample: dict[str, Any]) -> None:
-        """Takes a sample; a further one of the same question is another answer to it."""
         name = sample["benchmark"], sample["id"]
         number = self.numbers.setdefault(name, len(self.numbers))
         scores: dict[str, float | None] = sample["scores"]
@@ -101,7 +100,6 @@ class _Reading:
             self.flags[number] |= flag | usable
 
     def column(self) -> Column:
-        """Returns the whole column."""
         import numpy as np
 
         if self.texts:

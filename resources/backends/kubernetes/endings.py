@@ -193,7 +193,6 @@ class _Follower:
         self._connected.wait(_NODE_SECONDS)  # deleted before, the pod might be gone with its last words
 
     def text(self, max_bytes: int) -> str:
-        """The last bytes, whole lines of them, each behind its time."""
         self._thread.join(_LAST_WORDS_SECONDS)
         with self._lock:  # it goes on where the pod's node is gone, and nobody ends the connection
             content = b"".join(self._chunks)

@@ -224,16 +224,10 @@ class _Claim:
         self._granted = asyncio.wrap_future(self._group.ready().future())
 
     async def granted_within(self, seconds: float) -> bool:
-        """Waits for it, but not for longer."""
         done, _ = await asyncio.wait({self._granted}, timeout=seconds)
         return bool(done) and self._granted.result() is not None
 
     async def withdraw(self) -> None:
-        """Gives it back, granted or not, once Ray has decided.
-
-        Ray forgets what a node has set aside for a placement group that is removed in that moment: nobody gets it
-        again for as long as the cluster lives.
-        """
         try:
             await self._decided()
         finally:
@@ -252,7 +246,6 @@ class _Claim:
         self._ray.util.remove_placement_group(self._group)
 
     def placement(self) -> Placement:
-        """Returns the place of each process in it."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         hosts = [
             HostPlace(

@@ -126,7 +126,6 @@ class _Run:
         self._reported: tuple[str | None, bool] = (None, False)
 
     def start(self, folder: Path, specification: dict[str, Any], variables: dict[str, str]) -> bool:
-        """Starts the supervisor, unless the process was told to end before."""
         (folder / "specification.json").write_text(json.dumps(specification))
         with self._lock, (folder / "supervisor.log").open("wb") as log:
             if self._told_to_end:
@@ -144,7 +143,6 @@ class _Run:
         return True
 
     def end_on_request(self) -> None:
-        """Waits in a thread for the controller's word, or its death, and ends the process."""
         lost_at: float | None = None
         while True:
             try:
@@ -171,7 +169,6 @@ class _Run:
                 os._exit(1)  # still building: the worker is all that there is to end
 
     def report_until_ended(self) -> ProcessEnd:
-        """Tells the controller what is new, until the supervisor has ended."""
         assert self._supervisor is not None
         for pause_seconds in growing_pauses(_LONGEST_PAUSE_SECONDS):
             try:
@@ -205,7 +202,6 @@ class _Run:
         )
 
     def close(self) -> None:
-        """Ends a supervisor that is still there, by its closed pipe; from now on the worker may run another process."""
         with self._lock:
             self._closed.set()
         if self._supervisor is not None and self._supervisor.stdin is not None:

@@ -67,7 +67,6 @@ class ControllerShell:
         code = [ray.put(content)]  # in a list: fetched where it is missing only
 
         def start(place: Any, order: bytes, sent: Mapping[str, Any]) -> Any:
-            """Begins one process of a job in its place; what it returns can be awaited."""
             task = ray.remote(ray_workers.run_on_node).options(
                 num_cpus=place.num_cpus,
                 num_gpus=place.num_gpus,
@@ -101,7 +100,6 @@ def run_on_node(digest: str, code: list[Any], order: bytes, sent: dict[str, Any]
     from resources.backends.ray.replica import run_process
 
     def ask(method: str, **arguments: Any) -> Any:
-        """An answer of the controller, which may take the `seconds` among the arguments more than usual."""
         answer = controller.call.remote(method, pickle.dumps(arguments))
         return pickle.loads(ray.get(answer, timeout=_GET_SECONDS + arguments.get("seconds", 0.0)))
 

@@ -132,7 +132,6 @@ async def _rows(
     ) as client:
 
         async def ask(path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:
-            """Answers that cannot be read are asked for again, as HELM's own are."""
             unreadable = UnreadableAnswerError("none")
             for _ in range(tries):
                 try:
