@@ -229,7 +229,7 @@ class EngineClient:
         return {f"{rank}.{name}": value for rank, part in enumerate(digests) for name, value in part.items()}
 
     def reading(self, canary: Sequence[float], *, weights: bool = False) -> Reading:
-        """Shows what it computes with, beside the canary that it gave, and with `weights_in_memory` if asked for.
+        """Returns its settings with the canary that it gave, and `weights_in_memory` if requested.
 
         Raises:
             ReloadUnavailable: the engine has no such call.

@@ -165,7 +165,7 @@ class LoadLog:
         self._failures_in_a_row.clear()
 
     def forgive(self, leases: Mapping[str, LeaseStatus], models: Mapping[str, ServedModel]) -> None:
-        """Forgets that a checkpoint could not be served once a user wants it anew.
+        """Forgets that a checkpoint could not be served once a user requests it again.
 
         A refusal by the loader and weights without finite numbers stay so for a user that had wanted it before, as does
         a start that failed before any engine answered.

@@ -45,7 +45,7 @@ def content_digest(file: FileInfo) -> bytes:
     path = storage.local_path(file.place).resolve()
     began, identity = time.time(), file_identity(path)
     memory = settings().cache_dir / "digests" / hash_of(repr(identity).encode())
-    with suppress(OSError):  # it is not there, or somebody else's
+    with suppress(OSError):  # it is missing, or another user's
         return read_cached(memory)
     with os.fdopen(open_within(path), "rb") as content:
         digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode()

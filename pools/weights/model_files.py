@@ -167,7 +167,7 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
 
 
 def inspect_staged_folder(folder: Path) -> ModelFolder:
-    """Judges a folder of ours, whose links lead wherever the files of a checkpoint are."""
+    """Judges a folder of ours, whose links lead to the files of a checkpoint."""
     return inspect_model_folder(str(folder), storage.list_files(str(folder), within="/"))
 
 

@@ -49,7 +49,7 @@ class FileInfo:
     all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
     since the epoch, 0.0 where the store does not say. What is not `regular` (a pipe, a device, a link to nothing or out
     of the folder) has no content: opening it may hang. `changed` is a local disk's own time at which a file last
-    changed in any way, in nanoseconds, which nobody can set (of a link, its own and the file's together). `link` is the
+    changed in any way in nanoseconds; programs cannot set it (of a link, both). `link` is the
     file that a link led to.
     """
 

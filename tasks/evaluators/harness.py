@@ -120,7 +120,7 @@ def run_harness(
             environment=create_environment(
                 workspace=working_folder, python=python, env_vars=variables, inherited=inheritance.HARNESS
             ),
-            max_retries_preemption=0,  # whoever called us retries, with a fresh folder
+            max_retries_preemption=0,  # the caller retries, with a fresh folder
         )
 
         def check() -> None:

@@ -174,7 +174,7 @@ def unqualified_changes(
 def is_qualified(
     before: Build, after: Build, qualifications: Iterable[Qualification], *, evaluator: str, benchmark: str
 ) -> bool:
-    """Tells if numbers of two builds may stand on one line: see `qualified_steps`."""
+    """Returns True if numbers of two builds may share a line: see `qualified_steps`."""
     return qualified_steps(before, after, qualifications, evaluator=evaluator, benchmark=benchmark) is not None
 
 
@@ -210,7 +210,7 @@ def qualified_steps(
 
 
 def qualified_words(steps: Sequence[QualifiedBenchmark], metric: str) -> str:
-    """The change of a metric that verdicts leave open, in words: their bounds add up."""
+    """The change of a metric that verdicts leave open, formatted: their bounds add up."""
     noisy = [step for step in steps if step.verdict != "identical"]
     if not noisy:
         return "qualified as identical"
@@ -283,7 +283,7 @@ class BuildChange:
     step: int
     words: tuple[str, ...]
     qualified: str
-    """The change that verdicts leave open, in words; empty where nothing qualifies it."""
+    """The change that verdicts leave open, formatted; empty where nothing qualifies it."""
 
     @property
     def text(self) -> str:

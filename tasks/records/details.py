@@ -104,7 +104,7 @@ def cell_place(checkpoint: CheckpointReference, evaluator: str, *, evaluation_ha
 
 
 def misplaced(found: Record | EarlyVerdict, cell_uri: str) -> str | None:
-    """Words for why a record or a verdict is not of the cell whose folder it lies in; None where it is.
+    """The reason that a record or a verdict is not of the cell of its folder; None if it is.
 
     Only the end of the place counts, `<run>/step-<N>/<evaluator>/<cell>`: all records can be moved together.
     """

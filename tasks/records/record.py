@@ -194,7 +194,7 @@ def read_record(cell_uri: str) -> Record | None:
 
 
 def record_or_reason(cell_uri: str) -> Record | str | None:
-    """The record of a cell, or why the file there does not count, in words; None without a file.
+    """The record of a cell, or the reason that the file does not count; None without a file.
 
     Raises:
         StorageError: it cannot be read.

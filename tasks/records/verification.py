@@ -52,7 +52,7 @@ def verified(found: FoundRecord) -> Verification:
 
 
 def verified_with(found: FoundRecord, kept: KeptSamples | StorageError | None) -> Verification:
-    """Returns what a record is worth beside samples that were read, or not; None if it has none."""
+    """Returns the integrity of a record given its samples, read or not; None if it has none."""
     if isinstance(kept, StorageError):
         return Verification(found, "changed", (f"its samples cannot be read: {kept.found}",))
     wrong = list(_wrong(found, kept))
@@ -63,7 +63,7 @@ def verified_with(found: FoundRecord, kept: KeptSamples | StorageError | None) -
 
 
 def lost_cells(evaluation_path: str) -> dict[str, str]:
-    """Cells below a folder that had a record and have none, and how that is known, in words.
+    """Cells below a folder whose record is gone, with the evidence.
 
     Known are cells of a run's index, which forgets them when it is next compared with the records, and those with
     samples of an attempt, which are written just before the record, unless another attempt has begun since.

@@ -21,6 +21,7 @@ import pytest
 from fakes import cage_attacks
 from fakes.attacked import Attacked
 from fakes.polling import eventually
+from fakes.processes import commands
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.errors import HarnessInterrupted
@@ -261,14 +262,3 @@ def run_alone(
     return subprocess.run(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, pass_fds=pass_fds
     )
-
-
-def commands() -> list[bytes]:
-    """The command lines of all processes."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_bytes())
-        except OSError:
-            continue
-    return found

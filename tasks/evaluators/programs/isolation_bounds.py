@@ -56,7 +56,7 @@ def bound_process(specification: dict[str, Any]) -> None:
 
 
 def excess(specification: dict[str, Any]) -> str | None:
-    """Returns the bound that the processes in /proc exceed together, in words; None if they exceed none."""
+    """Returns the bound that the processes in /proc exceed together, formatted; None if none."""
     found = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
     for kind, number, most in (
         ("", len(found), specification["processes"]),

@@ -34,7 +34,7 @@ _SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # not AF_VSOCK
 
 
 class NotIsolated(Exception):
-    """The kernel, or whoever runs this container, does not allow it."""
+    """The kernel, or the container's configuration, does not allow it."""
 
 
 class Kernel:

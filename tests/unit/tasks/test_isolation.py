@@ -20,6 +20,7 @@ import pytest
 from fakes.attacked import Attacked
 from fakes.attacker import main as attacker
 from fakes.polling import eventually
+from fakes.processes import commands
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.settings import settings
@@ -181,14 +182,3 @@ def test_machine_without_namespaces_refuses_or_says_that_it_isolates_nothing(tmp
     else:
         assert ran.returncode == 0 and ran.stdout == "ran with a limit of 0\n"
         assert "NOT isolated" in ran.stderr and not refusal.exists()
-
-
-def commands() -> list[bytes]:
-    """The command lines of all processes."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_bytes())
-        except OSError:
-            continue
-    return found

@@ -70,7 +70,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Files and contents of the benchmarks a name stands for, as far as they are told by name."""
+    """Files and contents of the benchmarks that a name means, as far as names tell."""
     entry = manager.task_index.get(name)
     if entry is None:
         return
