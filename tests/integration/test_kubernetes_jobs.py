@@ -20,6 +20,7 @@ from fakes.polling import eventual_pid, eventually, is_alive
 from resources.backends.choice import client_from_url
 from resources.backends.kubernetes.attempts import Bounds
 from resources.backends.kubernetes.client import KubernetesClient
+from resources.backends.kubernetes.cluster import Cluster, Resource
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, UnsatisfiableResources
 from resources.jobs.announcements import announce
@@ -85,6 +86,24 @@ def test_pod_that_is_lost_counts_in_the_budget_of_its_kind_and_is_tried_again(
         "preemptions": int(counted == "preemptions"),
     }
     assert job.logs().endswith("--- attempt 2 ---\ntry")
+
+
+def test_pod_evicted_after_pods_were_listed_and_before_its_job_is_read_counts_as_preempted(
+    client: KubernetesClient, server: KubernetesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, evicted = Cluster.get, set[str]()
+
+    def evict_and_read(cluster: Cluster, resource: Resource, name: str) -> dict[str, Any] | None:
+        if resource == "jobs" and not evicted and (tmp_path / "tried").exists():
+            evicted.add(name)
+            server.evict(server.pods(name.removesuffix("-1"))[0])
+            eventually(lambda: server.objects["jobs", name]["status"].get("conditions"))
+        return read(cluster, resource, name)
+
+    monkeypatch.setattr(Cluster, "get", evict_and_read)
+    job = client.submit(request(f"touch {tmp_path}/tried; {FOR_EVER}", max_retries_preemption=0))
+    with pytest.raises(JobFailed, match="ended from outside once"):
+        job.wait(30)
 
 
 def test_lost_pod_takes_processes_without_its_environment_along(
@@ -332,6 +351,7 @@ from fakes.kubernetes_cluster import IMAGE
 from fakes.polling import is_alive
 from resources.backends.kubernetes.attempts import OwnedJob
 from resources.backends.kubernetes.client import KubernetesClient
+from resources.backends.kubernetes.cluster import Cluster, Resource
 from resources.backends.kubernetes.cluster import connect
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Command, JobRequest, JobStatus

@@ -163,15 +163,20 @@ class OwnedJob:
         return None
 
     def _outcome(self, job: dict[str, Any], pods: list[dict[str, Any]], mine: str) -> PodState | None:
-        record = self._record
-        jobs = [job]
-        if record.kind == "jobsets":
-            jobs, pods = (without_collateral(found, job) for found in (self._cluster.list("jobs", mine), pods))
-        states = states_by_index(pods, count=record.pods, vms=record.vms, jobs=jobs)
-        outcome = attempt_outcome(states) or given_up(job) or self._overdue(states)
+        states = self._states(job, pods, mine)
+        outcome = attempt_outcome(states)
+        if outcome is None and (failure := given_up(job)):  # the pods have ended since they were listed
+            outcome = attempt_outcome(self._states(job, self._cluster.list("pods", mine), mine)) or failure
+        outcome = outcome or self._overdue(states)
         if outcome is None:
             self._write(**_progress(states))
         return outcome
+
+    def _states(self, job: dict[str, Any], pods: list[dict[str, Any]], mine: str) -> list[PodState]:
+        record, jobs = self._record, [job]
+        if record.kind == "jobsets":
+            jobs, pods = (without_collateral(found, job) for found in (self._cluster.list("jobs", mine), pods))
+        return states_by_index(pods, count=record.pods, vms=record.vms, jobs=jobs)
 
     def _conclude(self, outcome: PodState) -> None:
         record = self._record
