@@ -323,6 +323,14 @@ def show_descriptors() -> None:
     print(f"open: {held}, {resource.getrlimit(resource.RLIMIT_NOFILE)[1]} at most", flush=True)
 
 
+def files_in_memory() -> None:
+    """Fills temporary files, whose pages are no process's."""
+    with Path("/tmp/large").open("wb") as file:
+        for _ in range(900):
+            file.write(bytes(1 << 20))
+    time.sleep(60)
+
+
 def flood() -> None:
     """Prints more than a log may hold."""
     for _ in range(40):
@@ -348,6 +356,7 @@ def leave() -> None:
 ALONE: dict[str, Callable[[], None]] = {
     "processes": fork_many,
     "memory": take_memory,
+    "files_in_memory": files_in_memory,
     "blind": blind,
     "threads": start_threads,
     "sockets": open_sockets,

@@ -29,6 +29,7 @@ from resources.settings import settings
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import run_harness
 from tasks.evaluators.isolation import Cage, ModelCode, isolated
+from tasks.evaluators.programs.isolation_bounds import make_group, remove_group
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 PROGRAM = Path(cage_attacks.__file__)
@@ -41,6 +42,9 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(not CAN_ISOLATE, reason="this machine allows no namespaces of users"),
 ]
+needs_groups = pytest.mark.skipif(
+    remove_group(group := make_group(1 << 29)) or group is None, reason="no memory controller of cgroup v2 here"
+)
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,8 @@ def left_alone(machine: Path) -> None:
         ("blind", {}, "at once, and 256 are allowed"),
         ("threads", {"tasks": 128}, "threads"),
         ("sockets", {}, "sockets"),
-        ("memory", {"memory_bytes": 1 << 29}, "MiB together, and 512 are allowed"),
+        ("memory", {"memory_bytes": 1 << 29}, "MiB together"),
+        pytest.param("files_in_memory", {"memory_bytes": 1 << 29}, "more than 512 MiB together", marks=needs_groups),
     ],
 )
 def test_processes_together_beyond_a_bound_are_all_ended(tmp_path: Path, name: str, bounds: dict[str, int], found: str):

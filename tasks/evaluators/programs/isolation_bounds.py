@@ -16,6 +16,7 @@ from typing import Any
 _LARGEST_READ = 1 << 16
 _LOG_BYTES, _LOG_END_BYTES = 16 << 20, 1 << 16
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def pass_log_on(log: int) -> None:
@@ -53,6 +54,48 @@ def bound_process(specification: dict[str, Any]) -> None:
         _, most = resource.getrlimit(kind)
         bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
         resource.setrlimit(kind, (bound, bound))
+
+
+def make_group(memory_bytes: int) -> Path | None:
+    """Makes a control group with a memory limit; None where cgroup v2 or its memory controller is not this user's."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((_GROUPS / line[4:] for line in lines if line.startswith("0::/")), _GROUPS)
+    for parent in (folder for folder in (own, *own.parents) if (folder / "cgroup.subtree_control").exists()):
+        group = parent / f"assay-cage-{os.getpid()}"
+        for left in parent.glob("assay-cage-*"):
+            with suppress(OSError):  # of a killed process; the kernel removes empty groups only
+                left.rmdir()
+        try:
+            group.mkdir()
+            (group / "memory.max").write_text(str(memory_bytes))
+            (group / "memory.oom.group").write_text("1")
+        except OSError:
+            with suppress(OSError):
+                group.rmdir()
+            continue
+        with suppress(OSError):  # a kernel without swap
+            (group / "memory.swap.max").write_text("0")
+        return group
+    return None
+
+
+def enter(group: Path | None) -> None:
+    """Moves this process into a control group; outside of it, only the watcher bounds memory of all together."""
+    with suppress(OSError):
+        if group:
+            (group / "cgroup.procs").write_text("0")
+
+
+def remove_group(group: Path | None) -> bool:
+    """Removes the control group of processes that have ended; returns True if the kernel ended them at its limit."""
+    try:
+        events = (group / "memory.events").read_text().split() if group else []
+        killed = "oom_kill" in events and events[events.index("oom_kill") + 1] != "0"
+        if group:
+            group.rmdir()
+    except OSError:
+        return False
+    return killed
 
 
 def excess(specification: dict[str, Any]) -> str | None:

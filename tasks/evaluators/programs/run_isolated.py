@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
-from isolation_bounds import bound_process, bound_tasks, excess, pass_log_on
+from isolation_bounds import bound_process, bound_tasks, enter, excess, make_group, pass_log_on, remove_group
 from kernel_calls import DEVICE, NEW_USER, NODEV, NOSUID, REC, WRITABLE, Kernel, NotIsolated
 
 _NEW_NS, _NEW_UTS, _NEW_IPC = 0x20000, 0x4000000, 0x8000000
@@ -68,26 +68,31 @@ def main(arguments: list[str]) -> None:
     ours, theirs = socket.socketpair()
     root = Path(specification["root"])
     root.mkdir(exist_ok=True)
+    group = make_group(specification["memory_bytes"])
     log, log_end = os.pipe()
     child = os.fork()
     if child == 0:
         ours.close()
         os.dup2(log_end, 1)
         os.dup2(log_end, 2)
-        _in_child(lambda: _isolate(specification, command, environment, theirs, root))
+        _in_child(lambda: _isolate(specification, command, environment, theirs, root, group))
     theirs.close()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     word, listeners, _, _ = socket.recv_fds(ours, 4096, 1)
     why = "" if listeners else word.decode(errors="replace") or "it was killed"
     if why:
         os.waitpid(child, 0)
-        child = _without_namespaces(specification, command, environment, log_end, why=why)
+        child = _without_namespaces(specification, command, environment, log_end, group, why=why)
     os.close(log_end)
     passing = threading.Thread(target=pass_log_on, args=(log,), daemon=True)
     passing.start()
     passed = None if why else _pass_on(socket.socket(fileno=listeners[0]), specification["endpoint"], until=child)
     status = asyncio.run(passed) if passed else os.waitpid(child, 0)[1]
     passing.join(1.0 if why else None)  # without namespaces a process that was left may hold the pipe
+    if remove_group(group):
+        memory = specification["memory_bytes"] >> 20
+        print(f"isolation: ended all processes: more than {memory} MiB together", flush=True)
+        os._exit(_TOO_MUCH)
     _end_as(status)
 
 
@@ -100,9 +105,16 @@ def _in_child(action: Callable[[], None]) -> NoReturn:
 
 
 def _without_namespaces(
-    specification: dict[str, Any], command: list[str], environment: dict[str, str], log: int, *, why: str
+    specification: dict[str, Any],
+    command: list[str],
+    environment: dict[str, str],
+    log: int,
+    group: Path | None,
+    *,
+    why: str,
 ) -> int:
     if specification["required"]:
+        remove_group(group)
         refusal = {
             "kind": "BadInput",
             "expected": "a kernel that lets this user make namespaces, to run code that the model wrote in them",
@@ -119,6 +131,7 @@ def _without_namespaces(
     if child == 0:
         os.dup2(log, 1)
         os.dup2(log, 2)
+        enter(group)
         _in_child(lambda: _execute(specification, command, environment))
     return child
 
@@ -139,15 +152,16 @@ def _isolate(
     environment: dict[str, str],
     outside: socket.socket,
     root: Path,
+    group: Path | None,
 ) -> None:
     try:
         kernel = Kernel()
-        user, group = os.getuid(), os.getgid()
+        user, users = os.getuid(), os.getgid()
         kernel.call("unshare", NEW_USER | _NEW_NS | _NEW_NET | _NEW_IPC | _NEW_UTS | _NEW_PID)
         kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+        Path("/proc/self/gid_map").write_text(f"{users} {users} 1")
         with suppress(OSError):  # /proc may be read-only; then namespaces can be made in there, with the same view
             Path("/proc/sys/user/max_user_namespaces").write_text("0")
             for name in ("tcp_rmem", "tcp_wmem"):
@@ -159,6 +173,7 @@ def _isolate(
     ready, begun = os.pipe()
     first = os.fork()
     if first == 0:
+        enter(group)
         _in_child(lambda: _be_first(kernel, specification, command, environment, outside, listener, root, begun))
     for end in (listener.detach(), outside.detach(), begun):
         os.close(end)
