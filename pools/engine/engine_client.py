@@ -58,6 +58,13 @@ class EngineClient:
         except httpx.HTTPError:
             return False
 
+    def asks_for_key(self) -> bool:
+        """True if the server refuses a request without its key; False for another program that got its port."""
+        try:
+            return self._http().get(f"{self.base_url}/v1/models", timeout=_REACHABLE_SECONDS).status_code == 401
+        except httpx.HTTPError:
+            return False
+
     def max_model_len(self, model: str) -> int | None:
         """Longest prompt plus answer in tokens, where the server tells."""
         listed = self._request("GET", "/v1/models").get("data") or []

@@ -45,6 +45,7 @@ from resources.jobs.jobs import Client, JobHandle
 
 _log = logging.getLogger("assay.agent")
 _ENGINE_POLL_SECONDS = 0.05
+_PORT_TAKEN = "address already in use"
 _REFUSALS_AT_START = 10
 
 
@@ -230,7 +231,7 @@ class ReplicaEngine:
         }
         return ReloadTrust.for_engine(engine=engine, architecture=checkpoint.architecture)
 
-    def _start(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
+    def _start(self, checkpoint: ServedCheckpoint, loading: Loading, *, ports: int = 3) -> None:
         self._become("starting", checkpoint)  # said first: an engine that hangs takes its time to end
         with loading.phase("stop"):
             self._end_job()
@@ -261,6 +262,8 @@ class ReplicaEngine:
             if self._ended_of_its_cache(error, checkpoint):
                 self._uncached_configs.add(checkpoint.digests.config)
                 return self._start(checkpoint, loading)
+            if ports > 1 and self._port_was_taken:
+                return self._start(checkpoint, loading, ports=ports - 1)
             self._end_job()
             self.failure = error if isinstance(error, AssayError) else None
             self._become("dead", checkpoint)
@@ -275,6 +278,11 @@ class ReplicaEngine:
         if self._stopping or not dead or tried or self._job is None:
             return False
         return may_end_of_its_cache(error, self._log_of(self._job), self._config)
+
+    @property
+    def _port_was_taken(self) -> bool:
+        ended = not (self._stopping or self._lives)
+        return ended and self._job is not None and _PORT_TAKEN in self._log_of(self._job).lower()
 
     def _require_former(self, checkpoint: ServedCheckpoint) -> None:
         if (difference := self._difference_to_former(checkpoint, self._canary)) is not None:
@@ -302,7 +310,7 @@ class ReplicaEngine:
             if job.status().finished or self._gang.ended_part is not None:
                 found = "it ended before its model answered"
                 break
-            if engine.healthy():
+            if engine.healthy() and engine.asks_for_key():
                 try:
                     engine.require_written(model)
                     return engine.prove_it_answers(model)

@@ -20,7 +20,9 @@ from fakes.engine import weights_label
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
+from fakes.processes import free_port, running_program
 from pools.config import InferencePoolConfig
+from pools.engine.engine_client import EngineClient
 from pools.engine.engine_log import excerpt, explained, first_error, start_failure, whole_log
 from pools.engine.launch import HostPart, Launch, Servable, ServedCheckpoint
 from pools.jobs import Restarts
@@ -256,6 +258,22 @@ def test_engine_of_a_model_with_a_state_that_ends_is_started_without_prefix_cach
             replica.load(staged(write_checkpoint(tmp_path / "run-1", seed=1), staging), loading)
         assert (replica.state, loading.reason) == (("ready", WITHOUT_PREFIX_CACHE) if again else ("dead", None))
         assert len(launcher.launches) == 1 + again
+
+
+def test_engine_whose_port_another_one_has_is_started_at_another_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, launcher = Staging(tmp_path / "staged", max_bytes=10**6), FakeLauncher(tmp_path)
+    wanted, other = (staged(write_checkpoint(tmp_path / f"run-{seed}", seed=seed), staging) for seed in (1, 2))
+    ports = iter([taken := free_port()])
+    monkeypatch.setattr("pools.replica.replica.free_port", lambda: next(ports, None) or free_port())
+    stranger = launcher.launch(other, port=taken)
+    with running_program(*stranger.arguments), one_replica(tmp_path, launcher, lambda: None) as replica:
+        eventually(lambda: EngineClient(f"http://127.0.0.1:{taken}").healthy())
+        replica.load(wanted, Loading())
+        label = httpx.get(f"{replica.url}/fake/stats").json()["label"]
+        assert (replica.state, label) == ("ready", weights_label(wanted.folder))
+        assert launcher.launches == ["run-2", "run-1", "run-1"]
 
 
 def test_reload_that_answers_otherwise_than_before_is_a_restart(tmp_path: Path) -> None:
