@@ -74,10 +74,6 @@ class Plan:
 def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection) -> Plan:
     """Plans an evaluation as its flow would, which refuses what it would refuse.
 
-    Args:
-        configs: evaluations that share their pool.
-        selection: of checkpoints.
-
     Raises:
         AssayError: the request cannot be right, or no region has what it asks for.
     """

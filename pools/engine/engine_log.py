@@ -60,14 +60,7 @@ def excerpt(log: str) -> str:
 
 
 def start_failure(log: str, *, model: str, ended: str, by_hand: str) -> AssayError:
-    """Returns the failure of a start: `ModelUnusable` where the loader refused a tensor, else `EngineStartFailed`.
-
-    Args:
-        log: of the engine.
-        model: name of the checkpoint.
-        ended: how the start ended.
-        by_hand: command that starts the engine.
-    """
+    """Returns the failure of a start: `ModelUnusable` where the loader refused a tensor, else `EngineStartFailed`."""
     found = _found(log)
     error = _words(found) if found else ""
     trace = _trace(found) if found else ""

@@ -19,13 +19,6 @@ def bounded_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yields the rows of a row group, so many at a time, or fewer where their values might exceed 256 MiB.
 
-    Args:
-        table: the file, opened.
-        file: what it reads from.
-        rows: in a batch at most.
-        columns: to read; all where None.
-        group: number of the row group.
-
     Raises:
         pyarrow.ArrowInvalid: a column may hold a value of more than 256 MiB.
     """

@@ -41,10 +41,6 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
     in a run that was evaluated long ago, or at earlier ones of many checkpoints that were evaluated at once, is listed,
     and nobody is told. Of several who look at the same time, one finds it.
 
-    Args:
-        run_folder: `<evaluation_path>/<run>`.
-        since: when the pass began.
-
     Raises:
         StorageError: records cannot be read, or files not be written.
     """

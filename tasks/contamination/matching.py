@@ -99,13 +99,7 @@ class QuestionIndex:
         return length - self.gram(question) + 1 if length else 0
 
     def search(self, texts: Sequence[str], found: dict[int, Finding], *, places: Sequence[tuple[str, int, int]]) -> int:
-        """Adds what is found of all questions in some texts, and says how many words these have.
-
-        Args:
-            texts: the texts.
-            found: findings by question.
-            places: of each text.
-        """
+        """Adds what is found of all questions in some texts, and says how many words these have."""
         import numpy as np
 
         words = words_of(texts)

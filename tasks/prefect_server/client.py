@@ -118,12 +118,7 @@ def end_reported() -> Iterator[None]:
 
 
 def show(title: str, create: Callable[[], object]) -> None:
-    """Shows something in Prefect's UI, if its server answers soon; that it does not fails nothing.
-
-    Args:
-        title: in a word or two.
-        create: makes the artifacts.
-    """
+    """Shows something in Prefect's UI, if its server answers soon; that it does not fails nothing."""
     if server_answers(within_seconds=_SHOWN_WITHIN_SECONDS):
         try:
             create()

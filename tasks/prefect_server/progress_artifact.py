@@ -55,12 +55,7 @@ def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
 
 @contextmanager
 def marked_as(run: str, *, tags: Sequence[str]) -> Iterator[None]:
-    """As `marked`, for what is no evaluation.
-
-    Args:
-        run: that it is about.
-        tags: of the flow run.
-    """
+    """As `marked`, for what is no evaluation."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         yield

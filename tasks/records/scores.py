@@ -95,13 +95,7 @@ def ratio(name: str, parts: Sequence[tuple[float, float]]) -> float:
 
 
 def given(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> list[float]:
-    """The values that samples, or for a group those of its parts, give: one on each scale; empty where they give none.
-
-    Args:
-        metric: the number.
-        questions: samples of its record.
-        metrics: every number of its record.
-    """
+    """The values that samples, or the parts of a group, give: one on each scale; empty where they give none."""
     if metric.parts:
         values = {other.benchmark: other.value for other in metrics if other.name == metric.name}
         known = values.keys() >= metric.parts.keys()

@@ -41,10 +41,6 @@ def raise_alerts(cells: Sequence[Cell], *, since: datetime) -> None:
     """Looks for alerts on the curves that cells of this run have made longer, and tells Prefect's server of new ones.
 
     Nothing here fails a run: an alert follows from the records, and `assay alerts` lists it.
-
-    Args:
-        cells: those of the run.
-        since: when the run began.
     """
     if all(cell.done for cell in cells):
         return
@@ -67,10 +63,6 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
 
     Records of this run were sent when they were written. Nothing here fails a run or is tried again: a record says
     which sinks have it, and the next run or `assay publish` sends what is missing.
-
-    Args:
-        cells: those of the run.
-        since: when the run began.
     """
     reports: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
     series: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}

@@ -34,14 +34,7 @@ class LastCheckpoints(NamedTuple):
 def mean_of_last(
     points: Sequence[Point], question_stderrs: Sequence[float | None], *, noise: TrainingNoise | None, last: int = LAST
 ) -> LastCheckpoints | None:
-    """Returns the mean of the last checkpoints; None of fewer, and while they trend: it would be an earlier score.
-
-    Args:
-        points: steps and scores by checkpoint.
-        question_stderrs: their standard errors over questions.
-        noise: the noise of training.
-        last: number of checkpoints.
-    """
+    """Returns the mean of the last checkpoints; None of fewer, and while they trend: it would be an earlier score."""
     if len(points) < last or trends(points[-last:], noise):
         return None
     known = [stderr for stderr in question_stderrs[-last:] if stderr is not None]

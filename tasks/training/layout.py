@@ -44,10 +44,6 @@ class Training:
 def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Training:
     """Names the run and fills in places.
 
-    Args:
-        config: what is to be trained.
-        process: variables of the submitting process.
-
     Raises:
         BadInput: the file with the configuration is not there, or is none of Levanter's.
     """

@@ -71,9 +71,6 @@ class EventRelay:
     async def break_off(self, message: str) -> None:
         """Ends a stream that broke: an error event, then an end that is clean for HTTP.
 
-        Args:
-            message: for the client.
-
         Raises:
             ClientGone: nobody is there to take it.
         """

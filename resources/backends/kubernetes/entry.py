@@ -14,11 +14,6 @@ LEAST_LEASE_SECONDS = 180.0
 def client_from_address(host: str, path: str, *, queue: str | None = None) -> KubernetesClient:
     """Returns a client with the settings of this machine; for further errors see `connect`.
 
-    Args:
-        host: the context.
-        path: the namespace, after a slash.
-        queue: Kueue's queue for the jobs.
-
     Raises:
         BadInput: the lease of the settings is too short for any pod to live.
     """

@@ -68,9 +68,6 @@ def counters_of(cgroups: str) -> list[Path]:
     """Returns the files that count processes killed for want of memory, the most exact one first.
 
     Those of a control group count its own processes, whichever limit was reached; `/proc/vmstat` those of the machine.
-
-    Args:
-        cgroups: content of `/proc/self/cgroup`.
     """
     found: list[Path] = []
     for line in cgroups.splitlines():

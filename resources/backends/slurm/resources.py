@@ -99,11 +99,6 @@ def sbatch_options(resources: ResourceConfig, nodes: Sequence[Node], *, replicas
     """Returns the options that ask for all replicas at once: Slurm starts a job on all of its nodes, or not at all.
 
     Memory and disk are asked for only where the cluster counts them: elsewhere Slurm would refuse the job.
-
-    Args:
-        resources: of one replica.
-        nodes: of the partition.
-        replicas: tasks of the job.
     """
     options = [f"--ntasks={replicas}", f"--cpus-per-task={resources.cpu}"]
     memory_mib = math.ceil(size_in_bytes(resources.ram) / _MIB)

@@ -83,11 +83,7 @@ class AlpacaEvalOptions(JudgedOptions):
         return stops
 
     def sampling(self, model_params: dict[str, Any] | None) -> dict[str, Any]:
-        """Sampling parameters by name, those of no value left out.
-
-        Args:
-            model_params: the generation_params of the model.
-        """
+        """Sampling parameters by name, those of no value left out."""
         layers = (_DEFAULTS.model_dump(), model_params or {}, self.generation_params.model_dump(mode="json"))
         return {name: value for layer in layers for name, value in layer.items() if value is not None}
 

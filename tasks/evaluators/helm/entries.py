@@ -47,10 +47,6 @@ class _Known(BaseModel):
 def check_entries(config: EvaluationConfig, *, python: Path) -> None:
     """Looks every benchmark up, with its arguments.
 
-    Args:
-        config: what is to be evaluated.
-        python: interpreter of its environment.
-
     Raises:
         UnknownBenchmark: HELM has no run entry of that name, or the file of run entries has none.
         BadInput: an argument is unknown or missing, or a file is not there.
