@@ -78,7 +78,7 @@ def lost_cells(evaluation_path: str) -> dict[str, str]:
     }
     indices = {storage.parent(uri) for uri in files if storage.basename(storage.parent(uri)) == FOLDER}
     runs = {storage.parent(index) for index in indices}
-    known = {storage.join(run, cell): "the run's index knows it" for run in runs for cell in indexed_cells(run)}
+    known = {storage.join(run, cell): "the run's index lists it" for run in runs for cell in indexed_cells(run)}
     attempts = (storage.parent(uri) for uri in files if storage.basename(uri) == SAMPLES_NAME)
     known |= {storage.parent(uri): f"{storage.basename(uri)} has its samples" for uri in attempts}
     return {cell: f"record.json is gone, but {why}" for cell, why in known.items() if cell not in has_outcome}

@@ -68,7 +68,7 @@ def training_noise(runs: Sequence[Sequence[Point]]) -> TrainingNoise | None:
 
 
 def trends(points: Sequence[Point], noise: TrainingNoise | None) -> bool:
-    """True if the slope over all points is above twice its standard error, or no noise could be told from it."""
+    """True if the slope over all points is above twice its standard error, or its noise cannot be estimated."""
     if noise is None:
         return True
     middle = math.fsum(step for step, _ in points) / len(points)

@@ -4,7 +4,7 @@
     python tests/benchmarks/alarms.py [--runs 1000] [--seed 0]
 
 Scores are shares of 2,000 questions, half of them right unless said otherwise (a standard error of 1.1 points). They
-jitter by half a point, of which the detector is told nothing. Runs have 50 checkpoints, and 20 benchmarks or one.
+jitter by half a point, which the detector does not see. Runs have 50 checkpoints, and 20 benchmarks or one.
 
 - alarms.false: runs without a drop that raise any alarm, and alarms per thousand checkpoints, for each kind of jitter.
   One in a thousand checkpoints, 5 % of runs, is promised for jitter that is normal, independent and of constant size

@@ -91,7 +91,7 @@ class Kernel:
     def give_up_rights(self) -> None:
         """Gives up every capability, for this process and all that it starts."""
         self.call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        with suppress(NotIsolated):  # raised behind the last that this kernel knows
+        with suppress(NotIsolated):  # raised after the last capability of this kernel
             for number in range(64):
                 self.call("prctl", _CAPBSET_DROP, number, 0, 0, 0)
         self.call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())

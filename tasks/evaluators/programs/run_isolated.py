@@ -7,7 +7,7 @@ the network one address, whose connections a process outside passes on. What it 
 folders is thrown away. Its output is a pipe, of which start and end are passed on. It has no capability, no kernel
 keys, and bounds. First `prepare` is run as this process would, to fetch data. Needs Linux and the standard library.
 
-Exit code 78 and a refusal, if the kernel allows no such namespaces and the specification wants them; 79 if all
+Exit code 78 and a refusal, if the kernel allows no such namespaces and the specification requires them; 79 if all
 processes were ended for having too many, or too much memory, together.
 """
 

@@ -136,7 +136,7 @@ def test_cell_that_was_deleted_is_found(tmp_path: Path):
     code, shown = assay("records", folder, "--verify")
     assert code == 1 and shown.count("record.json is gone") >= 3
     assert all(f"{cell}: record.json is gone, but {why}" in shown for cell, why in zip(
-        cells, ["the run's index knows it"] * 2 + ["attempt-1 has its samples"], strict=True))  # fmt: skip
+        cells, ["the run's index lists it"] * 2 + ["attempt-1 has its samples"], strict=True))  # fmt: skip
     (cells[2] / "unfinished.json").write_text("{}")
     assert str(cells[2]) not in assay("records", folder, "--verify")[1]
 
