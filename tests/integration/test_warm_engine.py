@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from faults.scenarios.processes import listens_on
 from pools.endpoint import GENERATE
 from pools.engine.engine_client import EngineClient
+from pools.engine.engine_log import first_error, whole_log
 from pools.engine.engines import ENGINES, engine_arguments, engine_variables, server_arguments
 from pools.engine.launch import Servable, ServedCheckpoint
 from pools.engine.reload_trust import differing
@@ -226,6 +228,19 @@ def processes_of(server: ForkServer) -> set[int]:
     return found
 
 
+def log_of_crash(client: LocalClient, server: ForkServer, where: dict[str, Any], variables: dict[str, str]) -> str:
+    """The log of an engine whose computing process crashes, as native code can."""
+    port = free_port()
+    job = serve(client, server.command(*server_arguments(KWARGS, **where, port=port)), variables, port=port)
+    stats = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/stat")}
+    parents = {pid: int(stat.rpartition(")")[2].split()[1]) for pid, stat in stats.items()}
+    [listener] = [pid for pid in processes_of(server) if ("127.0.0.1", port) in listens_on(pid)]
+    [computing] = [pid for pid, parent in parents.items() if parent == listener]
+    os.kill(computing, signal.SIGSEGV)
+    job.wait(60, raise_on_failure=False)
+    return whole_log(job)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
     environment: Environment, model: Path, variables: dict[str, str], client: LocalClient
@@ -258,5 +273,6 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
         assert len([pid for pid in processes if ("127.0.0.1", port) in listens_on(pid)]) == 1
         job.terminate()
         assert (job.status(), job.process_details()["replicas"][0]["exit_code"]) == (JobStatus.STOPPED, 0)
+        assert first_error(log_of_crash(client, server, where, variables)) == "Fatal Python error: Segmentation fault"
         assert len(processes_of(server)) == 1
         assert "threads run after preloading" not in server.logs()

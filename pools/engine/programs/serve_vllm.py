@@ -14,6 +14,7 @@ to the end, is taken back in a way that a CPU knows. The text of a token is look
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import importlib
 import ipaddress
@@ -91,6 +92,7 @@ def main(arguments: list[str]) -> None:
 
 def run(entry: Any, arguments: list[str]) -> None:
     """Serves; or, where the server is on another host, computes this host's part of what it answers."""
+    faulthandler.enable()  # a crash shows in the log, so that only an engine that was killed ends without an error
     if (address := os.environ.get("ASSAY_ENGINE_HOST")) is not None:
         os.environ["VLLM_HOST_IP"] = address
         if (interface := interface_of(address)) is not None:
