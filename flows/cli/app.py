@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from traceback import format_exc
 from typing import Annotated, Any
 
 import typer
@@ -110,9 +111,10 @@ def main() -> None:
         # In a log of CI lines are as long as they are: 80 columns are a guess of whoever sees no terminal.
         ERR.print(str(error), style="red", markup=False, highlight=False, soft_wrap=not ERR.is_terminal)
         sys.exit(error.exit_code)
-    except Exception as error:  # the boundary: libraries of stores have errors of their own, such as for credentials
+    except Exception as error:  # noqa: BLE001 - the boundary: libraries of stores have errors of their own
         if traceback or type(error).__module__.partition(".")[0] not in _STORE_LIBRARIES:
-            raise
+            ERR.print(format_exc(), highlight=False, soft_wrap=True)
+            sys.exit(1)
         remedy = "log in to the store, or set the variables of its credentials; `--traceback` shows the place"
         refused = StorageError(expected="a store that can be used", found=str(error), remedy=remedy)
         ERR.print(str(refused), style="red", markup=False, highlight=False, soft_wrap=not ERR.is_terminal)

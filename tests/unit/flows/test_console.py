@@ -90,6 +90,13 @@ def test_command_shows_no_control_sequence_of_a_record(tmp_path: Path, arguments
     assert not [sequence for sequence in FORBIDDEN if sequence in shown]
 
 
+def test_traceback_of_an_unforeseen_error_shows_no_control_sequence() -> None:
+    failing = f"def failing(arguments): raise RuntimeError({HOSTILE!r})"
+    shown = terminal_output("-c", f"from flows.cli import app\n{failing}\napp.app = failing\napp.main()")
+    assert "Traceback" in shown and "RuntimeError" in shown and "evil" in shown
+    assert not [sequence for sequence in FORBIDDEN if sequence in shown]
+
+
 def test_log_in_pieces_is_whole_text_on_a_terminal() -> None:
     script = f"from flows.console.console import write; write(b'ok \\xe2\\x9c'); write(b'\\x93' + {OSC52.encode()!r})"
     assert "ok ✓␛]52;c;aGk=␇" in terminal_output("-c", script)
