@@ -220,13 +220,16 @@ class NativeJobs:
                     wanted.outcome = outcome
                     wanted.ended.set()
             abandoned = [wanted for wanted in together if wanted.abandoned and not wanted.ended.is_set()]
-            if finished or (abandoned and all(wanted.abandoned or wanted.ended.is_set() for wanted in together)):
+            if finished:
                 return
             for wanted in abandoned:
                 try:
                     give_up(wanted.evaluation)
                 except StorageError as error:
                     report_event(f"{wanted.evaluation.checkpoint.name} is evaluated though nobody waits: {error.found}")
+            if abandoned and all(wanted.abandoned or wanted.ended.is_set() for wanted in together):
+                return
+            for wanted in abandoned:
                 wanted.ended.set()
 
 
