@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, read_result, require_plan_of
-from tasks.records.details import Asking
+from tasks.records.details import Asking, PathPart
 from tasks.spec.evaluation import EvaluationConfig
 
 HARNESS = "HELM"
@@ -38,9 +38,9 @@ class PlannedRun(BaseModel):
 class Plan(BaseModel):
     """The runs by name, as our program planned them before it asked anything."""
 
-    suite: str
+    suite: PathPart
     helm: str
-    runs: dict[str, PlannedRun]
+    runs: dict[PathPart, PlannedRun]
     lower_is_better: list[str] = []
     smooth: list[str] = []
     asking: Asking = Asking()
@@ -114,7 +114,7 @@ class RequestState(BaseModel):
 
     instance: Instance
     train_trial_index: int = 0
-    reference_index: int | None = None
+    reference_index: int | None = Field(default=None, ge=0)
     request_mode: str | None = None
     output_mapping: dict[str, str] | None = None
     request: _Request

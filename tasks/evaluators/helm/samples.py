@@ -66,7 +66,9 @@ def _choices(states: list[RequestState]) -> tuple[str, ...]:
         return tuple(states[0].output_mapping.values())
     references = states[0].instance.references
     numbers = [state.reference_index for state in states if state.request_mode != "calibration"]
-    return tuple(references[number].output.text for number in numbers if number is not None)
+    return tuple(
+        references[number].output.text for number in numbers if number is not None and number < len(references)
+    )
 
 
 def _tokens(states: list[RequestState]) -> int | None:

@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from resources.storage.regular_files import open_regular
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.inspect_ai.options import InspectOptions
 from tasks.evaluators.reading import (
@@ -26,7 +27,7 @@ from tasks.evaluators.reading import (
 )
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
-from tasks.records.samples import Sample
+from tasks.records.samples import MOST_BYTES_OF_A_LINE, Sample
 from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "Inspect"
@@ -199,9 +200,10 @@ def _rows(output: Path) -> dict[str, list[_Row]]:
     rows: dict[str, list[_Row]] = defaultdict(list)
     path = output / "samples.jsonl"
     try:
-        lines = path.read_bytes().splitlines()
-        for row in (TypeAdapter(_Row).validate_json(line) for line in lines):
-            rows[row.benchmark].append(row)
+        with open_regular(output, path.name) as lines:
+            while line := lines.readline(MOST_BYTES_OF_A_LINE):  # the rest of a longer one is no row
+                row = _Row.model_validate_json(line)
+                rows[row.benchmark].append(row)
     except OSError as error:
         raise invalid_results(_HARNESS, output, f"no readable {path.name} ({error})") from error
     except ValidationError as error:

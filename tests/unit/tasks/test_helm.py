@@ -223,6 +223,28 @@ def test_command_asks_as_many_as_the_endpoint_takes_at_once_within_reason():
     assert job_of(make_config(evaluator={"name": "helm", "num_threads": 3}))["num_threads"] == 3
 
 
+def test_choice_that_a_question_does_not_offer_is_left_out(output: Path):
+    def point_elsewhere(content: dict[str, Any]) -> None:
+        content["request_states"][0]["reference_index"] = 99
+
+    def first_choices() -> tuple[str, ...]:
+        return next(
+            sample.choices for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"
+        )
+
+    whole = first_choices()
+    change(output, "scenario_state.json", point_elsewhere)
+    assert first_choices() == whole[1:]
+
+
+@pytest.mark.parametrize("name", ["../../../../elsewhere", "/etc"])
+def test_plan_that_leads_out_of_the_output_is_refused(output: Path, name: str):
+    plan = json.loads((output / "plan.json").read_text())
+    (output / "plan.json").write_text(json.dumps({**plan, "suite": name}))
+    with pytest.raises(HarnessOutputInvalid, match="one part of a path"):
+        parse(output)
+
+
 def test_command_carries_benchmarks_and_a_file_of_run_entries(tmp_path: Path):
     entries = tmp_path / "mine.conf"
     entries.write_text("entries: []")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -213,6 +214,17 @@ def test_score_is_published_with_an_interval_from_its_samples_and_inspects_own_l
         {"accuracy": 1.0},
         {"accuracy": 0.0},
     ]
+
+
+def test_rows_that_code_of_a_model_wrote_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    output = written(tmp_path / "out", WHOLE, [ACCURACY])
+    monkeypatch.setattr("tasks.evaluators.inspect_ai.results.MOST_BYTES_OF_A_LINE", 64)
+    with pytest.raises(HarnessOutputInvalid, match=r"a line of samples\.jsonl"):
+        Inspect().parse(output, make_config("demo_choices"))
+    (output / "samples.jsonl").unlink()
+    os.mkfifo(output / "samples.jsonl")
+    with pytest.raises(HarnessOutputInvalid, match=r"no readable samples\.jsonl"):
+        Inspect().parse(output, make_config("demo_choices"))
 
 
 def test_grouped_metric_has_questions_of_its_group(tmp_path: Path):
