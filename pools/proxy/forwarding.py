@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TypeVar
 
 from pools.journal.answers import AnswerFacts
@@ -204,7 +203,7 @@ class Forwarder:
             tried[replica.name] = last.outcome
             if last.outcome in (RequestOutcome.LOST, RequestOutcome.TAKEN_AWAY):
                 if suspects.lost(asked, asked.model, replica, deaths_before=deaths) >= SUSPECT_DEATHS:
-                    await self._settled(asked)
+                    await self._settle(asked)
                 if replica.reserved is asked and suspects.deaths(asked) > SUSPECT_DEATHS:
                     error = (replica.announcement.last_death or "")[:_SHOWN_CHARACTERS]
                     message = suspects.condemn(digest, asked.target, asked.body, model=asked.model, error=error)
@@ -296,11 +295,17 @@ class Forwarder:
             replica.reserved = None
             self._wake_held()
 
-    async def _settled(self, asked: Asked) -> None:
-        with suppress(TimeoutError):
+    async def _settle(self, asked: Asked) -> None:
+        token = object()
+        self._table.hold(asked.model, token)
+        try:
             async with asyncio.timeout(_SETTLED_SECONDS):
                 while not self._table.suspects.is_settled(asked):
                     await self._table_change()
+        except TimeoutError:
+            pass
+        finally:
+            self._table.let_go(asked.model, token)
 
     async def _hold(self, asked: Asked, scope: CellScope | None, look: Callable[[], Found | None]) -> Found:
         table, limits = self._table, self._limits

@@ -275,20 +275,24 @@ def test_openai_client_gets_completions_chat_streams_and_token_prompts(pool: Inf
     assert running.max_model_len == 512 + 1  # the last token of a window is generated, to be weighed
     client = client_of(running)
     prompt = "Question: spell the word house backwards.\nAnswer:"
-    whole = client.completions.create(model="last", prompt=prompt, max_tokens=8)
+    text = {"min_tokens": 8}  # a model trained on another processor may end its answer at once
+    whole = client.completions.create(model="last", prompt=prompt, max_tokens=8, extra_body=text)
     assert (whole.model, bool(whole.choices[0].text)) == ("last", True)
-    stream = client.completions.create(model="last", prompt=prompt, max_tokens=8, stream=True)
+    stream = client.completions.create(model="last", prompt=prompt, max_tokens=8, stream=True, extra_body=text)
     assert "".join(event.choices[0].text for event in stream if event.choices) == whole.choices[0].text
     tokens = client.completions.create(model="last", prompt=[70, 71, 72], max_tokens=1, logprobs=1, echo=True)
     assert tokens.choices[0].logprobs is not None
     chat = client.chat.completions.create(
-        model="last", messages=[{"role": "user", "content": "Spell the word house backwards."}], max_tokens=8
+        model="last",
+        messages=[{"role": "user", "content": "Spell the word house backwards."}],
+        max_tokens=8,
+        extra_body=text,
     )
     assert chat.choices[0].message.content
     assert {model.id for model in client.models.list()} == {"first", "middle", "last", "useless"}
     assert client.models.retrieve("last").id == "last"
     response = client.responses.create(model="last", input="Spell the word house backwards.", max_output_tokens=8)
-    assert (response.model, bool(response.output_text)) == ("last", True)
+    assert (response.model, response.usage and 1 <= response.usage.output_tokens <= 8) == ("last", True)
     events = client.responses.create(model="last", input="Spell it.", max_output_tokens=8, stream=True)
     assert [event.type for event in events][-1] == "response.completed"
     asked = client.with_options(base_url=str(client.base_url).removesuffix("/v1/"))

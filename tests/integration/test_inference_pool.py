@@ -146,7 +146,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
     def do_GET(self):
-        self.answer(200, b"{}")
+        self.answer(200 if self.path == "/health" or self.headers["Authorization"] else 401, b"{}")
     def do_POST(self):
         self.answer(400, b'{"error": {"message": "Out of range float values are not JSON compliant"}}')
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
