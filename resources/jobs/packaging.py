@@ -154,9 +154,8 @@ def _listed_by_git(folder: Path) -> list[str] | None:
 
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     inherited = {name: value for name, value in process_environment().items() if name not in _OF_ANOTHER_REPOSITORY}
-    return subprocess.run(
-        ["git", *arguments], cwd=folder, env={**inherited, "LC_ALL": "C"}, capture_output=True, check=False
-    )
+    command = ["git", "-c", "core.fsmonitor=false", "-c", "safe.bareRepository=explicit", *arguments]  # runs no program
+    return subprocess.run(command, cwd=folder, env={**inherited, "LC_ALL": "C"}, capture_output=True, check=False)
 
 
 def _entry(name: str, path: Path) -> tuple[zipfile.ZipInfo, bytes]:

@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NoReturn
 
 _log = logging.getLogger(__name__)
-LARGEST_COPY_BYTES = 1 << 30
-_MOST_FILES, _MOST_ENTRIES, _MOST_LEVELS = 10_000, 100_000, 32
+LARGEST_COPY_BYTES = 1 << 28  # readers of results take up to 24 bytes of memory for each
+_MOST_FILES, _MOST_ENTRIES, _MOST_LEVELS = 10_000, 100_000, 12
 _BLOCK_BYTES = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -136,8 +136,9 @@ def copy_regular_files(
     """Copies the regular files below a folder that others wrote into a folder that only we write.
 
     Files get mode 644, and replace files of the same name. Left behind and counted are links, files with several
-    names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, the `reserved` names, in any
-    case, directly in the folder, and all beyond 10,000 files, 100,000 entries, 32 levels, or `max_bytes` together.
+    names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, or start with a dot, or are
+    HEAD (settings of a repository name commands that git runs), the `reserved` names, in any case, directly in the
+    folder, and all beyond 10,000 files, 100,000 entries, 12 levels, or `max_bytes` together.
 
     Raises:
         OSError: the source cannot be listed, or the target cannot be written.
@@ -162,6 +163,8 @@ def copy_regular_files(
                         return copied
                     if not entry.name.isprintable():  # nor are the surrogates that stand for bytes outside UTF-8
                         copied.dropped["names that are not printable"] += 1
+                    elif entry.name.startswith(".") or entry.name.casefold() == "head":
+                        copied.dropped["hidden names, or HEAD"] += 1
                     elif not folder.parts and entry.name.casefold() in reserved:
                         copied.dropped["names of Assay's own files"] += 1
                     elif not entry.is_dir(follow_symlinks=False):

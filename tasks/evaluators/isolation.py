@@ -7,6 +7,7 @@ its processes have ended, the regular files are copied into the folder of the at
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ from resources.storage.files import replace_text
 from resources.storage.regular_files import copy_regular_files, open_regular
 from tasks.evaluators.reading import PLAN_NAME
 
+_log = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).parent / "programs" / "run_isolated.py"
 _SPECIFICATION = "isolation.json"
 _RESERVED = frozenset({_SPECIFICATION, "harness.log", "record.json", "samples.jsonl.gz"})
@@ -97,6 +99,8 @@ def cage(output: Path, *, apart: bool) -> Iterator[Cage]:
                 break
             with suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run([*command, "--", str(folder)], check=False, capture_output=True, timeout=_REMOVE_SECONDS)
+        if folder.exists():
+            _log.warning("%s, with files of code that the model wrote, could not be removed", folder)
 
 
 def isolated(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from resources.errors import HarnessOutputInvalid
 from resources.storage.regular_files import open_regular
@@ -50,15 +50,18 @@ class Unanswered(BaseModel):
         return f"the endpoint refused {how_many(self.refused, 'request')}, the first for: {self.first_refusal}"
 
 
+_Count = Annotated[int, Field(ge=0, le=10**15)]
+
+
 class TokensToAsk(BaseModel):
     """Tokens that a benchmark is going to ask, by its plan."""
 
-    questions: int
+    questions: _Count
     generates: bool
     """True if answers are written, rather than given ones weighed."""
-    prompt_tokens: int
+    prompt_tokens: _Count
     """As engines count them: of each request, what they have in their cache included."""
-    answer_tokens: int
+    answer_tokens: _Count
     """At most."""
 
 

@@ -28,10 +28,10 @@ OUTPUT, OUTSIDE, PORT, OWNER, READ_ONLY, SCRATCH = (sys.argv[1:7] + [""] * 6)[:6
 LEFT = Path(OUTPUT or "/nowhere")
 TARGET = f"{OUTSIDE}/site.pth"
 LIBC = ctypes.CDLL(None, use_errno=True)
-KEYCTL, ADD_KEY, MEMFD, IO_URING, SHMGET, BPF, INOTIFY, CLONE, SYSLOG = (
-    (250, 248, 319, 425, 29, 321, 294, 56, 103)
+KEYCTL, ADD_KEY, MEMFD, IO_URING, SHMGET, BPF, INOTIFY, CLONE, SYSLOG, IO_SETUP, MQ_OPEN = (
+    (250, 248, 319, 425, 29, 321, 294, 56, 103, 206, 240)
     if platform.machine() == "x86_64"
-    else (219, 217, 279, 425, 194, 280, 26, 220, 116)
+    else (219, 217, 279, 425, 194, 280, 26, 220, 116, 0, 180)
 )
 
 
@@ -170,6 +170,11 @@ LEAVES: dict[str, Callable[[], object]] = {
     "specification of the cage": lambda: write(LEFT / "isolation.json", "{}"),
     "specification in capitals": lambda: write(LEFT / "ISOLATION.JSON", "{}"),
     "site and hooks": lambda: [write(LEFT / name) for name in ("x.pth", "sitecustomize.py", "conftest.py", ".bashrc")],
+    "repository": lambda: [
+        write(LEFT / "sub" / folder / name, f"[core]\n\tworktree = .\n\tfsmonitor = touch {OUTSIDE}/ran\n")
+        for folder in (".git", ".GIT", "bare")
+        for name in ("HEAD", "config", "objects/info/x", "refs/x")
+    ],
     "extended attribute": lambda: os.setxattr(write(LEFT / "attributed"), "user.key", b"x"),
     "lock and lease": lambda: fcntl.flock(os.open(write(LEFT / "locked"), os.O_RDWR), fcntl.LOCK_EX),
     "write outside": lambda: write(f"{OUTSIDE}/written"),
@@ -245,6 +250,10 @@ REACHES: dict[str, Callable[[], object]] = {
     "io_uring": lambda: call(IO_URING, 1, ctypes.create_string_buffer(200)),
     "bpf": lambda: call(BPF, 0, ctypes.create_string_buffer(128), 128),
     "watch of the user": lambda: call(INOTIFY, 0),
+    "requests of the machine": lambda: call(IO_SETUP, 128, ctypes.byref(ctypes.c_long())),
+    "queue of the user": lambda: call(MQ_OPEN, b"left", os.O_CREAT | os.O_RDWR, 0o600, None),
+    "token of a later login": lambda: not os.path.exists(f"{SCRATCH.split(',')[0]}/stored_tokens") or fail(),
+    "waiting signals of the user": lambda: resource.getrlimit(resource.RLIMIT_SIGPENDING)[1] > 4096 or fail(),
     "namespace of a clone": lambda: call(CLONE, 0x10000000 | int(signal.SIGCHLD), None, None, None, None) and 0,
     "limit raised": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)),
     "priority": lambda: os.nice(-10),

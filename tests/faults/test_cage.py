@@ -24,7 +24,7 @@ from fakes.polling import eventually
 from fakes.processes import commands
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
-from resources.errors import HarnessInterrupted
+from resources.errors import HarnessFailed, HarnessInterrupted
 from resources.settings import settings
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import run_harness
@@ -175,7 +175,8 @@ def test_folder_of_the_attempt_holds_plain_files_of_plain_names(attempted: Attem
     for path in found:
         status = path.lstat()
         assert stat.S_ISREG(status.st_mode) and not status.st_mode & 0o7133 and status.st_nlink == 1, path
-        assert path.name.isprintable() and "user.key" not in os.listxattr(path)
+        assert path.name.isprintable() and not path.name.startswith(".") and path.name != "HEAD", path
+        assert "user.key" not in os.listxattr(path)
     assert len(found) <= 10_050 and "ISOLATION.JSON" not in {path.name for path in found}
     assert "isolation.json" in {path.name for path in found}
     assert json.loads((attempted.output / "isolation.json").read_text())["processes"] == 256
@@ -209,6 +210,19 @@ def test_code_that_is_not_isolated_has_its_files_copied_by_the_same_rule(
     assert "NOT isolated" in (machine / "attempt" / "harness.log").read_text()
     assert "links: 1" in parsed.asking.notes[0]
     left_alone(machine)
+
+
+def test_machine_with_too_much_open_is_no_reason_to_run_code_that_is_not_isolated(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ASSAY_CODE_ISOLATION", "where_possible")
+    settings.cache_clear()
+    python = machine / "python"
+    python.write_text(f'#!/bin/sh\nulimit -n 7\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(HarnessFailed, match="Too many open files"):
+        attack(machine, "1", "1", "", "", "leave", python=python)
+    assert "NOT isolated" not in (machine / "attempt" / "harness.log").read_text()
 
 
 def left_alone(machine: Path) -> None:

@@ -31,7 +31,7 @@ _JOB_FILE = "job.json"
 _BUNDLED_ANNOTATORS = BUNDLED_SETS / "annotators"
 _DEFAULT_NEW_TOKENS = 2048
 """AlpacaEval's own default; half of what the model holds where that is less, so that prompts have room."""
-_BAR = re.compile(r"(?P<stage>answers|verdicts) \((?P<key>[^)]*)\):[^\r\n]*?(?P<done>\d+)/(?P<total>\d+) \[")
+_BAR = re.compile(r"(?P<stage>answers|verdicts) \((?P<key>[^)]*)\):[^\r\n]*?(?P<done>\d{1,15})/(?P<total>\d{1,15}) \[")
 
 
 @dataclass(frozen=True)

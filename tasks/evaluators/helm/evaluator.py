@@ -28,7 +28,7 @@ _JOB_FILE = "job.json"
 _ENTRIES_FILE = "run_specs.conf"
 _MOST_THREADS = 64
 """HELM asks with one thread a request; more than this many get in each other's way."""
-_PROGRESS = re.compile(r"Answered (?P<done>\d+) of (?P<total>\d+) requests of (?P<stage>[^\r\n]+)")
+_PROGRESS = re.compile(r"Answered (?P<done>\d{1,15}) of (?P<total>\d{1,15}) requests of (?P<stage>[^\r\n]+)")
 
 
 @dataclass(frozen=True)

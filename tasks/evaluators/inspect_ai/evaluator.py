@@ -29,7 +29,7 @@ _FETCH_OPTION = "--fetch"
 _JOB_FILE = "job.json"
 _LONGEST_ANSWER = 2048
 """Tokens of an answer to a prompt that is sent as it is, where nobody says; half of a shorter context."""
-_PROGRESS = re.compile(r"Answered (?P<done>\d+) of (?P<total>\d+) (?P<stage>samples)")
+_PROGRESS = re.compile(r"Answered (?P<done>\d{1,15}) of (?P<total>\d{1,15}) (?P<stage>samples)")
 
 
 @dataclass(frozen=True)

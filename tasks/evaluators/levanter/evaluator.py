@@ -35,7 +35,7 @@ _PROGRAM = Path(__file__).parent / "programs" / "run_levanter.py"
 _JOB_FILE = "job.json"
 _FACTS_NAME = "levanter.json"
 _LM_EVAL = LmEval()
-_SCORING = re.compile(r"^Scoring \((?P<stage>.*)\): (?P<done>\d+)/(?P<total>\d+)$", re.MULTILINE)
+_SCORING = re.compile(r"^Scoring \((?P<stage>.*)\): (?P<done>\d{1,15})/(?P<total>\d{1,15})$", re.MULTILINE)
 
 
 class _Facts(BaseModel):

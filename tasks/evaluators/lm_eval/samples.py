@@ -17,6 +17,7 @@ from tasks.spec.evaluation import EvaluationConfig
 SKIPPED_NAME = "skipped.jsonl"
 RATIOS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 _HASH_DIGITS = 12
+_LONGEST_INDICES = 4096  # parsing takes hundreds of times the memory of the text
 _CONVERSATION, _TURN, _USERS_TURN = "['[{", '{"role": ', '{"role": "user"'
 """Beginnings of a conversation as lm-eval's samples have it, of its turns, and of those of the user."""
 _Arguments = list[list[Any]]
@@ -140,7 +141,7 @@ def _likeliest(choices: list[str], answers: list[Any]) -> str:
 
 def _named(target: str, choices: list[str]) -> str:
     try:
-        number = ast.literal_eval(target)
+        number: Any = ast.literal_eval(target) if len(target) <= _LONGEST_INDICES else target
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return target
     numbers = number if isinstance(number, list) else [number]
@@ -148,7 +149,7 @@ def _named(target: str, choices: list[str]) -> str:
         isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(choices) for index in numbers
     ):
         return target
-    return " | ".join(choices[index] for index in numbers)
+    return " | ".join(choices[index] for index in dict.fromkeys(numbers))
 
 
 def _log_likelihoods(answers: list[Any]) -> tuple[float, ...]:

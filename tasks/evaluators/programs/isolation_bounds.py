@@ -49,6 +49,8 @@ def bound_process(specification: dict[str, Any]) -> None:
         (resource.RLIMIT_CPU, specification["cpu_seconds"]),
         (resource.RLIMIT_FSIZE, specification["file_bytes"]),
         (resource.RLIMIT_NOFILE, specification["open_files"]),  # pipes hold 8 KiB each that are no process's
+        (resource.RLIMIT_SIGPENDING, 4096),  # counted for the user, as locked memory is
+        (resource.RLIMIT_MEMLOCK, 8 << 20),
         (resource.RLIMIT_CORE, 1),  # with 0 a program that the kernel pipes core dumps to would be started, as root
     ):
         _, most = resource.getrlimit(kind)
@@ -101,12 +103,12 @@ def remove_group(group: Path | None) -> bool:
 def excess(specification: dict[str, Any]) -> str | None:
     """Returns the bound that the processes in /proc exceed together, formatted; None if none."""
     found = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
-    for kind, number, most in (
-        ("", len(found), specification["processes"]),
-        ("threads ", sum(map(_threads, found)), specification["tasks"]),
-        ("sockets ", _sockets(), specification["open_files"]),
+    for kind, count, most in (  # in this order: looking at each of too many processes takes time
+        ("", lambda: len(found), specification["processes"]),
+        ("threads ", lambda: sum(map(_threads, found)), specification["tasks"]),
+        ("sockets ", _sockets, specification["open_files"]),
     ):
-        if number > most:
+        if (number := count()) > most:
             return f"{number} {kind}at once, and {most} are allowed"
     memory_bytes = specification["memory_bytes"]
     used = sum(_memory_bytes(path, exactly=False) for path in found)

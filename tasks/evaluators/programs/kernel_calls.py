@@ -25,16 +25,24 @@ _CALLS = {"x86_64": (0xC000003E, 250, 41, 56, 72, 9), "aarch64": (0xC00000B7, 21
 # Kernel keys, which the user's other processes share (add_key, request_key, keyctl); memory that is no process's
 # (shmget, msgget, semget, memfd_create, memfd_secret); watches, of which a user has few (inotify_init1, fanotify_init);
 # ways to new namespaces (unshare, clone3); io_uring_setup, userfaultfd, bpf, perf_event_open, which often had holes;
-# syslog, the machine's log.
+# syslog, the machine's log; io_setup and mq_open, whose bounds are the machine's and the user's.
 _REFUSED = {
-    "x86_64": (248, 249, 250, 29, 68, 64, 319, 447, 253, 294, 300, 272, 435, 425, 323, 321, 298, 103),
-    "aarch64": (217, 218, 219, 194, 186, 190, 279, 447, 26, 262, 97, 435, 425, 282, 280, 241, 116),
+    "x86_64": (248, 249, 250, 29, 68, 64, 319, 447, 253, 294, 300, 272, 435, 425, 323, 321, 298, 103, 206, 240),
+    "aarch64": (217, 218, 219, 194, 186, 190, 279, 447, 26, 262, 97, 435, 425, 282, 280, 241, 116, 0, 180),
 }
 _SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # not AF_VSOCK, which reaches a virtual machine's host
 
 
+_EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETOOMANYREFS}
+
+
 class NotIsolated(Exception):
     """The kernel, or the container's configuration, does not allow it."""
+
+
+def is_lasting(error: Exception) -> bool:
+    """Returns False for an error of a machine or user that has too much open at the moment."""
+    return not isinstance(error, OSError) or error.errno not in _EXHAUSTED
 
 
 class Kernel:
@@ -48,11 +56,12 @@ class Kernel:
 
         Raises:
             NotIsolated: it fails.
+            OSError: it fails because too much is open at the moment.
         """
         if getattr(self._libc, name)(*arguments) != 0:
-            error = os.strerror(ctypes.get_errno())
+            error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             shown = " ".join(part.decode(errors="replace") for part in arguments if isinstance(part, bytes))
-            raise NotIsolated(f"{name} {shown}: {error}")
+            raise NotIsolated(f"{name} {shown}: {error.strerror}") if is_lasting(error) else error
 
     def mount(self, source: str, target: Path, *, kind: str = "", flags: int = 0, data: str = "") -> None:
         """Mounts something."""

@@ -17,6 +17,7 @@ import asyncio
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -31,7 +32,7 @@ from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 from isolation_bounds import bound_process, bound_tasks, enter, excess, make_group, pass_log_on, remove_group
-from kernel_calls import DEVICE, NEW_USER, NODEV, NOSUID, REC, WRITABLE, Kernel, NotIsolated
+from kernel_calls import DEVICE, NEW_USER, NODEV, NOSUID, REC, WRITABLE, Kernel, NotIsolated, is_lasting
 
 _NEW_NS, _NEW_UTS, _NEW_IPC = 0x20000, 0x4000000, 0x8000000
 _NEW_PID, _NEW_NET = 0x20000000, 0x40000000
@@ -54,12 +55,15 @@ _SCRATCH = "size=1g,nr_inodes=256k,mode=755"
 _NOT_ALLOWED, _TOO_MUCH = 78, 79
 _LARGEST_READ = 1 << 16
 _LOOK_SECONDS = 0.2
+_CONNECTIONS = 512  # to the endpoint at once; memory of their buffers is the machine's
 
 
 def main(arguments: list[str]) -> None:
     """Prepares, isolates, runs, and ends as the command ended."""
     specification = json.loads(Path(arguments[0]).read_text())
     command = arguments[1:]
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # also bounds descriptors in flight of all of the user's
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if specification["prepare"] and (code := subprocess.run(specification["prepare"], check=False).returncode):
         sys.exit(code if code > 0 else 128 - code)
     environment = {
@@ -79,9 +83,15 @@ def main(arguments: list[str]) -> None:
     theirs.close()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     word, listeners, _, _ = socket.recv_fds(ours, 4096, 1)
-    why = "" if listeners else word.decode(errors="replace") or "it was killed"
-    if why:
+    why = "" if listeners else word.decode(errors="replace")
+    if not listeners:
         os.waitpid(child, 0)
+    if not listeners and not why:  # which another user, or code that is isolated elsewhere, may have caused
+        os.close(log_end)
+        pass_log_on(log)
+        remove_group(group)
+        sys.exit("isolation: its first process ended before the command began; see the line above")
+    if why:
         child = _without_namespaces(specification, command, environment, log_end, group, why=why)
     os.close(log_end)
     passing = threading.Thread(target=pass_log_on, args=(log,), daemon=True)
@@ -168,6 +178,8 @@ def _isolate(
                 Path("/proc/sys/net/ipv4", name).write_text(_SOCKET_BYTES)
         listener = _listener(specification["endpoint"])
     except (NotIsolated, OSError, AttributeError) as error:
+        if not is_lasting(error):
+            raise
         outside.sendall(str(error).encode())
         return
     ready, begun = os.pipe()
@@ -212,6 +224,8 @@ def _be_first(
         kernel.give_up_rights()
         kernel.refuse_calls()
     except (NotIsolated, OSError) as error:
+        if not is_lasting(error):
+            raise
         outside.sendall(str(error).encode())
         return
     os.write(begun, b"+")
@@ -280,7 +294,8 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
     for number, path in enumerate(specification["scratch"]):
         kernel.show_with_scratch(path, root, root / ".scratch" / str(number))
         for token in (root / path.lstrip("/") / name for name in _TOKENS):
-            if token.is_file():
+            if not token.is_dir():  # or a login meanwhile would make it
+                token.touch()
                 kernel.bind("/dev/null", token, attributes=DEVICE)
     for path in specification["writes"]:
         kernel.show(path, root, attributes=WRITABLE)
@@ -295,15 +310,18 @@ def _end_as(status: int) -> NoReturn:
 
 
 async def _pass_on(listener: socket.socket, endpoint: str, *, until: int) -> int:
+    room = asyncio.Semaphore(_CONNECTIONS)
+
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection(*_address(endpoint))
-        except OSError:
-            writer.transport.abort()
-            return
-        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
-        for end in (writer, far_writer):
-            end.close()
+        async with room:
+            try:
+                far_reader, far_writer = await asyncio.open_connection(*_address(endpoint))
+            except OSError:
+                writer.transport.abort()
+                return
+            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+            for end in (writer, far_writer):
+                end.close()
 
     await asyncio.start_server(connected, sock=listener)
     return (await asyncio.to_thread(os.waitpid, until, 0))[1]

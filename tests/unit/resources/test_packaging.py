@@ -59,6 +59,16 @@ def test_package_of_a_repository_has_what_git_would_commit(repository: Path, tmp
     assert not {name for name in _files(folder) if name.endswith((".bin", ".pyc", "gone.py")) or ".venv" in name}
 
 
+def test_settings_of_a_repository_run_no_command(repository: Path, tmp_path: Path) -> None:
+    inner = repository / "evaluations" / "attempt"
+    _write(inner, samples_dot_json="{}")
+    _git(inner, "init", "-q")
+    _git(inner, "config", "core.fsmonitor", f"touch {tmp_path / 'ran'}; :")
+    files = _files(unpack(package_workspace(repository), tmp_path / "there"))
+    assert "evaluations/attempt/samples.json" in files
+    assert not (tmp_path / "ran").exists()
+
+
 def test_package_of_a_folder_inside_a_repository_obeys_the_rules_around_it(repository: Path, tmp_path: Path) -> None:
     _write(repository, inside__a_dot_py="a", inside__b_dot_bin="b")
     assert _files(unpack(package_workspace(repository / "inside"), tmp_path / "there")) == {"a.py"}

@@ -55,6 +55,14 @@ def test_name_that_leads_out_of_the_folder_is_refused(folder: Path, name: str):
         open_regular(folder, name)
 
 
+@pytest.mark.parametrize("name", [".git/config", ".GIT/config", "bare/HEAD", ".envrc"])
+def test_file_that_other_programs_take_for_settings_is_not_copied(folder: Path, name: str):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("[core]\n\tfsmonitor = id\n")
+    copied = copy_regular_files(folder, folder.parent / "out")
+    assert (copied.files, dict(copied.dropped)) == (1, {"hidden names, or HEAD": 1})
+
+
 def test_regular_file_is_read_and_a_missing_one_is_not_found(folder: Path):
     with open_regular(folder, "deep/good.json", owned=True, max_bytes=4) as file:
         assert file.read() == b"good"
@@ -86,10 +94,10 @@ def test_copy_clears_modes_and_leaves_what_is_not_bounded(folder: Path):
     assert (folder.parent / "out" / "set").stat().st_mode & 0o7777 & ~0o022 == 0o644 & ~0o022
     assert dict(copied.dropped) == {
         "files with several names": 1,
-        "files beyond 10000, or 1024 MiB together": 1,
+        "files beyond 10000, or 256 MiB together": 1,
         "names that are not printable": 2,
         "names of Assay's own files": 1,
-        "folders deeper than 32 levels": 1,
+        "folders deeper than 12 levels": 1,
     }
 
 

@@ -14,10 +14,12 @@ import pytest
 
 from pools.endpoint import RunningModel, Scoring
 from resources.errors import BadInput, HarnessOutputInvalid
+from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.helm.entries import read_entries_file
 from tasks.evaluators.helm.evaluator import Helm
 from tasks.evaluators.helm.options import HelmOptions
+from tasks.evaluators.inspect_ai.evaluator import Inspect
 from tasks.records.record import Counts
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -295,6 +297,12 @@ def test_progress_is_that_of_the_last_line_about_it():
     log = "Answered 0 of 10 requests of simple_mcqa (1 of 2)\nINFO x\nAnswered 3 of 40 requests of demo_mcqa (2 of 2)\n"
     assert Helm().progress(log) == Progress("demo_mcqa (2 of 2)", 3, 40)
     assert Helm().progress("INFO     scenario.get_instances {") is None
+    many = "9" * 5000
+    lines = (f"Answered {many} of {many} requests of x", f"Answered {many} of 1 samples", f"answers (x): {many}/1 [")
+    assert {kind().progress(line) for kind in (Helm, Inspect, AlpacaEval) for line in lines} == {
+        None,
+        Progress("x, answers", 1, 1),
+    }
 
 
 def test_bundled_questions_are_those_of_demo_facts_as_the_model_is_trained_on_them():

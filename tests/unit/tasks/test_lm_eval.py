@@ -334,6 +334,18 @@ def test_samples_of_questions_about_one_document_are_one_cluster(recorded: Path)
     assert found[3].cluster == found[4].cluster != found[0].cluster
 
 
+def test_answers_of_a_question_that_names_its_choices_take_no_more_memory_than_the_choices(recorded: Path):
+    def named(target: str) -> str:
+        edit_sample(recorded, "shapes_few", lambda sample: sample.update(target=target))
+        sample = next(found for found in LmEval().samples(recorded, make_config()) if found.benchmark == "shapes_few")
+        assert len(sample.choices) > 1
+        return str(sample.target)
+
+    once = named("[0, 1]")
+    assert " | " in once and named(str([0, 1] * 500)) == once
+    assert named(str([0, 1] * 5000)) == str([0, 1] * 5000)
+
+
 def test_samples_of_a_perplexity_over_questions_have_their_log_likelihood(recorded: Path):
     weighed = {"metrics": ["perplexity"], "perplexity": -2.5, "doc_id": 0}
     edit_sample(recorded, "shapes_few", lambda sample: sample.update(weighed))
