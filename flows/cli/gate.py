@@ -94,11 +94,7 @@ def gate(
 
 
 def load_gate(uri: str) -> Gate:
-    """A gate from a YAML or JSON file, in any store.
-
-    Raises:
-        BadInput: it is not there, or not valid.
-    """
+    """A gate from a YAML or JSON file, in any store."""
     from tasks.gates.gate import Gate
     from tasks.spec.loading import load_config
 
@@ -106,11 +102,7 @@ def load_gate(uri: str) -> Gate:
 
 
 def gate_of(options: GateOptions) -> Gate | None:
-    """Returns the gate that `--gate` names, if it does.
-
-    Raises:
-        BadInput: it is not there or not valid, or there is a `--summary` without one.
-    """
+    """Returns the gate that `--gate` names, if it does."""
     from resources.errors import BadInput
 
     if options.gate is None and options.summary is not None:
@@ -119,11 +111,7 @@ def gate_of(options: GateOptions) -> Gate | None:
 
 
 def early_gate(wanted: Gate | None, options: EarlyOptions) -> Gate | None:
-    """Returns the gate with what options say of early decisions.
-
-    Raises:
-        BadInput: they say what cannot be: without a gate, with rules that cannot be decided early, or both ways.
-    """
+    """Returns the gate with what options say of early decisions."""
     from resources.errors import BadInput
     from tasks.gates.gate import Gate
     from tasks.spec.loading import build_config
@@ -143,11 +131,7 @@ def early_gate(wanted: Gate | None, options: EarlyOptions) -> Gate | None:
 
 
 def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
-    """Returns the steps of a run whose cells have early verdicts, and no succeeded record.
-
-    Raises:
-        BadInput: there are none.
-    """
+    """Returns the steps of a run whose cells have early verdicts, and no succeeded record."""
     from resources.errors import BadInput
     from resources.storage import storage
     from tasks.gates.early import early_below
@@ -172,11 +156,7 @@ def show_verdict(verdict: Verdict) -> None:
 
 
 def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
-    """Appends verdicts to a file as Markdown, if there is to be one.
-
-    Raises:
-        BadInput: the file cannot be written.
-    """
+    """Appends verdicts to a file as Markdown, if there is to be one."""
     from resources.errors import BadInput
     from tasks.gates.views import verdict_markdown
 

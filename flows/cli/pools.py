@@ -157,13 +157,7 @@ def _from_file(uri: str, options: EvaluationOptions, longest_wait_seconds: float
 
 
 def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minutes: float) -> KeptPool:
-    """Keeps a pool up for every complete checkpoint at `model.path`; its engines start at the first request.
-
-    Raises:
-        NoCheckpoints: there is no complete checkpoint.
-        BadInput: a checkpoint cannot be served so, or a pool of that name is up.
-        ProxyFailed: the pool did not come up.
-    """
+    """Keeps a pool up for every complete checkpoint at `model.path`; its engines start at the first request."""
     from pools.engine.launch import Servable, environment_name
     from pools.pool.kept import keep_up
     from pools.weights.model_files import digest_model_folder
@@ -217,11 +211,7 @@ def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
 
 
 def checkpoints_to_serve(path: str) -> list[Checkpoint]:
-    """The complete checkpoints at a location; shows the others, each with its reason.
-
-    Raises:
-        NoCheckpoints: none is complete.
-    """
+    """The complete checkpoints at a location; shows the others, each with its reason."""
     from tasks.checkpoints.discovery import complete_among, find_checkpoints
 
     shown = partial(ERR.print, highlight=False, markup=False, soft_wrap=True)

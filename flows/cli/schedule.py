@@ -112,11 +112,7 @@ def notify(
 
 
 def duration(text: str) -> timedelta:
-    """A time such as 30s, 10m, 2h or 1d.
-
-    Raises:
-        BadInput: it is none.
-    """
+    """A time such as 30s, 10m, 2h or 1d."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None or float(match[1]) == 0:
         raise BadInput(expected="a time such as 30s, 10m, 2h or 1d", found=repr(text), remedy="write one of these")

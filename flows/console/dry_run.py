@@ -72,11 +72,7 @@ class Plan:
 
 
 def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection) -> Plan:
-    """Plans an evaluation as its flow would, which refuses what it would refuse.
-
-    Raises:
-        AssayError: the request cannot be right, or no region has what it asks for.
-    """
+    """Plans an evaluation as its flow would, which refuses what it would refuse."""
     checkpoints = discover(configs[0].model_path, selection, **layouts_for(configs))
     cells = plan_cells([as_served(config) for config in configs], checkpoints)
     wanted = [found for config in configs if (found := _resources_of(config)) is not None]

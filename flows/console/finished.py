@@ -27,11 +27,6 @@ def records_if_finished(
     It leaves what a flow run would leave then: the report, and the gate's verdict. None is returned, and nothing done,
     where something is left to do, where incomplete checkpoints are to be waited for, or where Prefect was told of a
     server, which is to see the flow run.
-
-    Raises:
-        AssayError: the request cannot be right.
-        OverBudget: what is left to do is expected to cost more than it may, or nobody knows what.
-        GateRefused: the gate says NO-GO.
     """
     if server_named() or selection.wait_for_incomplete_seconds:
         return None

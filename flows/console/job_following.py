@@ -47,9 +47,6 @@ def follow(
         write: gets pieces of a log.
         note: gets what there is to say about the job itself: why it waits, that it was started again.
         patience_seconds: how long a backend may be silent; its head may be starting again.
-
-    Raises:
-        BackendUnavailable: it was silent for longer.
     """
     logs = {replica: _ShownLog(b"[%d] " % replica if len(replicas) > 1 else b"") for replica in replicas}
     noted: str | None = None

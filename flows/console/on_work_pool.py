@@ -64,12 +64,6 @@ def send_evaluation(
         max_egress_usd: what reading the checkpoints from another region may cost.
         max_usd: what all of it may be expected to cost; no bound when None.
         on_event: is told where it goes, at which price, before it is sent, and each state of the flow run.
-
-    Raises:
-        BadInput: the request cannot be right.
-        NoUsableWorkPool: no work pool would begin it now.
-        OverBudget: it is expected to cost more than it may, or nobody knows what.
-        PrefectUnavailable: the server does not answer.
     """
     whole = _with_whole_paths(config)
     parameters = {"config": whole.model_dump(mode="json")}
@@ -88,14 +82,7 @@ def send_suite(
     max_usd: float | None,
     on_event: Callable[[str], None],
 ) -> SeriesResult:
-    """Has a suite's evaluations made at a work pool; the suite travels whole.
-
-    Raises:
-        BadInput: the request cannot be right.
-        NoUsableWorkPool: no work pool would begin it now.
-        OverBudget: it is expected to cost more than it may, or nobody knows what.
-        PrefectUnavailable: the server does not answer.
-    """
+    """Has a suite's evaluations made at a work pool; the suite travels whole."""
     whole = _with_whole_paths(request)
     parameters = {"suite": suite.model_dump(mode="json"), "request": whole.model_dump(mode="json")}
     name = f"evaluate {whole.place}{selection.words} · {suite}"
@@ -160,11 +147,7 @@ def _sent(
 def choose(
     configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, max_egress_usd: float
 ) -> tuple[WorkPoolChoice, list[Checkpoint]]:
-    """Returns the work pool, and the checkpoints as they are now: an evaluation of others is another flow run.
-
-    Raises:
-        AssayError: no work pool could take it, or the request cannot be right.
-    """
+    """Returns the work pool, and the checkpoints as they are now: an evaluation of others is another flow run."""
     first = next((config for config in configs if not config.native), configs[0])
     if first.pool_name is not None and not is_address(first.pool_name):
         raise BadInput(

@@ -64,9 +64,6 @@ def run_series(
         console: where progress is shown.
         finished: returns the records if there is nothing to do; the flow is not run then.
         configs: what is evaluated; what that needs is imported while Prefect is, and while its server starts.
-
-    Raises:
-        BadInput: the request cannot be right; nothing was evaluated.
     """
     began = now()
     evaluated: set[int] = set()

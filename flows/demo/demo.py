@@ -37,12 +37,7 @@ _TRAINING_POLL_SECONDS = 0.3
 
 
 def prepare(folder: Path, *, steps: int, console: Console) -> None:
-    """Builds the environments and trains the model, each unless it is there already.
-
-    Raises:
-        EnvironmentBuildFailed: uv could not build an environment.
-        JobFailed: the training failed; its log is shown.
-    """
+    """Builds the environments and trains the model, each unless it is there already."""
     with live_view(console) as show:
         evaluations = built_in_suite(SUITE).evaluations_of(demo_request(folder))
         for spec in (ENVIRONMENTS["vllm-cpu"], *(evaluator_of(config).environment(config) for config in evaluations)):

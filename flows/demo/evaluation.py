@@ -26,9 +26,6 @@ def evaluate_demo(configs: tuple[EvaluationConfig, ...], merged: EvaluationConfi
     Args:
         configs: The evaluations of the checkpoints.
         merged: That of the merged one, whose name is its model_path.
-
-    Raises:
-        AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
     """
     with error_noted():
         everything = CheckpointSelection()

@@ -31,12 +31,7 @@ _CONTEXT_TOKENS = 512
 
 
 def prepare(folder: Path, *, steps: int, exports: int, console: Console) -> TrainAndEvaluateConfig:
-    """Builds the environments and writes texts and tokenizer, each unless it is there; what is to be done with them.
-
-    Raises:
-        EnvironmentBuildFailed: uv could not build an environment.
-        JobFailed: the texts could not be written.
-    """
+    """Builds the environments and writes texts and tokenizer, each unless it is there; what is to be done with them."""
     data = folder.absolute() / "data"
     with live_view(console) as show:
         for spec in _ENVIRONMENTS:

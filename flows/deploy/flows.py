@@ -38,11 +38,7 @@ def deployments_for(work_pool: str, *, name: str) -> dict[str, Any]:
 
 
 def deploy_to(work_pool: str, *, name: str) -> None:
-    """Deploys every flow to a work pool; deployments of that name are replaced.
-
-    Raises:
-        DeploymentFailed: Prefect refused one.
-    """
+    """Deploys every flow to a work pool; deployments of that name are replaced."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prefect.yaml"
         file.write_text(yaml.safe_dump(deployments_for(work_pool, name=name), sort_keys=False))

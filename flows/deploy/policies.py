@@ -86,11 +86,7 @@ class PolicyDeployment:
         return {"policy": self.policy.model_dump(mode="json") if whole else self.uri}
 
     def schedules(self) -> list[DeploymentScheduleCreate]:
-        """At most one.
-
-        Raises:
-            BadInput: the cron line cannot be read.
-        """
+        """At most one."""
         if self.cron is not None:
             try:
                 return [DeploymentScheduleCreate(schedule=CronSchedule(cron=self.cron))]
@@ -124,10 +120,6 @@ def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run:
         wanted: the deployment.
         silent_after: how long a flow run may show no sign of life before it is marked as crashed.
         dry_run: find out what would change, and change nothing.
-
-    Raises:
-        BadInput: there is no such work pool, the policy has relative paths, or flow runs at work are silent for longer.
-        PrefectUnavailable: the server does not answer.
     """
     check_policy_paths(wanted.policy)
     _require_longer_than_heartbeats(silent_after)
@@ -157,9 +149,6 @@ def watch_over_flow_runs(silent_after: timedelta = _PATIENT) -> list[Change]:
 
     Args:
         silent_after: how long a flow run may show no sign of life; more where heartbeats are rarer.
-
-    Raises:
-        PrefectUnavailable: the server does not answer.
     """
     heartbeat = get_current_settings().flows.heartbeat_frequency or 0
     silent_after = max(silent_after, timedelta(seconds=1.5 * heartbeat))

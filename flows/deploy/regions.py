@@ -30,9 +30,6 @@ def deploy_sent_flows(regions: Regions, *, dry_run: bool = False) -> dict[str, l
 
     Returns:
         The deployments that were made or changed, by work pool.
-
-    Raises:
-        PrefectUnavailable: the server does not answer.
     """
     with prefect_client() as client:
         return {

@@ -29,11 +29,7 @@ from tasks.spec.suites import SuiteRequest
 
 
 def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:
-    """The configuration in a file, beside which no option may say something else.
-
-    Raises:
-        BadInput: the file is not valid, or options were given that it would override.
-    """
+    """The configuration in a file, beside which no option may say something else."""
     refuse_beside_config(options.given(), "an evaluation")
     found = load_config(uri, EvaluationConfig)
     entries = getattr(found.evaluator, "run_specs_path", None)
@@ -54,11 +50,7 @@ def _git_tags(uri: str | None, *names: str) -> dict[str, str]:
 
 
 def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
-    """The configuration that some command-line options describe.
-
-    Raises:
-        BadInput: something is missing or wrong, or would be ignored.
-    """
+    """The configuration that some command-line options describe."""
     if options.model is None or not options.evals:
         raise BadInput(
             expected="--model and at least one --eval or a --suite, or --config FILE",
@@ -92,11 +84,7 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
 
 
 def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
-    """Returns the request to a suite that some command-line options describe.
-
-    Raises:
-        BadInput: something is missing or wrong, or would be ignored.
-    """
+    """Returns the request to a suite that some command-line options describe."""
     if options.model is None:
         raise BadInput(expected="--model beside --suite", found="none", remedy="name a run or a checkpoint")
     beside = options.given("evals", "evaluator", "force_fewshot")
@@ -246,11 +234,7 @@ def _benchmark(text: str, *, forced: bool) -> dict[str, Any]:
 
 
 def key_and_value(option: str, text: str) -> tuple[str, Any]:
-    """The two parts of an option `key=value`; the value is a number, a truth value or the like where it looks like it.
-
-    Raises:
-        BadInput: there is no =.
-    """
+    """The two parts of an option `key=value`; the value is a number or a truth value where it looks like it."""
     key, separator, value = text.partition("=")
     if not separator:
         example = {"--engine": "max_model_len=4096"}.get(option, "top_k=40")

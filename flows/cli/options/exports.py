@@ -33,11 +33,7 @@ Leaderboards = Annotated[
 
 
 def form_to_write(given: str | None, *, output: str | None, as_json: bool) -> Format:
-    """Returns the form to write: what was asked for, else what the end of the file's name says, else a table.
-
-    Raises:
-        BadInput: it is none, or the options do not go together.
-    """
+    """Returns the form to write: what was asked for, else what the end of the file's name says, else a table."""
     from tasks.records.export import form_of
 
     known = [*get_args(TableFormat), EVERY_EVAL_EVER, EVAL_RESULTS]
@@ -76,11 +72,7 @@ def write_every_eval_ever(
     developer: str | None,
     samples: bool,
 ) -> str:
-    """Writes records in the form of Every Eval Ever, and says in a line how many, and why others were left out.
-
-    Raises:
-        BadInput: nobody evaluated them.
-    """
+    """Writes records in the form of Every Eval Ever, and says in a line how many, and why others were left out."""
     from tasks.sinks.forms.every_eval_ever import Publisher, write_every_eval_ever
     from tasks.spec.names import how_many
 
@@ -102,11 +94,7 @@ def write_every_eval_ever(
 
 
 def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted: RecordFilter) -> bytes:
-    """The content of a file of `.eval_results` for one checkpoint.
-
-    Raises:
-        BadInput: records are of several checkpoints, were changed, or none or several have a score for a leaderboard.
-    """
+    """The content of a file of `.eval_results` for one checkpoint."""
     from tasks.records.verification import verified
     from tasks.sinks.backlog import sinks_in
     from tasks.sinks.forms.hub_results import as_yaml, hub_entries

@@ -29,11 +29,7 @@ def generation_from_options(
     writing: GenerationOutputOptions,
     selecting: SelectionOptions,
 ) -> GenerationConfig:
-    """The generation that some command-line options describe.
-
-    Raises:
-        BadInput: something is missing or wrong, or would be ignored.
-    """
+    """The generation that some command-line options describe."""
     if (served.model is None and served.pool is None) or not asked.prompts or writing.output is None:
         raise BadInput(
             expected="--model or --pool, --prompts and --output; or --config FILE",

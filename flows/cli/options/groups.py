@@ -202,11 +202,7 @@ def tpu_asked(text: str) -> dict[str, Any]:
 
 
 def refuse_beside_config(given: Sequence[str], described: str) -> None:
-    """Passes if no options were given beside a file that says what they would.
-
-    Raises:
-        BadInput: some were; it names them, and what both describe.
-    """
+    """Passes if no options were given beside a file that says what they would."""
     if given:
         raise BadInput(
             expected=f"either --config or the options that describe {described}",

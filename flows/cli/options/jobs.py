@@ -70,11 +70,7 @@ class SubmitOptions(Config):
 
 
 def request_of(options: SubmitOptions, *, workspace: Path) -> JobRequest:
-    """The job that the options describe; the code it finds is that of `workspace`.
-
-    Raises:
-        BadInput: an option is wrong, or no region offers what is asked for.
-    """
+    """The job that the options describe; the code it finds is that of `workspace`."""
     program, *arguments = options.command
     resources = _resources(options)
     return JobRequest(
@@ -95,11 +91,7 @@ def request_of(options: SubmitOptions, *, workspace: Path) -> JobRequest:
 
 
 def client_of(*, backend: str | None, cluster: str | None) -> Client:
-    """The client of a backend's address or of a region's cluster; else the usual one.
-
-    Raises:
-        BadInput: both are given, or nothing says how to reach the region's cluster.
-    """
+    """The client of a backend's address or of a region's cluster; else the usual one."""
     if backend and cluster:
         raise BadInput(
             expected="either --backend or --cluster",
@@ -112,12 +104,7 @@ def client_of(*, backend: str | None, cluster: str | None) -> Client:
 
 
 def cluster_of(backend: str | None, *, namespace: str | None) -> Cluster:
-    """The namespace of a Kubernetes cluster: the one given, else that of ASSAY_JOBS, else the kubeconfig's.
-
-    Raises:
-        BadInput: another backend or another namespace is named, or the package is missing.
-        BackendUnavailable: there is no such cluster.
-    """
+    """The namespace of a Kubernetes cluster: the one given, else that of ASSAY_JOBS, else the kubeconfig's."""
     usual = settings().jobs
     address = backend or (usual if usual and usual.startswith("kubernetes://") else None) or "kubernetes://"
     parts = urlsplit(address)
