@@ -23,14 +23,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import orjson
+from pydantic import Field, FiniteFloat, TypeAdapter
 
 from resources.errors import IrregularFile, RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.regular_files import UnsafeFile, leads_out, open_within
 from resources.storage.storage import FileInfo
+from tasks.records.details import Whole
 from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_record
 from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
 from tasks.spec.names import step_of
@@ -61,18 +63,22 @@ class IndexedRecord(NamedTuple):
     digest: str
     listing: str | None
     status: RecordStatus
-    created: float
-    seconds: float
-    chip_seconds: float
-    infra_failures: int
+    created: Annotated[float, Field(ge=-(2**35), lt=2**37)]  # times that `datetime` can hold
+    seconds: FiniteFloat
+    chip_seconds: FiniteFloat
+    infra_failures: Whole
     reason: str | None
-    usage: Sequence[Any] = ()
-    """Its `Usage`, as a list."""
+    usage: Usage
 
     @property
     def succeeded(self) -> bool:
         """True if its numbers are published."""
         return self.status == "succeeded"
+
+
+_typed_done = TypeAdapter(list[tuple[str, str, str | None, tuple[int, ...], float]]).validate_python
+_typed_rows = TypeAdapter(list[IndexedRecord]).validate_python
+"""Rows from JSON, with everything of its type; raises `ValueError` where it is not."""
 
 
 def row_of(cell: str, record: Record) -> IndexedRecord:
@@ -90,7 +96,7 @@ def row_of(cell: str, record: Record) -> IndexedRecord:
         record.chip_seconds,
         failures_in_a_row(record.infra_failures) if failed else 0,
         " ".join(record.reason.split())[:_REASON_CHARACTERS] if record.reason else None,
-        list(usage_of(record)),
+        usage_of(record),
     )
 
 
@@ -99,7 +105,7 @@ def note_record(run_folder: str, cell_uri: str, record: Record) -> None:
     row = row_of(cell_uri.removeprefix(f"{run_folder.rstrip('/')}/"), record)
     name = f"{int(record.created.timestamp())}-{secrets.token_hex(4)}.json"
     with suppress(StorageError):
-        storage.write_bytes(storage.join(run_folder, FOLDER, name), orjson.dumps(tuple(row)))
+        storage.write_bytes(storage.join(run_folder, FOLDER, name), orjson.dumps(row, default=tuple))
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,7 @@ def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedR
         known = dict(zip((row[0] for row in content["rows"]), range(len(content["rows"])), strict=True))
         indexed = list(map(tuple, content["stamps"]))
         kept = [known[cell] for cell, stamp in stamps.items() if cell in known and indexed[known[cell]] == stamp]
-        rows = [IndexedRecord._make(content["rows"][number]) for number in kept]
+        rows = _typed_rows([content["rows"][number] for number in kept])
     except _DAMAGED:
         known, rows = {}, []
     same = {row.cell for row in rows}
@@ -217,7 +223,7 @@ def keep_rows(run_folder: str, rows: Sequence[IndexedRecord], stamps: Mapping[st
     Raises:
         StorageError: the folder cannot be written.
     """
-    full = {"rows": [tuple(row) for row in rows], "stamps": [stamps[row.cell] for row in rows]}
+    full = {"rows": rows, "stamps": [stamps[row.cell] for row in rows]}
     _write(run_folder, _ROWS, full)
 
 
@@ -238,7 +244,8 @@ def _is_trusted(age_seconds: float, *, took: float) -> bool:
 
 
 def _write(run_folder: str, name: str, content: dict[str, Any]) -> None:
-    storage.write_bytes(storage.join(run_folder, FOLDER, name), orjson.dumps({"format": _FORMAT, **content}))
+    full = orjson.dumps({"format": _FORMAT, **content}, default=tuple)
+    storage.write_bytes(storage.join(run_folder, FOLDER, name), full)
 
 
 def _read(uri: str) -> dict[str, Any] | None:
@@ -264,14 +271,14 @@ def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
     newest: dict[tuple[str, str, str | None], float] = defaultdict(float)
     others, costed = [], []
     for row in rows:
-        _, checkpoint, evaluation_hash, digest, listing, status, created, seconds, chip_seconds, *_, content = row
+        _, checkpoint, evaluation_hash, digest, listing, status, created, seconds, chip_seconds, *_, usage = row
         success = status == "succeeded"
-        costed.append(Costed(evaluation_hash, success, created, seconds, chip_seconds, Usage._make(content)))
+        costed.append(Costed(evaluation_hash, success, created, seconds, chip_seconds, usage))
         if success:
             newest[checkpoint, digest, listing] = max(created, newest[checkpoint, digest, listing])
             done[checkpoint, digest, listing].append(numbers.setdefault(evaluation_hash, len(numbers)))
         else:
-            others.append(tuple(row))
+            others.append(row)
     return {
         "hashes": list(numbers),
         "done": [(*key, sorted(found), newest[key]) for key, found in done.items()],
@@ -284,20 +291,18 @@ def _from_summary(content: Mapping[str, Any]) -> RunRecords:
     hashes = content["hashes"]
     sets: dict[tuple[int, ...], frozenset[str]] = {}  # few different ones: most checkpoints were asked the same
     done: dict[str, list[Evaluated]] = defaultdict(list)
-    for checkpoint, digest, listing, numbers, newest in content["done"]:
-        key = tuple(numbers)
+    for checkpoint, digest, listing, key, newest in _typed_done(content["done"]):
         if key not in sets:
             sets[key] = frozenset(hashes[number] for number in key)
         done[checkpoint].append(Evaluated(digest, listing, sets[key], newest))
-    others = [IndexedRecord(*row) for row in content["others"]]
-    return RunRecords(done, others, *Sums.read(content))
+    return RunRecords(done, _typed_rows(content["others"]), *Sums.read(content))
 
 
 def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunRecords:
     rows: dict[str, IndexedRecord] = {}
     for file in _news(run_folder, since=since):
-        with suppress(FileNotFoundError, IrregularFile, ValueError, TypeError):
-            row = IndexedRecord(*orjson.loads(storage.read_bytes(file.uri)))
+        with suppress(FileNotFoundError, IrregularFile, ValueError):
+            [row] = _typed_rows([orjson.loads(storage.read_bytes(file.uri))])
             if row.cell not in rows or row.created >= rows[row.cell].created:
                 rows[row.cell] = row
     if not rows:

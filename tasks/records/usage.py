@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from math import fsum
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, FiniteFloat, TypeAdapter
 
 from tasks.records.cost import Spent
+from tasks.records.details import Whole
 from tasks.records.record import Record
 
 _POLICY = "policy="
+_SPENT = len(Spent.model_fields)
 _REPLAYED = 0.1  # share of answers from the journal up to which a record says how fast its engine is
 _WHOLE = ""
 """Stands for all benchmarks of a record together, where it does not say how many questions each asks."""
@@ -21,18 +25,18 @@ class Usage(NamedTuple):
     """One record as sums need it. Lists, not tuples, inside: as JSON has it."""
 
     policies: list[str]
-    spent: list[float]
+    spent: Annotated[list[FiniteFloat], Field(min_length=_SPENT, max_length=_SPENT)]
     """The numbers of its `Spent`, in the order of the fields."""
     replica_seconds: float | None
     engine: str | None
     evaluator: str
     asked: list[str]
     limit: int | None
-    questions: dict[str, int]
-    prompt_tokens: int
-    completion_tokens: int
-    requests: int
-    replayed: int
+    questions: dict[str, Whole]
+    prompt_tokens: Whole
+    completion_tokens: Whole
+    requests: Whole
+    replayed: Whole
 
 
 class Typical(NamedTuple):
@@ -161,12 +165,12 @@ class Sums(NamedTuple):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Sums:
-        """Reads what `summed` made, from JSON."""
-        return cls(
-            {key: Typical(*cost) for key, cost in content["typical"].items()},
-            [Work(*found)._replace(asked=tuple(found[2])) for found in content["work"]],
-            [month_spent(*found) for found in content["spent"]],
-        )
+        """Reads what `summed` made, from JSON; raises `ValueError` or `TypeError` if it is something else."""
+        spent = [month_spent(*found) for found in content["spent"]]
+        return _SUMS.validate_python((content["typical"], content["work"], spent))
+
+
+_SUMS = TypeAdapter(Sums)
 
 
 def summed(records: Sequence[Costed]) -> dict[str, Any]:

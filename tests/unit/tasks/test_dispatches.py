@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 from pydantic import ValidationError
 
+from fakes.records import make_record
 from resources.regions.region_table import Regions
 from resources.regions.work_pools import Source, WorkPoolState
 from tasks.checkpoints.rules import CheckpointRule
@@ -20,6 +21,7 @@ from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.policies.snapshot import Estimates
 from tasks.records.index import IndexedRecord, RunRecords
+from tasks.records.usage import usage_of
 from tasks.spec.evaluation import EvaluationConfig
 
 NOW = 1_000_000.0
@@ -105,8 +107,9 @@ def test_cell_whose_flow_run_died_is_sent_again_after_a_pause_and_not_for_ever(e
 
 def test_flow_run_that_left_a_record_or_was_forgiven_counts_no_more():
     sent = Dispatches(ended=[flow_run(cell(), ended=NOW - 60, sent=NOW - 500)])
+    usage = usage_of(make_record())
     row = IndexedRecord(
-        "cell", "run-1", "hash-a", "digest", "listing", "infra_failed", NOW - 400, 1.0, 0.0, 1, "a disk was full"
+        "cell", "run-1", "hash-a", "digest", "listing", "infra_failed", NOW - 400, 1.0, 0.0, 1, "a disk was full", usage
     )
     assert decided([cell()], sent, records=RunRecords({}, [row], {})) == [("work", None)]
     older = row._replace(created=NOW - 600)

@@ -48,7 +48,7 @@ from tasks.policies.snapshot import Estimates, take_snapshot
 from tasks.records.cost import Cost, Spent
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
 from tasks.records.record import record_uri, write_record
-from tasks.records.usage import Typical
+from tasks.records.usage import Typical, usage_of
 from tasks.running.cells import plan_cells
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -81,6 +81,7 @@ def outcome(step: int, name: str, status: RecordStatus, **changes: Any) -> Index
         chip_seconds=0.0,
         infra_failures=1 if status == "infra_failed" else 0,
         reason="the reason",
+        usage=usage_of(make_record()),
     )
     return row._replace(**changes)
 

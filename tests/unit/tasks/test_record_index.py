@@ -13,7 +13,7 @@ import pytest
 
 from fakes.records import make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus
-from tasks.records.index import indexed_records, row_of
+from tasks.records.index import IndexedRecord, indexed_records, row_of
 from tasks.records.record import Record, find_records, read_record
 
 INDEX = ("summary.json", "records.json")
@@ -129,6 +129,40 @@ def test_damaged_index_is_made_anew(tmp_path: Path, name: str, content: dict[str
     (run / "index" / name).write_text(json.dumps(content))
     assert indexed_records(str(run)) == found
     assert indexed_records(str(run)) == found
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("cell", {"a": 1}),
+        ("checkpoint", {"a": 1}),
+        ("evaluation_hash", ["h"]),
+        ("status", "splendid"),
+        ("created", "x"),
+        ("created", 1e300),
+        ("seconds", None),
+        ("usage", ["short"]),
+        ("usage", [["p"], [1.0], *[None] * 10]),
+    ],
+)
+@pytest.mark.parametrize("file", ["records.json", "summary.json", "9999999999-aa.json"])
+def test_rows_of_other_types_are_made_anew_or_count_for_nothing(tmp_path: Path, file: str, column: str, value: Any):
+    path, run = place(tmp_path, make_record(status="failed")), tmp_path / "run-a"
+    place(tmp_path, make_record(step=200))
+    took = [0.0, 10.0 if file.startswith("9") else 0.0]  # of what took ten seconds to compare, news is read
+    found = indexed_records(str(run), now=lambda: took.pop(0))
+    row = list(row_of(path.parent.relative_to(run).as_posix(), read_record(str(path.parent)) or make_record()))
+    row[IndexedRecord._fields.index(column)] = value
+    index = run / "index" / file
+    content = json.loads(index.read_text()) if index.exists() else {}
+    changed = {
+        "records.json": {**content, "rows": [row, *content.get("rows", [])[1:]]},
+        "summary.json": {**content, "others": [row]},
+    }
+    index.write_text(json.dumps(changed.get(file, row)))
+    if file == "records.json":
+        (run / "index" / "summary.json").unlink()
+    assert indexed_records(str(run), now=lambda: 20.0) == found
 
 
 @pytest.mark.parametrize(

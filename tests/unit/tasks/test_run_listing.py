@@ -22,6 +22,7 @@ from tasks.policies.reconciliation import RunListing, reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 from tasks.records.record import write_record
+from tasks.records.usage import usage_of
 from tasks.spec.evaluation import EvaluationConfig
 
 
@@ -94,7 +95,8 @@ def policy(tmp_path: Path) -> Policy:
 
 
 def test_records_of_before_and_after_a_copy_count_together(tmp_path: Path):
-    row = IndexedRecord("c", "run-1", "hash-c", "digest", "original", "failed", 1.0, 1.0, 0.0, 0, "the reason")
+    usage = usage_of(make_record())
+    row = IndexedRecord("c", "run-1", "hash-c", "digest", "original", "failed", 1.0, 1.0, 0.0, 0, "the reason", usage)
     states = [
         Evaluated("digest", "original", frozenset({"hash-a"})),
         Evaluated("digest", "copied", frozenset({"hash-b"})),
