@@ -98,21 +98,22 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> int:
 
 
 def read_samples(uri: str) -> Iterator[Sample]:
-    """The samples in a file, wherever it lies.
+    """The samples in a file of an attempt; raises what `samples_content` and `parsed_samples` do."""
+    yield from parsed_samples(samples_content(uri), uri=uri)
+
+
+def samples_content(uri: str) -> bytes:
+    """The content of `<cell>/<attempt>/samples.jsonl.gz`; no link that leads out of the cell is followed.
 
     Raises:
         FileNotFoundError: there is none.
-        StorageError: it is damaged, or cannot be read.
+        StorageError: it cannot be read, or is such a link.
     """
-    yield from parsed_samples(storage.read_bytes(uri), uri=uri)
+    return storage.read_bytes(uri, within=storage.parent(storage.parent(uri)))
 
 
 def parsed_samples(content: bytes, *, uri: str) -> Iterator[Sample]:
-    """The samples in the content of a file.
-
-    Raises:
-        StorageError: it is damaged.
-    """
+    """The samples in the content of a file; raises `StorageError` if it is damaged."""
     for number, line in enumerate(sample_lines(content, uri=uri), 1):
         try:
             yield Sample.model_validate_json(line)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from resources.storage import storage
 from tasks.records.record import FoundRecord, Metric
-from tasks.records.samples import SAMPLES_NAME, Sample, parsed_samples
+from tasks.records.samples import SAMPLES_NAME, Sample, parsed_samples, samples_content
 
 LENGTH = "length"
 """The reason an engine gives for an answer that ended at the limit."""
@@ -61,7 +61,7 @@ def kept_samples(found: FoundRecord) -> KeptSamples | None:
     uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
     questions: dict[str, list[Question]] = {}
     try:
-        content = storage.read_bytes(uri)
+        content = samples_content(uri)
     except FileNotFoundError:
         return None
     for sample in parsed_samples(content, uri=uri):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.evaluators.early import WantedEarly, WantedScore, batches_in
 from tasks.records.builds import Build, Qualification, build_of, is_qualified, read_qualifications
@@ -18,9 +19,9 @@ def wanted_early(attempt: Attempt) -> WantedEarly | None:
     if before is None:
         return cell.early
     try:
-        content = storage.read_bytes(storage.join(cell.uri, before.attempt, ANSWERED_NAME)).decode()
+        content = storage.read_bytes(storage.join(cell.uri, before.attempt, ANSWERED_NAME), within=cell.uri).decode()
         return replace(cell.early or WantedEarly(), batches=batches_in(content))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, IrregularFile, ValueError):
         return cell.early
 
 

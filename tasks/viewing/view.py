@@ -19,7 +19,7 @@ from pathlib import Path
 from resources.errors import StorageError
 from resources.storage import storage
 from tasks.records.record import FoundRecord
-from tasks.records.samples import SAMPLES_NAME
+from tasks.records.samples import SAMPLES_NAME, samples_content
 from tasks.records.scores import KeptSamples, kept_samples
 from tasks.records.search import RecordFilter
 from tasks.viewing.board_columns import BoardColumns
@@ -225,7 +225,7 @@ def _read(found: FoundRecord, kept: KeptColumns) -> None:
     uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
     keep = TextKeeper(kept)
     try:
-        content = storage.read_bytes(uri)
+        content = samples_content(uri)
     except FileNotFoundError as error:
         raise StorageError(
             expected=f"samples in {uri}",

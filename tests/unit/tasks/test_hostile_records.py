@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fakes.cells import make_cell
+from resources.errors import IrregularFile
 from tasks.claims.files import claims_folder, read_claims
 from tasks.policies.overrides import read_overrides
 from tasks.records.builds import read_qualifications
-from tasks.records.early import find_early
+from tasks.records.early import ANSWERED_NAME, find_early
 from tasks.records.index import indexed_records
 from tasks.records.record import FoundRecord, find_records, read_record
+from tasks.records.samples import SAMPLES_NAME, read_samples
+from tasks.records.scores import kept_samples
 from tasks.reports.freshness import is_fresh
+from tasks.running.early import wanted_early
 
 
 def _link_out(path: Path) -> None:
@@ -54,3 +61,26 @@ def test_hostile_files_beside_records_count_for_nothing(make: Callable[[Path], N
     assert read_qualifications(str(tmp_path)) == ()
     assert read_overrides(str(run)).by_cell == {}
     assert not is_fresh(str(tmp_path / "report.html"), "records")
+
+
+def test_samples_are_read_through_no_attempt_that_is_a_link_out_of_its_cell(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "named").symlink_to("disk")
+    record, cell = make_cell(tmp_path / "named", step=100)
+    attempt, found = cell / record.attempt, FoundRecord(str(cell), record)
+    before = kept_samples(found)
+    attempt.rename(cell / "moved")
+    attempt.symlink_to("moved")
+    assert kept_samples(found) == before is not None
+    attempt.unlink()
+    (cell / "moved").rename(tmp_path / "disk" / "elsewhere")
+    attempt.symlink_to(tmp_path / "disk" / "elsewhere")
+    for read in (lambda: kept_samples(found), lambda: list(read_samples(f"{attempt}/{SAMPLES_NAME}"))):
+        with pytest.raises(IrregularFile, match="leads out"):
+            read()
+    line = {"batch": 0, "benchmark": "demo_facts", "id": "1", "scores": {"acc": 1.0}}
+    (attempt / ANSWERED_NAME).write_text(json.dumps(line))
+    before_it: Any = SimpleNamespace(
+        cell=SimpleNamespace(early=None, uri=str(cell)), decided_before=SimpleNamespace(attempt=record.attempt)
+    )
+    assert wanted_early(before_it) is None
