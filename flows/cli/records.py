@@ -335,7 +335,7 @@ def _step_range(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     first, separator, last = text.partition(":")
     ends = [first, last if separator else first]
-    if not any(ends) or not all(end.isdecimal() for end in ends if end):
+    if not any(ends) or not all(end.isdecimal() and len(end) < 19 for end in ends if end):
         raise BadInput(
             expected="--steps N, FIRST:LAST, FIRST: or :LAST",
             found=f"--steps {text}",

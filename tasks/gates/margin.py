@@ -17,7 +17,7 @@ from tasks.gates.gate import Gate
 from tasks.records.record import RECORD_NAME, CheckpointReference
 from tasks.reports.comparison import ComparedMetric
 from tasks.reports.table import measured
-from tasks.spec.names import how_many
+from tasks.spec.names import how_many, step_of
 from tasks.statistics.adjustment import spent
 
 FALSE_ALARMS = 0.05
@@ -40,8 +40,8 @@ def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path
         for f in storage.list_files(storage.join(evaluation_path, checkpoint.run))
         if storage.basename(f.uri) == RECORD_NAME
     )
-    steps = {storage.basename(storage.parent(storage.parent(cell))) for cell in cells}
-    before = sum(int(number) < checkpoint.step for step in steps if (number := step.removeprefix("step-")).isdigit())
+    steps = {step_of(storage.basename(storage.parent(storage.parent(cell)))) for cell in cells}
+    before = sum(step < checkpoint.step for step in steps if step is not None)
     return FALSE_ALARMS * spent(before + 1)
 
 

@@ -18,7 +18,7 @@ from tasks.records.current import current_records, told_apart
 from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, FoundRecord, Record, find_records, record_or_reason
 from tasks.spec.evaluators import evaluator_title, evaluator_titles
-from tasks.spec.names import how_many, name_of
+from tasks.spec.names import how_many, name_of, step_of
 
 _SHOWN_NAMES = 8
 _ELSEWHERE = re.compile(r"(.+?):(?!//)((?:mean|ema|wsm|interpolate)\(.*\))|(.+):(?!//)([^/:]+)")
@@ -136,11 +136,8 @@ def _meant_by(name: str, checkpoints: Sequence[CheckpointReference]) -> list[Che
         inputs = _inputs(merge, checkpoints)
         return [checkpoint for checkpoint in checkpoints if _is_made_so(checkpoint, merge, inputs)]
     run, _, step = name.rpartition("@")
-    return [
-        found
-        for found in checkpoints
-        if found.name == name or (step.isdigit() and not found.merge and (found.run, found.step) == (run, int(step)))
-    ]
+    place = run, step_of(f"step-{step}")
+    return [each for each in checkpoints if each.name == name or (not each.merge and (each.run, each.step) == place)]
 
 
 def _inputs(merge: Merge, checkpoints: Iterable[CheckpointReference]) -> list[tuple[str, int]]:

@@ -210,7 +210,7 @@ def resources_asked(options: EvaluationOptions, *, regions: Regions | None = Non
         asked.setdefault("cpu", _CORES)
     if options.gpu is not None:
         variant, separator, count = options.gpu.partition(":")
-        if separator and not count.isdigit():
+        if separator and not (count.isdecimal() and len(count) < 19):
             raise BadInput(
                 expected="--gpu VARIANT or --gpu VARIANT:COUNT",
                 found=f"--gpu {options.gpu}",
@@ -226,7 +226,7 @@ def _benchmark(text: str, *, forced: bool) -> dict[str, Any]:
     name, separator, shots = text.partition(":")
     if not separator:
         return {"name": name, "force_fewshot": forced}
-    if not shots.isdigit():
+    if not shots.isdecimal() or len(shots) > 18:
         raise BadInput(
             expected="--eval NAME or --eval NAME:SHOTS", found=f"--eval {text}", remedy="give a number of shots"
         )

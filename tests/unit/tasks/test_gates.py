@@ -280,6 +280,8 @@ def test_smallest_loss_that_is_ruled_out_grows_with_the_scores_and_checkpoints_t
         scored(tmp_path / "long", step, [1.0] * 200 + [0.0] * 200)
     scored(tmp_path / "short", 100, [1.0] * 200 + [0.0] * 200)
     scored(tmp_path / "short", 169, [1.0] * 200 + [0.0] * 200)
+    (tmp_path / "short" / "run-a" / "step-²" / "e" / "c").mkdir(parents=True)
+    (tmp_path / "short" / "run-a" / "step-²" / "e" / "c" / "record.json").touch()
 
     assert smallest(tmp_path / "long") > smallest(tmp_path / "short")
     alone = smallest(tmp_path / "long", false_alarms="per checkpoint")

@@ -5,15 +5,39 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fakes.cells import make_cell
+from flows.cli.app import app
+from resources.errors import BadInput
 from tasks.spec.names import step_of
 
 
 @pytest.mark.parametrize(("name", "step"), [("step-2000", 2000), ("step-" + "9" * 5000, None)], ids=["short", "long"])
 def test_step_of_a_name_with_too_many_digits_is_none(name: str, step: int | None) -> None:
     assert step_of(name) == step
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["records", "PATH", "--steps", "9" * 5000], "FIRST:LAST"),
+        (["compare", "run-a@²", "run-a@100", "--path", "PATH"], "run-a@²"),
+        (["evaluate", "--model", "PATH", "--eval", "demo_facts:²"], "number of shots"),
+    ],
+    ids=["steps", "step", "shots"],
+)
+def test_number_that_is_none_in_an_argument_ends_in_a_sentence(
+    tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    make_cell(tmp_path, step=100)
+    with pytest.raises(BadInput, match=words):
+        CliRunner().invoke(
+            app, [str(tmp_path) if text == "PATH" else text for text in arguments], catch_exceptions=False
+        )
 
 
 def test_command_on_a_store_without_credentials_ends_in_a_sentence() -> None:
