@@ -48,7 +48,7 @@ def copy_checkpoint(
         StorageError: it could not be read or written, or arrived damaged.
     """
     remote = inspect_model_folder(uri)
-    remote.require_complete()
+    remote.require_complete(planned=True)
     if all(remote.files[name].checksum for name in remote.weight_files):
         require_planned(uri, digest_model_folder(remote), digests)  # of the weights only checksums are read
     sources = served_files(remote)
@@ -68,6 +68,7 @@ def copy_checkpoint(
         on_bytes=counted(total_bytes, on_progress),
     )
     if _served_files_now(uri, sources) != sources:
+        inspect_model_folder(uri).require_complete(planned=True)
         raise changed_since_planned(uri, "other files, sizes or times than when copying began")
     _require_copied(content, remote, content_digests, digests)
     return content
@@ -78,9 +79,12 @@ def copy_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
 
     Raises:
         CheckpointChanged: they differ from the planned ones.
+        CheckpointGone: one of them is not there.
         StorageError: they cannot be read or written.
     """
-    for name, file in small_files(inspect_reference_folder(uri)).items():
+    reference = inspect_reference_folder(uri)
+    reference.require_complete(planned=True)
+    for name, file in small_files(reference).items():
         storage.write_bytes(str(folder / name), storage.read_bytes(file.place))
     verify_small_files(uri, digests, folder)
 

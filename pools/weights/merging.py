@@ -76,7 +76,7 @@ def merge_checkpoints(
     merge = merge_of(uri)
     assert merge is not None, "only merged checkpoints are computed"
     folder = inspect_checkpoint(uri)
-    folder.require_complete()
+    folder.require_complete(planned=True)
     read = _identities(folder)
     require_planned(uri, digest_model_folder(folder), digests)
 

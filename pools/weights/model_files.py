@@ -33,6 +33,7 @@ _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 """Endings of the names of what tokenizers and engines read beside the weights."""
 _MERGING = "merge 1"  # to be raised where the same names and files give other numbers
 _CANNOT_BE_READ = "cannot be read"
+_NOT_THERE = (" is missing", " is there", " is not there", " is gone", " weight shards without ")
 _NEVER_SERVED = (
     # Weights in other formats, and adapters, which engines would take for the weights.
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.npy", "*.pkl",
@@ -94,10 +95,12 @@ class ModelFolder:
         """True if everything needed to evaluate it is there."""
         return not self.problems
 
-    def require_complete(self) -> None:
-        """Raises `CheckpointGone` if no file is there, else `IncompleteCheckpoint` with every problem found."""
-        if not self.files:
-            raise checkpoint_gone(self.uri)
+    def require_complete(self, *, planned: bool = False) -> None:
+        """Raises `IncompleteCheckpoint` with every problem; `CheckpointGone` if no file, or one of a plan, is there."""
+        missing = [problem for problem in self.problems if planned and any(words in problem for words in _NOT_THERE)]
+        if missing or not self.files:
+            found = f"{'; '.join(missing)}: its folder is being removed" if self.files else None
+            raise checkpoint_gone(self.uri, found)
         if self.problems:
             raise IncompleteCheckpoint(
                 expected=f"a complete checkpoint in {self.uri}",
@@ -106,11 +109,11 @@ class ModelFolder:
             )
 
 
-def checkpoint_gone(uri: str) -> CheckpointGone:
+def checkpoint_gone(uri: str, found: str | None = None) -> CheckpointGone:
     """Returns the error of a checkpoint whose folder was removed."""
     return CheckpointGone(
         expected=f"the checkpoint in {uri}",
-        found="no file is there: its folder was removed",
+        found=found or "no file is there: its folder was removed",
         remedy="let the trainer keep checkpoints until they are evaluated (save_total_limit), or leave it out",
     )
 

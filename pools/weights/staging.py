@@ -32,7 +32,6 @@ from pools.weights.merges import locations_of, merge_of
 from pools.weights.model_files import (
     ModelDigests,
     ModelFolder,
-    checkpoint_gone,
     digest_model_folder,
     inspect_model_folder,
     inspect_staged_folder,
@@ -217,7 +216,7 @@ class Staging:
 
     def _hold_links(self, uri: str) -> Hold:
         folder = inspect_model_folder(uri)
-        folder.require_complete()
+        folder.require_complete(planned=True)
         links = {name: storage.local_path(file.place).resolve() for name, file in served_files(folder).items()}
         key = hashlib.blake2b(repr(sorted(links.items())).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         hold = self._copies.hold(key)
@@ -354,8 +353,7 @@ def _verify_links(folder: Path, uri: str, digests: ModelDigests) -> None:
     try:
         require_planned(uri, digest_model_folder(inspect_staged_folder(folder)), digests)
     except CheckpointError:
-        if not storage.list_files(uri):
-            raise checkpoint_gone(uri) from None
+        inspect_model_folder(uri).require_complete(planned=True)
         raise
 
 

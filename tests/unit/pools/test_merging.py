@@ -25,7 +25,7 @@ from pools.weights.merged_folder import inspect_checkpoint
 from pools.weights.merges import Merge
 from pools.weights.model_files import ModelDigests, digest_model_folder, inspect_model_folder, read_tensors
 from pools.weights.staging import Staging
-from resources.errors import CheckpointChanged, CheckpointError, IncompleteCheckpoint, StorageError
+from resources.errors import CheckpointChanged, CheckpointError, CheckpointGone, StorageError
 from resources.storage import storage
 
 WEIGHTS = "model.safetensors"
@@ -222,7 +222,7 @@ def test_checkpoint_that_changes_after_planning_or_while_it_is_averaged_ends_it_
     with pytest.raises(CheckpointChanged, match="since it was planned"):
         local.stage(uri, digests)
     (folders[0] / WEIGHTS).unlink()
-    with pytest.raises(IncompleteCheckpoint, match="no weights"):
+    with pytest.raises(CheckpointGone, match="no weights"):
         local.stage(uri, digests)
 
 

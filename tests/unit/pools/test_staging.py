@@ -508,3 +508,37 @@ def test_checkpoint_whose_folder_was_removed_is_gone(tmp_path: Path, held: bool)
         with pytest.raises(CheckpointGone, match="its folder was removed") as caught:
             check() if check else staging.stage(servable.uri, servable.digests)
     assert caught.value.record_status == "infra_failed"
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS])
+def test_checkpoint_that_is_being_removed_is_gone(tmp_path: Path, held: bool, name: str) -> None:
+    servable = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1)))
+    with Staging(tmp_path / "staged", max_bytes=10**6) as staging, ExitStack() as holding:
+        check = holding.enter_context(staging.stage(servable.uri, servable.digests)).verify if held else None
+        (tmp_path / "step-1" / name).unlink()
+        with pytest.raises(CheckpointGone, match="its folder is being removed"):
+            check() if check else staging.stage(servable.uri, servable.digests)
+
+
+@pytest.mark.parametrize(
+    ("name", "copying"), [("config.json", False), ("tokenizer.json", False), (WEIGHTS, False), ("config.json", True)]
+)
+def test_checkpoint_in_a_store_that_is_being_removed_is_gone(
+    store: type[FolderStore], tmp_path: Path, local: Path, name: str, copying: bool
+) -> None:
+    uri, digests = remote(tmp_path, 1)
+    file = tmp_path / "remote" / "step-1" / name
+    if not copying:
+        file.unlink()
+    with pytest.raises(CheckpointGone, match="its folder is being removed"):
+        staging(local).stage(uri, digests, on_progress=lambda here, whole: file.unlink() if here == whole else None)
+
+
+def test_small_files_of_a_checkpoint_that_is_being_removed_are_gone(
+    store: type[FolderStore], tmp_path: Path, local: Path
+) -> None:
+    uri, digests = remote(tmp_path, 1)
+    (tmp_path / "remote" / "step-1" / "config.json").unlink()
+    with pytest.raises(CheckpointGone, match="its folder is being removed"):
+        staging(local).stage_small_files(uri, digests)
