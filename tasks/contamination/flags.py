@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, AwareDatetime, Field, ValidationError
+from pydantic import AfterValidator, AwareDatetime, Field
 
 from resources.errors import BadInput, StorageError
 from resources.storage import storage
 from tasks.contamination.questions import AskedQuestion
 from tasks.records.details import Part
-from tasks.records.samples import encodable
+from tasks.records.samples import encodable, sample_lines
 
 FOLDER = "contamination"
 """Folder below an evaluation path with the files of flags."""
@@ -176,11 +176,7 @@ def flags_uri(evaluation_path: str, name: str) -> str:
 
 
 def write_flags(evaluation_path: str, search: Search, questions: Iterable[QuestionFlag]) -> Flags:
-    """Writes what a search found beside the records; an earlier file of this name is replaced.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Writes what a search found beside the records; an earlier file of this name is replaced."""
     uri = flags_uri(evaluation_path, search.name)
     every = _by_key(questions)
     lines = [search.model_dump_json(), *(question.model_dump_json(exclude_none=True) for question in every.values())]
@@ -203,16 +199,16 @@ def read_flags(evaluation_path: str) -> tuple[Flags, ...]:
 def _read(uri: str) -> Flags:
     content = storage.read_bytes(uri)
     try:
-        first, *rest = gzip.decompress(content).decode().removesuffix("\n").split("\n")
-        search = Search.model_validate_json(first)
-        found = [QuestionFlag.model_validate_json(line) for line in rest]
-    except (OSError, EOFError, ValueError, ValidationError) as error:
+        lines = sample_lines(content, uri=uri)
+        search = Search.model_validate_json(next(lines, b""))
+        found = _by_key(map(QuestionFlag.model_validate_json, lines))
+    except (StorageError, ValueError) as error:
         raise StorageError(
             expected=f"flags of questions, one line of JSON each, in {uri}",
-            found=str(error).splitlines()[0],
+            found=error.found if isinstance(error, StorageError) else str(error).splitlines()[0],
             remedy="delete it and search again; a newer Assay may have written it",
         ) from error
-    return Flags(search, _by_key(found), uri, hashlib.sha256(content).hexdigest())
+    return Flags(search, found, uri, hashlib.sha256(content).hexdigest())
 
 
 def _by_key(questions: Iterable[QuestionFlag]) -> dict[tuple[str, str, str], QuestionFlag]:

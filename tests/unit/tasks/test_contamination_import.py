@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from hashlib import blake2b
 from pathlib import Path
@@ -195,9 +196,12 @@ def test_flags_that_were_written_are_read_again_and_damaged_ones_are_refused(tmp
     [read] = read_flags(str(tmp_path))
 
     assert (read.search, read.questions, read.digest) == (written.search, written.questions, written.digest)
-    storage.write_bytes(read.uri, b"no gzip")
-    with pytest.raises(StorageError, match="flags of questions"):
-        read_flags(str(tmp_path))
+    packed, endless = gzip.compress(b"{}\n" * 500), gzip.compress(b" " * (65 << 20))
+    for damaged in (b"no gzip", packed[:14] + bytes([packed[14] ^ 0xFF]) + packed[15:], packed, packed[:-9], endless):
+        storage.write_bytes(read.uri, damaged)
+        with pytest.raises(StorageError, match="flags of questions") as caught:
+            read_flags(str(tmp_path))
+    assert "a line of more than" in caught.value.found
 
 
 def test_question_under_another_name_is_known_by_its_words_and_a_place_in_changed_data_is_not(tmp_path: Path) -> None:
