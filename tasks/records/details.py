@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from tasks.records.early import EarlyVerdict
     from tasks.records.record import Record
 
+_Value = TypeVar("_Value")
+
 
 def _path_part(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or len(name.encode()) > 255:
@@ -28,6 +31,16 @@ def _inner_path(path: str) -> str:
     for part in path.split("/"):
         _path_part(part)
     return path
+
+
+def bounded(value: _Value) -> _Value:
+    """A value of which readers can add, multiply and store all numbers; NaN and infinities may be among them."""
+    if isinstance(value, int | float) and (2**63 if isinstance(value, int) else 1e70) <= abs(value) < math.inf:
+        raise ValueError("expected numbers below 1e70, whose fourth power is a float, and whole ones of 64 bits")
+    inner: Any = vars(value) if isinstance(value, BaseModel) else value
+    for each in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ():
+        bounded(each)
+    return value
 
 
 PathPart = Annotated[str, AfterValidator(_path_part)]

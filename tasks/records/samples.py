@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FiniteFloat, Validat
 
 from resources.errors import StorageError
 from resources.storage import storage
-from tasks.records.details import Whole
+from tasks.records.details import Whole, bounded
 
 SAMPLES_NAME = "samples.jsonl.gz"
 """Name of the file in an attempt's folder."""
@@ -48,13 +48,13 @@ class Sample(BaseModel):
     """The model's answer; for a choice, the one it found likeliest."""
     target: _Text | None
     """The right answer, or the output it was compared with."""
-    scores: dict[str, float]
+    scores: Annotated[dict[str, float], AfterValidator(bounded)]
     """By metric; empty for a question that was left out."""
-    ratios: dict[str, tuple[float, float]] = {}
+    ratios: Annotated[dict[str, tuple[float, float]], AfterValidator(bounded)] = {}
     """Metrics that are a ratio of sums, such as perplexities: log-likelihood of the text, and its words or bytes."""
     cluster: str | None = None
     """Name of the passage or document that it shares with other questions; empty where it stands alone."""
-    log_likelihoods: tuple[FiniteFloat, ...] = ()
+    log_likelihoods: Annotated[tuple[FiniteFloat, ...], AfterValidator(bounded)] = ()
     """Log-likelihoods that its scores were made of, request by request; empty where texts are scored."""
     finish: str | None = None
     """Reason for the end of its answers: `length` if one was cut at the limit; empty where nothing is generated."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from resources.errors import BadInput
+from resources.errors import BadInput, StorageError
 from resources.storage import storage
 from tasks.records.record import FoundRecord, Metric, Record
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
@@ -99,7 +99,11 @@ def write_every_eval_ever(
     records = results = rows = 0
     with tempfile.TemporaryDirectory(prefix="assay-export-") as aside:
         for item in found:
-            kept = kept_samples(item) if item.record.succeeded else None
+            try:
+                kept = kept_samples(item) if item.record.succeeded else None
+            except StorageError:
+                left_out["with samples that cannot be read"] += 1
+                continue
             if not item.record.succeeded:
                 left_out[item.record.status] += 1
             elif verified_with(item, kept).integrity == "changed":

@@ -192,7 +192,11 @@ def flipped(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("damage", [flipped, lambda content: content[:-20], lambda content: gzip.compress(b"[" * 9)])
+def huge(content: bytes) -> bytes:
+    return gzip.compress(gzip.decompress(content).replace(b'"acc":1.0', b'"acc":1e308'))
+
+
+@pytest.mark.parametrize("damage", [flipped, huge, lambda content: content[:-20], lambda _: gzip.compress(b"[" * 9)])
 def test_damaged_samples_are_one_cells_finding(tmp_path: Path, damage: Any):
     folder = tmp_path / "e"
     cells = [scored(folder, step, right) for step, right in ((100, 9), (200, 10), (300, 11))]
@@ -207,6 +211,10 @@ def test_damaged_samples_are_one_cells_finding(tmp_path: Path, damage: Any):
     assert code == 3 and "run-a-200, demo_facts: its samples cannot be read" in shown
     code, shown = assay("compare", "run-a-100", "run-a-200", "--path", folder, "--anyway")
     assert code == 0 and "its samples cannot be read" in " ".join(shown.split())
+    form = ("--format", "every-eval-ever", "--organization", "my-lab", "--output", tmp_path / "eee")
+    code, shown = assay("records", folder, *form)
+    assert code == 0 and "left out: 1 with samples that cannot be read" in " ".join(shown.split()), shown
+    assert len(list((tmp_path / "eee").rglob("*.json"))) == 2
 
 
 def test_line_of_samples_and_number_of_a_record_are_bounded(tmp_path: Path):
