@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from tasks.records.record import Record
 
 _Value = TypeVar("_Value")
+_SHAPE = {
+    "evals": [{"name": {str}, "task_alias": {str}, "task_kwargs": {}}],
+    "max_eval_instances": {int},
+    "pool_config": {"model": {"engine_kwargs": {}}, "resource_config": {"device": {}}},
+    "resource_config": {"device": {}},
+    "engine": {"packages": {}},
+    "replica_seconds": {int, float},
+}
+"""Objects, lists and other kinds of value that readers of records expect, each where there is any."""
 
 
 def _path_part(name: str) -> str:
@@ -43,6 +53,23 @@ def bounded(value: _Value) -> _Value:
     return value
 
 
+def _fits(value: Any, shape: Any) -> bool:
+    if isinstance(shape, dict):
+        return isinstance(value or {}, dict) and all(_fits((value or {}).get(name), shape[name]) for name in shape)
+    if isinstance(shape, list):
+        return isinstance(value or [], list) and all(inner and _fits(inner, shape[0]) for inner in value or [])
+    return value is None or type(value) in shape
+
+
+def _described(content: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(content, allow_nan=False)
+    if wrong := [name for name, shape in _SHAPE.items() if not _fits(content.get(name), shape)]:
+        raise ValueError(f"{', '.join(wrong)} of a kind that no evaluation writes")
+    return content
+
+
+Described = Annotated[dict[str, Any], AfterValidator(_described)]
+"""Settings or facts in JSON, with objects, lists and numbers where readers look for them."""
 PathPart = Annotated[str, AfterValidator(_path_part)]
 """Name of a file or folder, without a way out of the folder that it is in."""
 InnerPath = Annotated[str, AfterValidator(_inner_path)]

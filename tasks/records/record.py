@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import AwareDatetime, Field, FiniteFloat, ValidationError
+from pydantic import AwareDatetime, Field, FiniteFloat, ValidationError, model_validator
 
 from resources.errors import IrregularFile, RecordStatus, StorageError
 from resources.storage import storage
@@ -26,10 +26,12 @@ from tasks.records.details import (
     BenchmarkDetails,
     CheckpointReference,
     Counts,
+    Described,
     InnerPath,
     Part,
     PathPart,
     Whole,
+    bounded,
     misplaced,
     together,
 )
@@ -44,6 +46,7 @@ ENDPOINT_NAME = "endpoint.json"
 """File beside it with weights of fixed texts, by which the model at an endpoint of others is known."""
 QUALIFICATIONS_FOLDER = "qualifications"
 """Folder below an evaluation path with verdicts on changes of builds, and with what was asked for them."""
+_MOST_LEVELS = 8  # of groups in groups; those of lm-eval have three
 _READ_AT_ONCE = 16  # from an object store; each read waits for the network
 
 
@@ -112,7 +115,7 @@ class Record(Part):
     """Details of each benchmark that asks questions itself, by the name it is published under."""
     asking: Asking = Asking()
     """The way questions were put."""
-    evaluation: dict[str, Any]
+    evaluation: Described
     """The whole configuration."""
     evaluation_hash: str
     """Over everything but the checkpoint that can change a score."""
@@ -122,9 +125,9 @@ class Record(Part):
     """True if that code had uncommitted changes."""
     versions: dict[str, str]
     """Versions of Assay, Python, engine and harness."""
-    hardware: dict[str, Any]
+    hardware: Described
     """Device, replicas, machine."""
-    served: dict[str, Any]
+    served: Described
     """The way the checkpoint came into the engine, or the endpoint used."""
     seconds: dict[str, FiniteFloat]
     """Wall seconds by phase."""
@@ -154,6 +157,16 @@ class Record(Part):
     """Folder beside the record that holds the harness's own output."""
     created: AwareDatetime
     """Time it was written, UTC."""
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> Record:
+        inner = {metric.benchmark for metric in self.metrics}
+        for _ in range(_MOST_LEVELS):
+            groups = [metric for metric in self.metrics if metric.benchmark in inner]
+            inner = {part for metric in groups for part in metric.parts if part != metric.benchmark}
+        if inner:
+            raise ValueError("groups that are parts of each other, or nest too deep")
+        return bounded(self)
 
     @property
     def succeeded(self) -> bool:
@@ -194,11 +207,7 @@ def read_record(cell_uri: str) -> Record | None:
 
 
 def record_or_reason(cell_uri: str) -> Record | str | None:
-    """The record of a cell, or the reason that the file does not count; None without a file.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """The record of a cell, or the reason that the file does not count; None without a file."""
     try:
         return _read_in(storage.read_bytes(record_uri(cell_uri)), cell_uri)
     except IrregularFile as error:
@@ -328,11 +337,7 @@ def end_scope(cell_uri: str) -> None:
 
 
 def end_scope_and_answers(cell_uri: str) -> None:
-    """Ends the present evaluation of a cell, and deletes what was kept of its answers beside its record.
-
-    Raises:
-        StorageError: the cell's folder cannot be read or written.
-    """
+    """Ends the present evaluation of a cell, and deletes what was kept of its answers beside its record."""
     end_scope(cell_uri)
     for file in storage.list_files(storage.join(cell_uri, JOURNAL_FOLDER)):
         storage.delete(file.uri)
@@ -360,15 +365,8 @@ class FoundRecord:
 def find_records(evaluation_path: str, *, rejected: dict[str, str] | None = None) -> list[FoundRecord]:
     """Every record below a folder with where it lies, by run, step and time of writing; each is read once.
 
-    What was asked to qualify a change of builds is left out, unless the folder is that.
-
-    Args:
-        evaluation_path: the folder.
-        rejected: takes the cells whose record does not count, and why: it is damaged, of a newer Assay, or of another
-            cell.
-
-    Raises:
-        StorageError: the folder cannot be listed.
+    What was asked to qualify a change of builds is left out, unless the folder is that. Takes into `rejected` each cell
+    whose record does not count, and why: it is damaged, of a newer Assay, or of another cell.
     """
     aside = f"{storage.join(evaluation_path, QUALIFICATIONS_FOLDER)}/"
     cells = [

@@ -136,7 +136,7 @@ def engine_of(hardware: Mapping[str, Any], by: str) -> str | None:
 
 def asked_of(evals: Iterable[Mapping[str, Any]]) -> list[str]:
     """Benchmarks of a configuration by name and worked examples, such as mmlu:5."""
-    shots = ((str(task["name"]), task.get("num_fewshot")) for task in evals)
+    shots = ((str(task.get("name")), task.get("num_fewshot")) for task in evals)
     return sorted(name if number is None else f"{name}:{number}" for name, number in shots)
 
 

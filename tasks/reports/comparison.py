@@ -292,7 +292,7 @@ def _settings(record: Record) -> dict[str, Any]:
         measured = EvaluationConfig.model_validate(record.evaluation).score_inputs()
     except (ValidationError, FileNotFoundError, AssayError):  # of another version, or its files are gone
         measured = {name: value for name, value in record.evaluation.items() if name not in _PLACES}
-    evals = {task.get("task_alias") or task["name"]: task for task in measured.pop("evals", [])}
+    evals = {task.get("task_alias") or task.get("name"): task for task in measured.pop("evals", [])}
     return dict(flat({**measured, "evals": evals}))
 
 

@@ -25,7 +25,7 @@ def judge_of(record: Record) -> str | None:
     """Returns who compared the answers, and how it was asked; None where nobody judges."""
     options = record.evaluation.get(record.evaluator) or record.evaluation.get("evaluator")  # older ones have the first
     judge = options.get("judge") if isinstance(options, dict) else None
-    if judge is None:
+    if not isinstance(judge, dict):
         return None
     name = judge.get("model") or "the checkpoint itself"
     place = judge.get("base_url") or (f"pool {judge['pool_name']}" if judge.get("pool_name") else "the same pool")
@@ -43,13 +43,7 @@ def counted(counts: Counts | None) -> str:
 
 
 def links_of(record: Record, *, records_at: str | None, page: str | None) -> list[tuple[str, str | None]]:
-    """Pages that the harness made: a title, and an address as seen from the report, or None if it cannot be known.
-
-    Args:
-        record: whose pages.
-        records_at: folder that the records lie below.
-        page: where the report lies.
-    """
+    """Pages that the harness made: a title, and an address as seen from the report, or None if it cannot be known."""
     if records_at is None or page is None:
         return [(title, None) for title in record.links]
     cell = found_below(records_at, record).cell_uri

@@ -64,7 +64,8 @@ def answers_of(record: Record, benchmark: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for layer in (defaults, own, options.get("generation_params"), overrides):
         for name, aliases in _ARGUMENTS.items():
-            values = [value for key in aliases if isinstance(value := (layer or {}).get(key), int | float)]
+            known = [layer.get(key) for key in aliases] if isinstance(layer, dict) else []
+            values = [value for value in known if isinstance(value, int | float)]
             given |= {name: values[0]} if values else {}
     return given
 

@@ -23,7 +23,9 @@ from tasks.records.early import read_early
 from tasks.records.index import indexed_records, note_record
 from tasks.records.record import find_records, read_record, write_record
 from tasks.records.samples import SAMPLES_NAME, parsed_samples
+from tasks.reports.texts import judge_of
 from tasks.running.cells import plan_cells
+from tasks.sinks.forms.settings import answers_of
 from tasks.spec.evaluation import EvaluationConfig
 
 OUT = "../../../../../home"
@@ -55,7 +57,7 @@ def edited(cell: Path, /, **fields: Any) -> None:
         *inner, last = name.split("__")
         place = content
         for key in inner:
-            place = place[key]
+            place = place[int(key) if key.isdigit() else key]
         place[last] = value
     (cell / "record.json").write_text(json.dumps(content))
 
@@ -224,3 +226,40 @@ def test_line_of_samples_and_number_of_a_record_are_bounded(tmp_path: Path):
     cell = scored(tmp_path, 100, 10)
     edited(cell, samples=10**30)
     assert read_record(str(cell)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("served__engine", "vllm"),
+        ("served__engine", {"packages": ["vllm"]}),
+        ("served__replica_seconds", "long"),
+        ("evaluation__evals", "demo_facts"),
+        ("evaluation__evals", [1]),
+        ("evaluation__evals", [{"name": ["demo_facts"]}]),
+        ("evaluation__evals", [{"name": "demo_facts", "task_kwargs": "x"}]),
+        ("evaluation__pool_config", "pool"),
+        ("evaluation__pool_config", {"model": 5}),
+        ("evaluation__pool_config", {"resource_config": {"device": "gpu"}}),
+        ("evaluation__max_eval_instances", "many"),
+        ("evaluation__max_eval_instances", 2**70),
+        ("evaluation__evaluator", {"temperature": float("inf")}),
+        ("seconds", {"evaluate": 1e308, "write": 1e308}),
+        ("metrics__0__value", 1e308),
+        ("metrics__0__stderr", -1e308),
+        ("metrics", [{**make_metric(a).model_dump(), "parts": {b: 1.0}} for a, b in ("xy", "yx")]),
+        ("cost", {"usd": 1e308}),
+        ("cost", {"earlier": {"attempts": 2**80}}),
+    ],
+)
+def test_record_with_a_part_or_a_number_that_no_reader_takes_costs_its_own_cell(tmp_path: Path, field: str, value: Any):
+    good, cell = scored(tmp_path, 100, 10), scored(tmp_path, 200, 10)
+    edited(cell, **{field: value})
+    rejected: dict[str, str] = {}
+    assert [found.cell_uri for found in find_records(str(tmp_path), rejected=rejected)] == [str(good)]
+    assert list(rejected) == [str(cell)] and "record.json cannot be read" in rejected[str(cell)]
+
+
+def test_settings_of_an_evaluator_that_are_none_are_not_read():
+    record = make_record(evaluation={"evaluator": {"judge": 5, "generation_params": "x"}})
+    assert (judge_of(record), answers_of(record, "demo_facts")) == (None, {})
