@@ -237,7 +237,7 @@ class Agent:
             if staged is not None:
                 staged.release()
             self._failed = (model, served.digest)
-        if failure is None or not self._stop.is_set():  # one cut short by our own end says nothing of the checkpoint
+        if failure is None or not (self._stop.is_set() or self._gang.lost):  # our own end, no fault of the checkpoint
             self._loads.append(report)
             self._reported = self._replica.checkpoint
             self._say_at_once()
@@ -304,7 +304,7 @@ class Agent:
                 restarts=replica.deaths.revived,
                 last_death=replica.deaths.last,
                 deaths=dict(replica.deaths.of_errors),
-                failure=Failure(**replica.failure.as_values()) if replica.failure else None,
+                failure=Failure(**replica.failure.as_values()) if replica.failure and not self._gang.lost else None,
                 loads=tuple(self._loads),
                 seen=seen,
                 wait_seconds=wait_seconds,

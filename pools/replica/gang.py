@@ -101,6 +101,7 @@ class Gang:
         self._orders = HostOrders()
         self._states: dict[int, HostState] = {}
         self._heard: dict[int, float] = {}
+        self._lost: str | None = None
         self._parts = 0
         self._stopped = False
         self._door = _Door(host, token, self._answer) if self._hosts > 1 else None
@@ -115,10 +116,12 @@ class Gang:
 
     @property
     def lost(self) -> str | None:
-        """The reason that the replica cannot go on: a host that was there and is silent."""
+        """The reason that the replica cannot go on: a host that was there and was silent for a lease."""
         now = time.monotonic()
         silent = [rank for rank, heard in list(self._heard.items()) if now - heard > self._lease_seconds]
-        return f"host {silent[0]} has been silent for {self._lease_seconds:g} s" if silent else None
+        if silent and self._lost is None:
+            self._lost = f"host {silent[0]} has been silent for {self._lease_seconds:g} s"
+        return self._lost
 
     def prefetch(self, served: ServedModel) -> None:
         """Has the others stage a checkpoint ahead."""

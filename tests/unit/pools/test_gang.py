@@ -116,6 +116,8 @@ def test_host_that_falls_silent_is_lost_and_nobody_waits_for_it() -> None:
     with pytest.raises(EngineStartFailed, match="host 1 has been silent"):
         gang.folders(check)
     assert "host 1" in str(gang.lost)
+    say(gang, sequence=1)  # too late: the others have begun to end
+    assert "host 1" in str(gang.lost)
     gang.end_parts()
     gang.close()
 
