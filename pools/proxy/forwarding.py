@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from pools.journal.answers import AnswerFacts
@@ -296,14 +297,17 @@ class Forwarder:
             self._wake_held()
 
     async def _settle(self, asked: Asked) -> None:
-        token = object()
-        self._table.hold(asked.model, token)
-        try:
+        with suppress(TimeoutError), self._held(asked):
             async with asyncio.timeout(_SETTLED_SECONDS):
                 while not self._table.suspects.is_settled(asked):
                     await self._table_change()
-        except TimeoutError:
-            pass
+
+    @contextmanager
+    def _held(self, asked: Asked) -> Iterator[None]:
+        token = object()
+        self._table.hold(asked.model, token)
+        try:
+            yield
         finally:
             self._table.let_go(asked.model, token)
 
@@ -311,18 +315,16 @@ class Forwarder:
         table, limits = self._table, self._limits
         if table.held >= limits.max_held:
             raise Refusal(429, f"{table.held} requests wait for a replica already.", retry_after_seconds=1)
-        token = object()
-        table.hold(asked.model, token)
         try:
-            async with asyncio.timeout(limits.hold_timeout_seconds):
-                while (found := look()) is None:
-                    await self._table_change()
-                return found
+            with self._held(asked):
+                async with asyncio.timeout(limits.hold_timeout_seconds):
+                    while (found := look()) is None:
+                        await self._table_change()
+                    return found
         except TimeoutError:
             message = f"No replica was ready for {limits.hold_timeout_seconds:g} s."
             raise Refusal(503, message, retry_after_seconds=5) from None
         finally:
-            table.let_go(asked.model, token)
             for tally in self._tallies(asked, scope):
                 tally.held += 1
 

@@ -31,8 +31,6 @@ _REFUSED = {
     "aarch64": (217, 218, 219, 194, 186, 190, 279, 447, 26, 262, 97, 435, 425, 282, 280, 241, 116, 0, 180),
 }
 _SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # not AF_VSOCK, which reaches a virtual machine's host
-
-
 _EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETOOMANYREFS}
 
 

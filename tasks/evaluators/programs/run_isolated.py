@@ -86,12 +86,11 @@ def main(arguments: list[str]) -> None:
     why = "" if listeners else word.decode(errors="replace")
     if not listeners:
         os.waitpid(child, 0)
-    if not listeners and not why:  # which another user, or code that is isolated elsewhere, may have caused
-        os.close(log_end)
-        pass_log_on(log)
-        remove_group(group)
-        sys.exit("isolation: its first process ended before the command began; see the line above")
-    if why:
+        if not why:  # which another user, or code that is isolated elsewhere, may have caused
+            os.close(log_end)
+            pass_log_on(log)
+            remove_group(group)
+            sys.exit("isolation: its first process ended before the command began; see the line above")
         child = _without_namespaces(specification, command, environment, log_end, group, why=why)
     os.close(log_end)
     passing = threading.Thread(target=pass_log_on, args=(log,), daemon=True)
