@@ -176,14 +176,14 @@ def _drawn(of: str) -> tuple[dict[str, Any], bytes, bytes]:
     return names, _sent(f"{of}scores/0.bin{as_of}"), _sent(f"{of}flags.bin{as_of}")
 
 
-def answered(folder: Path, cache: Path) -> dict[str, float]:
+def answered(folder: Path, cache: Path, *, part: int) -> dict[str, float]:
     """Milliseconds of single requests to a server whose samples are read."""
     with served(folder, cache) as (address, _):
         [benchmark] = orjson.loads(_sent(f"{address}index.json"))["benchmarks"]
         of, last = f"{address}{benchmark['key']}/", len(benchmark["checkpoints"]) - 1
         _sent(f"{of}questions.json")
         names = {
-            "question": "part/700.json",
+            "question": f"part/{part}.json",
             "pair": f"pairs/0-0-{last}.json",
             "pair_again": f"pairs/0-0-{last}.json",
             "search": "search.json?text=vector%20acid%20planet",
@@ -239,7 +239,7 @@ def main() -> None:
             say(f"made {options.checkpoints} checkpoints of {options.questions:,} questions")
         first = opened(folder, cache)
         again = opened(folder, cache)
-        requests = answered(folder, cache)
+        requests = answered(folder, cache, part=options.questions // 20)
         kept = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
         began, spent = time.perf_counter(), time.process_time()
         flips = flips_by_a_script(folder, checkpoints=options.plain_checkpoints)
