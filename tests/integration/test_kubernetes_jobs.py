@@ -46,9 +46,17 @@ TPU_NODE = {"accelerator": "tpu-v6e-slice", "topology": "4x4"}
 
 @pytest.fixture
 def client(server: KubernetesServer) -> Iterator[KubernetesClient]:
-    client = client_of(server, bounds=Bounds(stuck_seconds=0.5, gang_seconds=0.5))
+    client = client_of(server)
     yield client
     server.refusals.clear()
+    client.shutdown()
+
+
+@pytest.fixture
+def hasty_client(server: KubernetesServer) -> Iterator[KubernetesClient]:
+    """Gives an attempt half a second to start, which is too short for jobs that are to run."""
+    client = client_of(server, bounds=Bounds(stuck_seconds=0.5, gang_seconds=0.5))
+    yield client
     server.missing_images.clear()
     server.pod_slots = 1000
     client.shutdown()
@@ -139,10 +147,10 @@ def test_job_whose_manifest_somebody_deletes_is_tried_again(
 
 
 def test_gang_that_does_not_start_together_gives_its_places_back(
-    client: KubernetesClient, server: KubernetesServer, tmp_path: Path
+    hasty_client: KubernetesClient, server: KubernetesServer, tmp_path: Path
 ) -> None:
     server.pod_slots = len(server.running) + 1
-    job = client.submit(request(f"echo $$ > {tmp_path}/pid; {FOR_EVER}", replicas=2, max_retries_preemption=0))
+    job = hasty_client.submit(request(f"echo $$ > {tmp_path}/pid; {FOR_EVER}", replicas=2, max_retries_preemption=0))
     pid = eventual_pid(tmp_path / "pid")
     with pytest.raises(JobFailed, match="only 1 of 2 pods could start"):
         job.wait(30)
@@ -151,10 +159,10 @@ def test_gang_that_does_not_start_together_gives_its_places_back(
 
 
 def test_image_that_cannot_be_pulled_is_named_at_once_and_fails_after_its_bound(
-    client: KubernetesClient, server: KubernetesServer
+    hasty_client: KubernetesClient, server: KubernetesServer
 ) -> None:
     server.missing_images.add("registry.example/typo:1")
-    job = client.submit(request("true", resources=ResourceConfig(image="registry.example/typo:1")))
+    job = hasty_client.submit(request("true", resources=ResourceConfig(image="registry.example/typo:1")))
     eventually(lambda: "registry.example/typo:1" in (job.details().reason or ""))
     assert job.wait(30, raise_on_failure=False) is JobStatus.FAILED
     assert job.details().failures == 1
