@@ -326,6 +326,17 @@ def open_sockets() -> None:
     time.sleep(600)
 
 
+def connect_often() -> None:
+    """Opens more connections than may be open at once to an endpoint that sends a byte on each, in two processes."""
+    held = [socket.create_connection(("127.0.0.1", int(PORT))) for _ in range(540)]
+    answers = b""
+    for several in (held[:512], held[512:]):
+        answers += b"".join(connection.recv(1) for connection in several)
+        for connection in several:
+            connection.close()
+    print(f"answered: {len(answers)}", flush=True)
+
+
 def show_descriptors() -> None:
     """Prints the files that were open before anything was opened here."""
     held = [number for number in range(3, 1000) if os.path.lexists(f"/proc/self/fd/{number}")]
@@ -369,6 +380,7 @@ ALONE: dict[str, Callable[[], None]] = {
     "blind": blind,
     "threads": start_threads,
     "sockets": open_sockets,
+    "connections": connect_often,
     "descriptors": show_descriptors,
     "flood": flood,
     "stay": stay,

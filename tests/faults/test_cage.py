@@ -6,15 +6,18 @@ import json
 import os
 import shutil
 import socket
+import socketserver
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -261,15 +264,49 @@ def test_file_that_is_open_outside_is_not_open_inside(tmp_path: Path):
         assert "open: [], " in run_alone(tmp_path, "descriptors", {}, pass_fds=(file.fileno(),)).stdout
 
 
+def test_connections_to_the_endpoint_beyond_a_bound_wait(tmp_path: Path):
+    opened, most = set[object](), 0
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            nonlocal most
+            opened.add(self)
+            most = max(most, len(opened))
+            self.request.sendall(b"!")
+            self.request.recv(1)
+            opened.remove(self)
+
+    class Server(socketserver.ThreadingTCPServer):
+        request_queue_size = 540
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        ran = run_alone(tmp_path, "connections", {}, endpoint=f"http://127.0.0.1:{server.server_address[1]}/v1")
+        server.shutdown()
+    assert ran.stdout == "answered: 540\n"
+    assert most == 512
+
+
 def run_alone(
-    folder: Path, name: str, bounds: dict[str, int], *, pass_fds: tuple[int, ...] = ()
+    folder: Path, name: str, bounds: dict[str, int], *, pass_fds: tuple[int, ...] = (), endpoint: str = ENDPOINT
 ) -> subprocess.CompletedProcess[str]:
     """Runs one attack in a cage with some bounds of its own."""
     (folder / "cage" / "output").mkdir(parents=True)
     cage = Cage(folder / "cage" / "output", folder)
     argv = isolated(
-        (sys.executable, "-I", str(PROGRAM), str(cage.folder), str(folder), "1", "1", "", "", name),
-        ModelCode(endpoint=ENDPOINT, prepare=(), reads=(str(PROGRAM),)),
+        (
+            sys.executable,
+            "-I",
+            str(PROGRAM),
+            str(cage.folder),
+            str(folder),
+            str(urlsplit(endpoint).port),
+            "1",
+            "",
+            "",
+            name,
+        ),
+        ModelCode(endpoint=endpoint, prepare=(), reads=(str(PROGRAM),)),
         cage,
         python=Path(sys.executable),
         refusal=folder / "refused.json",
