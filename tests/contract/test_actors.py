@@ -289,7 +289,7 @@ def test_job_calls_actors_it_was_sent_or_looked_up_and_those_it_creates_die_with
     call = Entrypoint.from_callable(create, [kit, tmp_path])
     environment = create_environment(env_vars=actor_variables())
     creator = client.submit(JobRequest("creator", call, resources=ResourceConfig(), environment=environment))
-    eventually((tmp_path / "created").exists, seconds=60)
+    eventually((tmp_path / "created").exists)
     assert (tmp_path / "pids").read_text() == f"{kit.pid()} {kit.pid()}"
     inner = get_actor(client, "inner")
     assert inner.add() == 2

@@ -113,7 +113,7 @@ def test_pool_on_two_machines_serves_swaps_survives_the_loss_of_one_and_leaves_n
         answers = []
         for name in ("run-1", "run-2", "run-1"):
             running, _ = pool.load(name)
-            eventually(lambda name=name: models(target) == {name}, seconds=60)
+            eventually(lambda name=name: models(target) == {name})
             assert asyncio.run(target.settled()) is None, events
             answers.append(log_probabilities(running))
         assert answers[0] == answers[2] != answers[1]
@@ -128,7 +128,7 @@ def test_pool_on_two_machines_serves_swaps_survives_the_loss_of_one_and_leaves_n
         trial = asyncio.run(tried(target, plan, lose_it))
         assert trial.broken_rules(most_upstream=REQUESTS + CLIENTS, broken_streams=CLIENTS) == [], events
         name = lost[0].name[: len("replica-0")]
-        eventually(lambda: target.instances()[name] != before[name], seconds=60)
+        eventually(lambda: target.instances()[name] != before[name])
         assert asyncio.run(target.settled()) is None, events
         assert {other for other in before if target.instances()[other] == before[other]} == {*before} - {name}
         addresses = [pool.base_url, *pool.engine_urls()]
@@ -174,6 +174,6 @@ def test_kept_pool_outlives_its_starter_and_is_found_used_and_taken_down_by_anot
     down = [Path(sys.executable).with_name("assay"), "pool", "down", name]  # its variables are there when it begins
     ended = subprocess.run(down, env=process_environment(), capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"{name} is down.\n"), ended.stderr
-    eventually(lambda: processes_of(name, tmp_path) == [], seconds=60)
+    eventually(lambda: processes_of(name, tmp_path) == [])
     assert {job.job_id for job in place.client.jobs() if not job.status.finished} <= before
     assert (list_kept(), list((tmp_path / "shared").iterdir())) == ([], [])

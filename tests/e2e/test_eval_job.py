@@ -140,7 +140,7 @@ def tell(story: Story) -> None:
     name = story.seen["submitted"].stdout.strip()
     story.seen["name"] = name
     story.seen["followed"] = story.assay("logs", "-f", name)
-    eventually(lambda: listed(story)["status"] in ("succeeded", "failed"), seconds=60)
+    eventually(lambda: listed(story)["status"] in ("succeeded", "failed"))
     story.seen["listed"] = listed(story)
     story.seen["logged"] = story.assay("logs", name, "--since", "3d", "--output", "logs.json")
     story.seen["local"] = story.assay("run", "jobs/eval_config.yml", "--local", "--json")

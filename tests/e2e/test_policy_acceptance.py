@@ -131,7 +131,7 @@ class Story:
 
     def until_missing(self, *states: str) -> None:
         """Waits until all that is missing is in these states."""
-        eventually(lambda: set(self.now().missing.values()) == set(states), seconds=240)
+        eventually(lambda: set(self.now().missing.values()) == set(states))
 
     def attempts(self) -> list[str]:
         """Folders of attempts at cells, each as `checkpoint:suite/attempt`."""
@@ -156,7 +156,7 @@ class Story:
     def until_calm(self) -> None:
         """Waits until no flow run is at work, nor about to be."""
         busy = {*WAITING, "Scheduled", "Running", "Cancelling"}
-        eventually(lambda: not busy & {run["state"]["name"] for run in self.flow_runs()}, seconds=240)
+        eventually(lambda: not busy & {run["state"]["name"] for run in self.flow_runs()})
 
     def events(self) -> list[dict[str, Any]]:
         """The first of those that told of complete checkpoints."""
@@ -266,7 +266,7 @@ def arrive_shard_by_shard(story: Story) -> None:
             if late:
                 story.observed["notify"] = story.prefect.assay("notify", file.name)
                 # The watcher began by telling of step 5, which has led to a flow run by now.
-                eventually(lambda: [run["state"]["name"] for run in story.flow_runs()] == ["Completed"], seconds=180)
+                eventually(lambda: [run["state"]["name"] for run in story.flow_runs()] == ["Completed"])
                 story.look("after a flow run has looked")
                 file.write(content[-late:])
                 story.whole_at = time.time()
@@ -301,11 +301,11 @@ def lose_the_worker(story: Story, worker: subprocess.Popen[bytes]) -> None:
     story.killed = run["id"]
     carries_out = story.prefect.process_of(story.killed)
     # The cell that failed had no plan. From the first one on it is a matter of a second or two: nothing else is asked.
-    eventually(lambda: len(list(story.out.rglob("attempt-*/plan.json"))) > 1, seconds=240)
+    eventually(lambda: len(list(story.out.rglob("attempt-*/plan.json"))) > 1)
     os.kill(worker.pid, signal.SIGKILL)
     os.kill(carries_out, signal.SIGKILL)
     worker.wait()
-    eventually(lambda: not processes_of([story.killed]) and not unfinished_jobs(), seconds=30)
+    eventually(lambda: not processes_of([story.killed]) and not unfinished_jobs())
     story.look("the worker is gone")
 
 
@@ -323,9 +323,9 @@ def be_wanted_by_everybody_at_once(story: Story) -> None:
         by_hand = [str(_BIN / "assay"), "reconcile", story.policy, "--json"]
         done = subprocess.run(by_hand, env=story.prefect.environment(), stdout=subprocess.PIPE, check=True, timeout=300)
         story.observed["reconcile"] = json.loads(done.stdout)
-        eventually(lambda: story.number_of_events(f"{RUN}-10") == before + 50, seconds=120)
-        eventually(lambda: story.number_of_events(f"{RUN}-30") == 2, seconds=120)
-        eventually(lambda: not story.now().missing, seconds=300)
+        eventually(lambda: story.number_of_events(f"{RUN}-10") == before + 50)
+        eventually(lambda: story.number_of_events(f"{RUN}-30") == 2)
+        eventually(lambda: not story.now().missing)
         story.until_calm()
         eventually(lambda: not processes_of([run["id"] for run in story.flow_runs()]))
         story.look("the end")

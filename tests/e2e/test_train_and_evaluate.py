@@ -115,7 +115,7 @@ def test_command_that_is_ended_ends_the_training(prefect_api: str, data: Path, t
     environment = process_environment({"PREFECT_API_URL": prefect_api})
     command = [str(ASSAY), "train-and-evaluate", str(file)]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
-        trainers = eventually(lambda: trainers_of("endless"), seconds=120)
+        trainers = eventually(lambda: trainers_of("endless"))
         run.send_signal(signal.SIGTERM)
         _, errors = run.communicate(timeout=120)
     assert run.returncode == 128 + signal.SIGTERM, errors

@@ -210,7 +210,7 @@ def served_nano(folder: Path) -> Iterator[RunningModel]:
             except httpx.TransportError:
                 return False
 
-        eventually(is_healthy, seconds=300)
+        eventually(is_healthy)
         yield RunningModel(
             base_url=f"http://127.0.0.1:{port}/v1",
             model="m",

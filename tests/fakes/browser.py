@@ -87,7 +87,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, expression: str, *, seconds: float = 30.0) -> Any:
+    def until(self, expression: str) -> Any:
         """The same, once it is true; what is looked at may not be there yet.
 
         The page itself looks every 100 ms: asked from here so often, a large page has no time for anything else.
@@ -104,7 +104,7 @@ class Page:
             except ProtocolError:  # the page went away meanwhile, for another one
                 return None
 
-        return eventually(found, seconds=seconds)
+        return eventually(found)
 
     def click(self, element: str) -> None:
         """Brings an element into view and clicks it, as a mouse does; once more where it has moved away meanwhile."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -58,14 +57,6 @@ def replayed(journal: Journal, asked_for: Question, *, cell: CellScope | None = 
     """The answer that the journal has to a request."""
     stored = journal.claim(asked_for, cell=cell).stored
     return stored.body if stored else None
-
-
-async def until(condition: Callable[[], Any], *, seconds: float = 20.0) -> None:
-    """Waits on the event loop, with an end."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.01)
 
 
 def rows(path: Path, sql: str) -> list[Any]:

@@ -14,8 +14,6 @@ from urllib.error import URLError
 from fakes.polling import eventually
 from fakes.processes import free_port
 
-# 8 s alone, 45 s when first started beside other tests.
-_START_SECONDS = 110.0
 _APPLICATION = "mlflow.server.fastapi_app:app"
 
 
@@ -33,7 +31,7 @@ def mlflow_server(folder: Path) -> Iterator[str]:
             stderr=log,
         )
         try:
-            eventually(lambda: server.poll() is not None or _is_up(address), seconds=_START_SECONDS)
+            eventually(lambda: server.poll() is not None or _is_up(address))
             assert server.poll() is None, (folder / "log").read_text()
             yield address
         finally:

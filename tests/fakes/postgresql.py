@@ -66,7 +66,8 @@ def postgresql() -> Iterator[str]:
         with (folder / "postgresql.log").open("wb") as log:
             process = subprocess.Popen(serve, stdout=log, **own)
         try:
-            eventually(lambda: subprocess.run(ready, check=False).returncode == 0, seconds=60)
+            eventually(lambda: process.poll() is not None or subprocess.run(ready, check=False).returncode == 0)
+            assert process.poll() is None, (folder / "postgresql.log").read_text()
             yield f"postgresql+asyncpg://postgres@127.0.0.1:{port}/postgres"
         finally:
             process.send_signal(signal.SIGINT)  # ends those who are connected too

@@ -59,7 +59,7 @@ class Field:
         """The server's answer to a request; a POST where there is content."""
         data = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
-        answered = eventually(lambda: _answer(request), seconds=120)
+        answered = eventually(lambda: _answer(request))
         return answered[0] if answered else None
 
     def runs(self, *names: str) -> list[dict[str, Any]]:

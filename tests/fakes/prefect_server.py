@@ -46,7 +46,7 @@ def start_prefect_server(
         stdout=log,
         stderr=log,
     )
-    eventually(lambda: _listens(port) or process.poll() is not None, seconds=180)
+    eventually(lambda: _listens(port) or process.poll() is not None)
     assert process.poll() is None, f"the Prefect server has ended with {process.returncode}"
     return process
 

@@ -49,7 +49,7 @@ def vllm_engine(jobs: Path, checkpoint: Path) -> Iterator[str]:
             return False
 
     try:
-        eventually(is_healthy, seconds=300)
+        eventually(is_healthy)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         client.shutdown()

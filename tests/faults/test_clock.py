@@ -88,7 +88,7 @@ async def test_clock_of_the_proxy_jumps_and_a_silent_replica_still_loses_its_lea
     async with FakeEngine(models=(MODEL,)) as engine:
         jumpy_proxy.tell(state_of(MODEL, engine))
         jumpy_proxy.client.take_lease("user", Lease(holder="a test", seconds=1))
-        await until(lambda: jumpy_proxy.client.status().replicas[0].lost, timeout_seconds=20)
+        await until(lambda: jumpy_proxy.client.status().replicas[0].lost)
         assert jumpy_proxy.client.status().leases == {}
         jumpy_proxy.announce(replica_of(engine))
         assert (await _ask(http, jumpy_proxy, "after"))[0] == 200

@@ -29,7 +29,7 @@ def _ask(base_url: str, key: str, **fields: object) -> httpx.Response:
 def _kill_proxy(target: Target) -> None:
     killed = target.proxy_pid
     os.kill(killed, signal.SIGKILL)
-    eventually(lambda: target.proxy_pid != killed, seconds=30)
+    eventually(lambda: target.proxy_pid != killed)
     assert asyncio.run(target.settled()) is None
 
 
@@ -49,7 +49,7 @@ def test_leases_of_users_are_known_again_after_a_restart_of_the_proxy(single: Ta
     before = set(single.status().leases)
     assert before
     _kill_proxy(single)
-    eventually(lambda: before <= set(single.status().leases), seconds=30)
+    eventually(lambda: before <= set(single.status().leases))
 
 
 def _started_again(events: list[str], replica: str) -> list[str]:
@@ -62,7 +62,7 @@ def test_replica_that_hangs_with_its_agent_is_started_again_once(single: Target,
     [engine] = single.engines()
     stopped = [single.agents()[engine.replica], engine.pid]
     send(signal.SIGSTOP, stopped)
-    eventually(lambda: _started_again(events, engine.replica), seconds=60)
+    eventually(lambda: _started_again(events, engine.replica))
     assert asyncio.run(single.settled()) is None
     agents = single.agents()
     assert asyncio.run(single.settled()) is None
@@ -76,7 +76,7 @@ def test_engine_that_hangs_is_replaced_by_its_own_agent(single: Target, events: 
     [engine] = single.engines()
     agents = single.agents()
     send(signal.SIGSTOP, [engine.pid])
-    eventually(lambda: single.unsettled() is not None, seconds=30)
+    eventually(lambda: single.unsettled() is not None)
     answer = _ask(single.endpoint.base_url, single.endpoint.key, temperature=0)
     assert answer.status_code == 200
     assert asyncio.run(single.settled()) is None

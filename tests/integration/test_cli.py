@@ -125,10 +125,10 @@ def test_prefect_server_of_an_evaluation_is_started_again_if_it_dies_and_ends_wi
     with subprocess.Popen(
         [*command, *SERVED_ELSEWHERE], env=variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE
     ) as assay:
-        [server] = eventually(lambda: prefect_servers_of(assay.pid), seconds=60)
+        [server] = eventually(lambda: prefect_servers_of(assay.pid))
         os.kill(server, signal.SIGKILL)
-        [again] = eventually(lambda: [pid for pid in prefect_servers_of(assay.pid) if pid != server], seconds=60)
-        eventually(lambda: listens_on(again), seconds=60)
+        [again] = eventually(lambda: [pid for pid in prefect_servers_of(assay.pid) if pid != server])
+        eventually(lambda: listens_on(again))
         assay.kill()
     eventually(lambda: not is_alive(again))
 

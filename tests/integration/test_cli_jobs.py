@@ -190,7 +190,7 @@ def test_cluster_whose_start_is_interrupted_leaves_no_head_behind(project: Path,
 
     before = set(heads())
     with start(project, "cluster", "up", "local", "--cpus", "1") as starting:
-        eventually(lambda: any(is_starting(job_id) for job_id in heads() if job_id not in before), seconds=60)
+        eventually(lambda: any(is_starting(job_id) for job_id in heads() if job_id not in before))
         starting.send_signal(signal.SIGINT)
         assert starting.wait(60) == 130
     [job_id] = set(heads()) - before

@@ -293,7 +293,7 @@ def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
         done = CliRunner().invoke(app, [*sent.series("demo_facts"), "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         assert json.loads(done.stdout)["evaluated"] >= 1
-        eventually(lambda: not {"Scheduled", "Pending", "Running"} & {state for _, state in sent.states()}, seconds=60)
+        eventually(lambda: not {"Scheduled", "Pending", "Running"} & {state for _, state in sent.states()})
     assert sent.states() == [(US, "Completed")], [run["state"] for run in sent.runs()]
     assert sent.ask("gaps")["missing"] == {}
     assert len([record for record in read_records(str(sent.output)) if record.succeeded]) == 2
@@ -314,9 +314,7 @@ def test_series_that_is_refused_at_the_work_pool_is_refused_here_in_the_same_wor
 def carry_out_series(sent: Sent) -> None:
     """Carries out the series that waits for a worker, in this process."""
     series, scheduled = {"name": {"any_": ["evaluate-checkpoints"]}}, {"state": {"type": {"any_": ["SCHEDULED"]}}}
-    [run] = eventually(
-        lambda: sent.field.ask("/flow_runs/filter", {"flows": series, "flow_runs": scheduled}), seconds=60
-    )
+    [run] = eventually(lambda: sent.field.ask("/flow_runs/filter", {"flows": series, "flow_runs": scheduled}))
     with get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(UUID(run["id"]))
     run_flow(evaluate_checkpoints, flow_run=flow_run)
@@ -369,4 +367,4 @@ def test_flow_runs_whose_worker_is_gone_are_ended_and_those_that_wait_for_a_mach
         return {runs[run["id"]]: run["state"]["name"] for run in found}
 
     ended = {"begun by nobody": "Crashed", "silent": "Crashed", "cancelled": "Cancelled"}
-    eventually(lambda: states() == {**ended, "waits for its machine": "Pending"}, seconds=180)
+    eventually(lambda: states() == {**ended, "waits for its machine": "Pending"})

@@ -138,7 +138,7 @@ def check_lineage(api: str, records: list[Record]) -> None:
         events = httpx.post(f"{api}/events/filter", json={"filter": wanted}).json()["events"]
         return [event for event in events if event["resource"]["prefect.resource.id"].endswith(record.cell)]
 
-    eventually(told, seconds=60)
+    eventually(told)
     [event] = told()
     assert event["resource"]["prefect.resource.id"] == f"assay://records/gated/step-2/{record.evaluator}/{record.cell}"
     assert event["resource"]["prefect.resource.name"] == "gated-2 · lm-eval: demo_facts"

@@ -157,7 +157,7 @@ def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failu
         training_run = series(served.base_url, [1])
 
         def kill_in_the_middle() -> None:
-            eventually(lambda: served.requests > QUESTIONS, seconds=120)
+            eventually(lambda: served.requests > QUESTIONS)
             served.process.kill()
 
         killed = beside.submit(kill_in_the_middle)
@@ -179,7 +179,7 @@ def test_two_runs_of_one_evaluation_at_once_leave_one_valid_record_per_cell(
         other = subprocess.Popen(
             [str(ASSAY), *training_run.arguments()], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        eventually(lambda: list(training_run.evaluations.rglob("attempt-*")) or other.poll() is not None, seconds=120)
+        eventually(lambda: list(training_run.evaluations.rglob("attempt-*")) or other.poll() is not None)
         returned = evaluate_checkpoints(training_run.config)
         printed, errors = other.communicate(timeout=300)
     assert other.returncode == 0, errors

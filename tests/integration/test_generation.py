@@ -115,7 +115,7 @@ def pids_of(job: str) -> list[int]:
 
 
 def kill_a(job: str) -> None:
-    pid = require(POOL).access.address.pid if job == "proxy" else eventually(lambda: pids_of(job), seconds=60)[0]
+    pid = require(POOL).access.address.pid if job == "proxy" else eventually(lambda: pids_of(job))[0]
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -161,17 +161,17 @@ def test_every_sample_is_written_once_though_worker_queue_proxy_and_flow_are_kil
     with (tmp_path / "log").open("wb") as log:
         flow = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
-        eventually(warm.engine, seconds=120)
+        eventually(warm.engine)
         warm.slow_down(0.1)
         for number, job in enumerate(("worker-0-run-1", "actor-queue-run-1", "proxy", "worker-1-run-1"), start=1):
-            eventually(lambda number=number: len(parts(output)) >= number, seconds=120)
+            eventually(lambda number=number: len(parts(output)) >= number)
             kill_a(job)
-        eventually(lambda: len(parts(output)) >= 6, seconds=120)
+        eventually(lambda: len(parts(output)) >= 6)
         working = pids_of("worker-0-run-1") + pids_of("worker-1-run-1")
     finally:
         flow.kill()
         flow.wait()
-    eventually(lambda: all(state_of(pid) in ("", "Z") for pid in working), seconds=60)  # they ask no more
+    eventually(lambda: all(state_of(pid) in ("", "Z") for pid in working))  # they ask no more
     before, asked = parts(output), warm.asked()
     warm.slow_down(0.0)
 

@@ -369,7 +369,7 @@ def test_requests_for_another_checkpoint_wait_no_longer_than_the_bound_while_one
         for thread in busy:
             thread.start()
         try:
-            eventually(lambda: answered(running, "run-2", timeout_seconds), seconds=30)
+            eventually(lambda: answered(running, "run-2", timeout_seconds))
         finally:
             stop.set()
             for thread in busy:
@@ -450,7 +450,7 @@ def test_engine_agent_or_proxy_that_is_killed_is_started_again_and_answers_as_be
             except httpx.TransportError:
                 return False
 
-        eventually(answers, seconds=30)
+        eventually(answers)
         assert pool.base_url == address
         assert ask(running, model="run-2").status_code == 200
         pool.session.check("run-2")  # as evaluations do all the time: it introduces itself to a new proxy
@@ -640,7 +640,7 @@ def test_signal_to_the_owner_ends_every_process(tmp_path: Path, number: signal.S
         assert all(is_alive(pid) for pid in pids)
         process.send_signal(number)
         process.wait(timeout=20)
-        eventually(lambda: not any(is_alive(pid) for pid in pids), seconds=20)
+        eventually(lambda: not any(is_alive(pid) for pid in pids))
     finally:
         process.kill()
         process.wait()

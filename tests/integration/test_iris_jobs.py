@@ -305,7 +305,7 @@ def test_iris_job_on_two_slices_of_several_vms_is_refused_and_two_jobs_run_at_on
     )
     requests = [replace(job(script, workspace, name=name), resources=on_slices("v5e-16")) for name in ("one", "two")]
     handles = [client.submit(request) for request in requests]
-    eventually(lambda: len(list(met.iterdir())) == 8, seconds=60)
+    eventually(lambda: len(list(met.iterdir())) == 8)
     eventually(lambda: [handle.announced() for handle in handles] == ["host 0\n"] * 2)  # which speaks for its slice
     (tmp_path / "go").touch()
     assert wait_all(handles, 60) == [JobStatus.SUCCEEDED] * 2

@@ -210,8 +210,8 @@ def test_kept_pool_ends_when_its_last_user_has_gone_for_the_idle_time(
         session.load("run-1")
         pids = pids_of(pool, tmp_path)
     assert all(is_alive(pid) for pid in pids)
-    eventually(lambda: find("warm") is None, seconds=30)
-    eventually(lambda: not any(is_alive(pid) for pid in pids), seconds=20)
+    eventually(lambda: find("warm") is None)
+    eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_kept_pool_whose_owner_is_killed_leaves_nothing_and_is_not_listed(
@@ -222,7 +222,7 @@ def test_kept_pool_whose_owner_is_killed_leaves_nothing_and_is_not_listed(
     pids = pids_of(pool, tmp_path)
     status = json.loads((settings().jobs_dir / pool.job_id / "status.json").read_text())
     os.kill(status["replicas"][0]["pid"], signal.SIGKILL)
-    eventually(lambda: not any(is_alive(pid) for pid in pids), seconds=20)
+    eventually(lambda: not any(is_alive(pid) for pid in pids))
     eventually(lambda: not list_kept())
     with pytest.raises(BadInput, match="there: none"):
         require("warm")

@@ -78,7 +78,7 @@ def test_kept_pool_outlives_its_machine_and_is_found_used_and_taken_down_from_an
     pids = [pool.access.address.pid, *engines]
     assert is_alive(pids[0]) and any(map(is_alive, engines))
     assert printed("pool", "down", "warm") == "warm is down.\n"
-    eventually(lambda: not any(map(is_alive, pids)), seconds=60)
+    eventually(lambda: not any(map(is_alive, pids)))
     assert [job.name for job in client_from_url("ray://auto").jobs() if not job.status.finished] == []
     assert json.loads(printed("pool", "ls", "--json")) == []
     assert list((tmp_path / "shared").iterdir()) == []

@@ -226,7 +226,7 @@ def test_levanter_on_ray_goes_on_within_a_checkpoint_when_its_machine_is_lost(
                     scores = evaluations.glob("**/journal/*/*.json")
                     return [file for file in scores if done and file.parents[2] not in done]
 
-                [scores, *_] = eventually(kept, seconds=120)
+                [scores, *_] = eventually(kept)
                 lost, left = sorted(nodes, key=lambda name: not compiled(tmp_path / name))
                 assert compiled(tmp_path / lost) and not compiled(tmp_path / left)
                 cluster.remove_node(nodes[lost], allow_graceful=False)

@@ -82,7 +82,7 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
     assert deployed.field.ask(f"/work_queues/{found['work_queue_id']}")["concurrency_limit"] == 1
     assert [schedule["schedule"]["interval"] for schedule in found["schedules"]] == [7200.0]
     assert "assay" in found["tags"] and found["pull_steps"] == []
-    eventually(lambda: any(run["auto_scheduled"] for run in deployed.field.runs("Scheduled")), seconds=120)
+    eventually(lambda: any(run["auto_scheduled"] for run in deployed.field.runs("Scheduled")))
 
     with pytest.raises(BadInput, match="work pool elsewhere"):
         deployed.apply(work_pool="elsewhere")
@@ -174,7 +174,7 @@ def test_flow_run_ended_in_mid_evaluation_leaves_nothing_and_its_state_is_true(
         deployed.checkpoint(3)
     asked = deployed.engine.requests
     deployed.begin()
-    eventually(lambda: deployed.engine.requests > asked + 2, seconds=300)
+    eventually(lambda: deployed.engine.requests > asked + 2)
     deployed.engine.answers_take(600)  # so that nothing ends by itself, however long the server takes
     [run] = deployed.field.runs("Running")
     assert [key.partition(".")[0] for key in deployed.live_claims()] == ["step-3"]
@@ -185,13 +185,13 @@ def test_flow_run_ended_in_mid_evaluation_leaves_nothing_and_its_state_is_true(
         cancelling = {"type": "CANCELLING", "name": "Cancelling"}
         deployed.field.ask(f"/flow_runs/{run['id']}/set_state", {"state": cancelling})
 
-    eventually(lambda: deployed.field.ask(f"/flow_runs/{run['id']}")["state"]["name"] == state, seconds=300)
-    eventually(lambda: not deployed.live_claims(), seconds=120)
-    eventually(lambda: not [job for job in LocalClient().jobs() if not job.status.finished], seconds=120)
-    eventually(lambda: deployed.progress_of(run["id"])["description"].endswith(f"; {state.lower()}"), seconds=120)
+    eventually(lambda: deployed.field.ask(f"/flow_runs/{run['id']}")["state"]["name"] == state)
+    eventually(lambda: not deployed.live_claims())
+    eventually(lambda: not [job for job in LocalClient().jobs() if not job.status.finished])
+    eventually(lambda: deployed.progress_of(run["id"])["description"].endswith(f"; {state.lower()}"))
     assert deployed.progress_of(run["id"])["data"] < 100
     tasks = {"flow_runs": {"id": {"any_": [run["id"]]}}, "task_runs": {"state": {"type": {"any_": ["RUNNING"]}}}}
-    eventually(lambda: not deployed.field.ask("/task_runs/filter", tasks), seconds=120)
+    eventually(lambda: not deployed.field.ask("/task_runs/filter", tasks))
     assert "run-3" not in deployed.succeeded()
     waiting = {cell.checkpoint.step: cell for cell in reconciled(deployed).others}
     if state == "Cancelled":
@@ -221,8 +221,8 @@ def test_server_that_goes_away_costs_no_evaluation_and_learns_how_it_ended(deplo
     asked = engine.requests
     run = deployed.begin()  # of a cell whose flow runs were ended, where the tests before have been run
     by_hand = evaluate_by_hand(deployed)
-    eventually(lambda: all(deployed.live_claims(place) for place in PLACES), seconds=120)
-    eventually(lambda: engine.requests >= asked + 2, seconds=60)
+    eventually(lambda: all(deployed.live_claims(place) for place in PLACES))
+    eventually(lambda: engine.requests >= asked + 2)
     runs = {flow_run["id"] for flow_run in field.runs("Running")}
     assert run in runs and len(runs) == 2
 
@@ -230,13 +230,13 @@ def test_server_that_goes_away_costs_no_evaluation_and_learns_how_it_ended(deplo
     asked = engine.requests
     engine.answers_take(0)
     for place in PLACES:
-        eventually(lambda place=place: "run-3" in deployed.succeeded(place), seconds=60)
+        eventually(lambda place=place: "run-3" in deployed.succeeded(place))
         eventually(lambda place=place: not deployed.live_claims(place))
     assert engine.requests > asked
     assert by_hand.poll() is None and field.process_of(run)  # their end is not told yet
 
     field.start_server()
-    eventually(lambda: {flow_run["id"] for flow_run in field.runs("Completed")} >= runs, seconds=90)
+    eventually(lambda: {flow_run["id"] for flow_run in field.runs("Completed")} >= runs)
     printed, _ = by_hand.communicate(timeout=60)
     assert by_hand.returncode == 0, printed
     of_both = {"flow_runs": {"id": {"any_": list(runs)}}}

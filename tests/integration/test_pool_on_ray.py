@@ -69,7 +69,7 @@ def running_pool(
             target = Target(pool, MODEL, owner_pid=os.getpid(), recovery_seconds=300)
             assert asyncio.run(target.settled()) is None, events
             yield target
-        eventually(lambda: job_processes() == {}, seconds=60)  # what a killed agent left ends by itself
+        eventually(lambda: job_processes() == {})  # what a killed agent left ends by itself
     finally:
         client.shutdown()
 
@@ -126,7 +126,7 @@ with InferencePool(pool_config(), served, client=client_of({str(cluster.address)
 """
     others = set(job_processes())
     with running_program("-c", script) as owner:
-        eventually(lambda: (tmp_path / "answers").exists() or owner.poll() is not None, seconds=60)
+        eventually(lambda: (tmp_path / "answers").exists() or owner.poll() is not None)
         assert len(set(job_processes()) - others) >= 3  # the proxy, an agent, its engine
     eventually(lambda: not set(job_processes()) - others)
 

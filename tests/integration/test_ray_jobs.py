@@ -241,7 +241,7 @@ def test_job_that_outlives_its_driver_is_waited_for_by_another_and_the_driver_s_
         time.sleep(100)
         """,
     )
-    job_id = eventually(lambda: (tmp_path / "id").read_text() if (tmp_path / "id").exists() else "", seconds=60)
+    job_id = eventually(lambda: (tmp_path / "id").read_text() if (tmp_path / "id").exists() else "")
     own = eventual_pid(tmp_path / "own")
     orphan = next(details for details in client.jobs() if details.name == "own")
     attached = client.attach(orphan.job_id)
@@ -296,7 +296,7 @@ def test_large_callables_lie_in_the_object_store_once_and_not_in_the_controller(
     def submit(index: int) -> RayJob:
         call = Entrypoint.from_callable(measure, [bytes([index]) * LARGE_BYTES, tmp_path / "go"])
         handle = client.submit(JobRequest(f"large-{index}", call, resources=ResourceConfig()))
-        eventually(lambda: handle.status() is JobStatus.RUNNING, seconds=60)
+        eventually(lambda: handle.status() is JobStatus.RUNNING)
         return handle
 
     jobs = [submit(0)]
@@ -414,7 +414,7 @@ def test_lost_head_is_said_and_the_driver_goes_on_with_the_next_one(cluster: Clu
         """,
     )
     try:
-        eventually((tmp_path / "ready").exists, seconds=60)
+        eventually((tmp_path / "ready").exists)
         pid = eventual_pid(tmp_path / "pid")
         assert cluster.head_node is not None
         raylet = cluster.head_node.all_processes["raylet"][0].process.pid
@@ -422,7 +422,7 @@ def test_lost_head_is_said_and_the_driver_goes_on_with_the_next_one(cluster: Clu
         cluster.remove_node(cluster.head_node, allow_graceful=False)
         send(signal.SIGKILL, agents)  # they would look for the head in a loop for half a minute
         (tmp_path / "go").touch()
-        eventually((tmp_path / "result").exists, seconds=90)
+        eventually((tmp_path / "result").exists)
         assert (tmp_path / "result").read_text().split() == ["BackendUnavailable"] * 5
         eventually(lambda: not is_alive(pid))
         with ray_cluster(num_cpus=4, runtime_environments=True, gcs_server_port=port):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fakes.polling import eventually
 from fakes.ray_cluster import add_node, connected, ray, ray_cluster
 from resources.backends.ray.client import RayClient
 from resources.backends.ray.nodes import REGION_LABEL, read_nodes
@@ -223,8 +222,9 @@ def runs_on(job: JobHandle) -> list[str]:
 
 
 async def soon(condition: Callable[[], bool]) -> None:
-    """Waits in a thread: the loop of the test is busy with claims."""
-    await asyncio.to_thread(eventually, condition, seconds=60.0)
+    """Looks in a thread: the loop of the test is busy with claims."""
+    while not await asyncio.to_thread(condition):
+        await asyncio.sleep(0.1)
 
 
 async def test_job_that_several_types_would_do_for_gets_the_first_that_is_free_and_is_told_which(tpus: Tpus) -> None:

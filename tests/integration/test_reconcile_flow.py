@@ -195,7 +195,7 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
         [grid] = run.ask("status")["runs"]
         assert [row["gate"] for row in grid["checkpoints"]] == ["NO-GO", "NO-GO"]
         with get_client(sync_client=True) as client:
-            eventually(lambda: len(verdicts_told(client)) == 2, seconds=60)
+            eventually(lambda: len(verdicts_told(client)) == 2)
             sent = verdicts_told(client)
             assert sorted(event["resource"]["assay.step"] for event in sent) == ["1", "2"]
             assert all(event["payload"]["verdict"] == "NO-GO" for event in sent)
@@ -259,7 +259,7 @@ def test_cancelled_reconciler_publishes_nothing(tmp_path: Path):
         run.write_policy(run.write_suite("facts", "demo_facts"), retries={"first_delay_seconds": 0})
         with ThreadPoolExecutor(1) as beside:
             reconciled = beside.submit(copy_context().run, run.reconcile)
-            eventually(lambda: run.engine.requests > 1 or reconciled.done(), seconds=300)
+            eventually(lambda: run.engine.requests > 1 or reconciled.done())
             assert run.missing() == {"claimed": 1}
             assert run.ask("cancel")["claims_ended"] == 1
             assert reconciled.result()["succeeded"] == 0

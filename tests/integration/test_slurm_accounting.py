@@ -97,7 +97,7 @@ def test_ends_that_slurmctld_has_forgotten_are_read_from_the_accounting_once_it_
 ) -> None:
     unseen = {name: job for name, job in jobs.items() if name not in WATCHED}
     ids = [slurm_id(folder / "slurm", job.job_id) for job in unseen.values()]
-    eventually(lambda: not any(map(cluster.knows, ids)), seconds=120)
+    eventually(lambda: not any(map(cluster.knows, ids)))
     end(cluster.programs["slurmdbd"])
     with pytest.raises(BackendUnavailable, match="database"):
         unseen["killed"].status()

@@ -89,14 +89,14 @@ def test_gang_starts_on_all_of_its_hosts_or_on_none_and_one_that_is_lost_is_one_
     first = client.submit(shell("sleep 300", "first", resources=WHOLE_NODE))
     eventually(lambda: first.status() is JobStatus.RUNNING)
     gang = client.submit(shell(script, "gang", resources=WHOLE_NODE, replicas=2))
-    eventually(lambda: "waits: " in (gang.details().reason or ""), seconds=40)
+    eventually(lambda: "waits: " in (gang.details().reason or ""))
     assert not (tmp_path / "0").exists() and not (tmp_path / "1").exists()  # though a node is free
     first.terminate()
     pids = [eventual_pid(tmp_path / name) for name in "01"]
     slurms = slurm_id(tmp_path / "slurm", gang.job_id)
     [lost] = {*NODES} - {cluster.command("squeue", "-h", "-o", "%B", "-j", slurms).strip()}
     with lost_node(cluster, lost):
-        eventually(lambda: "BeginTime" in (gang.details().reason or ""), seconds=60)
+        eventually(lambda: "BeginTime" in (gang.details().reason or ""))
     eventually(lambda: not any(map(is_alive, pids)))
     eventually(lambda: cluster.has_set(slurms, "StartTime=now"))  # in place of two minutes, once Slurm has cleared up
     assert gang.wait(60) is JobStatus.SUCCEEDED
@@ -134,7 +134,7 @@ def test_job_that_another_preempts_waits_and_goes_on_when_there_is_room_again(
     urgent = cluster.client(tmp_path / "slurm", partition="urgent", grace_seconds=2.0)
     try:
         other = urgent.submit(shell(f"touch {tmp_path}/other; sleep 300", "other", resources=WHOLE_NODE))
-        eventually((tmp_path / "other").exists, seconds=40)
+        eventually((tmp_path / "other").exists)
         assert "Slurm's job" in (eventually(lambda: handle.details().reason) or "")
         assert handle.status() is JobStatus.PENDING
         other.terminate()

@@ -103,4 +103,4 @@ def test_training_with_transformers_begins_a_run_of_the_policy_about_it(
     assert f"Assay was told of {trained}; it begins: {deployed.event_automation}" in done.stderr
     named = DeploymentFilter(name=DeploymentFilterName(any_=["trained"]))
     with get_client(sync_client=True) as client:
-        eventually(lambda: client.read_flow_runs(deployment_filter=named), seconds=60)
+        eventually(lambda: client.read_flow_runs(deployment_filter=named))

@@ -70,7 +70,7 @@ def test_training_that_is_killed_goes_on_where_it_was(client_of: Any, data: Path
     wanted = config(data, tmp_path / "killed", steps=60, every=20)
     with training(wanted, client=client_of("local")) as job:
         weights = tmp_path / "killed" / "hf" / "step-20" / "model.safetensors"
-        eventually(lambda: weights.exists() and 20 in exported(tmp_path / "killed"), seconds=120)
+        eventually(lambda: weights.exists() and 20 in exported(tmp_path / "killed"))
         [trainer] = trainers_of("killed")
         os.kill(trainer, signal.SIGKILL)
         assert finished(job) is JobStatus.SUCCEEDED
@@ -88,5 +88,5 @@ def test_configuration_that_levanter_does_not_read_is_bad_input(client_of: Any, 
 def test_training_that_is_stopped_leaves_no_process(client_of: Any, data: Path, tmp_path: Path) -> None:
     wanted = config(data, tmp_path / "endless", steps=10**6, every=10**6)
     with training(wanted, client=client_of("local")) as job:
-        eventually(lambda: trainers_of("endless"), seconds=60)
+        eventually(lambda: trainers_of("endless"))
     assert job.status() is JobStatus.STOPPED and trainers_of("endless") == []

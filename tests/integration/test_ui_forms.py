@@ -62,16 +62,22 @@ class Form:
         )
 
     def choices(self, *field: str) -> list[str]:
-        """Opens the list of a field, and says what is in it."""
-        self.page.click(f"{_field(*field)}.querySelector('[aria-haspopup=listbox]')")
-        self.page.until("document.querySelectorAll('[role=option]').length")
-        return self.page.value("[...document.querySelectorAll('[role=option]')].map((one) => one.textContent.trim())")
+        """Returns the choices in the list of a field, and leaves the list closed: another click would only close it."""
+        choices = self._opened(*field)
+        self.page.press("Escape", 27)
+        self.page.until("!document.querySelector('[role=option]')")
+        return choices
 
     def choose(self, *field: str, choice: str) -> None:
         """Takes a choice from the list of a field."""
-        assert choice in self.choices(*field)
+        assert choice in self._opened(*field)
         self.page.click(f"withText(document, '[role=option]', {json.dumps(choice)})")
         self.page.until("!document.querySelector('[role=option]')")
+
+    def _opened(self, *field: str) -> list[str]:
+        self.page.click(f"{_field(*field)}.querySelector('[aria-haspopup=listbox]')")
+        self.page.until("document.querySelectorAll('[role=option]').length")
+        return self.page.value("[...document.querySelectorAll('[role=option]')].map((one) => one.textContent.trim())")
 
     def type(self, *field: str, text: str) -> None:
         """Types into a field, in place of what is there."""

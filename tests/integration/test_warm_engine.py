@@ -97,7 +97,7 @@ def serve(client: LocalClient, command: Command, variables: dict[str, str], *, p
             return False
 
     with httpx.Client(timeout=10, headers=HEADERS) as http:
-        eventually(is_healthy, seconds=300)
+        eventually(is_healthy)
     return job
 
 

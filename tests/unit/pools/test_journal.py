@@ -25,8 +25,8 @@ from fakes.journal import (
     replayed,
     rows,
     sampled,
-    until,
 )
+from fakes.proxy import until
 from pools.journal import background
 from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope

@@ -29,8 +29,8 @@ from fakes.journal import (
     replayed,
     rows,
     sampled,
-    until,
 )
+from fakes.proxy import until
 from pools.journal.keys import Question
 from pools.journal.store import Journal
 

@@ -87,7 +87,7 @@ def run_until(condition: Callable[[], object], workspace: Path, script: str) -> 
 
     def ask(method: str, **arguments: Any) -> Any:
         if method == "until_end":
-            return bool(eventually(condition, seconds=50))
+            return bool(eventually(condition))
         reported.append(arguments["output"].content)
         return None
 
@@ -113,7 +113,7 @@ def test_process_told_to_end_ends_in_good_order(tmp_path: Path) -> None:
 def test_process_ended_by_somebody_else_was_preempted(tmp_path: Path) -> None:
     def killed() -> bool:
         os.kill(eventual_pid(tmp_path / "pid"), signal.SIGKILL)
-        return eventually(lambda: False, seconds=50)
+        return eventually(lambda: False)
 
     end, _ = run_until(killed, tmp_path, f"echo $$ > {tmp_path}/pid; {FOR_EVER}")
     assert (end.outcome, end.reason) == ("preempted", "exit code -9")
@@ -207,7 +207,7 @@ def test_process_that_writes_faster_than_is_kept_has_the_lines_between_counted(t
 
     def ask(method: str, **arguments: Any) -> Any:
         if method == "until_end":
-            return bool(eventually(lambda: False, seconds=50))
+            return bool(eventually(lambda: False))
         reported.append(arguments["output"])
         return None
 
