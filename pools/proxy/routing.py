@@ -189,6 +189,8 @@ class RoutingTable:
             if before is not None:
                 before.lost = True
                 lost.append(before)
+            elif self.models is not None and name not in self._orders:
+                return lost  # a late announcement of a replica that has been removed: its orders are to stop
             replica = self.replicas[name] = RoutedReplica(name, announcement, self.clock())
             self._give_order(replica)
             self.bump()
