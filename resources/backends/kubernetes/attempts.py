@@ -151,7 +151,8 @@ class OwnedJob:
         elif self._owner.queue is not None and job["spec"].get("suspend"):
             outcome = self._queued(pods)
         else:
-            outcome = self._outcome(job, pods, mine)
+            # Admitted since its pods were listed, it may have run already: pods that were never seen are not lost.
+            outcome = self._outcome(job, pods or self._cluster.list("pods", mine), mine)
         if outcome is not None:
             self._conclude(outcome)
 
