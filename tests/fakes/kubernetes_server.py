@@ -154,7 +154,6 @@ class KubernetesServer:
             return next(
                 found for (_, name), found in self.objects.items()
                 if job_id in name and QUEUE in found["metadata"].get("labels", {})
-                and "deletionTimestamp" not in found["metadata"]  # the attempt before may still be there
             )  # fmt: skip
 
     # What the API does.

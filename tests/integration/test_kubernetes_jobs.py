@@ -323,6 +323,39 @@ def test_job_in_a_queue_waits_until_kueue_admits_it_and_again_when_its_place_is_
         client.shutdown()
 
 
+def test_attempt_that_loses_its_place_in_the_queue_leaves_it_though_its_pods_have_ended(
+    server: KubernetesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add_queue("team")
+    client = client_of(server, queue="team")
+    read, taken = Cluster.get, set[str]()
+
+    def take_back_and_read(cluster: Cluster, resource: Resource, name: str) -> dict[str, Any] | None:
+        if resource == "jobs" and not taken and (tmp_path / "started").exists():
+            taken.add(name)
+            server.take_back(name.removesuffix("-1"))
+            pods = server.pods(name.removesuffix("-1"))
+            eventually(lambda: all(pod["status"]["phase"] == "Failed" for pod in pods))
+        return read(cluster, resource, name)
+
+    def may_go(pod: dict[str, Any], objects: dict[tuple[str, str], dict[str, Any]]) -> bool:
+        job = objects.get(("jobs", pod["metadata"]["ownerReferences"][0]["name"]))
+        return job is None or "deletionTimestamp" in job["metadata"]
+
+    monkeypatch.setattr(Cluster, "get", take_back_and_read)
+    monkeypatch.setattr("fakes.kubernetes_server.can_go", may_go)  # its pods stay in the list
+    try:
+        job = client.submit(request(f"[ -e {tmp_path}/started ] && exit 0; touch {tmp_path}/started; {FOR_EVER}"))
+        eventually(lambda: "has not admitted it yet" in (job.details().reason or ""))
+        server.admit(job.job_id)
+        eventually(lambda: job.details().attempts == 2 and "not admitted it yet" in (job.details().reason or ""))
+        assert [name for kind, name in server.objects if kind == "jobs" and job.job_id in name] == [f"{job.job_id}-2"]
+        server.admit(job.job_id)
+        assert job.wait(30) is JobStatus.SUCCEEDED
+    finally:
+        client.shutdown()
+
+
 def test_queue_that_is_not_there_is_refused_and_stands_in_the_address_of_jobs_inside(
     monkeypatch: pytest.MonkeyPatch, server: KubernetesServer
 ) -> None:

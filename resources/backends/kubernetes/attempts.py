@@ -151,10 +151,9 @@ class OwnedJob:
         elif self._owner.queue is not None and job["spec"].get("suspend"):
             outcome = self._queued(pods)
         else:
-            # Admitted since its pods were listed, it may have run already: pods that were never seen are not lost.
-            outcome = self._outcome(job, pods or self._cluster.list("pods", mine), mine)
+            outcome = self._outcome(job, pods, mine)
         if outcome is not None:
-            self._conclude(outcome)
+            self._conclude(outcome, job)
 
     def _queued(self, pods: list[dict[str, Any]]) -> PodState | None:
         if pods or self._record.status == JobStatus.RUNNING:
@@ -179,11 +178,12 @@ class OwnedJob:
             jobs, pods = (without_collateral(found, job) for found in (self._cluster.list("jobs", mine), pods))
         return states_by_index(pods, count=record.pods, vms=record.vms, jobs=jobs)
 
-    def _conclude(self, outcome: PodState) -> None:
+    def _conclude(self, outcome: PodState, job: dict[str, Any] | None) -> None:
         record = self._record
         if record.returns and outcome.standing != "preempted":
             keep_results(self._cluster, record)
-        if not self._all_ended():
+        # A suspended Job would be admitted once more, and run beside the next attempt.
+        if (job is not None and job["spec"].get("suspend")) or not self._all_ended():
             end_attempt(self._cluster, record)
         if outcome.standing == "succeeded":
             self._write(status=JobStatus.SUCCEEDED, reason=None, counted=record.attempts)
