@@ -52,8 +52,6 @@ class RoutedReplica:
     announcement: Announcement
     announced: float
     """Time at which it said so, on the table's clock."""
-    wanted: bool = True
-    """True if it belongs to the pool."""
     ordered: str | None = None
     """Model name it is to hold."""
     ordered_digest: str | None = None
@@ -83,7 +81,6 @@ class RoutedReplica:
         announcement = self.announcement
         return (
             announcement.state == "ready"
-            and self.wanted
             and not self.suspect
             and not self.lost
             and announcement.url is not None
@@ -168,7 +165,7 @@ class RoutingTable:
         unwanted = []
         for replica in list(self.replicas.values()):
             self._give_order(replica)
-            if not replica.wanted:
+            if replica.name not in self._orders:
                 replica.lost = True
                 unwanted.append(replica)
                 del self.replicas[replica.name]
@@ -357,7 +354,6 @@ class RoutingTable:
     def _give_order(self, replica: RoutedReplica) -> None:
         if self.models is None:
             return
-        replica.wanted = replica.name in self._orders
         ordered = self._orders.get(replica.name)
         if ordered != replica.ordered:
             now = self.clock()

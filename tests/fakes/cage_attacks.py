@@ -327,7 +327,7 @@ def open_sockets() -> None:
 
 
 def connect_often() -> None:
-    """Opens more connections than may be open at once to an endpoint that sends a byte on each, in two processes."""
+    """Opens more connections than may be open at once to an endpoint that sends a byte on each."""
     held = [socket.create_connection(("127.0.0.1", int(PORT))) for _ in range(540)]
     answers = b""
     for several in (held[:512], held[512:]):

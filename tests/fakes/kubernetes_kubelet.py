@@ -188,7 +188,8 @@ def _kill_marked(mark: int, *, reaped_by_us: set[int]) -> None:
     deadline = time.monotonic() + 10
     killed: set[int] = set()
     while time.monotonic() < deadline:
-        found = {pid for pid in (int(folder.name) for folder in Path("/proc").glob("[0-9]*")) if _has(pid, mark)}
+        pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+        found = {pid for pid in pids if _has(pid, mark)}
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

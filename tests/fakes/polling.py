@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
@@ -25,6 +26,12 @@ def eventually(condition: Callable[[], Value]) -> Value:
         if value := condition():
             return value
         time.sleep(min(max(shortest, 12 * (time.monotonic() - looked)), longest))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Returns as soon as a condition holds; only the limit of the test ends the wait."""
+    while not condition():
+        await asyncio.sleep(0.01)
 
 
 def eventual_pid(path: Path) -> int:

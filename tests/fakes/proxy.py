@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -134,9 +133,3 @@ def session_of(proxy: RunningProxy, checkpoint: Servable) -> PoolSession:
     proxy.client.set_state(DesiredState(models={checkpoint.name: checkpoint.served}, orders={"a": checkpoint.name}))
     proxy.client.announce("a", ready, join_token=JOIN_TOKEN)
     return PoolSession(access, [checkpoint], holder="a test")
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Returns as soon as a condition holds; only the limit of the test ends the wait."""
-    while not condition():
-        await asyncio.sleep(0.01)

@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 
 from fakes.engine import FakeEngine
-from fakes.proxy import ADMIN_KEY, HEADERS, KEYS, RunningProxy, replica_of, state_of, text_of, until
+from fakes.polling import until
+from fakes.proxy import ADMIN_KEY, HEADERS, KEYS, RunningProxy, replica_of, state_of, text_of
 from pools.protocol import Lease, ProxyLimits
 from pools.proxy.client import JournalFlags, ProxyClient, proxy_command, wait_for_address
 from resources.settings import process_environment

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
 from prefect.artifacts import Artifact
@@ -157,11 +158,13 @@ def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failu
         training_run = series(served.base_url, [1])
 
         def kill_in_the_middle() -> None:
-            eventually(lambda: served.requests > QUESTIONS)
+            eventually(lambda: served.requests > QUESTIONS or over.is_set())
             served.process.kill()
 
+        over = Event()
         killed = beside.submit(kill_in_the_middle)
         done = run_command(*training_run.arguments())
+        over.set()
         killed.result()
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and "To do:" in done.stderr

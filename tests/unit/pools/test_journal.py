@@ -26,7 +26,7 @@ from fakes.journal import (
     rows,
     sampled,
 )
-from fakes.proxy import until
+from fakes.polling import until
 from pools.journal import background
 from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope

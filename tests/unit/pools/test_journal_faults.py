@@ -30,7 +30,7 @@ from fakes.journal import (
     rows,
     sampled,
 )
-from fakes.proxy import until
+from fakes.polling import until
 from pools.journal.keys import Question
 from pools.journal.store import Journal
 

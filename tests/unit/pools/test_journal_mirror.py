@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fakes.journal import FIRST, SECOND, answer, asked, opened, replayed, rows, sampled
-from fakes.proxy import until
+from fakes.polling import until
 from pools.journal.bodies import LARGEST_BYTES, Unreadable, sealed, unpacked
 from pools.journal.cells import CellScope
 from pools.journal.mirror import SEGMENT_BYTES

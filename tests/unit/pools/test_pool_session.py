@@ -16,7 +16,7 @@ from fakes.proxy import FakeReplica, RunningProxy, running_proxy, session_of
 from pools.access import engine_digest
 from pools.endpoint import Scoring
 from pools.engine.launch import Servable
-from pools.protocol import Announcement, RequestCounters
+from pools.protocol import Announcement, DesiredState, RequestCounters
 
 Value = TypeVar("Value")
 
@@ -61,6 +61,8 @@ def test_scoring_from_caches_is_what_all_replicas_can_do_and_the_smallest_of_the
 ) -> None:
     way = Scoring(scores_from_cache=True, kv_cache_tokens=2048, architecture="a", dtype="float32")
     with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session:
+        orders: dict[str, str | None] = {"a": checkpoint.name, "b": checkpoint.name}
+        proxy.client.set_state(DesiredState(models={checkpoint.name: checkpoint.served}, orders=orders))
         for name, scoring in (("a", way), ("b", way.model_copy(update={"kv_cache_tokens": 1024}))):
             digest = checkpoint.digests.checkpoint
             ready = Announcement(

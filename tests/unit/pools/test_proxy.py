@@ -22,6 +22,7 @@ import pytest
 
 from fakes.engine import FakeEngine
 from fakes.malformed import KINDS
+from fakes.polling import until
 from fakes.proxy import (
     ADMIN_KEY,
     CLIENT_KEY,
@@ -33,7 +34,6 @@ from fakes.proxy import (
     replica_of,
     running_proxy,
     state_of,
-    until,
 )
 from pools.protocol import Announcement, DesiredState, ProxyLimits, ReplicaState
 from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address

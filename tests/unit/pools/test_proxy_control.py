@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from fakes.engine import FakeEngine
-from fakes.polling import eventually
-from fakes.proxy import CLIENT_KEY, HEADERS, JOIN_TOKEN, RunningProxy, replica_of, running_proxy, state_of, until
+from fakes.polling import eventually, until
+from fakes.proxy import CLIENT_KEY, HEADERS, JOIN_TOKEN, RunningProxy, replica_of, running_proxy, state_of
 from pools.protocol import Announcement, DesiredState, Failure, Lease, LoadReport, Orders, ServedModel
 from resources.errors import ProxyRefused
 

@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 
 from fakes.engine import CANNED, FakeEngine
-from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, replica_of, running_proxy, state_of, until
+from fakes.polling import until
+from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, replica_of, running_proxy, state_of
 from fakes.wire import read_request, scripted_engine
 from pools.protocol import Announcement
 

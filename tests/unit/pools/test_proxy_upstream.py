@@ -15,7 +15,8 @@ import pytest
 import uvloop
 
 from fakes.engine import CANNED
-from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, running_proxy, until
+from fakes.polling import until
+from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, running_proxy
 from fakes.wire import Script, read_request, scripted_engine
 from pools.protocol import Announcement
 from pools.proxy.connections.room import AnswerShare, BodyRoom

@@ -13,7 +13,7 @@ import uvloop
 from hypothesis import given, settings
 
 from fakes.fuzz import awkward_streams, check_conversation
-from fakes.proxy import until
+from fakes.polling import until
 from fakes.wire import EchoApplication
 from pools.proxy.connections.listener import Listener
 from pools.proxy.connections.reading import MAX_HEAD_BYTES, Bounds, RequestReader, Turn

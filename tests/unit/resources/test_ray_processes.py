@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.polling import eventual_pid, eventually
+from fakes.polling import eventually
 from resources.backends.ray.code import SentFolder, this_machine
 from resources.backends.ray.controlled_job import ControlledJob, LogTail
 from resources.backends.ray.controller import Controller
@@ -84,14 +84,16 @@ def process_order(workspace: Path, script: str) -> ProcessOrder:
 def run_until(condition: Callable[[], object], workspace: Path, script: str) -> tuple[ProcessEnd, bytes]:
     """Runs a process whose controller tells it to end once `condition` is true; its end, and all of its output."""
     reported: list[bytes] = []
+    over = threading.Event()
 
     def ask(method: str, **arguments: Any) -> Any:
         if method == "until_end":
-            return bool(eventually(condition))
+            return bool(eventually(lambda: over.is_set() or condition()))
         reported.append(arguments["output"].content)
         return None
 
     end = run_process(process_order(workspace, script), ask=ask, fetch=lambda name: b"")
+    over.set()
     return end, b"".join([*reported, end.output.content])
 
 
@@ -111,11 +113,13 @@ def test_process_told_to_end_ends_in_good_order(tmp_path: Path) -> None:
 
 
 def test_process_ended_by_somebody_else_was_preempted(tmp_path: Path) -> None:
-    def killed() -> bool:
-        os.kill(eventual_pid(tmp_path / "pid"), signal.SIGKILL)
-        return eventually(lambda: False)
+    def kill_once() -> None:
+        file = tmp_path / "pid"
+        if file.exists() and (pid := file.read_text()):
+            os.kill(int(pid), signal.SIGKILL)
+            file.unlink()
 
-    end, _ = run_until(killed, tmp_path, f"echo $$ > {tmp_path}/pid; {FOR_EVER}")
+    end, _ = run_until(kill_once, tmp_path, f"echo $$ > {tmp_path}/pid; {FOR_EVER}")
     assert (end.outcome, end.reason) == ("preempted", "exit code -9")
 
 
@@ -204,14 +208,16 @@ def test_output_that_is_reported_twice_is_in_the_log_once(tmp_path: Path) -> Non
 
 def test_process_that_writes_faster_than_is_kept_has_the_lines_between_counted(tmp_path: Path) -> None:
     reported: list[Output] = []
+    over = threading.Event()
 
     def ask(method: str, **arguments: Any) -> Any:
         if method == "until_end":
-            return bool(eventually(lambda: False))
+            return over.wait()
         reported.append(arguments["output"])
         return None
 
     end = run_process(process_order(tmp_path, "seq 1 3000000"), ask=ask, fetch=lambda name: b"")
+    over.set()
     pieces = [*reported, end.output]
     assert sum(piece.content.count(b"\n") + piece.skipped_lines for piece in pieces) == 3_000_000
     assert b"".join(piece.content for piece in pieces).endswith(b"\n3000000\n")
