@@ -81,12 +81,7 @@ class PoolAccess(PoolDescription):
 
 
 def require_usable(access: PoolAccess, checkpoints: Sequence[Servable]) -> None:
-    """Refuses what a pool cannot serve, or should not read; where it runs is known if it names regions, or is here.
-
-    Raises:
-        BadInput: its engines cannot divide a checkpoint over their chips.
-        WrongRegion: one lies in another region, and reading it from there would cost too much.
-    """
+    """Refuses what a pool cannot serve, or should not read; where it runs is known if it names regions, or is here."""
     require_divisible(access.config, checkpoints)
     resources = access.config.resource_config
     if resources.regions or is_loopback(access.address.host):
@@ -100,10 +95,6 @@ def access_at(url: str, *, key: SecretStr | None, admin_key: SecretStr | None = 
         url: `https://host/…`, or http where that is allowed.
         key: that of its clients; the admin key will do in its place.
         admin_key: its admin key, where the user has it.
-
-    Raises:
-        BadInput: the address is none, would be spoken to unencrypted, or the key is missing or wrong.
-        ProxyFailed: nothing answers there, or with a certificate that nobody trusted vouches for.
     """
     address = _address_of(url)
     key = key or admin_key
@@ -128,7 +119,6 @@ def described(address: ProxyAddress, *, key: SecretStr, admin_key: SecretStr | N
     """Access to the pool behind a proxy, as that says itself how it serves.
 
     Raises:
-        ProxyFailed: it does not answer, or refuses.
         ValidationError: something else answers.
     """
     content = ProxyClient(address, key=key.get_secret_value()).describe()

@@ -14,11 +14,7 @@ _PASSWORD = re.compile(r"\w://[^/?#\s@]*:[^/?#\s]*@")
 
 
 def refuse_user_information(value: Any, *, place: str) -> None:
-    """Refuses user information in an address, or in those inside a value; says where it is, not what.
-
-    Raises:
-        BadInput: there is some.
-    """
+    """Refuses user information in an address, or in those inside a value; says where it is, not what."""
     for inside, text in _texts(value, place):
         if "@" in text and (_USER.match(text) or _PASSWORD.search(text)):
             raise BadInput(

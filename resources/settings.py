@@ -355,11 +355,7 @@ def pool_description() -> str:
 
 
 def join_token() -> str:
-    """The token with which this process, a replica, joins its pool.
-
-    Raises:
-        ProxyFailed: it is not set.
-    """
+    """The token with which this process, a replica, joins its pool."""
     token = os.environ.get(POOL_JOIN_TOKEN_VARIABLE, "")
     if not token:
         raise ProxyFailed(

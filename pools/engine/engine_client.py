@@ -84,11 +84,7 @@ class EngineClient:
         return [str(entry.get("id")) for entry in self._request("GET", "/v1/models").get("data") or []]
 
     def check_reachable(self) -> None:
-        """Passes unless nothing takes connections there any more; a server that is only busy is left alone.
-
-        Raises:
-            EndpointUnusable: it is gone.
-        """
+        """Passes unless nothing takes connections there any more; a server that is only busy is left alone."""
         try:
             self._request("GET", "/v1/models", timeout=_REACHABLE_SECONDS)
         except EndpointUnusable as error:
@@ -100,7 +96,6 @@ class EngineClient:
 
         Raises:
             EndpointUnusable: no answer, or an error.
-            ModelUnusable: a log-probability that is not a finite number.
         """
         self._logprobs(model, CANARY_PROMPTS[:1], echo=False)
 
@@ -149,11 +144,7 @@ class EngineClient:
         return self._logprobs(model, CANARY_PROMPTS, echo=prompt_logprobs)
 
     def ask(self, path: str, body: Any) -> dict[str, Any]:
-        """The answer to a question of any kind.
-
-        Raises:
-            EndpointUnusable: no answer, or an error.
-        """
+        """The answer to a question of any kind."""
         return self._request("POST", path, body)
 
     def metrics(self) -> str:
@@ -204,20 +195,12 @@ class EngineClient:
         self._change("/resume", None)
 
     def name_weights(self, version: str) -> None:
-        """Tells the engine the name of the weights that it holds, where it remembers one.
-
-        Raises:
-            SwapRefused: it failed.
-        """
+        """Tells the engine the name of the weights that it holds, where it remembers one."""
         with suppress(ReloadUnavailable):
             self._change("/update_weight_version", {"new_version": version})
 
     def weights_name(self) -> str | None:
-        """The name of the weights that the engine holds, as told last, where it says one.
-
-        Raises:
-            EndpointUnusable: it failed, or its processes hold different ones.
-        """
+        """The name of the weights that the engine holds, as told last, where it says one."""
         try:
             return self._request("GET", "/weight_info").get("weight_version")
         except EndpointUnusable as error:
@@ -226,12 +209,7 @@ class EngineClient:
             raise
 
     def weights_in_memory(self) -> dict[str, str]:
-        """Digests of all that the engine computes with, by name; takes up to a second per gigabyte.
-
-        Raises:
-            ReloadUnavailable: the engine has no such call.
-            SwapRefused: it cannot show that.
-        """
+        """Digests of all that the engine computes with, by name; takes up to a second per gigabyte."""
         digests = self._of_workers("assay_weights")
         return {f"{rank}.{name}": value for rank, part in enumerate(digests) for name, value in part.items()}
 

@@ -65,21 +65,13 @@ class Servable:
 
     @classmethod
     def from_uri(cls, name: str, uri: str) -> Servable:
-        """A complete checkpoint at any location; see `from_folder`.
-
-        Raises:
-            IncompleteCheckpoint: it is not complete.
-        """
+        """A complete checkpoint at any location; see `from_folder`."""
         folder = inspect_checkpoint(uri)
         return cls.from_folder(name, folder, digest_model_folder(folder))
 
     @classmethod
     def from_folder(cls, name: str, folder: ModelFolder, digests: ModelDigests) -> Servable:
-        """A checkpoint that was inspected and digested; its small files are copied, and links to it are resolved.
-
-        Raises:
-            StorageError: they could not be copied.
-        """
+        """A checkpoint that was inspected and digested; its small files are copied, and links to it are resolved."""
         uri = with_each_location(folder.uri, storage.resolved)
         return cls(name, uri, digests, staging().stage_small_files(uri, digests))
 

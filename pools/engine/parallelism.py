@@ -26,11 +26,7 @@ _OF_THE_LANGUAGE_MODEL = ("text_config", "llm_config", "language_config")
 
 
 def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servable]) -> None:
-    """Passes if each replica can run on what it gets, and each checkpoint can be divided over that.
-
-    Raises:
-        BadInput: it says which number does not fit, and which would.
-    """
+    """Passes if each replica can run on what it gets, and each checkpoint can be divided over that."""
     resources = config.resource_config
     chips = resources.chips_per_replica
     kwargs = engine_kwargs(config)
@@ -124,11 +120,7 @@ def _require_shares(
 
 
 def require_place(resources: ResourceConfig, *, is_local: bool) -> None:
-    """Passes if a replica's hosts can be had: of one machine only processes that compute on its CPU.
-
-    Raises:
-        BadInput: they cannot.
-    """
+    """Passes if a replica's hosts can be had: of one machine only processes that compute on its CPU."""
     if resources.hosts > 1 and is_local and not isinstance(resources.device, CpuConfig):
         raise BadInput(
             expected="one host for each replica of a pool on this machine",

@@ -50,11 +50,7 @@ def unpacked(stored: bytes) -> bytes:
 
 
 def sealed(row: Row) -> Row:
-    """A row with its checksum.
-
-    Raises:
-        TypeError: a text of it is no Unicode.
-    """
+    """A row with its checksum."""
     return Row._make((*row[:_FACTS], _checksum(row), *row[_FACTS + 1 :]))  # half the time of _replace
 
 

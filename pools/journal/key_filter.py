@@ -49,11 +49,7 @@ class KeyFilter:
         return bool(self._bits[place >> 3] & 1 << (place & 7))
 
     def read_slice(self) -> None:
-        """Reads some more of the keys that were there at first.
-
-        Raises:
-            sqlite3.Error: the file cannot be read.
-        """
+        """Reads some more of the keys that were there at first."""
         keys = self._connection.execute(self._scans[0], (self._after,)).fetchall()
         for (key,) in keys:
             self._add(key)
@@ -64,11 +60,7 @@ class KeyFilter:
             self._after = b""
 
     def look_for_news(self) -> None:
-        """Takes up what other connections have committed since the last time.
-
-        Raises:
-            sqlite3.Error: the file cannot be read.
-        """
+        """Takes up what other connections have committed since the last time."""
         (version,) = self._connection.execute("PRAGMA data_version").fetchone()
         if version == self._version:
             return

@@ -42,12 +42,7 @@ class Mirror:
         self._warn = warn
 
     def export(self) -> None:
-        """Writes the rows of the cell that lie in no segment yet, as segments.
-
-        Raises:
-            StorageError: the folder cannot be written.
-            sqlite3.Error, OSError: the database cannot be read.
-        """
+        """Writes the rows of the cell that lie in no segment yet, as segments."""
         with connected(self._path) as connection:
             while batch := self._next_segment(connection):
                 number = connection.execute(
@@ -65,7 +60,6 @@ class Mirror:
         A segment that is damaged is read as far as it goes.
 
         Raises:
-            StorageError: the folder cannot be read.
             sqlite3.Error, OSError: the database cannot be written.
         """
         with connected(self._path) as connection:
@@ -80,12 +74,7 @@ class Mirror:
                 self._remember(connection, name, 0)
 
     def drop(self) -> None:
-        """Deletes the segments.
-
-        Raises:
-            StorageError: the folder cannot be listed, or a segment not be deleted.
-            sqlite3.Error, OSError: the database cannot be written.
-        """
+        """Deletes the segments."""
         for name in self._names():
             storage.delete(storage.join(self._folder, name))
         with connected(self._path) as connection, writing(connection):

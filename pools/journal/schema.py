@@ -131,8 +131,6 @@ def connect(path: Path, *, wait_seconds: float) -> sqlite3.Connection:
         wait_seconds: how long to wait, now and later, while somebody else is writing.
 
     Raises:
-        sqlite3.Error: it cannot be opened, is damaged, or has another schema (`OtherVersion`).
-        UnicodeDecodeError: it is damaged.
         OSError: the folder cannot be made, or the file is another user's.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

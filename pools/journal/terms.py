@@ -51,9 +51,6 @@ class Terms:
             choices: in the order of their indices.
             usage: counts of tokens, as far as the engine gave them.
             whole: not joined from a stream, which may leave log-probabilities of chats out.
-
-        Raises:
-            Broken: one does not.
         """
         if [choice.get("index") for choice in choices] != list(range(len(choices))):
             raise Broken
@@ -151,11 +148,7 @@ def terms_of(fields: Mapping[str, Any], *, chat: bool = False) -> Terms:
 
 
 def check_values(values: list[Any]) -> None:
-    """Passes if all are log-probabilities.
-
-    Raises:
-        Broken: one of them is no number, not finite, or above 0.
-    """
+    """Passes if all are log-probabilities."""
     try:
         if not values or (math.isfinite(sum(values)) and max(values) <= ROUNDING):
             return

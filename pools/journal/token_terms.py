@@ -33,9 +33,6 @@ class TokenTerms:
             choices: in the order of their indices.
             usage: counts of tokens, as far as the engine gave them.
             whole: not joined from a stream.
-
-        Raises:
-            Broken: one does not.
         """
         if self.prompt is None:
             return
@@ -68,9 +65,6 @@ class TokenTerms:
         Args:
             rows: `prompt_logprobs` of the answer: nothing, since nothing stands before the first token, and rows to
                 the last.
-
-        Raises:
-            Broken: one is missing, or no log-probability of its token.
         """
         prompt = self.prompt
         if prompt is None or not self.prompt_rows:

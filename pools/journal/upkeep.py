@@ -25,11 +25,7 @@ _LONGEST_LOG_BYTES = 32 * 2**20
 
 @contextmanager
 def connected(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for a worker thread, closed at the end.
-
-    Raises:
-        sqlite3.Error, OSError: as `schema.connect`.
-    """
+    """A connection for a worker thread, closed at the end."""
     with closing(schema.connect(path, wait_seconds=_WAIT_SECONDS)) as connection:
         yield connection
 
@@ -52,9 +48,6 @@ def tidy(path: Path, max_bytes: int) -> tuple[int, int]:
 
     Returns:
         the number of rows evicted, and the bytes in use.
-
-    Raises:
-        sqlite3.Error, OSError: the file cannot be used.
     """
     with connected(path) as connection:
         dropped = _evicted(connection, max_bytes)
@@ -64,11 +57,7 @@ def tidy(path: Path, max_bytes: int) -> tuple[int, int]:
 
 
 def drop_finished(path: Path, cell: str) -> None:
-    """Deletes the sampled and the imported answers of a cell that is finished: nobody will replay them.
-
-    Raises:
-        sqlite3.Error, OSError: the file cannot be used.
-    """
+    """Deletes the sampled and the imported answers of a cell that is finished: nobody will replay them."""
     with connected(path) as connection:
         query = f"SELECT id FROM answers WHERE cell = ? AND (deterministic = 0 OR imported = 1) LIMIT {_SLICE_ROWS}"
         while _deleted(connection, query, (cell,)):
@@ -78,11 +67,7 @@ def drop_finished(path: Path, cell: str) -> None:
 
 
 def taken(path: Path, scope: CellScope) -> list[tuple[bytes, int]]:
-    """The occurrences that an attempt has had answered already, by this process or one before it.
-
-    Raises:
-        sqlite3.Error, OSError: the file cannot be used.
-    """
+    """The occurrences that an attempt has had answered already, by this process or one before it."""
     mine = (scope.cell, scope.attempt)
     with connected(path) as connection:
         return connection.execute(
@@ -93,11 +78,7 @@ def taken(path: Path, scope: CellScope) -> list[tuple[bytes, int]]:
 
 
 def forget_replays(path: Path, scope: CellScope) -> None:
-    """Deletes what other attempts at the same cell replayed: they are over.
-
-    Raises:
-        sqlite3.Error, OSError: the file cannot be used.
-    """
+    """Deletes what other attempts at the same cell replayed: they are over."""
     with connected(path) as connection, writing(connection):
         connection.execute("DELETE FROM replays WHERE cell = ? AND attempt != ?", (scope.cell, scope.attempt))
 

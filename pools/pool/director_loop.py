@@ -65,11 +65,7 @@ class DirectorLoop:
         self._thread = threading.Thread(target=self._run, name="pool-director", daemon=True)
 
     def start(self, replicas: Sequence[str]) -> None:
-        """Makes the replicas known to the proxy, starts their agents, and directs them from now on.
-
-        Raises:
-            ProxyFailed: the proxy cannot be told.
-        """
+        """Makes the replicas known to the proxy, starts their agents, and directs them from now on."""
         self._publish(dict.fromkeys(replicas))
         self._agents.start(replicas)
         self._thread.start()

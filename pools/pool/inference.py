@@ -48,12 +48,6 @@ class InferencePool:
         on_event: told in a line what the pool is doing.
         label: what the names of its jobs on the backend contain.
         keys: of its proxy; new ones when left out.
-
-    Raises:
-        EnvironmentBuildFailed: the engine's environment could not be built.
-        ProxyFailed: the proxy did not start; whatever had been started is ended first.
-        BadInput: its keys would leave the machine unencrypted, or a replica cannot run on what it gets.
-        WrongRegion: its checkpoints lie in another region, and reading them there would cost too much.
     """
 
     def __init__(
@@ -216,11 +210,7 @@ class InferencePool:
         return [replica.announcement.url for replica in self.proxy_status().replicas if replica.announcement.url]
 
     def wait_until_unused(self, idle_seconds: float) -> None:
-        """Returns once nobody has had a lease, and nobody has asked anything, for so long; or the pool has failed.
-
-        Raises:
-            ProxyFailed: the proxy is gone, and its restarts are used up.
-        """
+        """Returns once nobody has had a lease, and nobody has asked anything, for so long; or the pool has failed."""
         director = self._entered()
         used_at = time.monotonic()
         while not director.wait(min(1.0, idle_seconds / 4)):

@@ -93,13 +93,6 @@ def keep_up(
         variables: further ones for that process, which `reserved` needs.
         timeout_seconds: how long its proxy may take to answer once there is a machine for it; engines start at the
             first request.
-
-    Raises:
-        BadInput: the name cannot be used, a pool of that name is up, or a replica cannot run on what it gets.
-        WrongRegion: a checkpoint lies in another region, and reading it from there would cost too much.
-        ProxyFailed: it ended, or did not answer in time.
-        BackendUnavailable: the backend does not answer, or not for the pool that had the name.
-        StorageError: it cannot be published.
     """
     client, config, keys = current_client(), with_engine_variables(config), ProxyKeys.new()
     require_name(name)
@@ -194,12 +187,6 @@ def access_to(pool: str, *, key: SecretStr | None = None, admin_key: SecretStr |
         pool: its name, or its address.
         key: that of the clients of the pool at an address; those of the settings when both are left out.
         admin_key: its admin key.
-
-    Raises:
-        BadInput: there is none of that name; the address is none, or the key is missing or wrong.
-        BackendUnavailable: it does not answer, and what runs it cannot be asked.
-        ProxyFailed: nothing answers at the address.
-        StorageError: a place where pools are published cannot be read.
     """
     if not is_address(pool):
         return require(pool).access
@@ -213,8 +200,6 @@ def find(name: str) -> KeptPool | None:
 
     Raises:
         BadInput: others could have read its keys.
-        BackendUnavailable: it does not answer, and what runs it cannot be asked.
-        StorageError: a place where pools are published cannot be read or written.
     """
     published = published_as(name)
     if published is None or (state := _state_of(published)) is None:
@@ -230,11 +215,7 @@ def find(name: str) -> KeptPool | None:
 
 
 def require(name: str) -> KeptPool:
-    """The kept pool of that name; see `find`.
-
-    Raises:
-        BadInput: there is none, or none can have it.
-    """
+    """The kept pool of that name; see `find`."""
     require_name(name)
     pool = find(name)
     if pool is None:
@@ -255,12 +236,7 @@ def list_kept() -> list[KeptPoolState]:
 
 
 def take_down(name: str) -> KeptPool:
-    """Ends a kept pool with everything it runs, whoever uses it; from any machine that reaches its backend.
-
-    Raises:
-        BadInput: there is none of that name.
-        BackendUnavailable: its backend cannot be asked.
-    """
+    """Ends a kept pool with everything it runs, whoever uses it; from any machine that reaches its backend."""
     pool, job = require(name), job_of(name)
     if job is not None:
         job.terminate()
@@ -271,12 +247,7 @@ def take_down(name: str) -> KeptPool:
 
 
 def job_of(name: str) -> JobHandle | None:
-    """The job that keeps a pool up, None once it has ended.
-
-    Raises:
-        BadInput: there is no pool of that name.
-        BackendUnavailable: its backend cannot be asked.
-    """
+    """The job that keeps a pool up, None once it has ended."""
     return _job_of(require(name))
 
 

@@ -70,11 +70,7 @@ def places() -> list[str]:
 
 
 def require_name(name: str) -> None:
-    """Passes if a pool can have a name.
-
-    Raises:
-        BadInput: it cannot.
-    """
+    """Passes if a pool can have a name."""
     try:
         check_name(name[:_LONGEST_NAME])
         if len(name) > _LONGEST_NAME:
@@ -84,12 +80,7 @@ def require_name(name: str) -> None:
 
 
 def publish(pool: KeptPool, *, in_place_of: PublishedPool | None = None) -> bool:
-    """Publishes a pool under its name, unless a file of that name is there; or in place of what was published.
-
-    Raises:
-        BadInput: others could change what is published there, or two could publish at once.
-        StorageError: the place cannot be written.
-    """
+    """Publishes a pool under its name, unless a file of that name is there; or in place of what was published."""
     content = pool.model_dump_json(indent=2).encode()
     if in_place_of is not None:
         return replace_bytes(in_place_of.uri, content, standing=in_place_of.version, mode=0o600)
@@ -106,21 +97,12 @@ def publish(pool: KeptPool, *, in_place_of: PublishedPool | None = None) -> bool
 
 
 def withdraw(published: PublishedPool) -> None:
-    """Removes the file of a pool, unless it is another's by now.
-
-    Raises:
-        StorageError: the place cannot be written.
-    """
+    """Removes the file of a pool, unless it is another's by now."""
     delete_version(published.uri, standing=published.version)
 
 
 def published_as(name: str) -> PublishedPool | None:
-    """Returns the pool of a name; None where no place has a file of a pool under it.
-
-    Raises:
-        BadInput: others could have read its keys, or have put it there.
-        StorageError: a place cannot be read.
-    """
+    """Returns the pool of a name; None where no place has a file of a pool under it."""
     found = (_read(_file(place, name)) for place in places())
     return next((published for published in found if published is not None), None)
 

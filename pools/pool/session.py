@@ -49,11 +49,6 @@ class PoolSession:
         checkpoints: those that may be asked for.
         holder: who uses it, for people who look at the pool.
         on_event: told in a line what happens.
-
-    Raises:
-        BadInput: there is no checkpoint, or the pool's engines cannot divide it over their chips.
-        WrongRegion: one lies in another region, and reading it from there would cost too much.
-        ProxyFailed: the pool is gone, or refuses.
     """
 
     def __init__(
@@ -106,13 +101,7 @@ class PoolSession:
             return  # it ends by itself
 
     def bring(self, checkpoints: Sequence[Servable]) -> None:
-        """Brings more checkpoints, of names that none was brought under yet; they may be asked for from now on.
-
-        Raises:
-            BadInput: the pool's engines cannot divide one over their chips.
-            WrongRegion: one lies in another region, and reading it from there would cost too much.
-            ProxyFailed: the pool is gone.
-        """
+        """Brings more checkpoints, of names that none was brought under yet; they may be asked for from now on."""
         require_usable(self.access, checkpoints)
         with self._changing:
             self._checkpoints = {**self._checkpoints, **{checkpoint.name: checkpoint for checkpoint in checkpoints}}
@@ -123,13 +112,6 @@ class PoolSession:
 
         Returns:
             What an evaluator needs to know, and how the checkpoint came into the engine.
-
-        Raises:
-            EngineStartFailed: a replica could not be brought to it.
-            ModelUnusable: its weights give no finite numbers.
-            EngineDied: no replica is left.
-            StorageError, CheckpointError: it could not be copied, or is not what it was.
-            ProxyFailed: the pool is gone.
         """
         digest = self._digest(name)
         held = bool(_holding(self.status(), digest))
@@ -149,11 +131,6 @@ class PoolSession:
             cell: name that later attempts at the same work will have too, so that they find its answers.
             attempt: name of this attempt.
             mirror: folder in any store for a copy of the cell's answers; only who has the admin key can have one.
-
-        Raises:
-            EngineStartFailed, ModelUnusable, EngineDied, StorageError, CheckpointError: as in `load`, where the pool
-                has to be asked what its engine can do.
-            ProxyFailed: the pool is gone.
         """
         mirror = mirror if self.access.admin_key is not None else None
         trace = traceparent()
@@ -174,11 +151,7 @@ class PoolSession:
         return OpenCell(cell, attempt, status.instance, running, loads_before)
 
     def has_prompt_logprobs(self, name: str) -> bool:
-        """True if a checkpoint answers with log-probabilities of its prompts; it is loaded where that is unknown.
-
-        Raises:
-            EngineStartFailed, ModelUnusable, EngineDied, StorageError, CheckpointError, ProxyFailed: as in `load`.
-        """
+        """True if a checkpoint answers with log-probabilities of its prompts; it is loaded where that is unknown."""
         self.want(name)
         try:
             return self._abilities_of(name).prompt_logprobs
@@ -202,9 +175,6 @@ class PoolSession:
         Args:
             opened: the attempt.
             finished: the cell has its record, so that nobody needs its answers again.
-
-        Raises:
-            ProxyFailed: the pool is gone.
         """
         with self._introducing:
             mirror, _ = self._cells.pop((opened.name, opened.attempt), (None, None))
@@ -272,13 +242,7 @@ class PoolSession:
         return self._patiently(lambda: self._proxy.cell_counts(opened.name, opened.attempt))
 
     def check(self, name: str) -> None:
-        """Raises the reason if the pool cannot answer for a checkpoint any more.
-
-        Raises:
-            EngineDied: no replica is left, and restarts are used up.
-            EngineStartFailed, ModelUnusable, StorageError, CheckpointError: the checkpoint cannot be served.
-            ProxyFailed: the pool is gone.
-        """
+        """Raises the reason if the pool cannot answer for a checkpoint any more."""
         self._raise_failure(self.status(), name)
 
     def status(self) -> ProxyStatus:

@@ -48,9 +48,6 @@ async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder
         replica: the one that is called.
         asked: the request.
         responder: the client's end of it.
-
-    Raises:
-        ClientGone: the client left while a stream was sent to it.
     """
     relay: EventRelay | None = None
     try:

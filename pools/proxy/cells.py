@@ -45,11 +45,7 @@ class Cells:
         await asyncio.shield(opening)
 
     async def open(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
-        """Begins an attempt at a cell; `options` may name a folder as `mirror`, and a span as `traceparent`.
-
-        Raises:
-            Refusal: the options are not understood.
-        """
+        """Begins an attempt at a cell; `options` may name a folder as `mirror`, and a span as `traceparent`."""
         mirror = options.get("mirror")
         if mirror is not None and not isinstance(mirror, str):
             raise Refusal(400, "mirror must be the address of a folder, or null.", param="mirror")

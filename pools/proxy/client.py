@@ -168,19 +168,12 @@ class ProxyClient:
         return ProxyStatus.model_validate_json(self._ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
 
     def describe(self) -> bytes:
-        """Asks what the pool says of itself: a `PoolDescription`, as JSON.
-
-        Raises:
-            ProxyFailed: the proxy does not answer.
-            ProxyRefused: it answers, and refuses.
-        """
+        """Asks what the pool says of itself: a `PoolDescription`, as JSON."""
         return self._ask_for("GET", "/pool")
 
     def announce(self, replica: str, announcement: Announcement, *, join_token: str) -> Orders:
         """Says what a replica is and holds; the answer may be held back for as long as the announcement says.
 
-        Raises:
-            ProxyFailed: the proxy does not answer.
         ProxyRefused: it answers, and refuses.
         """
         answer = self._ask_for(
@@ -195,8 +188,6 @@ class ProxyClient:
     def take_lease(self, name: str, lease: Lease) -> ProxyStatus:
         """Takes or renews a lease on the pool.
 
-        Raises:
-            ProxyFailed: the proxy does not answer.
         ProxyRefused: it answers, and refuses.
         """
         answer = self._ask_for("PUT", f"/admin/leases/{name}", body=lease.model_dump_json())
@@ -214,8 +205,6 @@ class ProxyClient:
     def announced(self, name: str, *, join_token: str) -> Announcement:
         """The last announcement that counts under a replica's name, without keys.
 
-        Raises:
-            ProxyFailed: the proxy does not answer.
         ProxyRefused: it answers, and refuses; or has heard of none.
         """
         return Announcement.model_validate_json(self._ask_for("GET", f"/replicas/{name}", key=join_token))
@@ -229,8 +218,6 @@ class ProxyClient:
             mirror: folder in any store that its answers are copied to, and read from now.
             traceparent: the span that its requests belong to, for engines that trace.
 
-        Raises:
-            ProxyFailed: the proxy does not answer.
         ProxyRefused: it answers, and refuses.
         """
         body = json.dumps({"mirror": mirror, "traceparent": traceparent})
@@ -239,8 +226,6 @@ class ProxyClient:
     def cell_counts(self, cell: str, attempt: str) -> RequestCounters:
         """Requests of one attempt at a cell, by outcome.
 
-        Raises:
-            ProxyFailed: the proxy does not answer.
         ProxyRefused: it answers, and refuses.
         """
         return RequestCounters.model_validate_json(self._ask_for("GET", f"/admin/cells/{cell}/{attempt}"))
@@ -253,8 +238,6 @@ class ProxyClient:
             attempt: name of the attempt.
             drop: throw the mirrored answers away, since the cell has its record.
 
-        Raises:
-            ProxyFailed: the proxy does not answer.
         ProxyRefused: it answers, and refuses.
         """
         body = json.dumps({"drop": drop})
@@ -262,11 +245,7 @@ class ProxyClient:
         return RequestCounters.model_validate_json(answer)
 
     def health(self) -> ProxyHealth:
-        """Health of the proxy: requests are answered now, held, or refused.
-
-        Raises:
-            ProxyFailed: the proxy does not answer.
-        """
+        """Health of the proxy: requests are answered now, held, or refused."""
         status, body = self._ask("GET", "/health", body=None, key=self._key, wait=0)
         try:
             return ProxyHealthReply.model_validate_json(body).status

@@ -58,11 +58,7 @@ class Leases:
 
 
 def of_known_models(lease: Lease, known: Mapping[str, ServedModel]) -> Lease:
-    """A client's lease, with the pool's own word for where its models lie.
-
-    Raises:
-        Refusal: it brings a model, which only the admin key may.
-    """
+    """A client's lease, with the pool's own word for where its models lie."""
     for model, served in lease.models.items():
         if model not in known or known[model].digest != served.digest:
             problem = "has other weights in this pool" if model in known else "is no model of this pool"

@@ -28,9 +28,6 @@ def check_network(config: InferencePoolConfig, *, is_local: bool) -> None:
     Args:
         config: of the pool.
         is_local: whether its jobs run on this machine.
-
-    Raises:
-        BadInput: they would.
     """
     stays_here = is_local if config.proxy_host == "auto" else is_loopback(config.proxy_host)
     if stays_here or settings().insecure:
@@ -82,11 +79,7 @@ class ProxyProcess:
         return self._address
 
     def start(self) -> ProxyAddress:
-        """Starts it, on the address it had before if there was one; on this machine with the socket it had before.
-
-        Raises:
-            ProxyFailed: it does not listen, or runs on another machine than before.
-        """
+        """Starts it, on the address it had before if there was one; on this machine with the socket it had before."""
         config = self._config
         if not self._client.is_local:
             return self._start(config.proxy_host, config.proxy_port, lender=None)

@@ -359,11 +359,7 @@ class ProxyServer:
 
 
 def json_object(body: bytes) -> dict[str, object]:
-    """A body that is a JSON object, or empty.
-
-    Raises:
-        Refusal: it is something else.
-    """
+    """A body that is a JSON object, or empty."""
     try:
         content = json.loads(body or b"{}")
     except ValueError:

@@ -112,13 +112,7 @@ class ReplicaEngine:
         return self.standing.checkpoint
 
     def load(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
-        """Makes this replica answer for `checkpoint`: reloads in place where that is safe, else starts an engine.
-
-        Raises:
-            EngineStartFailed: the engine did not come up with it.
-            ModelUnusable: it did, and the weights give no finite numbers.
-            EngineDied: the running one had died, once too often.
-        """
+        """Makes this replica answer for `checkpoint`: reloads in place where that is safe, else starts an engine."""
         with self._changing:
             running = self.checkpoint
             if running is not None and self.state == "ready" and running.digests == checkpoint.digests:

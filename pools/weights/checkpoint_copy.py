@@ -40,12 +40,6 @@ def copy_checkpoint(
 
     No other call may use `partial`. `make_room` is called once with the size in bytes of the whole copy, `stopped`
     before each range of a file. `digests` are those of the plan.
-
-    Raises:
-        IncompleteCheckpoint: it is not whole, or gone.
-        CheckpointChanged: it is another one by now.
-        CopyStopped: `stopped` said so.
-        StorageError: it could not be read or written, or arrived damaged.
     """
     remote = inspect_model_folder(uri)
     remote.require_complete(planned=True)
@@ -75,13 +69,7 @@ def copy_checkpoint(
 
 
 def copy_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
-    """Copies config, tokenizer and templates of a checkpoint.
-
-    Raises:
-        CheckpointChanged: they differ from the planned ones.
-        CheckpointGone: one of them is not there.
-        StorageError: they cannot be read or written.
-    """
+    """Copies config, tokenizer and templates of a checkpoint."""
     reference = inspect_reference_folder(uri)
     reference.require_complete(planned=True)
     for name, file in small_files(reference).items():

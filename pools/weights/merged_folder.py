@@ -27,11 +27,7 @@ _MOST_NAMED = 3
 
 
 def inspect_checkpoint(uri: str) -> ModelFolder:
-    """Judges a checkpoint in Hugging Face's layout, or each of those in a merged one.
-
-    Raises:
-        CheckpointError: it is a merged one of checkpoints that do not belong together.
-    """
+    """Judges a checkpoint in Hugging Face's layout, or each of those in a merged one."""
     merge = merge_of(uri)
     if merge is None:
         return inspect_model_folder(uri)
@@ -39,11 +35,7 @@ def inspect_checkpoint(uri: str) -> ModelFolder:
 
 
 def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:
-    """The folder that a merged checkpoint would be: described as the last one in it, made of the files of all.
-
-    Raises:
-        CheckpointError: all are complete, and they do not belong together.
-    """
+    """The folder that a merged checkpoint would be: described as the last one in it, made of the files of all."""
     last = inputs[-1]
     problems = [f"{problem} in {folder.uri}" for folder in inputs for problem in folder.problems]
     files = {f"{number}/{name}": file for number, folder in enumerate(inputs) for name, file in folder.files.items()}

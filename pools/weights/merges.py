@@ -79,11 +79,7 @@ class Merge:
 
     @classmethod
     def of_folders(cls, kind: MergeKind, folders: Sequence[str], parameter: str = "") -> Merge:
-        """Merges checkpoints that are known, in the order of their steps.
-
-        Raises:
-            BadInput: the kind does not take so many, or no such parameter.
-        """
+        """Merges checkpoints that are known, in the order of their steps."""
         merge = cls(kind, tuple(map(Source, folders)), parameter)
         merge.weights(len(folders))
         return merge
@@ -111,9 +107,6 @@ class Merge:
         The weights of `wsm` are those of "WSM: Decay-Free Learning Rate Schedule via Checkpoint Merging" (arXiv
         2507.17634): were the updates after checkpoint j scaled by w(j+1) <= w(j), beginning with w(0) = 1, the last of
         them would be the average of all n with the weights w(j) - w(j+1), w(n) being 0. A linear decay is the mean.
-
-        Raises:
-            BadInput: the kind does not take so many, or no such parameter.
         """
         match self.kind:
             case "mean" if not self.parameter:
@@ -153,11 +146,7 @@ class Merge:
 
 
 def merge_of(location: str) -> Merge | None:
-    """Return the merge that a location names; None for all other locations.
-
-    Raises:
-        BadInput: it begins as such a name and is none.
-    """
+    """Return the merge that a location names; None for all other locations."""
     matched = _NAME.fullmatch(location.strip())
     if matched is None:
         return None

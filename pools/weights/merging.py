@@ -65,13 +65,6 @@ def merge_checkpoints(
 
     Returns:
         The folder below `partial` that holds the whole model.
-
-    Raises:
-        IncompleteCheckpoint: one of the checkpoints is not whole, or gone.
-        CheckpointChanged: one is another by now.
-        CheckpointError: they do not belong together.
-        CopyStopped: `stopped` said so.
-        StorageError: something could not be read or written.
     """
     merge = merge_of(uri)
     assert merge is not None, "only merged checkpoints are computed"

@@ -287,11 +287,7 @@ def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> tuple[l
 
 
 def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
-    """Parameter names, dtypes and shapes of one safetensors file, whose length must match its header.
-
-    Raises:
-        IncompleteCheckpoint: the file is shorter or longer than its header says, or has no readable header.
-    """
+    """Parameter names, dtypes and shapes of one safetensors file, whose length must match its header."""
     name = storage.basename(file.uri)
     problem = irregular(file)
     tensors: dict[str, Tensor] = {}
@@ -339,10 +335,6 @@ def digest_model_folder(folder: ModelFolder) -> ModelDigests:
     """Digests of a complete model, over every byte of every file that is served. That of local weights is remembered.
 
     Those of a merged one are over the way it is made and the weights in it; tokenizer and config are the last one's.
-
-    Raises:
-        IncompleteCheckpoint: it is not complete.
-        StorageError: it cannot be read.
     """
     folder.require_complete()
     if (merge := merge_of(folder.uri)) is not None:

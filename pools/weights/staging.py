@@ -57,12 +57,7 @@ class StagedFolder:
         self._verify = verify
 
     def verify(self) -> None:
-        """Passes if every file is still the one that was digested.
-
-        Raises:
-            CheckpointError: one is another, or gone.
-            StorageError: one cannot be read, or the copy was changed.
-        """
+        """Passes if every file is still the one that was digested."""
         self._verify()
 
     def release(self) -> None:
@@ -128,11 +123,6 @@ class Staging:
             uri: the model folder.
             digests: what it had when it was planned.
             on_progress: told of the bytes as they come.
-
-        Raises:
-            IncompleteCheckpoint: it is not whole, or gone.
-            CheckpointChanged: it is another one by now.
-            StorageError: it cannot be read, written or fitted in, or arrived damaged.
         """
         try:
             if _is_linked(uri):
@@ -180,10 +170,6 @@ class Staging:
         """A local copy of config, tokenizer and templates only, for those who tokenize and do not serve.
 
         It is shared by all checkpoints that have the same, and never evicted; one that was damaged is copied again.
-
-        Raises:
-            CheckpointChanged: they differ from the planned ones.
-            StorageError: they cannot be read or written.
         """
         uri, small = locations_of(uri)[-1], self._copies.folder / "small"
         target = small / hashlib.blake2b(f"{digests.tokenizer}{digests.config}".encode(), digest_size=16).hexdigest()

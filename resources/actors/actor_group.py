@@ -60,13 +60,7 @@ class ActorGroup:
         return [actor.job.status() for actor in self._actors]
 
     def wait_ready(self, count: int | None = None, *, timeout: float | None = None) -> list[ActorHandle]:
-        """Blocks until `count` actors take calls, all of them when None; returns those that do.
-
-        Raises:
-            ActorDied: so many have ended that there will never be enough; says how one of them ended.
-            JobTimeout: not within `timeout` seconds; the actors go on.
-            BadInput: the group has fewer.
-        """
+        """Blocks until `count` actors take calls, all of them when None; returns those that do."""
         wanted = len(self._actors) if count is None else count
         if wanted > len(self._actors):
             raise BadInput(

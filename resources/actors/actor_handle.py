@@ -46,18 +46,7 @@ class ActorFuture:
         return not self.done() and self._line.cancel(self._answer)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns the method's result; blocks for at most `timeout` seconds.
-
-        Raises:
-            JobTimeout: no answer by then; the call goes on.
-            ActorCallCancelled: it was cancelled before it began.
-            ActorDied: the actor is gone for good.
-            ActorRestarted: it was ended during the call and begins anew; the call may have had its effect.
-            ActorCallLost: the connection broke during the call, likewise.
-            BackendUnavailable: the actor, or the backend that knows it, cannot be reached from here.
-            BadInput: an argument or the result cannot be read in the other process.
-            Exception: whatever the method raised, with its traceback as the cause.
-        """
+        """Returns the method's result; blocks for at most `timeout` seconds."""
         try:
             frame = self._answer.result(timeout)
         except TimeoutError:
@@ -114,11 +103,7 @@ class ActorMethod:
         return self.remote(*args, **kwargs).result()
 
     def remote(self, *args: Any, **kwargs: Any) -> ActorFuture:
-        """Calls it and returns at once, also before the actor has started.
-
-        Raises:
-            BadInput: an argument cannot be pickled.
-        """
+        """Calls it and returns at once, also before the actor has started."""
         try:
             body = cloudpickle.dumps((args, kwargs))
         except Exception as error:  # whatever the objects' own pickling code raises
@@ -153,12 +138,7 @@ class ActorHandle:
         return self._job
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Blocks until the object is made and takes calls.
-
-        Raises:
-            ActorDied: it will not; its construction failed, say.
-            JobTimeout: not within `timeout` seconds.
-        """
+        """Blocks until the object is made and takes calls."""
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = growing_pauses()
         while True:

@@ -6,9 +6,5 @@ from resources.jobs.user_key import USER_KEY_VARIABLE, user_key
 
 
 def actor_variables() -> dict[str, str]:
-    """Returns the variables that a job on another machine needs to call actors and read results of this user.
-
-    Raises:
-        StorageError: the key can neither be read nor made.
-    """
+    """Returns the variables that a job on another machine needs to call actors and read results of this user."""
     return {USER_KEY_VARIABLE: user_key().decode()}

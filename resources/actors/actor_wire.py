@@ -90,7 +90,6 @@ def greet_caller(
         timeout_seconds: how long the caller has in all.
 
     Raises:
-        WrongKey: the caller does not know the key, or means another actor.
         OSError: it is gone, or takes too long.
     """
     _tune(connection)

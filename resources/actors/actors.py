@@ -47,12 +47,6 @@ def create_actor(
             actor that crashes by its own doing, or cannot be made, is dead at once.
         outlives_parent: whether it goes on when the process that created it ends.
         kwargs: named arguments of `actor_class`.
-
-    Raises:
-        JobAlreadyExists: an actor of that name lives.
-        UnsatisfiableResources: this backend can never give what was asked for.
-        BadInput: the class or its arguments cannot be pickled, a number or the name makes no sense, or the resources
-            are several machines.
     """
     if max_concurrency < 1:
         raise BadInput(expected="max_concurrency of at least 1", found=str(max_concurrency), remedy="Correct it.")
@@ -90,9 +84,6 @@ def create_actor_group(
         name: first part of their names.
         count: how many.
         options: options of `create_actor`, and named arguments of `actor_class`.
-
-    Raises:
-        BadInput, JobAlreadyExists, UnsatisfiableResources: as `create_actor`; those started by then are ended.
     """
     if count < 1:
         raise BadInput(expected="at least one actor", found=f"count={count}", remedy="Correct it.")
@@ -107,11 +98,7 @@ def create_actor_group(
 
 
 def get_actor(client: Client, name: str) -> ActorHandle:
-    """The living actor of that name, whichever process created it; the newest where several drivers chose the name.
-
-    Raises:
-        BadInput: there is none.
-    """
+    """The living actor of that name, whichever process created it; the newest where several drivers chose the name."""
     living = [details for details in client.jobs() if not details.status.finished]
     names = [details.name.removeprefix(_PREFIX) for details in living if details.name.startswith(_PREFIX)]
     for details in living:

@@ -66,9 +66,6 @@ class LeasedQueue:
     Args:
         max_deliveries: how often an item is lent at most; without end when None.
         clock: seconds that never go back.
-
-    Raises:
-        BadInput: `max_deliveries` is below 1.
     """
 
     def __init__(self, *, max_deliveries: int | None = 10, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,11 +86,7 @@ class LeasedQueue:
             self._waiting.append(_Entry(item))
 
     def pop(self, lease_seconds: float = 60.0) -> Lease | None:
-        """Lends the first item for `lease_seconds`; None when none waits.
-
-        Raises:
-            BadInput: `lease_seconds` is not above 0.
-        """
+        """Lends the first item for `lease_seconds`; None when none waits."""
         _check_seconds(lease_seconds)
         with self._lock:
             self._take_back_expired()
@@ -110,7 +103,6 @@ class LeasedQueue:
 
         Raises:
             LeaseLost: the lease, or its id, is not valid any more.
-            BadInput: `lease_seconds` is not above 0.
         """
         _check_seconds(lease_seconds)
         with self._lock:

@@ -57,7 +57,6 @@ def client_from_url(url: str) -> Client:
 
     Raises:
         BadInput: it names no backend, or the backend's package is not installed.
-        BackendUnavailable: nothing answers there.
     """
     refuse_user_information(url, place="the address of a backend")
     return _client_of(url.strip(), os.getpid())

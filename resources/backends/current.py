@@ -15,9 +15,6 @@ _current_client: ContextVar[Client | None] = ContextVar("current_client", defaul
 def current_client() -> Client:
     """The client set for this context; else the one of the job this process belongs to, as `ASSAY_JOBS` says, which
     a person may set too; else that of an Iris job; else an initialized Ray; else the local one of this process.
-
-    Raises:
-        BadInput: `ASSAY_JOBS` names no backend, or one whose package is missing.
     """
     if (client := _current_client.get()) is not None:
         return client

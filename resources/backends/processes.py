@@ -27,11 +27,7 @@ _OURS = ("pydantic>=2", "pydantic-settings")  # what a call needs to announce, a
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder's whole path.
-
-    Raises:
-        BadInput: it does not exist.
-    """
+    """The folder's whole path."""
     if not path.is_dir():
         raise BadInput(expected="a folder that exists", found=str(path), remedy="Correct the path, or create it.")
     return path.absolute()
@@ -43,10 +39,6 @@ def workspace_of(environment: EnvironmentConfig, *, backend: str) -> Path:
     Args:
         environment: the job's.
         backend: subject and verb of "… no containers", for the error.
-
-    Raises:
-        UnsatisfiableResources: the environment is an image.
-        BadInput: the folder does not exist.
     """
     if environment.workspace is None:
         raise UnsatisfiableResources(
@@ -105,12 +97,7 @@ def device_variables(device: Device) -> dict[str, str]:
 
 
 def interpreter_of(environment: EnvironmentConfig, *, workspace: Path) -> Path:
-    """The interpreter of the job's environment, built first where packages are asked for.
-
-    Raises:
-        BadInput: it does not exist, or the workspace is no project with extras.
-        EnvironmentBuildFailed: the packages asked for cannot be installed.
-    """
+    """The interpreter of the job's environment, built first where packages are asked for."""
     if environment.python is not None:
         if not environment.python.exists():
             raise BadInput(

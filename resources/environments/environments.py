@@ -126,9 +126,6 @@ def ensure_environment(
         uv_binary: the one that came with us when None.
         environments_dir: the one in the settings when None.
         find_links: folders that hold wheels of this machine; those of its pip configuration when None.
-
-    Raises:
-        EnvironmentBuildFailed: uv could not install the list, or the smoke import failed.
     """
     tell = on_progress or (lambda line: None)
     spec = as_listed(spec)
@@ -174,9 +171,6 @@ def as_listed(spec: EnvironmentSpec) -> EnvironmentSpec:
     """Returns an environment from the pinned list that the settings name in place of its own, where they name one.
 
     Its overrides lie beside that list, as `<list>-overrides.in`; they are its own where there are none.
-
-    Raises:
-        BadInput: there is no such list.
     """
     other = settings().pinned_lists.get(spec.name)
     if other is None:
@@ -249,11 +243,7 @@ def install_attempts(
 
 
 def write_alias_distribution(directory: Path, alias: AliasDistribution) -> None:
-    """Writes `<alias>-<version>+<local>.dist-info/METADATA` beside the distribution it stands for.
-
-    Raises:
-        EnvironmentBuildFailed: the environment in `directory` holds no such distribution.
-    """
+    """Writes `<alias>-<version>+<local>.dist-info/METADATA` beside the distribution it stands for."""
     stem = alias.distribution.replace("-", "_")
     installed = sorted(directory.glob(f"lib/python*/site-packages/{stem}-*.dist-info"))
     if not installed:

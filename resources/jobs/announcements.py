@@ -10,11 +10,7 @@ MAX_BYTES = 4096
 
 
 def announce(text: str) -> None:
-    """Makes `text` what `JobHandle.announced()` returns for this replica until it says something else.
-
-    Raises:
-        BadInput: this process belongs to no job, or the text is longer than 4 KiB.
-    """
+    """Makes `text` what `JobHandle.announced()` returns for this replica until it says something else."""
     path = announcement_path()
     if path is None or len(text.encode()) > MAX_BYTES:
         raise BadInput(

@@ -10,11 +10,7 @@ from resources.jobs.results import new_seal
 
 
 def pickled(call: Call, *, job_id: str) -> bytes:
-    """Returns the content of the file that `resources/backends/programs/run_call.py` executes in a job.
-
-    Raises:
-        BadInput: the callable or one of its arguments cannot be pickled.
-    """
+    """Returns the content of the file that `resources/backends/programs/run_call.py` executes in a job."""
     try:
         return new_seal(job_id) + cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
     except Exception as error:  # whatever the objects' own pickling code raises

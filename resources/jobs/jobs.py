@@ -268,22 +268,11 @@ class JobHandle(Protocol):
         once pickled, on every backend: return the path of what is larger. Any process of the same user can ask for it,
         by `attach` too, until the backend forgets the job; on another machine it needs the user's `ASSAY_ACTOR_KEY`.
         A job succeeds also if its result is not to be had.
-
-        Raises:
-            JobTimeout: the job was still running by then; it goes on.
-            Exception: whatever this replica's callable raised if the job failed, with its traceback as the cause.
-            JobFailed: the job failed otherwise, or was stopped, or that exception cannot be sent or read here.
-            BadInput: the job runs a command; there is no such replica; the result cannot be pickled, is too large, or
-                cannot be read here; it is signed by another user; or none was left, as after `sys.exit(0)`.
         """
         ...
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """The last lines, a megabyte at most, written so far by one replica, or by each of them under a heading.
-
-        Raises:
-            BadInput: there is no such replica.
-        """
+        """The last lines, a megabyte at most, written so far by one replica, or by each of them under a heading."""
         ...
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
@@ -291,9 +280,6 @@ class JobHandle(Protocol):
 
         Parts that are asked for each with the `end` of the one before have every line once, over all attempts. Of a
         finished job all is there: an empty part is its end. Lines of several hosts begin with the number of theirs.
-
-        Raises:
-            BadInput: there is no such replica.
         """
         ...
 
@@ -325,13 +311,7 @@ class Client(Protocol):
         ...
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> JobHandle:
-        """Starts a job.
-
-        Raises:
-            JobAlreadyExists: a job of that name is running; with `adopt_existing` its handle is returned instead.
-            UnsatisfiableResources: this backend can never give what was asked for.
-            BadInput: the entrypoint cannot be sent to another process.
-        """
+        """Starts a job."""
         ...
 
     def attach(self, job_id: str) -> JobHandle:
@@ -365,10 +345,6 @@ def wait_all(
     """Waits until all jobs have finished, for at most `timeout` seconds; their statuses in the order given.
 
     Terminates nothing.
-
-    Raises:
-        JobFailed: as soon as one of them has failed or was stopped, unless `raise_on_failure` is False.
-        JobTimeout: some were still running by then.
     """
     jobs = list(handles)
     deadline = None if timeout is None else time.monotonic() + timeout

@@ -69,9 +69,6 @@ def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | No
         read: gives the log of one, by its index.
         count: how many there are.
         replica: which one.
-
-    Raises:
-        BadInput: there is no such replica.
     """
     if replica is None and count > 1:
         return "\n".join(f"==> replica {index} <==\n{read(index)}" for index in range(count))
@@ -80,10 +77,6 @@ def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | No
 
 
 def check_replica(replica: int, count: int) -> None:
-    """Refuses the index of a replica that a job does not have.
-
-    Raises:
-        BadInput: there is no such replica.
-    """
+    """Refuses the index of a replica that a job does not have."""
     if not 0 <= replica < count:
         raise BadInput(expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those.")

@@ -60,9 +60,6 @@ def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
     Args:
         folder: a folder inside a git work tree or not.
         max_bytes: bound on the files' sizes together, before compression.
-
-    Raises:
-        BadInput: there is no such folder, it is too large, or a file in it cannot be read.
     """
     if not folder.is_dir():
         raise BadInput(expected="a folder that exists", found=str(folder), remedy="Correct the path, or create it.")
@@ -85,11 +82,7 @@ def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
 
 
 def unpack(package: Package, into: Path) -> Path:
-    """Makes the folder `into/<digest>`; does nothing where it is there. Any number of processes may do so at once.
-
-    Raises:
-        StorageError: the content is not what its digest says, or would lie outside of the folder.
-    """
+    """Makes the folder `into/<digest>`; does nothing where it is there. Any number of processes may do so at once."""
     target = into / package.digest
     if target.is_dir():
         return target

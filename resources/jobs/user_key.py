@@ -16,11 +16,7 @@ _FEWEST_BYTES = 32
 
 
 def user_key() -> bytes:
-    """Returns `ASSAY_ACTOR_KEY`, which the processes of actors get, else a secret kept in the cache's folder.
-
-    Raises:
-        StorageError: the secret can neither be read nor made, is too short, or is open to others.
-    """
+    """Returns `ASSAY_ACTOR_KEY`, which the processes of actors get, else a secret kept in the cache's folder."""
     if key := variable(USER_KEY_VARIABLE):
         return key.encode()
     path = settings().cache_dir / "actor.key"

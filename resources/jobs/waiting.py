@@ -40,10 +40,6 @@ def wait_until_finished(
         where: what to do to learn more, a clause such as "read …/replica-*.log".
         cause: returns what the job's callable raised, if that is known; see `resources.jobs.results.raised_by`.
         longest_pause_seconds: the longest pause between two looks.
-
-    Raises:
-        JobTimeout: it was still running by then; it goes on.
-        JobFailed: it failed or was stopped; what its callable raised is the cause.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     pauses = growing_pauses(longest_pause_seconds)
@@ -78,11 +74,7 @@ Job = TypeVar("Job", bound=JobHandle)
 
 
 def while_running(job: Job | None, *, adopt_existing: bool) -> Job | None:
-    """Returns the known job of a wanted name while it runs; None where there is none, or it has finished.
-
-    Raises:
-        JobAlreadyExists: it runs, and is not to be adopted.
-    """
+    """Returns the known job of a wanted name while it runs; None where there is none, or it has finished."""
     if job is None or job.status().finished:
         return None
     if adopt_existing:

@@ -37,20 +37,12 @@ _RUNTIMES = {
 
 
 def render(region: Region) -> str:
-    """The text of a region's cluster file.
-
-    Raises:
-        BadInput: the region names no Ray cluster.
-    """
+    """The text of a region's cluster file."""
     return _HEADER + yaml.safe_dump(cluster_content(region), sort_keys=False, width=120)
 
 
 def cluster_content(region: Region) -> dict[str, Any]:
-    """The content of a region's cluster file, as Ray's schema wants it.
-
-    Raises:
-        BadInput: the region names no Ray cluster.
-    """
+    """The content of a region's cluster file, as Ray's schema wants it."""
     if region.ray_cluster is None:
         raise BadInput(
             expected=f"ray_cluster of {region.name} in the regions file",

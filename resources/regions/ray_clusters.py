@@ -60,11 +60,7 @@ class LocalCluster(Config):
 
 
 def ray_command() -> str:
-    """Ray's own command in the environment of this process.
-
-    Raises:
-        BadInput: Ray is not installed there.
-    """
+    """Ray's own command in the environment of this process."""
     command = Path(sys.executable).with_name("ray")
     if not command.exists():
         raise BadInput(
@@ -119,11 +115,7 @@ def start_local_command(ports: Mapping[str, int], *, folder: Path, cpus: int | N
 
 
 def checked_cluster_file(region: Region, file: Path) -> Path:
-    """The cluster file, if a cluster can be started from it.
-
-    Raises:
-        BadInput: it is not there, or the region names no project.
-    """
+    """The cluster file, if a cluster can be started from it."""
     if (line := region.unwritten().get("project")) is not None:
         raise BadInput(
             expected=f"the Google Cloud project that pays for the cluster in {region.name}",
@@ -136,11 +128,7 @@ def checked_cluster_file(region: Region, file: Path) -> Path:
 
 
 def local_cluster() -> LocalCluster:
-    """The cluster of this machine.
-
-    Raises:
-        BadInput: none is up.
-    """
+    """The cluster of this machine."""
     known = find_local()
     if known is None:
         raise BadInput(
@@ -165,9 +153,6 @@ def start_local(*, cpus: int | None = None) -> LocalCluster:
 
     Args:
         cpus: how many CPUs it claims to have; the machine's when None.
-
-    Raises:
-        BackendUnavailable: it did not come up.
     """
     if known := find_local():
         return known
@@ -217,11 +202,7 @@ def _wait_until_up(job: JobHandle, ports: Sequence[int]) -> None:
 
 
 def take_down_local() -> LocalCluster:
-    """Ends the cluster of this machine with all its processes, and no other Ray.
-
-    Raises:
-        BadInput: none is up.
-    """
+    """Ends the cluster of this machine with all its processes, and no other Ray."""
     cluster = local_cluster()
     _end(cluster)
     return cluster

@@ -89,10 +89,6 @@ def check_gcs_paths_same_region(
     Returns:
         The region in which all paths lie, the first of those allowed, or in which the fewest lie elsewhere; None where
         that is not known.
-
-    Raises:
-        WrongRegion: a path lies elsewhere; all that do are named, with what reading them would cost.
-        BadInput: the region is not known, and `local_ok` is False.
     """
     paths = [path for path in find_gcs_paths(obj) if not any(part in path.place for part in skip_if_prefix_contains)]
     if not paths:
@@ -129,9 +125,6 @@ def check_reads(uris: Sequence[str], resources: ResourceConfig, *, backend: str 
         uris: what it is to read.
         resources: of the pool or job, which may name its regions.
         backend: where it runs if they do not, as in `Client.url`; None is this machine.
-
-    Raises:
-        WrongRegion: it would cost more.
     """
 
     def region_of_backend() -> str | None:

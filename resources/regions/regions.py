@@ -25,11 +25,7 @@ _GB = 10**9
 
 
 def load_regions(path: Path) -> Regions:
-    """Reads a regions file.
-
-    Raises:
-        BadInput: it is not there, or says something that it cannot.
-    """
+    """Reads a regions file."""
     try:
         return Regions.model_validate(load_yaml(path.read_text()))
     except (OSError, yaml.YAMLError, ValidationError) as error:
@@ -68,10 +64,6 @@ def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> li
     Args:
         resources: what is asked for; its `zone` must offer the device too.
         regions: where to look; `known_regions()` when None.
-
-    Raises:
-        NoMatchingRegion: none does; the message names what comes nearest.
-        BadInput: `resources.regions` names one that nobody described.
     """
     known = regions or known_regions()
     searched = [known.named(name) for name in resources.regions] if resources.regions else list(known.regions)

@@ -103,11 +103,6 @@ def choose_work_pool(
         states: what is known of work pools by name; one that is not mentioned is taken to be ready.
         source: where the checkpoints lie; reading from another region costs egress.
         max_egress_usd: a region where reading the checkpoints would cost more is refused.
-
-    Raises:
-        NoMatchingRegion: no region offers the device; the message names what comes nearest.
-        UnsatisfiableResources: regions do, but no work pool can express the request; likewise.
-        NoUsableWorkPool: each work pool that can is paused, full, without a worker, or too far from the checkpoints.
     """
     known = regions or known_regions()
     offering = regions_for(resources, known)

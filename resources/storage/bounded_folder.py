@@ -79,11 +79,7 @@ class BoundedFolder:
         return self.folder / f"{key}.partial"
 
     def hold(self, key: str) -> Hold:
-        """Keeps an entry, there or not yet there, from being evicted.
-
-        Raises:
-            StorageError: the folder is not writable.
-        """
+        """Keeps an entry, there or not yet there, from being evicted."""
         with self._reported("use"):
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = self._locked(key, fcntl.LOCK_SH)
@@ -105,11 +101,7 @@ class BoundedFolder:
             yield
 
     def make_room(self, key: str, planned_bytes: int) -> None:
-        """Removes entries that nobody holds, the least recently used first, until `key` fits, and reserves its room.
-
-        Raises:
-            StorageError: it cannot fit; nothing was removed then.
-        """
+        """Removes entries that nobody holds, the least recently used first, until `key` fits, and reserves its room."""
         with self._reported("make room in"), self._accounting(), ExitStack() as locks:
             idle: list[_Entry] = []
             held: list[_Entry] = []

@@ -38,11 +38,7 @@ class Version:
 
 
 def read_version(uri: str) -> Version | None:
-    """A file's content and version; None where nothing is there.
-
-    Raises:
-        StorageError: it is there and cannot be read.
-    """
+    """A file's content and version; None where nothing is there."""
     try:
         # The tag first: if the content is a newer one, the write that is conditional on the tag fails.
         tag = _tag(uri)
@@ -59,9 +55,6 @@ def replace_bytes(uri: str, content: bytes, *, standing: Version, mode: int = 0o
         content: its new content.
         standing: the one that was read.
         mode: its rights, where it is on a disk.
-
-    Raises:
-        StorageError: the place is not writable, or full.
     """
     protocol = uri.partition("://")[0] if "://" in uri else "file"
     if protocol in _GOOGLE and standing.tag is not None:
@@ -79,11 +72,7 @@ def replace_bytes(uri: str, content: bytes, *, standing: Version, mode: int = 0o
 
 
 def delete_version(uri: str, *, standing: Version) -> None:
-    """Deletes a file if it is still what was read.
-
-    Raises:
-        StorageError: the place is not writable.
-    """
+    """Deletes a file if it is still what was read."""
     protocol = uri.partition("://")[0] if "://" in uri else "file"
     if protocol in (*_GOOGLE, *_AMAZON) and standing.tag is not None:
         filesystem, path = _store(uri)
@@ -107,9 +96,6 @@ def creates_exclusively(folder: str) -> bool:
 
     Some stores that speak the language of `gs://` or `s3://` ignore the condition: the second of two writers replaces
     what the first one wrote, and both believe that they were first.
-
-    Raises:
-        StorageError: the folder cannot be written.
     """
     if storage.is_local(folder):
         return True

@@ -115,11 +115,6 @@ def copy_file(
     Returns:
         A digest of the content in hex: by the store's kind of hash if it gives one, else 128 bits of blake2b over the
         size (8 bytes, little-endian) and the content.
-
-    Raises:
-        CopyStopped: `stopped` said so.
-        StorageError: it could not be read or written (what arrived is kept), or is not what the store says it is (it
-            is removed).
     """
     origin = {"size": source.size, "modified": source.modified, "checksum": source.checksum}
     noted = _read_sidecar(sidecar)

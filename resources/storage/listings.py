@@ -81,9 +81,6 @@ def walk(path: str, *, within: str | None = None) -> Iterator[tuple[str, list[Lo
 
     Temporary files of writes in progress are left out, and folders that vanish meanwhile. Links that lead out of
     `within`, `path` if None, are not regular.
-
-    Raises:
-        OSError: a folder cannot be read.
     """
     files, folders = [], []
     within = within or path
@@ -136,9 +133,6 @@ def bucket_objects(
     """Lists the objects at or below a bucket's path in Google's store, as it describes them; None for other stores.
 
     `between` are names in the bucket, in order, between which the store is listed in parallel.
-
-    Raises:
-        OSError: the bucket is not there, or cannot be listed.
     """
     protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
     if _GOOGLE.isdisjoint(protocols):

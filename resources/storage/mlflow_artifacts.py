@@ -47,12 +47,7 @@ def is_behind_server(uri: str) -> bool:
 
 
 def pinned(uri: str) -> str:
-    """Returns a location with the number of a model's version in place of an alias, or of `latest`.
-
-    Raises:
-        BadInput: there is no such model, alias or version; or nothing says which server to ask.
-        StorageError: the server does not answer.
-    """
+    """Returns a location with the number of a model's version in place of an alias, or of `latest`."""
     if not uri.startswith("models:/") or _NUMBERED.match(uri):
         return uri
     named, slash, rest = uri.removeprefix("models:/").strip("/").partition("/")
@@ -70,12 +65,7 @@ def pinned(uri: str) -> str:
 
 
 def real_location(uri: str) -> str:
-    """Returns where an artifact of MLflow lies: in a store, or as `mlflow-artifacts://server/path` behind the server.
-
-    Raises:
-        BadInput: there is no such run, model or version; or nothing says which server to ask.
-        StorageError: the server does not answer.
-    """
+    """Returns where an artifact of MLflow lies: in a store, or as `mlflow-artifacts://server/path` behind the server."""
     return _located(pinned(uri).rstrip("/"), mlflow_tracking_uri())
 
 

@@ -145,11 +145,7 @@ def read_bytes(uri: str, *, start: int | None = None, end: int | None = None, wi
 
 @contextmanager
 def opened(uri: str) -> Iterator[BinaryIO]:
-    """A file that is read bit by bit, where it is too large to be had at once.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """A file that is read bit by bit, where it is too large to be had at once."""
     filesystem, path = _open(uri)
     with reported(uri, "read"):
         local = os.fdopen(open_within(path, within="/"), "rb") if is_local(uri) else None
@@ -198,9 +194,6 @@ def create_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> bool:
 
     Returns:
         False if something was there already; it is left as it was.
-
-    Raises:
-        StorageError: the place is not writable, or full.
     """
     filesystem, path = _open(uri)
     with reported(uri, "create"):
@@ -231,11 +224,7 @@ def delete(uri: str) -> None:
 
 
 def check_writable(uri: str) -> None:
-    """Proves early that files can be written below a location, by writing one and removing it.
-
-    Raises:
-        BadInput: they cannot.
-    """
+    """Proves early that files can be written below a location, by writing one and removing it."""
     probe = join(uri, f".assay-write-probe-{os.getpid()}-{threading.get_ident()}")
     try:
         write_bytes(probe, b"")
@@ -302,11 +291,7 @@ def matching_files(pattern: str) -> list[str]:
 
 
 def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, Any]] | None:
-    """Returns the answer of Google's store about each object below a location; None for other stores.
-
-    Raises:
-        StorageError: it cannot be listed.
-    """
+    """Returns the answer of Google's store about each object below a location; None for other stores."""
     filesystem, path = _open(uri)
     with reported(uri, "list"):
         try:
@@ -344,9 +329,6 @@ def copy_to_local(uri: str, target: Path) -> list[str]:
 
     Returns:
         Names that were left out of a local folder: pipes, devices, and links that lead out of it.
-
-    Raises:
-        StorageError: something could not be read, or the disk is full.
     """
     filesystem, path = _open(uri)
     left_out: list[str] = []
@@ -371,11 +353,7 @@ def copy_to_local(uri: str, target: Path) -> list[str]:
 
 
 def copy_from_local(source: Path, uri: str) -> list[str]:
-    """Copies the regular files of a local folder to any store; returns the names of all others, which it logs.
-
-    Raises:
-        StorageError: something could not be written.
-    """
+    """Copies the regular files of a local folder to any store; returns the names of all others, which it logs."""
     filesystem, path = _open(uri)
     left_out: list[str] = []
     for file in list_files(str(source)):

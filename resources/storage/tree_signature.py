@@ -29,9 +29,6 @@ def list_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
     Args:
         uri: the location.
         between: locations below it, in order, which make a listing of a store faster: see `bucket_objects`.
-
-    Raises:
-        StorageError: the place cannot be listed.
     """
     if storage.is_local(uri) and storage.local_path(uri).is_dir():
         with storage.reported(uri, "list"):

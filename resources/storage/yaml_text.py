@@ -31,7 +31,6 @@ def load_yaml(text: bytes | str, loader: type[yaml.SafeLoader] = BoundedLoader) 
     """Returns the content of a YAML document.
 
     Raises:
-        YamlBeyondBounds: it is nested too deep, or its aliases or numbers are too large.
         yaml.YAMLError: it is no YAML, or has an impossible value.
     """
     with _one_kind_of_error():

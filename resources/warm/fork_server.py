@@ -85,11 +85,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         self.close()
 
     def start(self) -> None:
-        """Starts the server and returns while it imports; runs that come before it is ready wait for it.
-
-        Raises:
-            BadInput: the interpreter does not exist.
-        """
+        """Starts the server and returns while it imports; runs that come before it is ready wait for it."""
         self._folder = folder_for_a_socket()
         self._socket = self._folder / "socket"
         arguments = ("-I", "-u", str(_PROGRAMS / "fork_server.py"), str(self._socket), str(self._program))

@@ -32,10 +32,6 @@ def tell_server(news: Sequence[News], *, run_folder: str, report: str) -> None:
         news: the alerts.
         run_folder: `<evaluation_path>/<run>`.
         report: address of the report over the run, as a browser opens it.
-
-    Raises:
-        PrefectUnavailable: it does not answer.
-        StorageError: a file could not be removed.
     """
     if not news or (address := server_address()) is None:
         return

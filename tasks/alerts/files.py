@@ -63,11 +63,7 @@ class KnownAlert(Config):
 
 
 def alerts_on_file(run_folder: str) -> set[str]:
-    """Ids of the alerts of a run that have a file; one listing.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
+    """Ids of the alerts of a run that have a file; one listing."""
     return {storage.basename(uri).removesuffix(".json") for uri in _files(run_folder)}
 
 
@@ -86,11 +82,7 @@ def read_alerts(run_folder: str) -> dict[str, KnownAlert]:
 
 
 def read_acknowledgements(run_folder: str) -> Mapping[str, Acknowledgement]:
-    """Acknowledgements of a run's alerts by the id of the alert; open ones have none.
-
-    Raises:
-        StorageError: the folder cannot be read.
-    """
+    """Acknowledgements of a run's alerts by the id of the alert; open ones have none."""
     return {key: known.acknowledged for key, known in read_alerts(run_folder).items() if known.acknowledged}
 
 
@@ -98,9 +90,6 @@ def write_first(run_folder: str, known: KnownAlert, *, sleep: Callable[[float], 
     """Writes the file of an alert that has none; False if somebody else did.
 
     Where a store lets two writers make one file, the last one has it, once both can be seen: best effort.
-
-    Raises:
-        StorageError: the folder cannot be written.
     """
     uri, content = _uri(run_folder, known.alert.id), _content(known)
     if creates_exclusively(storage.join(run_folder, _FOLDER)):
@@ -117,9 +106,6 @@ def forget(run_folder: str, known: KnownAlert) -> None:
     """Deletes the file of an alert that nobody could be told of, for the next look to find it; one that changed stays.
 
     A mark stays, by which that look knows that it is to be told, however late it comes.
-
-    Raises:
-        StorageError: the folder cannot be written.
     """
     uri = _uri(run_folder, known.alert.id)
     standing = read_version(uri)
@@ -129,11 +115,7 @@ def forget(run_folder: str, known: KnownAlert) -> None:
 
 
 def take_untold(run_folder: str, alert: Alert) -> bool:
-    """True if an alert was found before and nobody could be told of it; its mark is removed.
-
-    Raises:
-        StorageError: the folder cannot be read or written.
-    """
+    """True if an alert was found before and nobody could be told of it; its mark is removed."""
     mark = _untold(run_folder, alert.id)
     if not storage.exists(mark):
         return False
@@ -142,11 +124,7 @@ def take_untold(run_folder: str, alert: Alert) -> bool:
 
 
 def acknowledge(run_folder: str, alert: Alert, *, note: str | None) -> KnownAlert:
-    """Says that an alert is known, by the user of this process. What was said first stands.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
+    """Says that an alert is known, by the user of this process. What was said first stands."""
     word = Acknowledgement(by=acting_user(), at=time.time(), note=note)
     uri = _uri(run_folder, alert.id)
     while True:

@@ -54,11 +54,7 @@ class ListedAlert:
 
 
 def list_alerts(paths: Iterable[str]) -> list[ListedAlert]:
-    """The alerts of the records below some folders: open ones first, then those of the latest steps.
-
-    Raises:
-        StorageError: a folder cannot be read.
-    """
+    """The alerts of the records below some folders: open ones first, then those of the latest steps."""
     records: dict[str, list[Any]] = defaultdict(list)
     for path in paths:
         for found in find_records(path):
@@ -85,11 +81,7 @@ def alerts_table(listed: Sequence[ListedAlert]) -> Table:
 
 
 def chosen(listed: Sequence[ListedAlert], texts: Sequence[str]) -> list[ListedAlert]:
-    """The alerts that some texts mean, each an id or the beginning of one.
-
-    Raises:
-        BadInput: a text means none, or several.
-    """
+    """The alerts that some texts mean, each an id or the beginning of one."""
     found: dict[str, ListedAlert] = {}
     for text in texts:
         meant = [each for each in listed if text and each.alert.id.startswith(text)]

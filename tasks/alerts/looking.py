@@ -40,9 +40,6 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
     News is the latest alert of a curve if its record was written since the pass began, or shortly before: what is found
     in a run that was evaluated long ago, or at earlier ones of many checkpoints that were evaluated at once, is listed,
     and nobody is told. Of several who look at the same time, one finds it.
-
-    Raises:
-        StorageError: records cannot be read, or files not be written.
     """
     cells = [storage.join(run_folder, cell) for cell, _ in record_stamps(run_folder)]
     with ThreadPoolExecutor(_READ_AT_ONCE) as threads:

@@ -49,7 +49,6 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
 
     Raises:
         BadInput: the location is not there, or is a file.
-        NoCheckpoints: nothing below it looks like a checkpoint, or steps of a merged one are not there.
         CheckpointError: the checkpoints of a merged one do not belong together.
     """
     if (merge := merge_of(path)) is not None:
@@ -100,9 +99,6 @@ def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoin
     """The checkpoint that a folder is, complete or not; None where it is none, is a file, or is not written yet.
 
     An export in `hf/` stands for the folder that it lies in.
-
-    Raises:
-        StorageError: the folder cannot be listed.
     """
     try:
         found = find_checkpoints(folder, kinds=kinds)
@@ -212,10 +208,6 @@ def discover(
 
     Waits, if the selection says so, for incomplete ones to be finished; folders are looked at anew every second.
     `kinds` and `reference` are those of `find_checkpoints`.
-
-    Raises:
-        BadInput: the location is not there, or is a file.
-        NoCheckpoints: none is there, or none is complete.
     """
     deadline = clock() + selection.wait_for_incomplete_seconds
     while True:
@@ -232,12 +224,7 @@ def discover(
 def discover_one(
     path: str, *, latest: bool, kinds: Collection[Kind] = SERVED, reference: str | None = None
 ) -> Checkpoint:
-    """The one checkpoint at a location or, with `latest`, the newest complete one below it.
-
-    Raises:
-        BadInput: the location is not there, or holds several checkpoints and `latest` is not set.
-        NoCheckpoints: none is there, or none is complete.
-    """
+    """The one checkpoint at a location or, with `latest`, the newest complete one below it."""
     found = discover.fn(path, CheckpointSelection(), kinds=kinds, reference=reference)
     if len(found) > 1 and not latest:
         raise BadInput(
@@ -249,12 +236,7 @@ def discover_one(
 
 
 def with_pinned_model(config: Request) -> Request:
-    """Returns a request in which a model of MLflow's registry has its version's number in place of an alias.
-
-    Raises:
-        BadInput: there is no such model or alias.
-        StorageError: MLflow's server does not answer.
-    """
+    """Returns a request in which a model of MLflow's registry has its version's number in place of an alias."""
     path = with_each_location(config.model_path, pinned)
     if path == config.model_path:
         return config
@@ -274,11 +256,7 @@ def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
 
 
 def complete_among(found: Sequence[Checkpoint], path: str, *, on_left_out: Callable[[str], object]) -> list[Checkpoint]:
-    """The complete ones among the checkpoints found at a location; of each other one it is told why it is left out.
-
-    Raises:
-        NoCheckpoints: none is complete.
-    """
+    """The complete ones among the checkpoints found at a location; of each other one it is told why it is left out."""
     incomplete = [checkpoint for checkpoint in found if not checkpoint.complete]
     for checkpoint in incomplete:
         on_left_out(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
@@ -296,11 +274,7 @@ def complete_among(found: Sequence[Checkpoint], path: str, *, on_left_out: Calla
 
 
 def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:
-    """The wanted ones among complete checkpoints in order of step.
-
-    Raises:
-        NoCheckpoints: a step that was asked for is not among them.
-    """
+    """The wanted ones among complete checkpoints in order of step."""
     if selection.which != "all":
         return [complete[-1] if selection.which == "latest" else complete[0]]
     if selection.steps:

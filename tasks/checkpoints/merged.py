@@ -28,11 +28,6 @@ def merged_checkpoint(merge: Merge, find: Callable[[str], Sequence[Checkpoint]])
     Args:
         merge: the merge, of checkpoints or of steps of runs.
         find: lists the checkpoints at a location, by step.
-
-    Raises:
-        BadInput: a location or its steps cannot be right.
-        NoCheckpoints: steps that it names are not there.
-        CheckpointError: the checkpoints do not belong together.
     """
     inputs = [checkpoint for source in merge.sources for checkpoint in _chosen(source, find(source.location))]
     if len(inputs) < 2:
@@ -62,13 +57,7 @@ def merge_reference(checkpoint: Checkpoint) -> MergeReference | None:
 
 
 def write_merged(checkpoint: Checkpoint, target: Path) -> None:
-    """Writes a merged checkpoint into a folder, with tokenizer and config; the folder appears when it is whole.
-
-    Raises:
-        BadInput: it is no merged one, or something is in the folder.
-        CheckpointError: it is not complete, or its checkpoints changed meanwhile.
-        StorageError: something cannot be read, computed or written.
-    """
+    """Writes a merged checkpoint into a folder, with tokenizer and config; the folder appears when it is whole."""
     if merge_of(checkpoint.uri) is None:
         raise BadInput(
             expected="the name of a merged checkpoint, such as mean(runs/a@last:5)",

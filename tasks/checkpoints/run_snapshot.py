@@ -160,9 +160,6 @@ def snapshot_run(
         uri: the run.
         reference: as in `find_checkpoints`.
         evaluated: whether a checkpoint of some name was evaluated in the state that a listing shows, and so was whole.
-
-    Raises:
-        StorageError: the run cannot be listed.
     """
     remembered = _read_memory(uri, "checkpoints")
     rows = remembered.get("checkpoints", ())

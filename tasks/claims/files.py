@@ -137,11 +137,7 @@ def claims_folder(evaluation_path: str, run: str) -> str:
 
 
 def read_claims(folder: str, keys: Iterable[str] | None = None) -> list[SeenClaim]:
-    """The standing claim of each cell that has one, of some cells or of all; one listing, and a read for each.
-
-    Raises:
-        StorageError: the folder cannot be read.
-    """
+    """The standing claim of each cell that has one, of some cells or of all; one listing, and a read for each."""
     return standing_claims(folder, *listed_claims(folder), keys)
 
 

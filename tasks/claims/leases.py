@@ -114,9 +114,6 @@ class Claims:
 
         Two listings in all, and a write for each cell. Whoever gets a cell is to look at its record again: another
         may have finished it in between.
-
-        Raises:
-            StorageError: the folder cannot be read or written.
         """
         listed, heard = listed_claims(self._folder)
         keys = [subject.key for subject in subjects]
@@ -155,11 +152,7 @@ class Claims:
             raise _lost(key, self._folder)
 
     def prove(self, key: str) -> None:
-        """Raises ClaimLost unless the cell is ours as the store has it at this moment.
-
-        Raises:
-            StorageError: the store does not say.
-        """
+        """Raises ClaimLost unless the cell is ours as the store has it at this moment."""
         self.raise_if_lost(key)
         claim, uri = self._held[key]
         if read_file(uri, Claim) != claim or self._succeeded(uri, claims_by_key(self._folder).get(key, [])):
@@ -180,11 +173,7 @@ class Claims:
         storage.write_bytes(uri, released.model_dump_json().encode())
 
     def renew(self) -> None:
-        """Shows a sign of life, and notices which cells were lost.
-
-        Raises:
-            StorageError: the store could not be asked; the claims end if that lasts.
-        """
+        """Shows a sign of life, and notices which cells were lost."""
         me = self._me.model_copy(update={"renewed": self._now()})
         storage.write_bytes(holder_uri(self._folder, me.name), me.model_dump_json().encode())
         self._me = me

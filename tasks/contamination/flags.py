@@ -161,11 +161,7 @@ def status_of(question: AskedQuestion, every: Sequence[Flags]) -> Status:
 
 
 def flags_uri(evaluation_path: str, name: str) -> str:
-    """The file of a search.
-
-    Raises:
-        BadInput: no file can be called so.
-    """
+    """The file of a search."""
     if not _NAME.fullmatch(name):
         raise BadInput(
             expected="a name of letters, digits, dots, hyphens and underscores",
@@ -186,11 +182,7 @@ def write_flags(evaluation_path: str, search: Search, questions: Iterable[Questi
 
 
 def read_flags(evaluation_path: str) -> tuple[Flags, ...]:
-    """Every file of flags beside some records, the oldest first; none is the usual case.
-
-    Raises:
-        StorageError: the folder cannot be listed, or a file is damaged.
-    """
+    """Every file of flags beside some records, the oldest first; none is the usual case."""
     listed = storage.list_files(storage.join(evaluation_path, FOLDER))
     found = [_read(file.uri) for file in listed if file.uri.endswith(_END)]
     return tuple(sorted(found, key=lambda flags: flags.search.created))

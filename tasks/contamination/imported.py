@@ -107,9 +107,6 @@ def import_flags(
         benchmark: the benchmark that a plain list is about.
         covers: benchmarks, or patterns, whose questions the tool looked for without naming those that it did not find:
             they are clean. Others without a finding were not looked for.
-
-    Raises:
-        BadInput: there is no such file, or a line of it is none of the tool's.
     """
     asked = Asked(questions)
     read = {"decon": _decon, "marin": _marin, "list": _list}[tool]

@@ -33,10 +33,6 @@ def found_by_hashes(
     Args:
         files: Parquet files of datakit, attributes and the index of hashes; others are passed over.
         questions: the questions.
-
-    Raises:
-        BadInput: attributes or index are missing.
-        StorageError: a file cannot be read.
     """
     hashes = [features(question.raw) for question in questions]
     wanted = set().union(*hashes)

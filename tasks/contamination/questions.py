@@ -64,11 +64,7 @@ def asked_in(record: Record, samples: Mapping[str, Sequence[Sample]]) -> Iterato
 
 
 def every_question(found: Sequence[FoundRecord]) -> list[AskedQuestion]:
-    """Every question that some records asked, once; of the records of one evaluation, the newest is read.
-
-    Raises:
-        StorageError: samples are damaged, or cannot be read.
-    """
+    """Every question that some records asked, once; of the records of one evaluation, the newest is read."""
     newest: dict[tuple[str, tuple[str, ...]], FoundRecord] = {}
     for item in sorted(found, key=lambda item: item.record.created):
         if item.record.succeeded and item.record.samples:

@@ -39,11 +39,7 @@ class Settings:
     threshold: float = DEFAULT_THRESHOLD
 
     def check(self) -> None:
-        """Refuses what can find nothing.
-
-        Raises:
-            BadInput: they contradict each other.
-        """
+        """Refuses what can find nothing."""
         if not 1 <= self.shortest <= self.n or not 0 < self.threshold <= 1:
             raise BadInput(
                 expected="1 ≤ --shortest ≤ --n, and a --threshold above 0 and up to 1",
@@ -98,10 +94,6 @@ def scan(
         not_read: parts of the training's data that cannot be searched, to be said.
         processes: so many read at once; as many as there are cores unless given.
         on_progress: is told after each part.
-
-    Raises:
-        BadInput: settings contradict each other; there are no texts, or files hold none.
-        StorageError: something cannot be read or written.
     """
     settings.check()
     index = QuestionIndex(questions, n=settings.n, shortest=settings.shortest)
@@ -141,12 +133,7 @@ def scan(
 
 
 def scan_part(index: QuestionIndex, part: Part) -> PartResult:
-    """Looks for questions in one part of the texts.
-
-    Raises:
-        BadInput: no document of it has a text.
-        StorageError: it cannot be read.
-    """
+    """Looks for questions in one part of the texts."""
     result = PartResult()
     batch: list[str] = []
     places: list[tuple[str, int, int]] = []

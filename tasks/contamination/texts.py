@@ -68,12 +68,7 @@ class Reading:
 
 
 def parts_of(sources: Iterable[TextSource]) -> list[Part]:
-    """The parts of all files that sources stand for, each file once.
-
-    Raises:
-        BadInput: a location stands for no file, or for one that cannot be read.
-        StorageError: a place cannot be listed.
-    """
+    """The parts of all files that sources stand for, each file once."""
     found: dict[tuple[str, str], list[Part]] = {}
     listed: dict[str, dict[str, FileInfo]] = {}
     for source in sources:
@@ -84,12 +79,7 @@ def parts_of(sources: Iterable[TextSource]) -> list[Part]:
 
 
 def texts_in(part: Part, reading: Reading) -> Iterator[str]:
-    """The texts of a part; those longer than a mebibyte in pieces that overlap.
-
-    Raises:
-        BadInput: no document of it has a text.
-        StorageError: it cannot be read.
-    """
+    """The texts of a part; those longer than a mebibyte in pieces that overlap."""
     match part.form:
         case "lines":
             documents = _from_lines(part, reading)

@@ -40,9 +40,6 @@ def evaluation_of(
         helm_config: the file of run entries, where HELM needs it.
         entries: what stands in it.
         sinks: places where results are announced, beside the job's own.
-
-    Raises:
-        BadInput: the job's file asks for what cannot be.
     """
     wanted, compute = job.wanted, job.compute_config
     resources = ResourceConfig(

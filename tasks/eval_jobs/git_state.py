@@ -64,11 +64,7 @@ def git_state_of(files: Collection[Path], *, but: Path | None = None) -> GitStat
 
 
 def require_clean(state: GitState, *, allow_dirty: bool) -> None:
-    """Nothing, if the files can be found again by the commit, or need not be.
-
-    Raises:
-        BadInput: something is not committed or not pushed.
-    """
+    """Nothing, if the files can be found again by the commit, or need not be."""
     if state.words != CLEAN and not allow_dirty:
         raise BadInput(
             expected="job files that are committed and pushed, so that config_git_sha names what ran",

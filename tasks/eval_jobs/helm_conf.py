@@ -24,11 +24,7 @@ class RunEntry:
 
 
 def read_run_entries(uri: str) -> tuple[RunEntry, ...]:
-    """Returns the run entries of a file.
-
-    Raises:
-        BadInput: it is not there, is no HOCON, or holds no run entries.
-    """
+    """Returns the run entries of a file."""
     try:
         text = storage.read_bytes(uri).decode()
     except FileNotFoundError:
@@ -43,11 +39,7 @@ def read_run_entries(uri: str) -> tuple[RunEntry, ...]:
 
 
 def entries_in(text: str, *, source: str) -> tuple[RunEntry, ...]:
-    """Returns the run entries in a HOCON document.
-
-    Raises:
-        BadInput: it is no HOCON, or holds no run entries.
-    """
+    """Returns the run entries in a HOCON document."""
     from pyhocon import ConfigFactory, ConfigTree
     from pyhocon.exceptions import ConfigException
     from pyparsing import ParseBaseException

@@ -46,11 +46,6 @@ def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[
         local: whether it runs here because somebody tries it, and may do so without its accelerator.
         scratch: folder for the model and the records; the container's, or one of the cache, when None.
         note: told of what happens.
-
-    Raises:
-        SinkFailed: the tracking server does not answer.
-        BadInput: the model's folders are not as the job's file says.
-        StorageError: the model could not be read or written.
     """
     state = read.git_state()
     otherwise = read.origin(state, job_name=read.name_here(state))
@@ -89,11 +84,7 @@ def _whole(scratch: Path | None) -> Path:
 
 
 def require_tracked(records: Sequence[Record], sink: MlflowSink) -> None:
-    """Nothing, if MLflow has every record that succeeded.
-
-    Raises:
-        SinkFailed: one of them is missing there.
-    """
+    """Nothing, if MLflow has every record that succeeded."""
     states = [record.sinks.get(sink.name) for record in records if record.succeeded]
     missing = [state for state in states if state is None or state.status != "published"]
     if missing:

@@ -37,10 +37,6 @@ def log_lines(
         follow: go on until the job has ended.
         note: told where the lines come from.
         kept: where the logs of pods stay that are gone.
-
-    Raises:
-        BadInput: `since` cannot be read, or nobody has a line of the job.
-        BackendUnavailable: neither the cluster nor Cloud Logging answers.
     """
     began = moment(since, now=datetime.now(UTC)) if since is not None else None
     pods = _pods(cluster, name, note=note) if cluster is not None else None
@@ -69,11 +65,7 @@ def write_lines(lines: Iterable[LogLine], output: Path) -> int:
 
 
 def moment(since: str, *, now: datetime) -> datetime:
-    """Returns the time that lies `30m`, `12h`, `3d` or `2w` before another.
-
-    Raises:
-        BadInput: it is written in another way.
-    """
+    """Returns the time that lies `30m`, `12h`, `3d` or `2w` before another."""
     match = re.fullmatch(r"(\d{1,5})([mhdw])", since.strip())
     if match is None:
         raise BadInput(expected="--since 30m, 12h, 3d or 2w", found=since, remedy="write it in this way")

@@ -56,11 +56,7 @@ def named(job: JobFile, texts: JobTexts, origin: Origin) -> Origin:
 
 
 def render(job: JobFile, texts: JobTexts, origin: Origin) -> str:
-    """Returns the manifests of a job as YAML, under a name that follows from them.
-
-    Raises:
-        BadInput: a pod cannot reach the model or the tracking server, or the files do not fit a ConfigMap.
-    """
+    """Returns the manifests of a job as YAML, under a name that follows from them."""
     return written(manifests(job, texts, named(job, texts, origin)))
 
 

@@ -37,10 +37,6 @@ def fetch_model(source: ModelSource, *, scratch: Path, note: Callable[[str], Non
     """Returns the folder of the job's model, below `scratch` unless it is on this machine already.
 
     What an earlier call has fetched whole is not fetched again.
-
-    Raises:
-        BadInput: a folder is not there, or the hub has no tokenizer of that name.
-        StorageError: it could not be read or written.
     """
     if source.is_local:
         return storage.absolute(source.uri)

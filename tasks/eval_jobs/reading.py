@@ -64,9 +64,6 @@ def read_job(file: Path, *, helm_file: Path | None = None) -> EvalJob:
     Args:
         file: the job's file.
         helm_file: the file of run entries; `run_specs.conf` beside the job's file when None.
-
-    Raises:
-        BadInput: one of them is not there or not valid, or the suite that it names does not exist.
     """
     job = load_config(str(file), JobFile)
     wanted = job.wanted

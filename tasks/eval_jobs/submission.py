@@ -47,11 +47,7 @@ class SubmittedJob:
 
 
 def read_manifests(uri: str) -> list[dict[str, Any]]:
-    """Returns the manifests in a file that `render` wrote.
-
-    Raises:
-        BadInput: it is not there, is no YAML, or holds no evaluation job.
-    """
+    """Returns the manifests in a file that `render` wrote."""
     try:
         found = load_yaml_documents(storage.read_bytes(uri))
     except FileNotFoundError:
@@ -74,9 +70,6 @@ def job_documents(
     """Returns the manifests to submit: rendered now, or those in a file, as they are.
 
     What --allow-dirty lets pass is written into them.
-
-    Raises:
-        BadInput: a file is not valid, not committed or not pushed; or manifests were rendered from another version.
     """
     if job_spec is None:
         if file is None:
@@ -126,10 +119,6 @@ def submit_manifests(cluster: Cluster, documents: list[dict[str, Any]], *, again
         cluster: the namespace.
         documents: the manifests.
         again: submit under a name with a number where the name was used before.
-
-    Raises:
-        BadInput: the name was used before.
-        BackendUnavailable: the cluster does not answer, or refuses a manifest.
     """
     name, _ = names_in(documents)
     used = {job.name for job in submitted_jobs(cluster)}

@@ -118,11 +118,7 @@ class WantedEarly:
         return digest_of([self.content, [score.rule for score in self.scores]])
 
     def stopped_after(self, output: Path) -> list[Answered] | None:
-        """The questions that were asked, where that were not all; None where there is a result of the whole.
-
-        Raises:
-            HarnessOutputInvalid: they cannot be read.
-        """
+        """The questions that were asked, where that were not all; None where there is a result of the whole."""
         try:
             answered = read_answered((output / ANSWERED_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -162,11 +158,7 @@ def batches_in(content: str) -> Batches:
 
 
 def scores_decided(answered: Sequence[Answered], wanted: WantedEarly) -> tuple[EarlyScore, ...]:
-    """The verdicts that some answers give; decided here once more, whatever the program thought.
-
-    Raises:
-        CountsDisagree: they give none for a score, or a question has none.
-    """
+    """The verdicts that some answers give; decided here once more, whatever the program thought."""
     places = {(question.benchmark, question.id): place for place, question in enumerate(wanted.questions)}
     asking = early.EarlyAsking(wanted.content)
     try:

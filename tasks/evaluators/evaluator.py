@@ -135,19 +135,11 @@ class Evaluator(Protocol):
         ...
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Reads what the command left in `output`.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Reads what the command left in `output`."""
         ...
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Yields prompt, answer and scores of each question; called after `parse`.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Yields prompt, answer and scores of each question; called after `parse`."""
         ...
 
     def progress(self, log: str) -> Progress | None:
@@ -155,12 +147,7 @@ class Evaluator(Protocol):
         ...
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Refuses early what the harness would refuse late.
-
-        Raises:
-            UnknownBenchmark: it knows no benchmark of that name.
-            BadInput: something else in the configuration cannot be right.
-        """
+        """Refuses early what the harness would refuse late."""
         ...
 
 

@@ -84,13 +84,6 @@ def run_harness(
 
     Its log is kept in `output`, which is created. An error of `check_endpoint`, called at every poll, ends the harness
     and is raised. Without a `server`, see `warmed`, it starts cold. With `early`, verdicts may be in `Parsed.early`.
-
-    Raises:
-        HarnessFailed: it ended with an error.
-        HarnessInterrupted: it was killed, or ran past its wall clock.
-        HarnessOutputInvalid: it left nothing that can be read.
-        UnknownBenchmark, BadInput, EndpointUnusable, EnvironmentBuildFailed: it refused the request, or was broken.
-        StorageError: the output folder cannot be written.
     """
     output = output.absolute()
     ask = partial(evaluator.command, model, config, python=python, judge=judge)
@@ -156,12 +149,7 @@ def run_harness(
 
 
 def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *, samples: Path) -> Parsed:
-    """Reads the results that an evaluator left in a folder, and writes its samples to a new file.
-
-    Raises:
-        HarnessOutputInvalid: it left nothing that can be read.
-        StorageError: the file cannot be written.
-    """
+    """Reads the results that an evaluator left in a folder, and writes its samples to a new file."""
     try:
         with span("score"):
             parsed = evaluator.parse(output, config)
@@ -190,12 +178,7 @@ def warmed(
 
 
 def verify_counts(parsed: Parsed) -> None:
-    """Lets a score pass only if every question asked was answered and scored.
-
-    Raises:
-        CountsDisagree: they are not the same number, or there was no question at all.
-        EndpointUnusable: likewise, and the endpoint is why.
-    """
+    """Lets a score pass only if every question asked was answered and scored."""
     counts = parsed.counts
     if counts.requested == counts.answered == counts.scored and counts.requested > 0:
         return
@@ -218,11 +201,7 @@ def verify_counts(parsed: Parsed) -> None:
 
 
 def verify_ends(parsed: Parsed, max_at_limit: float | None) -> None:
-    """Lets a score pass if at most this share of a benchmark's answers ended at the length limit, or while reasoning.
-
-    Raises:
-        AnswersCutOff: more did.
-    """
+    """Lets a score pass if at most this share of a benchmark's answers ended at the length limit, or while reasoning."""
     if max_at_limit is None:
         return
     cut = {name: max(part.at_limit or 0, part.unclosed) for name, part in parsed.details.items()}
@@ -250,11 +229,7 @@ def _writing_into(output: Path) -> Iterator[None]:
 
 
 def prepare(command: HarnessCommand, output: Path) -> Path:
-    """Makes the folder below `output` that a command is to run in, with its files and copies.
-
-    Raises:
-        StorageError: it cannot be written, or something cannot be read.
-    """
+    """Makes the folder below `output` that a command is to run in, with its files and copies."""
     working_folder = output / WORKING_FOLDER
     with _writing_into(output):
         working_folder.mkdir(parents=True, exist_ok=True)

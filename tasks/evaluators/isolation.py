@@ -113,11 +113,7 @@ def isolated(
     seconds: float,
     variables: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """The command that runs another one, isolated if it runs code; its bounds are written into the attempt's folder.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """The command that runs another one, isolated if it runs code; its bounds are written into the attempt's folder."""
     if code is None:
         return argv
     inherited = process_environment(inherited=inheritance.HARNESS)

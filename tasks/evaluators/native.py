@@ -85,20 +85,12 @@ class Outcome(Config):
 
 
 def write_outcome(evaluation: NativeEvaluation, outcome: Outcome) -> None:
-    """Writes how an evaluation ended, once its output is there.
-
-    Raises:
-        StorageError: the place is not writable, or full.
-    """
+    """Writes how an evaluation ended, once its output is there."""
     storage.write_bytes(storage.join(evaluation.output, OUTCOME_NAME), outcome.model_dump_json().encode())
 
 
 def read_outcome(evaluation: NativeEvaluation) -> Outcome | None:
-    """Returns how an evaluation ended; None where it has not.
-
-    Raises:
-        StorageError: the place cannot be read.
-    """
+    """Returns how an evaluation ended; None where it has not."""
     place = storage.join(evaluation.output, OUTCOME_NAME)
     try:
         return Outcome.model_validate_json(storage.read_bytes(place))
@@ -122,11 +114,7 @@ def give_up(evaluation: NativeEvaluation) -> None:
 
 
 def is_given_up(evaluation: NativeEvaluation) -> bool:
-    """Tells if nobody waits for an evaluation.
-
-    Raises:
-        StorageError: the place cannot be read.
-    """
+    """Tells if nobody waits for an evaluation."""
     try:
         storage.read_bytes(storage.join(evaluation.output, GIVEN_UP_NAME))
     except FileNotFoundError:
@@ -135,12 +123,7 @@ def is_given_up(evaluation: NativeEvaluation) -> bool:
 
 
 def output_here(evaluation: NativeEvaluation, copy: Path) -> Path:
-    """The folder with an evaluation's output where it lies on this machine; else `copy`, made now.
-
-    Raises:
-        HarnessOutputInvalid: there is more of it than a harness has reason to write.
-        StorageError: it cannot be read.
-    """
+    """The folder with an evaluation's output where it lies on this machine; else `copy`, made now."""
     if storage.is_local(evaluation.output):
         return storage.local_path(evaluation.output)
     size = sum(file.size for file in storage.list_files(evaluation.output))
@@ -159,9 +142,6 @@ def with_benchmarks_there(evaluation: NativeEvaluation) -> NativeEvaluation:
 
     It stays where it is if the output lies in a file system too, which the job's machine has to see anyway, and if its
     benchmarks name files elsewhere, which would not come along.
-
-    Raises:
-        StorageError: it cannot be copied.
     """
     config = evaluation.config
     path = config.benchmarks_path

@@ -56,9 +56,6 @@ def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgr
     """Evaluates what has no outcome yet and is still wanted, in order.
 
     Announces the number of those at the beginning that are through, and of the one at work.
-
-    Raises:
-        StorageError: an output could not be written to its place.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended_at = time.monotonic()

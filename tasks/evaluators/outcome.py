@@ -18,11 +18,7 @@ from tasks.statistics.composition import with_interval
 
 
 def with_samples(parsed: Parsed, samples: Iterable[Sample], path: Path) -> Parsed:
-    """Writes samples to a new file, and completes with them what was read of a harness's results.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Writes samples to a new file, and completes with them what was read of a harness's results."""
     questions: dict[str, list[Question]] = {}
 
     def noted() -> Iterator[Sample]:

@@ -78,11 +78,7 @@ def tokens_to_ask(output: Path) -> list[TokensToAsk] | None:
 
 
 def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:
-    """A file of JSON as a value of some type.
-
-    Raises:
-        HarnessOutputInvalid: it cannot be read, or is of another form.
-    """
+    """A file of JSON as a value of some type."""
     try:
         with open_regular(path.parent, path.name, max_bytes=_LARGEST_RESULT_BYTES) as file:
             return TypeAdapter(kind).validate_json(file.read())
@@ -95,11 +91,7 @@ def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:
 
 
 def require_plan_of(planned: Iterable[str], config: EvaluationConfig, *, harness: str, output: Path) -> None:
-    """Passes if a plan is of the benchmarks that an evaluation asks.
-
-    Raises:
-        HarnessOutputInvalid: it is of others.
-    """
+    """Passes if a plan is of the benchmarks that an evaluation asks."""
     found, wanted = set(planned), {task.metric_key for task in config.evals}
     if found != wanted:
         raise invalid_results(

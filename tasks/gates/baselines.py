@@ -45,19 +45,11 @@ class BaselineScore:
     """Words on how it was found, behind its name."""
 
     def questions(self, scores: QuestionScores) -> Composition | str:
-        """Returns the score of each question, over several checkpoints its mean, or why they are not known.
-
-        Raises:
-            StorageError: samples are damaged, or cannot be read.
-        """
+        """Returns the score of each question, over several checkpoints its mean, or why they are not known."""
         return mean_composition([scores.of(found, metric_in(found, self.key)) for found in self.records])
 
     def value(self, scores: QuestionScores) -> tuple[float, float | None]:
-        """The value with its standard error: over the questions that all its checkpoints have, else as recorded.
-
-        Raises:
-            StorageError: samples are damaged, or cannot be read.
-        """
+        """The value with its standard error: over the questions that all its checkpoints have, else as recorded."""
         metric = mean_metric(self.records, self.key)
         questions = self.questions(scores) if len(self.records) > 1 else "as recorded"
         if isinstance(questions, str):
@@ -92,7 +84,6 @@ class Baseline:
 
         Raises:
             BadInput: it has none that are wanted, records were changed, or they were not measured alike.
-            StorageError: samples are damaged, or cannot be read.
         """
         mine = by_metric(found, name, wanted_scores(rule))
         chosen = {
@@ -144,9 +135,6 @@ def baseline_of(
         evaluation_path: where records are looked up.
         hashes: of the evaluations by which it was, or will be, measured; those of a baseline are preferred.
         find: reads the records below a folder.
-
-    Raises:
-        StorageError: records cannot be read.
     """
     try:
         match rule.baseline:

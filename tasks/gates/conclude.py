@@ -21,10 +21,6 @@ def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
     """The records that stand for some cells, if a gate says GO; it may tolerate some that failed or were withheld.
 
     Cells that were decided early have none.
-
-    Raises:
-        GateRefused: it says NO-GO.
-        EvaluationInterrupted: cells have no succeeded record, and running again may well give them one.
     """
     verdict = judge_cells(gate, cells)
     report(Judged(verdict))
@@ -38,11 +34,7 @@ def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
 
 
 def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
-    """Returns what a gate says of the checkpoints of some cells, all of one run; shown in Prefect's UI.
-
-    Raises:
-        StorageError: records or samples cannot be read.
-    """
+    """Returns what a gate says of the checkpoints of some cells, all of one run; shown in Prefect's UI."""
     by_name: dict[str, list[Cell]] = {}
     for cell in cells:
         by_name.setdefault(cell.reference.name, []).append(cell)
@@ -55,11 +47,7 @@ def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
 def judge_checkpoints(
     gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, run: str, evaluation_path: str
 ) -> Verdict:
-    """Returns what a gate says of some checkpoints of a run, shown in Prefect's UI.
-
-    Raises:
-        StorageError: records or samples cannot be read.
-    """
+    """Returns what a gate says of some checkpoints of a run, shown in Prefect's UI."""
     verdict = judge(gate, checkpoints, evaluation_path=evaluation_path)
     report_event(f"gate {verdict.gate} on {run}: {verdict.word}")
     if in_flow_run():

@@ -54,10 +54,6 @@ def decided_early(
         gate: its rules decide.
         cells: those meant; the scores of a checkpoint share the gate's error.
         unfit: is told of a cell that cannot be decided early, which is left as it is; refused when None.
-
-    Raises:
-        BadInput: an evaluator, a rule or a score is none that can be decided early; says which, and why.
-        StorageError: records or samples cannot be read.
     """
     scores, find = QuestionScores(), cache(find_records)
     sought: dict[Cell, list[_Sought]] = {}
@@ -95,11 +91,7 @@ def standing_verdict(cell: Cell) -> EarlyVerdict | None:
 
 
 def unfinished_verdict(cell: Cell) -> EarlyVerdict | None:
-    """The verdict on what was to be decided early of a cell, unless the whole of it is recorded by now.
-
-    Raises:
-        StorageError: a record cannot be read.
-    """
+    """The verdict on what was to be decided early of a cell, unless the whole of it is recorded by now."""
     if cell.early is None or ((found := standing_record(cell)) is not None and found.record.succeeded):
         return None
     return standing_verdict(cell)
@@ -223,11 +215,7 @@ def _score(item: _Sought, places: Mapping[tuple[str, str], int], *, alpha: float
 
 
 def early_below(evaluation_path: str) -> list[EarlyVerdict]:
-    """The early verdicts on cells below a folder that have no succeeded record; of a checkpoint's states, the newest's.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
+    """The early verdicts on cells below a folder that have no succeeded record; of a checkpoint's states, the newest's."""
     found = [(read_record(cell), verdict) for cell, verdict in find_early(evaluation_path)]
     left = [verdict for record, verdict in found if record is None or not record.succeeded]
     newest = {
@@ -238,11 +226,7 @@ def early_below(evaluation_path: str) -> list[EarlyVerdict]:
 
 
 def require_whole(gate: Gate | None, *, by: str) -> None:
-    """Refuses a gate that decides early where that is not done.
-
-    Raises:
-        BadInput: it does.
-    """
+    """Refuses a gate that decides early where that is not done."""
     if gate is not None and gate.decide == "early":
         raise BadInput(
             expected=f"a gate that decides by whole evaluations, for {by}",

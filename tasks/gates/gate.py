@@ -87,11 +87,7 @@ _OTHER_RUN = re.compile(r"(?:(.+):(?!//))?([^/:@]+)@same (step|tokens)")
 
 
 def baseline_name(text: str) -> BaselineName:
-    """Returns what the text of a rule means.
-
-    Raises:
-        ValueError: it is none of those, but nearly.
-    """
+    """Returns what the text of a rule means."""
     if text in ("previous", "best"):
         return EarlierCheckpoints(text)
     if mean := _MEAN.fullmatch(text):

@@ -28,11 +28,7 @@ MOST_LEFT_OUT = 0.05
 
 
 def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path: str) -> float:
-    """The part of the false alarms that a gate may spend on one checkpoint: by its number among those recorded.
-
-    Raises:
-        StorageError: the records of its run cannot be listed.
-    """
+    """The part of the false alarms that a gate may spend on one checkpoint: by its number among those recorded."""
     if gate.false_alarms == "per checkpoint":
         return FALSE_ALARMS
     cells = (

@@ -50,9 +50,6 @@ def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_pat
         gate: the rules.
         checkpoints: of which it judges all or the latest, as it says.
         evaluation_path: where the names of baselines are looked up.
-
-    Raises:
-        StorageError: records or samples cannot be read.
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     judged = [each for each in ordered if gate.checkpoints == "every" or each.step == ordered[-1].step]

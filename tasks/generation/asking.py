@@ -131,9 +131,6 @@ class Asker:
             prefix: path of the cell that the requests belong to.
             progress: is kept up to date.
             on_all_asked: called when the last request has begun, so that slots are about to be free.
-
-        Raises:
-            EndpointUnusable: the pool does not answer, or not as it should; nothing is the prompts' fault.
         """
         progress = progress or ShardProgress()
         samples = self._sampling.samples

@@ -64,23 +64,13 @@ class PlannedGeneration:
     targets: tuple[Target, ...]
 
     def missing(self) -> list[Target]:
-        """The checkpoints that lack answers.
-
-        Raises:
-            StorageError: the output cannot be listed.
-        """
+        """The checkpoints that lack answers."""
         return [target for target in self.targets if len(target.output.written()) < len(self.plan.shards)]
 
 
 @task(task_run_name="plan", cache_policy=NO_CACHE, persist_result=False)
 def plan_generation(config: GenerationConfig) -> PlannedGeneration:
-    """Looks at prompts and checkpoints, and refuses what cannot be right before anything is started.
-
-    Raises:
-        BadInput: prompts cannot be read, answers to something else lie in the output, there is no such pool.
-        CheckpointError: there is no complete checkpoint.
-        StorageError: something cannot be read or written.
-    """
+    """Looks at prompts and checkpoints, and refuses what cannot be right before anything is started."""
     if deployment.id:
         check_deployed_paths([*config.prompts.files, config.output_path, *filter(None, [config.model_path])])
     config = _as_served(config)
@@ -139,8 +129,6 @@ def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently:
         patiently: wait a while for a kept pool that is not up.
 
     Raises:
-        BadInput: there is no such kept pool.
-        WrongRegion: the checkpoints lie in another region, and reading them from there would cost too much.
         EnvironmentBuildFailed, ProxyFailed: the pool does not start.
     """
     config = planned.config
@@ -179,7 +167,6 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
     """Has every shard of one checkpoint written that is not. Shards that are stay as they are.
 
     Raises:
-        TooManyErrors: more answers are errors than may be; what is written stays.
         JobFailed, ProxyFailed, EngineDied, EngineStartFailed, ModelUnusable: it cannot go on.
     """
     began, cell, cells = time.monotonic(), planned.targets.index(target) + 1, len(planned.targets)
@@ -219,12 +206,7 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
 
 
 def require_same_prompts(planned: PlannedGeneration) -> None:
-    """Passes if the prompts are those that were planned: a source may have been replaced while they were asked.
-
-    Raises:
-        BadInput: they are others, or gone.
-        StorageError: a source cannot be read.
-    """
+    """Passes if the prompts are those that were planned: a source may have been replaced while they were asked."""
     config = planned.config
     if plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard).digest != planned.plan.digest:
         raise BadInput(
@@ -239,9 +221,6 @@ def conclude_generation(planned: PlannedGeneration) -> list[dict[str, Any]]:
     """Writes the manifest of each checkpoint that has all its answers, and a page with samples; returns their totals.
 
     Prefect's UI shows the totals, and a link to the page.
-
-    Raises:
-        StorageError: a shard is missing, or a place cannot be written.
     """
     config, plan = planned.config, planned.plan
     written, missing = [], planned.missing()

@@ -59,12 +59,7 @@ class Output:
         return storage.join(self.folder, f"part-{number:05d}.{self.form}")
 
     def begin(self, identity: Mapping[str, Any]) -> None:
-        """Notes what the answers are to, or finds it noted.
-
-        Raises:
-            BadInput: answers to something else lie there; says what differs.
-            StorageError: the place cannot be written.
-        """
+        """Notes what the answers are to, or finds it noted."""
         place = storage.join(self.folder, BEGUN)
         wanted = orjson.loads(orjson.dumps(identity))
         content = orjson.dumps(wanted, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
@@ -83,11 +78,7 @@ class Output:
             )
 
     def write(self, number: int, rows: Sequence[AnswerRow]) -> ShardSummary:
-        """Writes a shard, unless it stands already: then what is there holds. Returns what stands.
-
-        Raises:
-            StorageError: the place cannot be written.
-        """
+        """Writes a shard, unless it stands already: then what is there holds. Returns what stands."""
         content = encoded(rows, self.form)
         # Looked at first for stores that would replace what stands.
         if self.is_written(number) or not storage.create_bytes(self.part(number), content):
@@ -101,21 +92,13 @@ class Output:
         return storage.exists(self.part(number))
 
     def written(self) -> list[int]:
-        """Numbers of the shards that stand.
-
-        Raises:
-            StorageError: the place cannot be listed.
-        """
+        """Numbers of the shards that stand."""
         names = [storage.basename(file.uri) for file in storage.list_files(self.folder)]
         found = (_PART.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in found if match and match[2] == self.form)
 
     def summary(self, number: int) -> ShardSummary:
-        """Numbers of a shard that stands; counted anew where whoever wrote it was killed before it noted them.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Numbers of a shard that stands; counted anew where whoever wrote it was killed before it noted them."""
         try:
             return ShardSummary(**orjson.loads(storage.read_bytes(self._summary(number))))
         except (FileNotFoundError, ValueError, TypeError):
@@ -125,20 +108,12 @@ class Output:
             return summary
 
     def summaries(self, numbers: Sequence[int]) -> list[ShardSummary]:
-        """Numbers of some shards that stand.
-
-        Raises:
-            StorageError: one cannot be read.
-        """
+        """Numbers of some shards that stand."""
         with ThreadPoolExecutor(_READERS) as threads:
             return list(threads.map(self.summary, numbers))
 
     def conclude(self, identity: Mapping[str, Any], *, shards: int) -> dict[str, Any]:
-        """Writes the manifest once every shard stands; returns it.
-
-        Raises:
-            StorageError: a shard is not there, or the place cannot be written.
-        """
+        """Writes the manifest once every shard stands; returns it."""
         found = self.summaries(range(shards))
         names = ("rows", "errors", "prompt_tokens", "completion_tokens", "bytes")
         manifest = {

@@ -55,12 +55,7 @@ class Plan:
 
 
 def plan_prompts(config: PromptsConfig, *, prompts_per_shard: int) -> Plan:
-    """Counts the prompts and cuts them into shards. Every line of JSON is looked at; of tables, the numbers of rows.
-
-    Raises:
-        BadInput: there are none, a source cannot be read, or the first row of one makes no prompt.
-        StorageError: a source cannot be read.
-    """
+    """Counts the prompts and cuts them into shards. Every line of JSON is looked at; of tables, the numbers of rows."""
     shards: list[Shard] = []
     sources: list[PlannedSource] = []
     left = config.limit

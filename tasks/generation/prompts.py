@@ -36,12 +36,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def sources_of(files: Iterable[str]) -> list[Source]:
-    """The files that some paths, patterns and folders stand for, each once, in the order given and then by name.
-
-    Raises:
-        BadInput: nothing is there, or nothing that can be read as prompts.
-        StorageError: a place cannot be listed.
-    """
+    """The files that some paths, patterns and folders stand for, each once, in the order given and then by name."""
     found = [source for file in files for source in _sources(file)]
     return list(dict.fromkeys(found))
 
@@ -92,11 +87,7 @@ def unreadable(source: Source, place: str, found: str) -> BadInput:
 
 
 def parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line") -> Row:
-    """The object in a line of JSON, which is counted from 1 among all lines, or among those that are not empty.
-
-    Raises:
-        BadInput: it is none; names file and place.
-    """
+    """The object in a line of JSON, which is counted from 1 among all lines, or among those that are not empty."""
     try:
         row = orjson.loads(line)
     except ValueError as error:
@@ -108,12 +99,7 @@ def parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line")
 
 @contextmanager
 def opened_lines(source: Source) -> Iterator[BinaryIO]:
-    """The lines of a source, unpacked.
-
-    Raises:
-        BadInput: it is not packed as it says.
-        StorageError: it cannot be read.
-    """
+    """The lines of a source, unpacked."""
     with storage.opened(source.uri) as file:
         raw = gzip.GzipFile(fileobj=file) if source.compressed else file
         try:
@@ -123,12 +109,7 @@ def opened_lines(source: Source) -> Iterator[BinaryIO]:
 
 
 def table_batches(source: Source, *, from_row: int = 0) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a table from a row on, a few at a time.
-
-    Raises:
-        BadInput: it is no such table, or is damaged.
-        StorageError: it cannot be read.
-    """
+    """Yields the rows of a table from a row on, a few at a time."""
     with storage.opened(source.uri) as file:
         try:
             skip = from_row
@@ -167,12 +148,7 @@ def _arrow(file: BinaryIO) -> Iterator[pa.RecordBatch]:
 
 
 def table_rows(source: Source) -> int:
-    """The number of rows of a table.
-
-    Raises:
-        BadInput: it is no such table, or is damaged.
-        StorageError: it cannot be read.
-    """
+    """The number of rows of a table."""
     with storage.opened(source.uri) as file:
         try:
             if source.kind == "parquet":
@@ -183,12 +159,7 @@ def table_rows(source: Source) -> int:
 
 
 def rows_of(shard: Shard) -> Sequence[Row]:
-    """The rows of a shard.
-
-    Raises:
-        BadInput: they are not there any more, or cannot be read.
-        StorageError: the source cannot be read.
-    """
+    """The rows of a shard."""
     rows = list(islice(_rows(shard), shard.prompts))
     if len(rows) != shard.prompts:
         found = f"{len(rows)} from row {shard.first_row} on"

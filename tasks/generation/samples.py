@@ -58,11 +58,7 @@ def shown_prompts(plan: Plan) -> list[int]:
 
 
 def write_samples_page(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy]) -> str:
-    """Writes the page once every answer stands, and returns its place.
-
-    Raises:
-        StorageError: answers cannot be read, or the place cannot be written.
-    """
+    """Writes the page once every answer stands, and returns its place."""
     numbers = shown_prompts(plan)
     found = [_rows(checkpoint.output, plan, numbers) for checkpoint in written]
     prompts = [_shown(number, [rows.get(number, []) for rows in found], chat=config.prompts.chat) for number in numbers]

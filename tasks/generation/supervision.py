@@ -92,8 +92,6 @@ class Supervision:
             running: the checkpoint, as the session gives it.
 
         Raises:
-            TooManyErrors: more answers are errors than may be.
-            JobFailed: queue or workers die again and again, or nobody can finish a shard.
             EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed: the pool will not answer any more.
         """
         queues = Restarts(_DEATHS_IN_TEN_MINUTES)

@@ -49,11 +49,7 @@ def _compiled(template: str) -> Template:
 
 
 def check_template(template: str) -> None:
-    """Refuses a template that is none.
-
-    Raises:
-        ValueError: it cannot be read; says where.
-    """
+    """Refuses a template that is none."""
     try:
         _compiled(template)
     except TemplateError as error:

@@ -54,11 +54,7 @@ class WorkOrder:
 
 
 def run_worker(order: WorkOrder, queue: ActorHandle) -> None:
-    """Works until no shard is left.
-
-    Raises:
-        AssayError: the pool, the queue or the output cannot be reached; its shards go back.
-    """
+    """Works until no shard is left."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # the client's: a line for each request
     try:

@@ -40,11 +40,7 @@ class Tree:
         return self.folders[top] / rest
 
     def check(self, relative: str, *, points_to: str = "") -> None:
-        """Refuses a name, or what a link points to, that leads out of the folders of this tree.
-
-        Raises:
-            StorageError: it does.
-        """
+        """Refuses a name, or what a link points to, that leads out of the folders of this tree."""
         top, _, rest = relative.partition("/")
         place = posixpath.normpath(posixpath.join(posixpath.dirname(rest), points_to) if points_to else rest)
         if top not in self.folders or posixpath.isabs(place) or place.split("/")[0] == "..":
@@ -71,11 +67,7 @@ class Tree:
 
 
 def share(tree: Tree, uri: str, staged: dict[str, Any], *, wanted: Callable[[str], bool]) -> int:
-    """Brings a shared copy up to date with what is staged here; the bytes that were sent.
-
-    Raises:
-        StorageError: something could not be written.
-    """
+    """Brings a shared copy up to date with what is staged here; the bytes that were sent."""
     files, links = tree.inventory(wanted)
     before = read_manifest(uri) or {}
     known = before.get("files", {})
@@ -103,12 +95,7 @@ def share(tree: Tree, uri: str, staged: dict[str, Any], *, wanted: Callable[[str
 
 
 def fill(tree: Tree, uri: str, *, wanted: Callable[[str], bool]) -> int:
-    """Copies what is wanted of a shared copy to this machine, continued where an earlier call ended; the bytes.
-
-    Raises:
-        BadInput: there is no shared copy.
-        StorageError: something could not be read or written, or is not what the manifest says.
-    """
+    """Copies what is wanted of a shared copy to this machine, continued where an earlier call ended; the bytes."""
     manifest = read_manifest(uri)
     if manifest is None:
         raise BadInput(

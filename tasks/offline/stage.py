@@ -83,10 +83,6 @@ def stage(
         refresh: fetch the newest revision of what is there already, too.
         prove: load everything once more without a network.
         on_event: told in a line of text what happens.
-
-    Raises:
-        StagingIncomplete: something could not be fetched, or does not load without a network; the rest is staged.
-        BadInput: a source of texts is not what it should be.
     """
     with _alone(on_event):
         manifest = settings().cache_dir / MANIFEST
@@ -143,10 +139,6 @@ def fill_from(
     """Copies what is wanted, or all, from the shared copy at `uri`; what is staged here then, and the bytes.
 
     Nothing is read but the manifest if this machine has the same already.
-
-    Raises:
-        BadInput: there is no shared copy, or something is not in it.
-        StorageError: something could not be read or written.
     """
     with _alone(on_event):
         here = settings().cache_dir

@@ -63,10 +63,6 @@ def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], N
 
     Returns:
         The revision, and documents and bytes by file.
-
-    Raises:
-        BadInput: a file is not there, or is not what the source says it is.
-        StorageError: something could not be read or written.
     """
     wanted = source.model_dump(mode="json")
     try:

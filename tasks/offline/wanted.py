@@ -39,11 +39,7 @@ class Wanted:
 
 
 def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wanted:
-    """Returns what some suites need on a machine without a network.
-
-    Raises:
-        BadInput: a file of run entries is not there.
-    """
+    """Returns what some suites need on a machine without a network."""
     evaluations = [evaluation for suite in suites for evaluation in suite.evaluations]
     lm_eval = [evaluation for evaluation in evaluations if isinstance(evaluation.evaluator, LmEvalBenchmarkOptions)]
     official = any(_asks_official_set(evaluation) for evaluation in evaluations)

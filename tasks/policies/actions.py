@@ -25,11 +25,7 @@ _FAILED = ("failed", "retries_exhausted", "backing_off")
 
 
 def chosen(found: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
-    """The open cells that some texts mean: `CHECKPOINT` or `CHECKPOINT:SUITE`, each a name or a pattern.
-
-    Raises:
-        BadInput: a text means none.
-    """
+    """The open cells that some texts mean: `CHECKPOINT` or `CHECKPOINT:SUITE`, each a name or a pattern."""
     every = [*found.work, *found.others]
     taken: dict[int, OpenCell] = {}
     for pattern in patterns:
@@ -58,9 +54,6 @@ def retry(policy: Policy, found: Reconciliation, *, cells: Sequence[OpenCell] | 
         found: its cells as they are.
         cells: those meant; all that failed, were cancelled or failed too often when None.
         failed: leave those out that were cancelled.
-
-    Raises:
-        StorageError: the override cannot be written.
     """
     states = _FAILED if failed else (*_FAILED, "stopped")
     meant = [cell for cell in found.others if cell.state in states] if cells is None else list(cells)
@@ -79,9 +72,6 @@ def cancel(
 
     Returns:
         How many claims were ended, and the flow runs that were told to end: only with the whole policy.
-
-    Raises:
-        StorageError: overrides or claims cannot be written.
     """
     if cells is None:
         for listing in listings:

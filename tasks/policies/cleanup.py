@@ -24,8 +24,6 @@ def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
     """Returns where a flow run with these parameters has its claims, by run: those of a policy, or of one request.
 
     Raises:
-        StorageError: runs of a policy cannot be listed.
-        BadInput: a suite is not there any more.
         ValidationError: the parameters are none of a flow of ours.
     """
     if "policy" in parameters:
@@ -50,12 +48,7 @@ def _run_of(request: Mapping[str, Any]) -> str:
 
 
 def end_claims(parameters: Mapping[str, Any], *, flow_run: str) -> int:
-    """Ends the claims of a flow run, so that the next one need not wait for their lease; how many there were.
-
-    Raises:
-        BadInput: a suite is not there any more.
-        StorageError: they cannot be read or written.
-    """
+    """Ends the claims of a flow run, so that the next one need not wait for their lease; how many there were."""
     ended = 0
     with suppress(ValidationError):
         for folder in claims_folders(parameters).values():
@@ -68,9 +61,6 @@ def end_jobs(client: Client, *, flow_run: str) -> int:
     """Ends the jobs of a flow run that are left on a cluster; how many there were.
 
     Those of this machine end with the process that submitted them, and are not looked for.
-
-    Raises:
-        BackendUnavailable: the cluster does not answer.
     """
     if client.is_local:
         return 0

@@ -54,12 +54,7 @@ class Dispatcher:
         return states_of(self._regions)
 
     def batches(self, cells: Iterable[OpenCell]) -> list[Batch]:
-        """Returns where cells would go now, in the order of sending; nothing is sent.
-
-        Raises:
-            PrefectUnavailable: the server does not answer.
-            StorageError: the size of a checkpoint is not to be found out.
-        """
+        """Returns where cells would go now, in the order of sending; nothing is sent."""
         return placed(
             batches_of(cells),
             regions=self._regions,
@@ -69,12 +64,7 @@ class Dispatcher:
         )
 
     def send(self, batch: Batch) -> FlowRun:
-        """The flow run of a batch at the work pool chosen for it: a new one, or the one that another sent just now.
-
-        Raises:
-            BadInput: the region's work pool has no deployment of the flow.
-            PrefectUnavailable: the server does not answer.
-        """
+        """The flow run of a batch at the work pool chosen for it: a new one, or the one that another sent just now."""
         assert batch.choice is not None, "a batch that no work pool takes stays here"
         names = CellNames(names=tuple(sorted(map(name_of_cell, batch.cells), key=lambda name: name.model_dump_json())))
         tries = max(self._sent.tries(name) for name in names.names)
@@ -94,11 +84,6 @@ class Dispatcher:
     def move_stuck(self, found: Reconciliation) -> list[tuple[Dispatch, Batch]]:
         """Takes flow runs back that nobody will begin, since their work pool was paused or lost its workers, and sends
         their cells elsewhere. Where no other work pool would begin them they stay.
-
-        Raises:
-            BadInput: a region's work pool has no deployment of the flow.
-            PrefectUnavailable: the server does not answer.
-            StorageError: the size of a checkpoint is not to be found out.
         """
         waiting = {dispatch.id: dispatch for dispatch in self._sent.at_work if not dispatch.begun}
         cells: dict[UUID, list[OpenCell]] = {}
@@ -126,20 +111,12 @@ class Dispatcher:
 
 
 def states_of(regions: Regions) -> dict[str, WorkPoolState]:
-    """Returns what the server says of every region's work pool.
-
-    Raises:
-        PrefectUnavailable: it does not answer.
-    """
+    """Returns what the server says of every region's work pool."""
     return asyncio.run(work_pool_states(region.work_pool for region in regions.regions if region.work_pool))
 
 
 def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:
-    """Returns where checkpoints lie and how large they are; None where nobody knows the region.
-
-    Raises:
-        StorageError: they cannot be listed.
-    """
+    """Returns where checkpoints lie and how large they are; None where nobody knows the region."""
     if region is None:
         return None
     places = (place for uri in uris for place in locations_of(uri))
@@ -149,12 +126,7 @@ def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:
 def send_run(
     flow: str, choice: WorkPoolChoice, *, parameters: dict[str, Any], tags: Sequence[str], name: str, key: str
 ) -> FlowRun:
-    """A flow run of a region's deployment; of several that are sent with one key, one goes on at a time.
-
-    Raises:
-        BadInput: there is no such deployment, or it belongs to another work pool.
-        PrefectUnavailable: the server does not answer, or refuses the job variables.
-    """
+    """A flow run of a region's deployment; of several that are sent with one key, one goes on at a time."""
     with prefect_client() as client:
         deployment = _deployment(client, flow, choice)
         while True:

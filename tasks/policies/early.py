@@ -69,11 +69,7 @@ class EarlyDecisions:
         return set(sorted({*steps, *decided})[:: self.gate.whole_every or _WHOLE_EVERY])
 
     def verdict(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> EarlyVerdict | None:
-        """The early verdict on a cell as it was kept.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """The early verdict on a cell as it was kept."""
         key = EarlyKey(checkpoint.step, wanted.hash, checkpoint.listing)
         if key not in self.words:
             return None
@@ -82,11 +78,7 @@ class EarlyDecisions:
         )
 
     def keep(self, verdict: EarlyVerdict) -> None:
-        """Keeps a verdict, unless it was kept before.
-
-        Raises:
-            StorageError: the folder cannot be written.
-        """
+        """Keeps a verdict, unless it was kept before."""
         key = EarlyKey(verdict.checkpoint.step, verdict.evaluation_hash, verdict.checkpoint.listing)
         uri = storage.join(self.folder, _name(key, _word_of(verdict)))
         storage.create_bytes(uri, verdict.model_dump_json(indent=2).encode())
@@ -98,12 +90,7 @@ def gate_folder(run_folder: str, gate: Gate) -> str:
 
 
 def early_decisions(policy: Policy, run_folder: str, wanted: Sequence[WantedEvaluation]) -> EarlyDecisions | None:
-    """The early decisions on a run; None where the policy has no gate that decides early.
-
-    Raises:
-        BadInput: cells go to work pools, or an evaluator cannot decide early.
-        StorageError: verdicts or alerts cannot be read.
-    """
+    """The early decisions on a run; None where the policy has no gate that decides early."""
     gate = own_gate(policy)
     if gate is None or gate.decide == "whole":
         return None

@@ -73,22 +73,14 @@ def resources_of(runs: Iterable[str]) -> list[str]:
 
 
 def send(checkpoints: Sequence[CompleteCheckpoint]) -> None:
-    """Sends an event for each checkpoint, and returns when the server has them.
-
-    Raises:
-        PrefectUnavailable: it does not answer.
-    """
+    """Sends an event for each checkpoint, and returns when the server has them."""
     send_events(
         [Event(event=CHECKPOINT_COMPLETE, resource=Resource(checkpoint.labels())) for checkpoint in checkpoints]
     )
 
 
 def listeners(checkpoint: CompleteCheckpoint) -> list[str]:
-    """Names of the server's automations that the event of a checkpoint begins: those of policies about its run.
-
-    Raises:
-        PrefectUnavailable: it does not answer.
-    """
+    """Names of the server's automations that the event of a checkpoint begins: those of policies about its run."""
     resource = Resource(checkpoint.labels())
     there: list[Automation] = []
     with prefect_client() as client:
@@ -166,11 +158,7 @@ class WatchedRuns:
 
 
 def checkpoint_of(uri: str) -> Checkpoint | None:
-    """The checkpoint at a location, or the one that a file belongs to; None where that is none, or not written yet.
-
-    Raises:
-        StorageError: the location cannot be listed.
-    """
+    """The checkpoint at a location, or the one that a file belongs to; None where that is none, or not written yet."""
     for folder in (uri.rstrip("/"), storage.parent(uri)):
         if found := checkpoint_at(folder, kinds=("huggingface", "levanter")):
             return found

@@ -37,11 +37,6 @@ def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> Non
         gate: the gate; it may tolerate cells that failed or were withheld.
         policy: which checkpoints and evaluations are wanted.
         error: what the reconciliation before came to.
-
-    Raises:
-        AssayError: that error, unless it is about cells that the gate may tolerate.
-        EvaluationInterrupted: cells of a checkpoint that is judged have no outcome yet, or machines were at fault.
-        GateRefused: a run has NO-GO.
     """
     refused: list[GateRefused] = []
     unsettled: list[str] = []
@@ -77,10 +72,6 @@ def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> No
         gate: the gate; it may tolerate cells that failed or were withheld.
         policy: whose gate it is.
         error: what the reconciliation before came to.
-
-    Raises:
-        GateRefused: a checkpoint that is judged now has NO-GO.
-        AssayError: that error, unless it is about cells and the gate has judged.
     """
     judged: list[Reason] = []
     for listing in take_snapshot(policy):
@@ -99,9 +90,6 @@ def with_early(early: EarlyDecisions, cells: Sequence[Cell], *, evaluations: int
         cells: all of which are to be decided early.
         evaluations: number of those wanted of the run, each of which has the same part of the gate's error: others of
             the checkpoint may be decided in another pass.
-
-    Raises:
-        StorageError: records or samples cannot be read.
     """
     gate = early.gate.model_copy(update={"alpha": early.gate.alpha / evaluations})
     found: list[Cell] = []
@@ -134,11 +122,7 @@ def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reas
 
 
 def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, str]:
-    """GO or NO-GO for each checkpoint of a run that a policy's own gate has judged as it is now, by name.
-
-    Raises:
-        StorageError: verdicts cannot be listed.
-    """
+    """GO or NO-GO for each checkpoint of a run that a policy's own gate has judged as it is now, by name."""
     kept = kept_verdicts(run_folder(policy, listing.name), gate)
     words = {
         checkpoint.name: kept.word(checkpoint.step, _state(listing, checkpoint, evaluations))
@@ -193,11 +177,7 @@ def _state(listing: RunListing, checkpoint: SeenCheckpoint, wanted: Sequence[Wan
 
 
 def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:
-    """The wanted checkpoints of a run that a gate judges, each with the records that stand for its cells now.
-
-    Raises:
-        StorageError: records cannot be read.
-    """
+    """The wanted checkpoints of a run that a gate judges, each with the records that stand for its cells now."""
     wanted = _wanted_of(policy, listing)
     highest = max((checkpoint.step for checkpoint in wanted), default=None)
     chosen = [checkpoint for checkpoint in wanted if gate.checkpoints == "every" or checkpoint.step == highest]

@@ -55,11 +55,7 @@ class Overrides:
 
 
 def read_overrides(run_folder: str) -> Overrides:
-    """The overrides of a run's cells.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
+    """The overrides of a run's cells."""
     found: list[Override] = []
     for file in filter(lambda file: file.regular, storage.list_files(storage.join(run_folder, _FOLDER))):
         with suppress(FileNotFoundError, ValidationError):
@@ -80,11 +76,7 @@ def write_override(
     policy: str,
     flow_run: str | None = None,
 ) -> Override:
-    """Says something of some cells, each a checkpoint's name and an evaluation's hash, or of all of a policy.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
+    """Says something of some cells, each a checkpoint's name and an evaluation's hash, or of all of a policy."""
     listed = tuple(cells) if cells is not None else None
     override = Override(kind=kind, policy=policy, cells=listed, at=time.time(), user=acting_user(), flow_run=flow_run)
     uri = storage.join(run_folder, _FOLDER, f"{int(override.at)}-{secrets.token_hex(4)}.json")

@@ -182,11 +182,7 @@ class WantedEvaluation:
 
 
 def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
-    """Returns what a policy wants of one run, by priority; an evaluation that two suites have in common once.
-
-    Raises:
-        BadInput: a suite is not there, or does not fit what answers.
-    """
+    """Returns what a policy wants of one run, by priority; an evaluation that two suites have in common once."""
     found: dict[str, WantedEvaluation] = {}
     for asked in policy.suites:
         suite = load_suite(asked.suite)
@@ -233,20 +229,12 @@ def _request(policy: Policy, suite: PolicySuite, run: str) -> SuiteRequest:
 
 
 def own_gate(policy: Policy) -> Gate | None:
-    """The gate of a policy itself, read where it is a file.
-
-    Raises:
-        BadInput: the file is not there, or not valid.
-    """
+    """The gate of a policy itself, read where it is a file."""
     return load_config(policy.gate, Gate) if isinstance(policy.gate, str) else policy.gate
 
 
 def check_policy_paths(policy: Policy) -> None:
-    """Refuses relative paths, for a flow that a worker runs in a folder of its own.
-
-    Raises:
-        BadInput: there are some.
-    """
+    """Refuses relative paths, for a flow that a worker runs in a folder of its own."""
     paths = [*policy.runs, policy.evaluation_path, *filter(None, [suite.benchmarks_path for suite in policy.suites])]
     paths += [suite.suite for suite in policy.suites if suite.suite.endswith((".yaml", ".yml", ".json"))]
     paths += [policy.gate] if isinstance(policy.gate, str) else []

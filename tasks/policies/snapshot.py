@@ -41,10 +41,6 @@ def take_snapshot(
         policy: the policy.
         use_index: believe indices that were compared with their records lately.
         evaluations_of: what a policy wants of a run.
-
-    Raises:
-        BadInput: a run or suite is not there, or the policy does not fit what answers.
-        StorageError: something could not be read.
     """
     listings = []
     for run in expand_runs(policy.runs):

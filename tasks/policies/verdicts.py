@@ -41,11 +41,7 @@ class KeptVerdicts:
         return None if name is None else "NO-GO" if ".no-go." in name else "GO"
 
     def same_records(self, step: int, records: str) -> bytes | None:
-        """Returns a verdict on a checkpoint that was found with the same records, as it was written.
-
-        Raises:
-            StorageError: one cannot be read.
-        """
+        """Returns a verdict on a checkpoint that was found with the same records, as it was written."""
         for (of_step, _), name in self.files.items():
             if of_step == step:
                 content = storage.read_bytes(storage.join(self.folder, name))
@@ -54,21 +50,13 @@ class KeptVerdicts:
         return None
 
     def keep(self, step: int, state: str, content: bytes) -> bool:
-        """Writes a verdict, unless somebody did meanwhile; True for who was first.
-
-        Raises:
-            StorageError: the folder cannot be written.
-        """
+        """Writes a verdict, unless somebody did meanwhile; True for who was first."""
         word = orjson.loads(content)["verdict"].lower()
         return storage.create_bytes(storage.join(self.folder, f"step-{step}.{word}.{state}.json"), content)
 
 
 def kept_verdicts(run_folder: str, gate: Gate) -> KeptVerdicts:
-    """The verdicts of a gate on a run; another gate, or one that was changed, has others.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
+    """The verdicts of a gate on a run; another gate, or one that was changed, has others."""
     folder = gate_folder(run_folder, gate)
     names = [storage.basename(file.uri) for file in storage.list_files(folder) if file.regular]
     matched = [match for name in names if (match := _NAME.fullmatch(name))]

@@ -31,10 +31,6 @@ def accelerators_reserved(resources: ResourceConfig, *, limit_name: str = ACCELE
 
     Whoever dies with slots in their hands loses them after two minutes. A server that is away meanwhile ends nothing.
     Where there is no server there is no limit.
-
-    Raises:
-        UnsatisfiableResources: there will never be so many slots.
-        PrefectUnavailable: the server does not answer.
     """
     chips = resources.chip_count()
     slots = _slots(limit_name) if chips and (server_named() or embedded_address()) else None
@@ -64,10 +60,6 @@ def accelerators_reserved_until(ended: Callable[[], bool], resources: ResourceCo
     """Holds slots as `accelerators_reserved` does, and gives them back as soon as `ended` is true within the block.
 
     `ended` is called once a second, from another thread.
-
-    Raises:
-        UnsatisfiableResources: there will never be so many slots.
-        PrefectUnavailable: the server does not answer.
     """
     if not resources.chip_count():
         yield
@@ -97,11 +89,7 @@ def accelerators_reserved_until(ended: Callable[[], bool], resources: ResourceCo
 
 
 def limit_accelerators(slots: int, *, limit_name: str = ACCELERATOR_LIMIT) -> None:
-    """Makes the limit, or changes it; what is held meanwhile stays held.
-
-    Raises:
-        PrefectUnavailable: the server does not answer.
-    """
+    """Makes the limit, or changes it; what is held meanwhile stays held."""
     with prefect_client() as client:
         client.upsert_global_concurrency_limit_by_name(limit_name, slots)
 

@@ -40,11 +40,7 @@ def server_address() -> str | None:
 
 
 def server_variables() -> dict[str, str]:
-    """The variables by which a process elsewhere finds this Prefect server, and is let in; none where there is none.
-
-    Raises:
-        BadInput: there is user information in its address.
-    """
+    """The variables by which a process elsewhere finds this Prefect server, and is let in; none where there is none."""
     if server_address() is None:
         return {}
     found = {setting.name: setting.value() for setting in (PREFECT_API_URL, PREFECT_API_KEY, PREFECT_API_AUTH_STRING)}
@@ -68,22 +64,14 @@ def require_server() -> None:
 
 @contextmanager
 def prefect_client() -> Iterator[SyncPrefectClient]:
-    """A client of the Prefect server that this process was pointed at.
-
-    Raises:
-        PrefectUnavailable: it does not answer, or not as it should.
-    """
+    """A client of the Prefect server that this process was pointed at."""
     with prefect_errors_in_words(), get_client(sync_client=True) as client:
         yield client
 
 
 @asynccontextmanager
 async def async_prefect_client() -> AsyncIterator[PrefectClient]:
-    """Yields a client for code that is asynchronous.
-
-    Raises:
-        PrefectUnavailable: it does not answer, or not as it should.
-    """
+    """Yields a client for code that is asynchronous."""
     with prefect_errors_in_words():
         async with get_client() as client:
             yield client
@@ -94,9 +82,6 @@ def send_events(events: Sequence[Event]) -> None:
 
     Each is to have an id of its own: a second event of one id makes the server lose others where it keeps them in
     SQLite.
-
-    Raises:
-        PrefectUnavailable: it does not answer.
     """
     if events:
         with prefect_client() as client:
@@ -161,11 +146,7 @@ def server_answers(
 
 @contextmanager
 def prefect_errors_in_words() -> Iterator[None]:
-    """Raises errors of ours in place of those of Prefect's own calls to its server.
-
-    Raises:
-        PrefectUnavailable: it does not answer, or not as it should.
-    """
+    """Raises errors of ours in place of those of Prefect's own calls to its server."""
     try:
         yield
     except (httpx.TransportError, PrefectHTTPStatusError) as error:

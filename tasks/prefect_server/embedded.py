@@ -63,9 +63,6 @@ class EmbeddedServer:
 
         Their runs send no heartbeats: nobody looks for those at a server that ends with us, and the thread that sends
         them sleeps for up to a second before a run can end.
-
-        Raises:
-            PrefectUnavailable: it does not start.
         """
         deadline = time.monotonic() + _STARTS_WITHIN_SECONDS
         client = httpx.Client(trust_env=False)

@@ -47,11 +47,7 @@ class WorkPoolChange:
 
 
 def base_job_template(kind: WorkPoolType, *, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The template of a type, with other defaults for some of its variables.
-
-    Raises:
-        BadInput: it has no variable of such a name.
-    """
+    """The template of a type, with other defaults for some of its variables."""
     template: dict[str, Any] = json.loads(deployment_data("work-pools", f"{kind}.json").read_text())
     variables: dict[str, Any] = template["variables"]["properties"]
     for name, default in (defaults or {}).items():
@@ -66,11 +62,7 @@ def base_job_template(kind: WorkPoolType, *, defaults: dict[str, Any] | None = N
 
 
 def wanted_work_pools(regions: Regions) -> list[WorkPoolSpec]:
-    """The work pool of this machine, and one for each region that names one.
-
-    Raises:
-        BadInput: a region sets a variable that its type of work pool does not have.
-    """
+    """The work pool of this machine, and one for each region that names one."""
     local = WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))
     return [local, *(_spec(region) for region in regions.regions if region.work_pool)]
 
@@ -90,9 +82,6 @@ async def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = Fal
     Args:
         specs: as they should be.
         dry_run: find out what would change, and change nothing.
-
-    Raises:
-        BadInput: one exists with another type, which the server cannot change; nothing was changed then.
     """
     async with async_prefect_client() as client:
         present = {spec.name: await _read(client, spec.name) for spec in specs}

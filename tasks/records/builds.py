@@ -232,11 +232,7 @@ def _same_step(first: QualifiedBenchmark, second: QualifiedBenchmark) -> bool:
 
 
 def read_qualifications(evaluation_path: str) -> tuple[Qualification, ...]:
-    """Every readable qualification beside some records, the oldest first.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
+    """Every readable qualification beside some records, the oldest first."""
     found: list[Qualification] = []
     for file in storage.list_files(storage.join(evaluation_path, QUALIFICATIONS_FOLDER, _VERDICTS)):
         try:
@@ -247,11 +243,7 @@ def read_qualifications(evaluation_path: str) -> tuple[Qualification, ...]:
 
 
 def qualifications_beside(found: Iterable[FoundRecord]) -> tuple[Qualification, ...]:
-    """Every qualification in the evaluation paths that some records lie in.
-
-    Raises:
-        StorageError: a folder cannot be listed.
-    """
+    """Every qualification in the evaluation paths that some records lie in."""
     paths = dict.fromkeys(_evaluation_path(storage.absolute(item.cell_uri)) for item in found)
     return tuple(qualification for path in paths for qualification in read_qualifications(path))
 
@@ -263,11 +255,7 @@ def _evaluation_path(cell_uri: str) -> str:
 
 
 def write_qualification(evaluation_path: str, qualification: Qualification) -> str:
-    """Writes a qualification beside the records it is for, and returns its file; never over another one.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Writes a qualification beside the records it is for, and returns its file; never over another one."""
     content = qualification.model_dump_json(indent=2).encode()
     folder = storage.join(evaluation_path, QUALIFICATIONS_FOLDER, _VERDICTS)
     stem = f"{qualification.created:%Y%m%dT%H%M%S%f}-{qualification.checkpoint.name}"

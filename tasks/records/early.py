@@ -149,20 +149,12 @@ def spent_on_early(verdict: EarlyVerdict | None) -> Spent:
 
 
 def write_early(cell_uri: str, verdict: EarlyVerdict) -> None:
-    """Writes the early verdict of a cell over an earlier one.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Writes the early verdict of a cell over an earlier one."""
     storage.write_bytes(storage.join(cell_uri, EARLY_NAME), verdict.model_dump_json(indent=2).encode())
 
 
 def find_early(evaluation_path: str) -> Iterator[tuple[str, EarlyVerdict]]:
-    """Every readable early verdict below a folder, with the folder of its cell.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
+    """Every readable early verdict below a folder, with the folder of its cell."""
     for file in storage.list_files(evaluation_path):
         if storage.basename(file.uri) == EARLY_NAME and (found := read_early(storage.parent(file.uri))) is not None:
             yield storage.parent(file.uri), found

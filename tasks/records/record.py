@@ -227,11 +227,7 @@ def _read_in(content: bytes, cell_uri: str) -> Record | str:
 
 
 def record_to_replace(cell_uri: str) -> Record | None:
-    """The record of a cell that is to be evaluated, as `read_record` has it.
-
-    Raises:
-        StorageError: it is the success of a newer Assay, which must not be replaced.
-    """
+    """The record of a cell that is to be evaluated, as `read_record` has it."""
     try:
         return _replaceable(record_uri(cell_uri), storage.read_bytes(record_uri(cell_uri)))
     except FileNotFoundError:
@@ -269,9 +265,6 @@ def write_record(cell_uri: str, record: Record) -> Record:
 
     Returns:
         The record that stands: this one, or the success of another run that was there before.
-
-    Raises:
-        StorageError: it could not be written, nothing half-written stands; or a newer Assay's success stands there.
     """
     uri = record_uri(cell_uri)
     while True:
@@ -295,11 +288,7 @@ def _with_earlier_cost(record: Record, before: Record | None) -> Record:
 
 
 def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
-    """Says in a cell's record what became of it at some sinks; the record, or None if there is none.
-
-    Raises:
-        StorageError: it could not be written; the record stands as it was.
-    """
+    """Says in a cell's record what became of it at some sinks; the record, or None if there is none."""
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
@@ -316,9 +305,6 @@ def begin_scope(cell_uri: str) -> str:
 
     Answers of an unfinished evaluation are used again when it goes on, also on another machine. One that was finished,
     and is to be done again because its record was deleted, gets a new name, so that sampled answers are new too.
-
-    Raises:
-        StorageError: the cell's folder cannot be written.
     """
     uri = storage.join(cell_uri, SCOPE_NAME)
     name = f"{storage.basename(cell_uri)[-40:].lstrip('._+=@-')}-{secrets.token_hex(6)}"

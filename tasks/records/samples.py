@@ -74,11 +74,7 @@ class Sample(BaseModel):
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> int:
-    """Writes samples to a new file, and says how many.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Writes samples to a new file, and says how many."""
     number = 0
     try:
         # No name and time in the header: the same samples are the same bytes.
@@ -107,7 +103,6 @@ def samples_content(uri: str) -> bytes:
 
     Raises:
         FileNotFoundError: there is none.
-        StorageError: it cannot be read, or is such a link.
     """
     return storage.read_bytes(uri, within=storage.parent(storage.parent(uri)))
 

@@ -43,11 +43,7 @@ class RecordFilter:
     latest: bool = True
 
     def check(self) -> None:
-        """Refuses what can match nothing.
-
-        Raises:
-            BadInput: there is no such evaluator or status.
-        """
+        """Refuses what can match nothing."""
         titles = evaluator_titles()
         _check("evaluator", self.evaluators, [*titles, *map(str.lower, titles.values())])
         _check("status", self.statuses, get_args(RecordStatus))
@@ -125,7 +121,6 @@ def records_of_checkpoints(
 
     Raises:
         BadInput: there is no such record or checkpoint, or the one in a folder does not count.
-        StorageError: the folder cannot be listed.
     """
     find = cache(partial(find_records, rejected=rejected))
     return [_of_checkpoint(text, evaluation_path=evaluation_path, find=find) for text in texts]

@@ -67,9 +67,6 @@ def lost_cells(evaluation_path: str) -> dict[str, str]:
 
     Known are cells of a run's index, which forgets them when it is next compared with the records, and those with
     samples of an attempt, which are written just before the record, unless another attempt has begun since.
-
-    Raises:
-        StorageError: the folder cannot be listed.
     """
     aside = f"{storage.join(evaluation_path, QUALIFICATIONS_FOLDER)}/"
     files = [file.uri for file in storage.list_files(evaluation_path) if not file.uri.startswith(aside)]

@@ -78,11 +78,7 @@ def alert_parts(
 
 
 def words_of_acknowledgements(records: Sequence[Record], *, records_at: str) -> dict[str, str]:
-    """Words of those who have acknowledged alerts, by the id of the alert; a listing for each run that has none.
-
-    Raises:
-        StorageError: they cannot be read.
-    """
+    """Words of those who have acknowledged alerts, by the id of the alert; a listing for each run that has none."""
     return {
         key: word.words
         for run in dict.fromkeys(record.checkpoint.run for record in records)

@@ -124,11 +124,6 @@ def compare(
         wanted: which evaluators, benchmarks and metrics; parts of a benchmark are compared only if named.
         adjustment: how p is adjusted for the number of tests.
         anyway: compares also what was not measured alike.
-
-    Raises:
-        BadInput: one has no numbers, they have none in common, records were changed, or they were not measured alike:
-            with other settings, by questions put in other words, or by another build that nothing qualifies.
-        StorageError: samples are damaged, or cannot be read.
     """
     sides = [by_metric(found, label, wanted) for found, label in zip((first, second), labels, strict=True)]
     shared = sorted((key for key in sides[0] if key in sides[1]), key=lambda key: evaluator_place(key.evaluator))
@@ -160,12 +155,7 @@ def compare_chosen(
     anyway: bool = False,
     scores: QuestionScores | None = None,
 ) -> Comparison:
-    """Tests metrics of records that were chosen already, as `compare` does; several on the first side are their mean.
-
-    Raises:
-        BadInput: records were changed, or they were not measured alike.
-        StorageError: samples are damaged, or cannot be read.
-    """
+    """Tests metrics of records that were chosen already, as `compare` does; several on the first side are their mean."""
     scores = scores or QuestionScores()
     unverified = _unverified(
         (item for firsts, second in chosen.values() for item in (*firsts, second)), scores=scores, anyway=anyway

@@ -297,9 +297,6 @@ def write_report(
         records_at: folder that the records lie below.
         run: the only run that it is about.
         questions_page: page with questions and answers beside it, to be linked.
-
-    Raises:
-        StorageError: the place is not writable, or full.
     """
     beside = read_qualifications(records_at) if records_at is not None else ()
     flags = read_flags(records_at) if records_at is not None else ()

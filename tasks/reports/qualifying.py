@@ -82,10 +82,6 @@ def qualify(
         after: those with the later one.
         compared: the two sides, as they are named.
         margin: largest difference that counts as noise; a share of the value itself where that is above 1.
-
-    Raises:
-        BadInput: they are of different checkpoints, no evaluation was made by both, or records were changed.
-        StorageError: samples are damaged, or cannot be read.
     """
     pairs = _pairs(before, after, compared)
     tested = [

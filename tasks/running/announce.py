@@ -27,11 +27,7 @@ from tasks.spec.sinks import Sink
 
 @task(task_run_name="look at the sinks", cache_policy=NO_CACHE, persist_result=False)
 def check_sinks(cells: Sequence[Cell]) -> None:
-    """Passes if every sink of cells that are yet to be evaluated can take records, as far as it can tell now.
-
-    Raises:
-        SinkFailed: one cannot.
-    """
+    """Passes if every sink of cells that are yet to be evaluated can take records, as far as it can tell now."""
     sinks = {sink.name: sink for cell in cells if not cell.done for sink in cell.config.sinks}
     for sink in sinks.values():
         sink.check()

@@ -80,11 +80,7 @@ class Cell:
 
 
 def as_served(config: EvaluationConfig) -> EvaluationConfig:
-    """The evaluation with all that says how it is served: a kept pool's configuration, or its own with variables.
-
-    Raises:
-        BadInput: there is no such pool.
-    """
+    """The evaluation with all that says how it is served: a kept pool's configuration, or its own with variables."""
     if config.pool_name is None and config.pool_config is not None:
         return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
     if config.pool_name is None or config.native:
@@ -101,13 +97,6 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
     """A cell for each checkpoint and evaluation, checkpoint by checkpoint, with its record where one stands.
 
     Not retried: what fails here is the request, a checkpoint that changed, or a folder that cannot be written.
-
-    Raises:
-        BadInput: a path is relative where nobody knows to what, a path is not UTF-8, two checkpoints have one name (or
-            one and an earlier one with records elsewhere), or two evaluations cannot be made together.
-        UnknownBenchmark: an evaluator does not know a benchmark.
-        CheckpointError: a checkpoint stopped being complete meanwhile.
-        StorageError: something could not be read, or a newer Assay's success stands where a record would.
     """
     _check_together(configs)
     hashed: list[tuple[EvaluationConfig, str, tuple[EvaluationConfig, str] | None]] = []
@@ -307,10 +296,6 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
 
 
 def standing_record(cell: Cell) -> FoundRecord | None:
-    """Reads the record that stands for a cell now: a success, else the newest, of the cell or of its fallback.
-
-    Raises:
-        StorageError: a record cannot be read.
-    """
+    """Reads the record that stands for a cell now: a success, else the newest, of the cell or of its fallback."""
     found = [FoundRecord(way.uri, record) for way in cell.ways if (record := read_record(way.uri)) is not None]
     return max(found, key=lambda item: (item.record.succeeded, item.record.created), default=None)

@@ -83,11 +83,7 @@ class ClaimedCells:
         return []
 
     def take(self) -> list[Cell]:
-        """Claims what can be had now, without waiting. The rest stays wanted.
-
-        Raises:
-            StorageError: claims cannot be read or written; whatever was claimed is given up, and stays wanted.
-        """
+        """Claims what can be had now, without waiting. The rest stays wanted."""
         claims = self._claims
         if claims is None or not self._left:
             return []

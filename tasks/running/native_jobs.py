@@ -120,11 +120,6 @@ class NativeJobs:
             name: for a job of its own.
             on_progress: called whenever there is news.
             check: called at every poll; what it raises ends the evaluation and is raised from here.
-
-        Raises:
-            HarnessFailed, HarnessInterrupted: the job ended without an outcome of this evaluation.
-            UnsatisfiableResources: the backend, or the Prefect server's limit, can never give what is asked for.
-            BackendUnavailable: the backend gave no answer for ten minutes.
         """
         wanted, last = _Wanted(evaluation, program, name), None
         with self._changed:

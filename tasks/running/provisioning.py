@@ -38,11 +38,6 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
     """Serving for some checkpoints, for as long as the block lasts; None where no evaluation needs an endpoint.
 
     Environments are built first where missing.
-
-    Raises:
-        BadInput: the evaluations want to be served in different ways.
-        UnsatisfiableResources: more accelerators than the Prefect server's limit leaves.
-        WrongRegion: checkpoints lie in another region, and reading them from there would cost too much.
     """
     served = [config for config in configs if not config.native]
     uris = [location for checkpoint in checkpoints for location in checkpoint.locations]
@@ -80,11 +75,7 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
 
 
 def require_near(resources: ResourceConfig, uris: Sequence[str]) -> None:
-    """Refuses checkpoints that would cost too much to read where a job of ours gets these resources.
-
-    Raises:
-        WrongRegion: they lie in another region.
-    """
+    """Refuses checkpoints that would cost too much to read where a job of ours gets these resources."""
     client = current_client()
     check_reads(uris, resources, backend=None if client.is_local else client.url)
 
@@ -104,12 +95,7 @@ def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
 
 
 def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | None:
-    """Returns the judge of an evaluation: the one its options name, or the model's own pool; None where nobody judges.
-
-    Raises:
-        BadInput: the judge is a pool that is not up.
-        EndpointUnusable: the judge cannot be reached, or offers no such model.
-    """
+    """Returns the judge of an evaluation: the one its options name, or the model's own pool; None where nobody judges."""
     if not isinstance(config.evaluator, JudgedOptions):
         return None
     judge: JudgeEndpoint | None = config.evaluator.judge

@@ -35,9 +35,6 @@ def side_of(text: str) -> Side:
     Args:
         text: `present`; a pinned list, whose name begins with its environment's (`lm-eval-0.4.12.txt`); the name of a
             kept environment (`lm-eval-c15858043edd`); or a folder of records.
-
-    Raises:
-        BadInput: it is none of these.
     """
     if text == PRESENT:
         return Side(text)
@@ -75,11 +72,7 @@ def _environment(name: str) -> str:
 
 
 def recorded_successes(evaluation_path: str, *, digest: str) -> list[FoundRecord]:
-    """Every succeeded record of one checkpoint below a folder.
-
-    Raises:
-        StorageError: the folder cannot be listed.
-    """
+    """Every succeeded record of one checkpoint below a folder."""
     found = find_records(evaluation_path)
     return [item for item in found if item.record.checkpoint.digest == digest and item.record.succeeded]
 
@@ -88,9 +81,6 @@ def asked_again(records: Sequence[Record], evaluation_path: str) -> list[list[Ev
     """Returns the evaluations behind some records, to be made once more below another folder, by who serves them.
 
     Pools that were kept up are started anew, as they were configured.
-
-    Raises:
-        BadInput: this Assay does not understand one of them.
     """
     served: list[list[EvaluationConfig]] = []
     for record in records:

@@ -100,11 +100,6 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
     """Evaluates one cell, publishes its record, whatever the outcome, and sends it to its sinks.
 
     Where it was decided early, its verdict is published in place of a record, and None returned.
-
-    Raises:
-        AssayError: the cell did not succeed; its record says so too.
-        ClaimLost: another run has the cell by now; nothing is recorded.
-        RecordUnwritten: nothing is recorded, since the record could not be written.
     """
     began = time.monotonic()
     attempt = Attempt(cell, name=f"attempt-{secrets.token_hex(4)}")

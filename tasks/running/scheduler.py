@@ -66,9 +66,6 @@ def schedule_cells(
         arriving: yields them where `cells` grows. The next one may be long in coming: what has begun goes on meanwhile.
         configs: the evaluations that they belong to; read from the cells when None.
         claimed: claims of these cells; each is given up when it has its outcome.
-
-    Raises:
-        RecordUnwritten: all have ended, and the record of one could not be written.
     """
     if configs is None:
         configs = list({id(cell.config): cell.config for cell in cells}.values())

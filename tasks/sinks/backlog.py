@@ -44,11 +44,7 @@ class Published:
 
 
 def sinks_in(sink: str | None, config: str | None) -> tuple[Sink, ...] | None:
-    """The sinks that a file names, or None if none was given: then each record goes where its evaluation said.
-
-    Raises:
-        BadInput: a file is not valid, holds a key, or names no sink; or two were given.
-    """
+    """The sinks that a file names, or None if none was given: then each record goes where its evaluation said."""
     if sink is not None and config is not None:
         raise BadInput(expected="--sink or --config", found="both", remedy="leave one of them out")
     if sink is None and config is None:
@@ -92,10 +88,6 @@ def publish_missing(
         again: send also what a sink has.
         on_published: told of each outcome as it comes.
         rejected: takes the cells whose record does not count, and why.
-
-    Raises:
-        BadInput: there are no succeeded records, or they name no sinks and none are given.
-        StorageError: the folder cannot be read, or a record not be written.
     """
     every = find_records(path, rejected=rejected)
     found = sorted(((e.cell_uri, e.record) for e in every if e.record.succeeded), key=lambda pair: pair[1].created)

@@ -49,11 +49,7 @@ class Credentials(BaseModel):
 
 
 def credentials_of(sink: Sink) -> Credentials:
-    """Return the credentials for a sink.
-
-    Raises:
-        SinkFailed: a block that it names cannot be loaded.
-    """
+    """Return the credentials for a sink."""
     names = (*inheritance.SENDER, *sink.variables, *sink.secret_variables)
     found = process_environment(inherited=names)
     inherited = {name: value for name, value in found.items() if not _NOT_OURS.fullmatch(name)}
@@ -75,11 +71,7 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
 
 
 def secrets_of_blocks(names: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the content of Prefect's Secret blocks by the variable that is to have it, where a block is named.
-
-    Raises:
-        SinkFailed: a block cannot be loaded.
-    """
+    """Return the content of Prefect's Secret blocks by the variable that is to have it, where a block is named."""
     return {variable: _secret(name) for variable, name in names.items() if name is not None}
 
 

@@ -58,12 +58,7 @@ CONFIG = HuggingFaceSink
 
 
 def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
-    """Writes a record's numbers into the card of its checkpoint; says where that lies. Reports are not taken.
-
-    Raises:
-        SinkFailed: what stands there is no model card, or a leaderboard's metric was not measured.
-        StorageError: it cannot be written.
-    """
+    """Writes a record's numbers into the card of its checkpoint; says where that lies. Reports are not taken."""
     if announcement.record is None:
         return None
     record = announcement.record
@@ -87,11 +82,7 @@ def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
 
 
 def with_results(card: str, record: Record, announcement: Announcement, *, task_type: str, uri: str) -> str:
-    """A model card with a record's numbers in its metadata.
-
-    Raises:
-        SinkFailed: its metadata cannot be read.
-    """
+    """A model card with a record's numbers in its metadata."""
     front = _FRONT_MATTER.match(card)
     body = card[front.end() :] if front else card
     try:

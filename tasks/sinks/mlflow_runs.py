@@ -132,11 +132,7 @@ CONFIG = MlflowSink
 
 
 def send(announcement: Announcement, sink: MlflowSink) -> str | None:
-    """Adds a record below the run of its series, or alerts or the report page to that; says where it is to be seen.
-
-    Raises:
-        SinkFailed: MLflow did not take it.
-    """
+    """Adds a record below the run of its series, or alerts or the report page to that; says where it is to be seen."""
     is_report = announcement.record is None and not announcement.alerts
     if is_report and not storage.exists(announcement.report_uri):
         return None

@@ -22,11 +22,7 @@ _REACH_SECONDS = 10.0
 
 
 def tracking_place(text: str) -> str:
-    """Return a tracking server's address without a slash at its end, `sqlite:////whole/path`, or a folder's whole path.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Return a tracking server's address without a slash at its end, `sqlite:////whole/path`, or a folder's whole path."""
     if text.startswith(("http://", "https://")):
         return web_address(text)
     if text.startswith(_SQLITE) and len(text) > len(_SQLITE):
@@ -60,12 +56,7 @@ def command_to_show(place: str) -> str:
 
 
 def check_reachable(place: str, name: str) -> None:
-    """Pass if a server answers, whatever it says of access, or a folder can be written.
-
-    Raises:
-        SinkFailed: it does not, or cannot.
-        BadInput: the folder cannot be written.
-    """
+    """Pass if a server answers, whatever it says of access, or a folder can be written."""
     folder = local_folder(place)
     if folder is not None:
         if next(Path(folder).glob("*/meta.yaml"), None) is not None:

@@ -87,9 +87,6 @@ def send(
     """Copies a record with its attempt, or the report page, and returns its place there.
 
     `place` is the folder that a block named, in place of the sink's url; `options` are the client's, with credentials.
-
-    Raises:
-        SinkFailed: the store did not take it, or is where the records lie.
     """
     url = place or str(sink.url)
     if storage.absolute(url).rstrip("/") == announcement.series.evaluation_path:

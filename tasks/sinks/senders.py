@@ -66,11 +66,7 @@ class Senders:
             self._idle.pop().end()
 
     def ask(self, sending: Sending, credentials: Credentials) -> Answer:
-        """Lets a process send it. One that takes too long, does not answer or is refused ends, with all it started.
-
-        Raises:
-            SinkFailed: it did not end in time, or without an answer.
-        """
+        """Lets a process send it. One that takes too long, does not answer or is refused ends, with all it started."""
         sender = self._take(sending.sink, credentials) or _Sender(sending.sink, credentials)
         good = False
         try:

@@ -126,11 +126,7 @@ CONFIG = WeightsAndBiasesSink
 
 
 def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
-    """Adds a record, alerts, or the report page to the run of its series; says where that is to be seen.
-
-    Raises:
-        SinkFailed: W&B did not take it.
-    """
+    """Adds a record, alerts, or the report page to the run of its series; says where that is to be seen."""
     is_report = announcement.record is None and not announcement.alerts
     if is_report and not storage.exists(announcement.report_uri):
         return None

@@ -85,9 +85,6 @@ def expanded(evals: Any) -> Any:
     """Benchmarks as a suite writes them: a set's name, or a list of set names, benchmark names and benchmarks.
 
     A name in capitals is a set's. Anything that is none of these is left for pydantic to refuse.
-
-    Raises:
-        BadInput: there is no such set.
     """
     if isinstance(evals, str):
         evals = [evals]

@@ -40,11 +40,7 @@ def evaluation_hash(config: EvaluationConfig) -> str:
 
 
 def benchmarks_digest(config: EvaluationConfig) -> str:
-    """Digest over the benchmarks folder and files elsewhere that are named: changed questions are another evaluation.
-
-    Raises:
-        BadInput: a file that is named cannot be read.
-    """
+    """Digest over the benchmarks folder and files elsewhere that are named: changed questions are another evaluation."""
     root, names = _files_of(config)
     return digest_of(
         [

@@ -16,11 +16,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def load_config(uri: str, kind: type[_Model]) -> _Model:
-    """Reads a configuration file.
-
-    Raises:
-        BadInput: it is not there, is not YAML, or does not describe a valid `kind`.
-    """
+    """Reads a configuration file."""
     try:
         text = storage.read_bytes(uri, within="/")
         content = load_yaml(text)
@@ -39,11 +35,7 @@ def load_config(uri: str, kind: type[_Model]) -> _Model:
 
 
 def build_config(content: dict[str, Any], kind: type[_Model], *, source: str, text: bytes | None = None) -> _Model:
-    """Validates a configuration that came from `source`; mistakes are named with their lines in `text`, if given.
-
-    Raises:
-        BadInput: it is not valid; every mistake is named.
-    """
+    """Validates a configuration that came from `source`; mistakes are named with their lines in `text`, if given."""
     try:
         return kind.model_validate(content)
     except RecursionError as error:

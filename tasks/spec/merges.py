@@ -24,11 +24,7 @@ class MergeOptions(Config):
     second checkpoint of an interpolate."""
 
     def merge(self, path: str) -> Merge:
-        """Returns the merge of checkpoints of a run.
-
-        Raises:
-            BadInput: the weights are none of this kind.
-        """
+        """Returns the merge of checkpoints of a run."""
         steps = self.steps if isinstance(self.steps, str) else "+".join(map(str, self.steps))
         match self.weights:
             case None:
@@ -46,11 +42,7 @@ class MergeOptions(Config):
 
 
 def with_merge_named(values: Any) -> Any:
-    """Writes the merge of a request into its model_path.
-
-    Raises:
-        ValueError: the merge is not valid, or of nothing.
-    """
+    """Writes the merge of a request into its model_path."""
     if not isinstance(values, dict) or values.get("merge") is None:
         return values
     if not isinstance(path := values.get("model_path"), str) or merge_of(path) is not None:

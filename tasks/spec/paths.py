@@ -15,11 +15,7 @@ def is_relative(path: str) -> bool:
 
 
 def check_deployed_paths(paths: Iterable[str]) -> None:
-    """Refuses relative paths, for a flow that a worker runs in a folder of its own.
-
-    Raises:
-        BadInput: there are some.
-    """
+    """Refuses relative paths, for a flow that a worker runs in a folder of its own."""
     relative = [path for path in paths if is_relative(path)]
     if relative:
         raise BadInput(

@@ -79,19 +79,11 @@ class SinkConfig(Config):
         return None
 
     def access(self) -> Access:
-        """Return what `send` needs beside the configuration; called where Prefect's blocks can be loaded.
-
-        Raises:
-            SinkFailed: a block that the configuration names cannot be loaded.
-        """
+        """Return what `send` needs beside the configuration; called where Prefect's blocks can be loaded."""
         return Access()
 
     def check(self) -> None:
-        """Pass if the place can take records, as far as that can be told before there are any.
-
-        Raises:
-            SinkFailed: it cannot, and an evaluation that was told to send there should not begin.
-        """
+        """Pass if the place can take records, as far as that can be told before there are any."""
 
     @model_validator(mode="before")
     @classmethod

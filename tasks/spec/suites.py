@@ -144,9 +144,6 @@ class Suite(Config):
         """The evaluations of one model, all served by the same pool or endpoint.
 
         Where benchmarks may go to Levanter, those that it cannot ask become an evaluation of their own.
-
-        Raises:
-            BadInput: the request cannot be right, or texts that are needed are not staged.
         """
         wanted = self._chosen(request)
         served = _serving(self, request)
@@ -238,11 +235,7 @@ SuiteName = Annotated[str, _SuitesAsChoices()]
 
 
 def load_suite(name_or_file: str) -> Suite:
-    """A suite that comes with Assay, or one of one's own in a YAML file, in any store.
-
-    Raises:
-        BadInput: there is no such suite or file, or it describes no valid suite.
-    """
+    """A suite that comes with Assay, or one of one's own in a YAML file, in any store."""
     if not name_or_file.endswith((".yaml", ".yml", ".json")):
         return built_in_suite(name_or_file)
     return load_config(name_or_file, Suite)
@@ -256,11 +249,7 @@ def built_in_suites() -> dict[str, Suite]:
 
 @cache
 def built_in_suite(name: str) -> Suite:
-    """One suite that comes with Assay.
-
-    Raises:
-        BadInput: there is none of that name.
-    """
+    """One suite that comes with Assay."""
     if name not in _contents():
         near = difflib.get_close_matches(name, _contents(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there: {', '.join(_contents())}"

@@ -106,9 +106,6 @@ class ArrivingCells:
         plan: finds out which cells some checkpoints are for.
         sleep: waits.
         silence_seconds: how long the backend of the training may give no answer.
-
-    Raises:
-        BackendUnavailable: from `arrive` and `first`, if it gave none for longer.
     """
 
     def __init__(

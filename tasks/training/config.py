@@ -202,11 +202,7 @@ class TrainAndEvaluateConfig(Config):
         return f"{name_of(self.exports)[0]} · {asked}"
 
     def asked(self) -> tuple[EvaluationConfig, ...]:
-        """The evaluations, those of the suite where one is named.
-
-        Raises:
-            BadInput: there is no such suite, or the request does not fit it.
-        """
+        """The evaluations, those of the suite where one is named."""
         if self.suite is None:
             return self.evaluations
         assert self.request is not None

@@ -51,12 +51,7 @@ class _Trained(BaseModel):
 
 
 def run_levanter_train_lm(config: TrainLmOnPodConfig, *, client: Client | None = None) -> JobStatus:
-    """Trains to the end, on the current client unless one is given. Interrupted, it ends the training.
-
-    Raises:
-        BadInput: the request cannot be right.
-        JobFailed: the training failed or was stopped.
-    """
+    """Trains to the end, on the current client unless one is given. Interrupted, it ends the training."""
     with training(config, client=client) as job:
         return finished(job)
 
@@ -66,10 +61,6 @@ def training(config: TrainLmOnPodConfig, *, client: Client | None = None) -> Ite
     """A training for as long as the block lasts; what has not ended by then is terminated.
 
     Its accelerators are reserved until it has ended.
-
-    Raises:
-        BadInput: the request cannot be right.
-        UnsatisfiableResources: more accelerators than the Prefect server's limit leaves.
     """
     planned = plan_training(config)
     chosen = client or current_client()
@@ -95,13 +86,7 @@ def _has_ended(job: JobHandle) -> bool:
 def finished(
     job: JobHandle, *, silence_seconds: float = SILENCE_SECONDS, sleep: Callable[[float], None] = time.sleep
 ) -> JobStatus:
-    """Waits for the end of a training.
-
-    Raises:
-        BadInput: Levanter cannot follow its configuration.
-        JobFailed: it failed or was stopped.
-        BackendUnavailable: the backend gave no answer for `silence_seconds`.
-    """
+    """Waits for the end of a training."""
     try:
         while True:
             try:
@@ -130,12 +115,7 @@ def _wait_for_answer(job: JobHandle, silence_seconds: float, sleep: Callable[[fl
 
 
 def plan_training(config: TrainLmOnPodConfig) -> Training:
-    """A training as it will be: named, with its places.
-
-    Raises:
-        BadInput: the file with Levanter's configuration is not there, or is none of Levanter's.
-        WrongRegion: it would read or write across regions.
-    """
+    """A training as it will be: named, with its places."""
     planned = training_of(config, process=training_variables())
     check_gcs_paths_same_region(
         {"train_config": planned.train_config, "output_path": config.output_path, "compiled": planned.compiled},
@@ -146,11 +126,7 @@ def plan_training(config: TrainLmOnPodConfig) -> Training:
 
 
 def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
-    """The job of a training. It is tried again as often as it is preempted, and not where it fails by itself.
-
-    Raises:
-        BadInput: a TPU, and no key for W&B.
-    """
+    """The job of a training. It is tried again as often as it is preempted, and not where it fails by itself."""
     workspace = Path.cwd()
     resources = _of_one_type_where_variables_differ(config.resources, workspace)
     variables = variables_of(

@@ -42,11 +42,7 @@ class Training:
 
 
 def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Training:
-    """Names the run and fills in places.
-
-    Raises:
-        BadInput: the file with the configuration is not there, or is none of Levanter's.
-    """
+    """Names the run and fills in places."""
     given = _train_config(config)
     run_id = run_id_of(config, given, process=process)
     output = storage.absolute(config.output_path) if config.output_path else None

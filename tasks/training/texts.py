@@ -28,9 +28,6 @@ def training_texts(uri: str) -> tuple[list[TextSource], list[str]]:
 
     Args:
         uri: YAML with a TrainAndEvaluateConfig, a TrainLmOnPodConfig or Levanter's own configuration.
-
-    Raises:
-        BadInput: it is not there, or names no data.
     """
     content = _read(uri)
     for name in _SECTIONS:

@@ -42,9 +42,6 @@ def variables_of(
         process: variables of the submitting process.
         workspace: folder in which Levanter's launcher keeps defaults for accelerators.
         git_commit: of the code, if that is known.
-
-    Raises:
-        BadInput: a TPU, and no key for W&B; or a file with defaults that cannot be read.
     """
     defaults = {**_DEFAULTS, **({"GIT_COMMIT": git_commit} if git_commit else {})}
     defaults |= {name: process[name] for name in ("WANDB_MODE",) if name in process}
@@ -60,11 +57,7 @@ def variables_of(
 
 
 def accelerator_defaults(workspace: Path, device: Device) -> dict[str, str]:
-    """Returns what the file of Levanter's launcher says for a TPU: for all of them, for the generation, for the type.
-
-    Raises:
-        BadInput: the file cannot be read.
-    """
+    """Returns what the file of Levanter's launcher says for a TPU: for all of them, for the generation, for the type."""
     if not isinstance(device, TpuConfig):
         return {}
     path = next((workspace / name for name in _LEVANTER_FILES if (workspace / name).is_file()), None)

@@ -89,11 +89,7 @@ class KeptColumns:
     """Columns of one place of records; safe to use from several threads, and from several processes if in a file."""
 
     def __init__(self, path: Path | None) -> None:
-        """Opens them; in memory without a path.
-
-        Raises:
-            StorageError: the file cannot be written, or others have it for too long.
-        """
+        """Opens them; in memory without a path."""
         self.path = path
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,11 +115,7 @@ class KeptColumns:
         return [place for place in places if place not in known]
 
     def take(self, place: str, columns: Mapping[str, Column], texts: Mapping[bytes, bytes]) -> None:
-        """Keeps what was read at a place: all of it, or nothing.
-
-        Raises:
-            StorageError: there is no space for it.
-        """
+        """Keeps what was read at a place: all of it, or nothing."""
         with self._writing() as connection:
             if connection.execute("select 1 from file where place = ?", (place,)).fetchone():
                 return

@@ -55,11 +55,7 @@ def answers_of(found: Sequence[FoundRecord]) -> int:
 
 
 def bytes_of(found: Sequence[FoundRecord]) -> int:
-    """Bytes of the files of samples beside records, as they are kept.
-
-    Raises:
-        StorageError: a folder of a record cannot be listed.
-    """
+    """Bytes of the files of samples beside records, as they are kept."""
     folders = [storage.join(item.cell_uri, item.record.attempt) for item in found if item.record.samples]
     files = (file for folder in folders for file in storage.list_files(folder))
     return sum(file.size for file in files if storage.basename(file.uri) == SAMPLES_NAME)
@@ -76,9 +72,6 @@ def write_page(
         title: heading.
         location: folder or place that the records lie below.
         wanted: the benchmarks that it shows; all if left out.
-
-    Raises:
-        StorageError: samples cannot be read, or the place is not writable, or full.
     """
     with closing(View(found, title=title, location=location, wanted=wanted)) as view:
         storage.write_bytes(uri, one_file(view.contents(questions_per_part=_QUESTIONS_PER_PART)))
@@ -86,11 +79,7 @@ def write_page(
 
 
 def write_beside_report(found: Sequence[FoundRecord], report: str, *, title: str, location: str) -> str | None:
-    """Writes the page beside a report, and returns where; None where there are no answers, or too many for that.
-
-    Raises:
-        StorageError: a folder of a record cannot be listed, or the place is not writable, or full.
-    """
+    """Writes the page beside a report, and returns where; None where there are no answers, or too many for that."""
     if not 0 < answers_of(found) <= BESIDE_A_REPORT or bytes_of(found) > BYTES_BESIDE_A_REPORT:
         return None
     return write_page(found, f"{report.removesuffix('.html')}-questions.html", title=title, location=location)

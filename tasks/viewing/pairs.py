@@ -22,11 +22,7 @@ SamplesOf = Callable[[int], KeptSamples | None]
 
 
 def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samples_of: SamplesOf) -> Pair:
-    """The second of two checkpoints against the first, in one metric; all by their numbers.
-
-    Raises:
-        IndexError: there is no such metric or checkpoint.
-    """
+    """The second of two checkpoints against the first, in one metric; all by their numbers."""
     scale = columns.scales[metric]
     before, after = (columns.scores_at(number, metric) for number in (first, second))
     won, lost, both, neither = _sorted(before, after, scale)

@@ -131,9 +131,6 @@ def columns_in(
         uri: where it lies.
         shown_by: the benchmarks that show a sample's own one, which may be a part of groups.
         keep: keeps names and texts, and returns their digest.
-
-    Raises:
-        StorageError: it is damaged.
     """
     found: dict[str, _Reading] = {}
     try:

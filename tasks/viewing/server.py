@@ -50,9 +50,6 @@ def serve(view: View, *, host: str, port: int, on_address: Callable[[str], None]
         host: address or name of this machine to listen at.
         port: port, or 0 for a free one.
         on_address: is told the page's address, with its token.
-
-    Raises:
-        BadInput: it cannot listen there.
     """
     asyncio.run(_serve(view, host, port, on_address))
 

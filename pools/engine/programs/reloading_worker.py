@@ -43,10 +43,6 @@ class ReloadingWorker:
 
         Args:
             folders: one on each host of the engine, in the order of their ranks.
-
-        Raises:
-            RuntimeError: whether this model's embeddings are tied was read from its weights, not from its config; or
-                parameters were left unwritten.
         """
         if self.model_runner.model_config.word_embeddings_untied_by_checkpoint:
             raise RuntimeError("the weights hold an output layer that their config says is tied to the embedding")

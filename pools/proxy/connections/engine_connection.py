@@ -273,11 +273,7 @@ class EngineConnection(asyncio.Protocol):
 def message_of(
     origin: Origin, method: bytes, target: bytes, headers: Sequence[Header], body: bytes
 ) -> tuple[bytes, ...]:
-    """The bytes of a request: one piece, or a head and a large body.
-
-    Raises:
-        ValueError: the target is none of `ENGINE_TARGETS`.
-    """
+    """The bytes of a request: one piece, or a head and a large body."""
     if target not in ENGINE_TARGETS:
         raise ValueError("no request of the proxy goes to that path of an engine")
     lines = [b"%b %b HTTP/1.1\r\n" % (method, target), origin.host_line, origin.key_line]

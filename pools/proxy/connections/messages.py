@@ -65,11 +65,7 @@ class Responder(Protocol):
         ...
 
     async def write(self, chunk: bytes) -> None:
-        """Sends a piece of a stream; waits while the client is slow to take it.
-
-        Raises:
-            ClientGone: nobody is there to take it.
-        """
+        """Sends a piece of a stream; waits while the client is slow to take it."""
         ...
 
     def end(self) -> None:

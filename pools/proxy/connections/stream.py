@@ -41,11 +41,7 @@ class EventRelay:
         self._responder.begin(status, headers)
 
     async def send(self, chunk: bytes) -> None:
-        """Passes on what came from the engine.
-
-        Raises:
-            ClientGone: nobody is there to take it.
-        """
+        """Passes on what came from the engine."""
         self._keep(chunk)
         data = self._held + chunk if self._held else chunk
         ended = self.is_done and (self._of_response or b"\n" in self._held)  # by a whole line; what follows is no news
@@ -59,21 +55,13 @@ class EventRelay:
             await self._write(data[:whole] if self._held else data)
 
     async def finish(self) -> None:
-        """Ends a stream that came whole.
-
-        Raises:
-            ClientGone: nobody is there to take the end.
-        """
+        """Ends a stream that came whole."""
         if self._held:
             await self._write(self._held)
         self._responder.end()
 
     async def break_off(self, message: str) -> None:
-        """Ends a stream that broke: an error event, then an end that is clean for HTTP.
-
-        Raises:
-            ClientGone: nobody is there to take it.
-        """
+        """Ends a stream that broke: an error event, then an end that is clean for HTTP."""
         await self._write((b"" if self._between_events else b"\n") + error_event(502, message))
         self._responder.end()
 

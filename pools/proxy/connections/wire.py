@@ -164,11 +164,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(b"".join(lines))
 
     async def write(self, chunk: bytes) -> None:
-        """Sends a piece of a stream; waits while the client is slow to take it.
-
-        Raises:
-            ClientGone: nobody is there to take it.
-        """
+        """Sends a piece of a stream; waits while the client is slow to take it."""
         turn = self._turn
         if self._closed or turn is None:
             raise ClientGone

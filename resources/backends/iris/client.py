@@ -91,14 +91,7 @@ class IrisClient:
         return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> IrisJob:
-        """Hands a job to the controller; it starts when there is room for all of its replicas.
-
-        Raises:
-            JobAlreadyExists: a job of that name is running on this client, and is not to be adopted.
-            UnsatisfiableResources: no group of the cluster's machines can give what is asked for.
-            BadInput: the callable cannot be pickled, a folder does not exist, or the workspace is too large.
-            BackendUnavailable: the controller does not answer.
-        """
+        """Hands a job to the controller; it starts when there is room for all of its replicas."""
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running

@@ -71,11 +71,7 @@ class IrisController:
         self._logs = LogServiceClientSync(url, timeout_ms=int(_CALL_SECONDS * 1000), interceptors=interceptors)
 
     def launch(self, launch: Launch) -> str:
-        """Submits a job; its id, which may differ in the user whom the controller takes us for.
-
-        Raises:
-            UnsatisfiableResources: the controller knows that it can never run.
-        """
+        """Submits a job; its id, which may differ in the user whom the controller takes us for."""
         resources = job_pb2.ResourceSpecProto(
             cpu_millicores=launch.placement.cpu_millicores,
             memory_bytes=launch.placement.memory_bytes,
@@ -225,11 +221,7 @@ class IrisController:
         return _task(self.ask(lambda: self._calls.get_task_status(request)).task)
 
     def ask(self, call: Callable[[], Answer]) -> Answer:
-        """The answer to a call that cannot be refused for what it asks.
-
-        Raises:
-            BackendUnavailable: the controller does not answer, or does not let us in.
-        """
+        """The answer to a call that cannot be refused for what it asks."""
         try:
             return self._asked(call)
         except ConnectError as error:

@@ -13,9 +13,6 @@ def client_from_address(host: str, path: str) -> IrisClient:
     Args:
         host: host and port of its controller.
         path: not used.
-
-    Raises:
-        BadInput: no host is named.
     """
     if not host:
         raise BadInput(expected="iris://host:port", found=f"iris:{path}", remedy="Correct ASSAY_JOBS.")

@@ -95,11 +95,7 @@ class IrisJob:
         )
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        """See `JobHandle.wait`.
-
-        Raises:
-            UnsatisfiableResources: no machine of the cluster could be found for it.
-        """
+        """See `JobHandle.wait`."""
         waiting = partial(wait_until_finished, self, where=self._where, cause=lambda: raised_by(self, self._left))
         status = waiting(timeout, raise_on_failure=False)
         if raise_on_failure and status is not JobStatus.SUCCEEDED:

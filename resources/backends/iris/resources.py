@@ -42,11 +42,7 @@ class Placement:
 
 
 def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
-    """Returns the request to Iris; each VM of a TPU slice is a task of its own there.
-
-    Raises:
-        UnsatisfiableResources: several slices of several VMs.
-    """
+    """Returns the request to Iris; each VM of a TPU slice is a task of its own there."""
     hosts = resources.device.slice.vms if isinstance(resources.device, TpuConfig) else 1
     if hosts > 1 and replicas > 1:
         raise UnsatisfiableResources(
@@ -66,11 +62,7 @@ def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
 
 
 def check_groups(resources: ResourceConfig, groups: Sequence[Group]) -> None:
-    """Refuses what no group of machines can give; where a cluster names none, it is not known.
-
-    Raises:
-        UnsatisfiableResources: with what is asked for, and what there is.
-    """
+    """Refuses what no group of machines can give; where a cluster names none, it is not known."""
     if not groups:
         return
     fitting = list(groups)

@@ -118,14 +118,7 @@ class KubernetesClient:
         return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> KubernetesJob:
-        """Starts a job, whose code is in its image.
-
-        Raises:
-            JobAlreadyExists: this client has a running job of that name; with `adopt_existing` its handle is returned.
-            UnsatisfiableResources: no node can ever have what is asked for, or no image is named.
-            BadInput: the callable cannot be pickled, or is too large for a Secret; there is no such queue.
-            BackendUnavailable: the cluster does not answer, or does not let us.
-        """
+        """Starts a job, whose code is in its image."""
         with self._lock:
             if running := while_running(self._handles.get(request.name), adopt_existing=adopt_existing):
                 return running
@@ -209,11 +202,7 @@ class KubernetesClient:
         require_node(where, nodes, device=resources.device)
 
     def shutdown(self) -> None:
-        """Terminates all jobs of this client that do not outlive their parent.
-
-        Raises:
-            AssayError: one could not be ended; its pods end themselves, after a lease.
-        """
+        """Terminates all jobs of this client that do not outlive their parent."""
         with self._lock:
             jobs = [self._handle(job.record, step=job.step) for job in self._owned if not job.record.finished]
         problems: list[AssayError] = []

@@ -37,9 +37,6 @@ class Cluster:
 
     A request that the server turns down for the moment (429 and 503, after their `Retry-After`; 409 where others write
     the same), and one that does not get through, is sent again, for two minutes.
-
-    Raises:
-        BackendUnavailable: by every method, where the server does not answer or does not let us.
     """
 
     def __init__(
@@ -210,9 +207,6 @@ def connect(context: str, namespace: str) -> Cluster:
         context: a context of the kubeconfig; when empty, the cluster that this process runs in, else the
             kubeconfig's current one.
         namespace: `default` when empty.
-
-    Raises:
-        BackendUnavailable: there is no such context, or no cluster is configured.
     """
     configuration = kubernetes.client.Configuration()
     try:

@@ -82,11 +82,7 @@ class Placement:
 
 
 def placement(resources: ResourceConfig) -> Placement:
-    """Returns the requests of a replica's pods.
-
-    Raises:
-        UnsatisfiableResources: no node of any cluster is like that.
-    """
+    """Returns the requests of a replica's pods."""
     limits = {
         "cpu": str(resources.cpu),
         "memory": str(size_in_bytes(resources.ram)),
@@ -128,9 +124,6 @@ def gke_device(name: str | None, *, count: int | None = None, topology: str | No
         name: such as nvidia-tesla-t4, T4, tpu-v6e-slice or v6e-4; a CPU when None.
         count: GPUs, or chips of the slice.
         topology: arrangement of the slice's chips.
-
-    Raises:
-        UnsatisfiableResources: GKE has no such accelerator, or the slice has more than one VM.
     """
     if name is None:
         return CpuConfig()
@@ -148,11 +141,7 @@ def gke_device(name: str | None, *, count: int | None = None, topology: str | No
 
 
 def accelerator_label(name: str) -> str:
-    """Returns GKE's name of a GPU, given that or its model; the name of a TPU or of its slice as it is.
-
-    Raises:
-        UnsatisfiableResources: GKE has no such accelerator.
-    """
+    """Returns GKE's name of a GPU, given that or its model; the name of a TPU or of its slice as it is."""
     label = name.strip().lower().replace("_", "-").removeprefix("nvidia ").replace(" ", "-")
     known = [*GPU_NAMES.values(), *TPU_NAMES.values()]
     if label in known or canonical_variant(label) in TPU_TOPOLOGIES:
@@ -191,11 +180,7 @@ def _tpu_of(label: str, *, count: int | None, topology: str | None) -> TpuConfig
 
 
 def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device: Device) -> None:
-    """Nothing, if a node has the device, or if the cluster's nodes come in pools, which may grow from no node at all.
-
-    Raises:
-        UnsatisfiableResources: no node has it, nor ever will have.
-    """
+    """Nothing, if a node has the device, or if the cluster's nodes come in pools, which may grow from no node at all."""
     for node in nodes:
         tags, gives = node["metadata"].get("labels", {}), node.get("status", {}).get("allocatable", {})
         resource = where.node_resource
@@ -210,11 +195,7 @@ def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device
 
 
 def tpu_shape(tpu: TpuConfig) -> str:
-    """The topology of a slice as GKE's nodes are labelled: the one given, else the usual one for its size.
-
-    Raises:
-        UnsatisfiableResources: GKE has no node pool of that size.
-    """
+    """The topology of a slice as GKE's nodes are labelled: the one given, else the usual one for its size."""
     if tpu.topology:
         return tpu.topology
     chips = tpu.slice.chips

@@ -33,11 +33,7 @@ _SHOWN_ATTEMPTS = 10
 
 
 def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> None:
-    """Ends the present attempt, keeps the last lines of its logs, and returns when no pod of it is left.
-
-    Raises:
-        JobTimeout: a pod stays although its deletion was forced.
-    """
+    """Ends the present attempt, keeps the last lines of its logs, and returns when no pod of it is left."""
     name = attempt_name(record.job_id, record.attempts)
     pods = selector(job=record.job_id, attempt=record.attempts)
     present = cluster.list("pods", pods) if keep_logs else []

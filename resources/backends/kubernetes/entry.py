@@ -12,11 +12,7 @@ LEAST_LEASE_SECONDS = 180.0
 
 
 def client_from_address(host: str, path: str, *, queue: str | None = None) -> KubernetesClient:
-    """Returns a client with the settings of this machine; for further errors see `connect`.
-
-    Raises:
-        BadInput: the lease of the settings is too short for any pod to live.
-    """
+    """Returns a client with the settings of this machine; for further errors see `connect`."""
     lease_seconds = settings().job_lease_seconds
     if lease_seconds < LEAST_LEASE_SECONDS and not job_id():  # a job has the lease of whoever submitted it
         raise BadInput(

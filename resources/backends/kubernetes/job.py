@@ -121,11 +121,7 @@ class KubernetesJob:
         return line if isinstance(line, str) else None  # and no piece of a result
 
     def terminate(self) -> None:
-        """Ends the job with everything it started, and returns when nothing of it is left.
-
-        Raises:
-            JobTimeout: a pod stayed although its deletion was forced, or the owner lives and does nothing.
-        """
+        """Ends the job with everything it started, and returns when nothing of it is left."""
         record = self._read()
         if record.finished:
             return

@@ -38,11 +38,7 @@ def keep(
     owner: Owner,
     bounds: Bounds,
 ) -> None:
-    """Looks after a job until it has finished, from where its record says it stands.
-
-    Raises:
-        BadInput: there is no such job.
-    """
+    """Looks after a job until it has finished, from where its record says it stands."""
     found = read_record(cluster, job_id)
     if found is None:
         raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")

@@ -33,11 +33,7 @@ class JobLogs(Protocol):
     """A place that keeps the logs of Jobs."""
 
     def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
-        """Yields what the pods of a Job have written so far, container by container or by time.
-
-        Raises:
-            BackendUnavailable: the place does not answer, or does not let us.
-        """
+        """Yields what the pods of a Job have written so far, container by container or by time."""
         ...
 
 

@@ -69,11 +69,7 @@ class Owner:
 
 
 def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: str | None) -> str:
-    """The container image of a job.
-
-    Raises:
-        UnsatisfiableResources: none is named, or packages are to be installed on top of it.
-    """
+    """The container image of a job."""
     if environment.pip_packages or environment.extras:
         raise UnsatisfiableResources(
             expected="an image that holds all packages of the job; Kubernetes builds no environments",
@@ -93,11 +89,7 @@ def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: st
 def secret_content(
     request: JobRequest, environment: EnvironmentConfig, *, job_id: str, vms: int, owner: Owner
 ) -> dict[str, bytes]:
-    """The files that a pod finds in its job folder.
-
-    Raises:
-        BadInput: the callable cannot be pickled, or all of it is more than a Secret can hold.
-    """
+    """The files that a pod finds in its job folder."""
     entrypoint = request.entrypoint
     own = {**device_variables(request.resources.device), **environment.env_vars}
     variables = {"ASSAY_JOB_LEASE_SECONDS": f"{owner.lease_seconds:g}", **own}
@@ -123,11 +115,7 @@ def secret_content(
 
 
 def bounded(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Returns the files unchanged if they fit into one Secret.
-
-    Raises:
-        BadInput: they are more than a Secret can hold.
-    """
+    """Returns the files unchanged if they fit into one Secret."""
     if (size := sum(map(len, files.values()))) > LARGEST_SECRET_BYTES:
         largest = max(files, key=lambda name: len(files[name]))
         raise BadInput(

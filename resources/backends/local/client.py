@@ -84,14 +84,7 @@ class LocalClient:
         return True
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> LocalJob:
-        """Starts a job, after building its environment where it wants one of its own.
-
-        Raises:
-            JobAlreadyExists: a job of that name is running; with `adopt_existing` its handle is returned instead.
-            UnsatisfiableResources: a device or an image that this backend cannot give.
-            BadInput: the callable cannot be pickled, or a folder does not exist.
-            EnvironmentBuildFailed: the packages asked for cannot be installed.
-        """
+        """Starts a job, after building its environment where it wants one of its own."""
         if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
             return running
         self.check_resources(request.resources)

@@ -14,9 +14,6 @@ def client_from_address(host: str, path: str) -> LocalClient:
     Args:
         host: empty, since it is this one.
         path: the folder; how the jobs of a client with a folder of its own find it.
-
-    Raises:
-        BadInput: another machine is named.
     """
     if host:
         raise BadInput(

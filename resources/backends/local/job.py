@@ -119,11 +119,7 @@ class LocalJob:
             return None
 
     def terminate(self) -> None:
-        """Ends the job with everything it started, and returns when nothing of it is left.
-
-        Raises:
-            JobTimeout: a process survived SIGKILL, which only a broken disk or driver makes possible.
-        """
+        """Ends the job with everything it started, and returns when nothing of it is left."""
         self.request_stop()
         patience_seconds = self._specification["grace_seconds"] + _TERMINATE_MARGIN_SECONDS
         deadline = time.monotonic() + patience_seconds

@@ -35,9 +35,6 @@ class RayClient:
         address: `auto`, host and port of the cluster's head, or `ray://host:port` of a Ray Client server. A Ray that
             this process is connected to already is used as it is.
         grace_seconds: what processes get between SIGTERM and SIGKILL.
-
-    Raises:
-        BackendUnavailable: nothing answers there.
     """
 
     def __init__(self, address: str = "auto", *, grace_seconds: float = 10.0) -> None:
@@ -57,30 +54,15 @@ class RayClient:
 
     @property
     def description(self) -> str:
-        """See `Client.description`; the URL names no cluster to people outside of it.
-
-        Raises:
-            BackendUnavailable: the cluster does not answer.
-        """
+        """See `Client.description`; the URL names no cluster to people outside of it."""
         return f"the Ray cluster at {self._connection().address}"
 
     def connect(self) -> None:
-        """Connects this process now, which submitting would do too.
-
-        Raises:
-            BackendUnavailable: nothing answers there.
-        """
+        """Connects this process now, which submitting would do too."""
         self._connection()
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> RayJob:
-        """See `Client.submit`; what cannot be found or built on a node makes the job fail, with the reason.
-
-        Raises:
-            JobAlreadyExists: a job of that name is running; with `adopt_existing` its handle is returned instead.
-            UnsatisfiableResources: no node of the cluster can give what is asked for, or an image is.
-            BadInput: the callable cannot be pickled, or a folder does not exist or is too large to send.
-            BackendUnavailable: the cluster does not answer.
-        """
+        """See `Client.submit`; what cannot be found or built on a node makes the job fail, with the reason."""
         connection = self._connection()
         if running := while_running(self._running(connection, request.name), adopt_existing=adopt_existing):
             return running

@@ -59,11 +59,7 @@ class SentFolder:
         return self.machine == this_machine() and self.path.is_dir() and self.path.stat().st_ino == self.inode
 
     def brought_here(self, fetch: Callable[[], bytes]) -> Path:
-        """The folder itself where this is its machine, else its package, unpacked once.
-
-        Raises:
-            BadInput: another machine, and no package was sent.
-        """
+        """The folder itself where this is its machine, else its package, unpacked once."""
         if self.is_here():
             return self.path
         if self.digest is None:

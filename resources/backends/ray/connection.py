@@ -44,9 +44,6 @@ class RayConnection:
     Args:
         ray: the module.
         address: `auto`, host and port of a cluster, or `ray://host:port` of a Ray Client server.
-
-    Raises:
-        BackendUnavailable: nothing answers there, or another version of Ray does.
     """
 
     def __init__(self, ray: Any, address: str) -> None:
@@ -117,7 +114,6 @@ class RayConnection:
 
         Raises:
             ControllerGone: it has ended.
-            BackendUnavailable: the cluster does not answer.
             AssayError: what the method raises for users.
         """
         reference: Any = None

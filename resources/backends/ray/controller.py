@@ -76,11 +76,7 @@ class Controller:
         return next((key for key, job in self._jobs.items() if job.name == name and not job.status.finished), None)
 
     async def check(self, *, resources: ResourceConfig, replicas: int) -> list[str]:
-        """Refuses what the cluster can never give; the addresses of its living nodes.
-
-        Raises:
-            UnsatisfiableResources: the cluster can never give what is asked for.
-        """
+        """Refuses what the cluster can never give; the addresses of its living nodes."""
         await asyncio.to_thread(ray_placement.check, self._ray, resources, replicas)
         nodes = await asyncio.to_thread(self._ray.nodes)
         return sorted({node["NodeManagerAddress"] for node in nodes if node["Alive"]})
@@ -92,11 +88,7 @@ class Controller:
         return digest in self._packages
 
     async def submit(self, *, order: JobOrder, adopt_existing: bool) -> str:
-        """Starts a job, and returns its id, or with `adopt_existing` that of the running one of the same name.
-
-        Raises:
-            JobAlreadyExists: one of that name is running.
-        """
+        """Starts a job, and returns its id, or with `adopt_existing` that of the running one of the same name."""
         if order.job_id in self._jobs:  # asked again, since the first answer was lost on its way
             return order.job_id
         if (existing := await self.running(name=order.name)) is not None:

@@ -11,9 +11,6 @@ def client_from_address(host: str, path: str) -> RayClient:
     Args:
         host: `auto` or empty for the former; else host and port of the server.
         path: not used.
-
-    Raises:
-        BackendUnavailable: nothing answers there.
     """
     client = RayClient("auto" if host in ("", "auto") else f"ray://{host}")
     client.connect()

@@ -92,11 +92,7 @@ class RayJob:
             return None
 
     def terminate(self) -> None:
-        """See `JobHandle.terminate`.
-
-        Raises:
-            JobTimeout: something survived SIGKILL, or a node does not answer.
-        """
+        """See `JobHandle.terminate`."""
         try:
             seconds: float = self._ask("stop")
         except ControllerGone:
@@ -133,11 +129,7 @@ class RayJob:
 
 
 def wait_for_all(connection: RayConnection, controller: Any, job_ids: list[str], *, seconds: float) -> None:
-    """Returns when all jobs have finished.
-
-    Raises:
-        JobTimeout: some had not in time.
-    """
+    """Returns when all jobs have finished."""
     deadline = time.monotonic() + seconds
     for job_id in job_ids:
         left = max(0.1, deadline - time.monotonic())

@@ -124,11 +124,7 @@ async def place(
 
 
 def check(ray: Any, resources: ResourceConfig, replicas: int) -> None:
-    """Refuses what this cluster can never give, judging by the nodes it has; with an autoscaler others may come.
-
-    Raises:
-        UnsatisfiableResources: says what the nearest is.
-    """
+    """Refuses what this cluster can never give, judging by the nodes it has; with an autoscaler others may come."""
     nodes = read_nodes(ray)
     refused = refusal(nodes, resources, replicas)
     if refused is not None and not has_autoscaler(ray, nodes):

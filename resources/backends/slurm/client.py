@@ -95,15 +95,7 @@ class SlurmClient:
         return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> SlurmJob:
-        """Queues a job, after building its environment where it wants one of its own.
-
-        Raises:
-            JobAlreadyExists: a job of that name is running; with `adopt_existing` its handle is returned instead.
-            UnsatisfiableResources: no node of the partition can give what is asked for, or Slurm refuses it.
-            BadInput: the callable cannot be pickled, or a folder does not exist.
-            EnvironmentBuildFailed: the packages asked for cannot be installed.
-            BackendUnavailable: Slurm does not answer.
-        """
+        """Queues a job, after building its environment where it wants one of its own."""
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running

@@ -14,9 +14,6 @@ def client_from_address(host: str, path: str, **options: str) -> SlurmClient:
         host: the partition; the cluster's default one when empty.
         path: empty.
         options: of `sbatch`, such as account and time.
-
-    Raises:
-        BadInput: something else follows the partition.
     """
     if path.strip("/"):
         raise BadInput(expected="slurm://partition", found=f"slurm://{host}{path}", remedy="Correct ASSAY_JOBS.")

@@ -111,11 +111,7 @@ class SlurmJob:
         return None
 
     def terminate(self) -> None:
-        """Ends the job with everything it started, and returns when nothing of it is left.
-
-        Raises:
-            JobTimeout: Slurm did not end it in time.
-        """
+        """Ends the job with everything it started, and returns when nothing of it is left."""
         self.request_stop()
         asked_at = time.monotonic()
         deadline = asked_at + self._specification["grace_seconds"] + _END_MARGIN_SECONDS

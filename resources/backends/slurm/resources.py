@@ -53,11 +53,7 @@ def nodes_of(listing: str, *, default_only: bool = False) -> list[Node]:
 
 
 def refuse_what_slurm_lacks(resources: ResourceConfig, *, image: str | None) -> None:
-    """Refuses what no Slurm cluster can be asked for.
-
-    Raises:
-        UnsatisfiableResources: TPUs, a place, or an image.
-    """
+    """Refuses what no Slurm cluster can be asked for."""
     if isinstance(resources.device, TpuConfig):
         raise UnsatisfiableResources(
             expected="CPUs or GPUs, which Slurm gives",
@@ -79,11 +75,7 @@ def refuse_what_slurm_lacks(resources: ResourceConfig, *, image: str | None) -> 
 
 
 def check_nodes(resources: ResourceConfig, nodes: Sequence[Node], *, replicas: int) -> None:
-    """Refuses what the nodes of a partition could not give even if nothing else ran.
-
-    Raises:
-        UnsatisfiableResources: with what is asked for, and what there is.
-    """
+    """Refuses what the nodes of a partition could not give even if nothing else ran."""
     if sum(node.count * _replicas_on(node, resources) for node in nodes) >= replicas:
         return
     gpus = resources.device

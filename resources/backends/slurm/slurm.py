@@ -56,10 +56,6 @@ class Slurm:
             name: of the job in Slurm's lists.
             folder: that it starts in, and writes its own output to.
             variables: its whole environment; Slurm's controller keeps them.
-
-        Raises:
-            UnsatisfiableResources: Slurm refuses it.
-            BackendUnavailable: the controller does not answer.
         """
         mine = [f"--partition={self.partition}"] if self.partition else []
         mine += [f"--{option}={value}" for option, value in self.options.items()]
@@ -135,11 +131,7 @@ class Slurm:
             self._states = (-inf, {})
 
     def nodes(self) -> list[Node]:
-        """Returns the nodes of the partition, as Slurm counts them.
-
-        Raises:
-            BadInput: there is no such partition.
-        """
+        """Returns the nodes of the partition, as Slurm counts them."""
         asked_at, nodes = self._nodes
         if time.monotonic() - asked_at > _NODES_KNOWN_SECONDS:
             mine = [f"--partition={self.partition}"] if self.partition else []

@@ -109,19 +109,11 @@ class AlpacaEval:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Win rates with their errors, and counts from plan, outputs and verdicts.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Win rates with their errors, and counts from plan, outputs and verdicts."""
         return read_results(output, config)
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """One for each instruction, with its preference from 0 to 1 as win_rate.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """One for each instruction, with its preference from 0 to 1 as win_rate."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
@@ -134,13 +126,7 @@ class AlpacaEval:
         return Progress(f"{found['key']}, {found['stage']}", min(done, total), total)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Reads sets of instructions and looks the judge's configuration up.
-
-        Raises:
-            UnknownBenchmark: there is no set of that name.
-            BadInput: a file cannot be used, or there is no such configuration.
-            StorageError: a file cannot be read.
-        """
+        """Reads sets of instructions and looks the judge's configuration up."""
         check_instructions(config)
         _check_annotator(config, python)
 

@@ -57,13 +57,7 @@ def _uri(task: EvalTaskConfig, config: EvaluationConfig) -> str | None:
 
 
 def check_instructions(config: EvaluationConfig) -> None:
-    """Reads every set of an evaluation but the official one, and refuses what cannot be used.
-
-    Raises:
-        UnknownBenchmark: there is no set of that name.
-        BadInput: a file is no list of instructions, or outputs to compare with are missing.
-        StorageError: a file cannot be read.
-    """
+    """Reads every set of an evaluation but the official one, and refuses what cannot be used."""
     options = config.options(AlpacaEvalOptions)
     given = (options.instructions_path, options.reference_outputs_path, options.length_control_path)
     remote = [path for path in given if path is not None and not storage.is_local(path)]

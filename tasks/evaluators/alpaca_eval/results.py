@@ -70,11 +70,7 @@ def folder_of(output: Path, key: str, config: EvaluationConfig) -> Path:
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """Reads the metrics and counts of the run in `output`.
-
-    Raises:
-        HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
-    """
+    """Reads the metrics and counts of the run in `output`."""
     plan, results = _read_both(output, config)
     requested = answered = scored = errors = left_out = 0
     metrics: list[Metric] = []
@@ -108,11 +104,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
 
 
 def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """One sample for each instruction that was asked, whatever came of it.
-
-    Raises:
-        HarnessOutputInvalid: plan or results are missing or cannot be read.
-    """
+    """One sample for each instruction that was asked, whatever came of it."""
     plan, _ = _read_both(output, config)
     for key in plan.sets:
         seen: Counter[str] = Counter()

@@ -45,13 +45,7 @@ class _Known(BaseModel):
 
 
 def check_entries(config: EvaluationConfig, *, python: Path) -> None:
-    """Looks every benchmark up, with its arguments.
-
-    Raises:
-        UnknownBenchmark: HELM has no run entry of that name, or the file of run entries has none.
-        BadInput: an argument is unknown or missing, or a file is not there.
-        HarnessFailed: HELM cannot list its run entries.
-    """
+    """Looks every benchmark up, with its arguments."""
     _check_folder(config)
     path = config.options(HelmOptions).run_specs_path
     own = _own_names(config) if path is None else set()
@@ -78,11 +72,7 @@ def check_entries(config: EvaluationConfig, *, python: Path) -> None:
 
 
 def read_entries_file(uri: str) -> bytes:
-    """The content of a file of run entries.
-
-    Raises:
-        BadInput: there is none.
-    """
+    """The content of a file of run entries."""
     if storage.content_digest(uri) is None:
         raise BadInput(
             expected="a file of run entries", found=f"run_specs_path={uri}, which is none", remedy="Correct the path"

@@ -110,19 +110,11 @@ class Helm:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """The metrics that count in each run, counts from plan and scenario states, and the web site.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """The metrics that count in each run, counts from plan and scenario states, and the web site."""
         return read_results(output, config)
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Every question of every run, in each trial.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Every question of every run, in each trial."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
@@ -130,13 +122,7 @@ class Helm:
         return Progress.last_in(log, _PROGRESS)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks every run entry up, with its arguments.
-
-        Raises:
-            UnknownBenchmark: HELM has no run entry of that name, or the file of run entries has none.
-            BadInput: an argument is unknown or missing, or a file is not there.
-            HarnessFailed: HELM cannot list its run entries.
-        """
+        """Looks every run entry up, with its arguments."""
         check_entries(config, python=python)
 
 

@@ -34,11 +34,7 @@ SITE = f"{RESULTS_FOLDER}/index.html"
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """Reads the metrics and counts of the runs in `output`.
-
-    Raises:
-        HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
-    """
+    """Reads the metrics and counts of the runs in `output`."""
     plan = read_plan(output)
     metrics: dict[str, list[list[Metric]]] = defaultdict(list)
     details: dict[str, BenchmarkDetails] = {}

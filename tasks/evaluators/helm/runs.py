@@ -192,20 +192,12 @@ class Run:
 
 
 def read_plan(output: Path) -> Plan:
-    """The plan of the runs in `output`.
-
-    Raises:
-        HarnessOutputInvalid: it is missing or cannot be read.
-    """
+    """The plan of the runs in `output`."""
     return read_result(HARNESS, output / PLAN_NAME, Plan)
 
 
 def planned_runs(output: Path, plan: Plan, config: EvaluationConfig) -> Iterator[Run]:
-    """The runs in `output`.
-
-    Raises:
-        HarnessOutputInvalid: a file is missing or cannot be read, or these are not the benchmarks that were asked for.
-    """
+    """The runs in `output`."""
     require_plan_of((run.key for run in plan.runs.values()), config, harness=HARNESS, output=output)
     for name, planned_run in plan.runs.items():
         folder = output / RESULTS_FOLDER / "benchmark_output" / "runs" / plan.suite / name

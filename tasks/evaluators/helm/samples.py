@@ -19,11 +19,7 @@ _HASH_DIGITS = 12
 
 
 def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """Every question of the runs in `output`, in each trial.
-
-    Raises:
-        HarnessOutputInvalid: plan or results are missing or cannot be read.
-    """
+    """Every question of the runs in `output`, in each trial."""
     for run in planned_runs(output, read_plan(output), config):
         forms = Counter(key.instance for key in run.states)
         for key, states in run.states.items():

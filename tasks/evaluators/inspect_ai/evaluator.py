@@ -99,19 +99,11 @@ class Inspect:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """The metrics of each task with their errors, counts from plan and samples, and Inspect's own log.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """The metrics of each task with their errors, counts from plan and samples, and Inspect's own log."""
         return read_results(output, config)
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Every question, in each epoch.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Every question, in each epoch."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
@@ -119,12 +111,7 @@ class Inspect:
         return Progress.last_in(log, _PROGRESS)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks every task up, and refuses what Inspect would ignore.
-
-        Raises:
-            UnknownBenchmark: there is no task of that name, or no such package in the environment.
-            BadInput: a field has no meaning here, or code is to run beside a judge elsewhere.
-        """
+        """Looks every task up, and refuses what Inspect would ignore."""
         for task, found in zip(config.evals, find_tasks(config), strict=True):
             package = found.task.partition("/")[0]
             if found.file is None and not installed(package, python):

@@ -98,11 +98,7 @@ class _Row(BaseModel):
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """Reads the metrics and counts of the run in `output`.
-
-    Raises:
-        HarnessOutputInvalid: something is missing or cannot be read, or no usable number came of whole answers.
-    """
+    """Reads the metrics and counts of the run in `output`."""
     plan, results = _read_both(output, config)
     rows, better = _rows(output), config.options(InspectOptions).higher_is_better
     details: dict[str, BenchmarkDetails] = {}
@@ -138,9 +134,6 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
 
     A score is given under the name of each metric that is its mean, else under the scorer's. Questions are clustered by
     the field of their metadata that the benchmark or the task's own error names; else epochs of one are a cluster.
-
-    Raises:
-        HarnessOutputInvalid: something is missing or cannot be read.
     """
     plan, results = _read_both(output, config)
     rows = _rows(output)

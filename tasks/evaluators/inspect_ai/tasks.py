@@ -26,12 +26,7 @@ class FoundTask:
 
 
 def find_tasks(config: EvaluationConfig) -> list[FoundTask]:
-    """The tasks that an evaluation names, in its order: `task`, `file@task` without .py, or `package@task`.
-
-    Raises:
-        UnknownBenchmark: there is no such task, as far as files tell; of a package only its program can know.
-        BadInput: several files have one of that name.
-    """
+    """The tasks that an evaluation names, in its order: `task`, `file@task` without .py, or `package@task`."""
     own = list(_own_tasks(config))
     return [_found(task.name, own, config) for task in config.evals]
 

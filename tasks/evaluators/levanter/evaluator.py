@@ -118,11 +118,7 @@ class Levanter:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Metrics and counts as lm-eval reports them, with the versions of what computed them.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Metrics and counts as lm-eval reports them, with the versions of what computed them."""
         parsed = read_results(output, config)
         try:
             facts = _Facts.model_validate_json((output / _FACTS_NAME).read_bytes())
@@ -135,11 +131,7 @@ class Levanter:
         return replace(parsed, versions={**parsed.versions, **facts.versions})
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Question by question.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Question by question."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
@@ -147,14 +139,7 @@ class Levanter:
         return Progress.last_in(log, _SCORING)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks every benchmark up as for lm-eval; those that generate are refused, some only by the program.
-
-        Raises:
-            UnknownBenchmark: there is none of that name.
-            BadInput: the folder of one's own does not exist, a benchmark in it lets the model write, or the devices are
-                those of several machines.
-            EnvironmentBuildFailed, HarnessFailed: lm-eval cannot list its benchmarks.
-        """
+        """Looks every benchmark up as for lm-eval; those that generate are refused, some only by the program."""
         _check_one_machine(config.resource_config or ResourceConfig())
         _LM_EVAL.check(config, python=python)
         writing = [task.name for task in config.evals if task.name in _known_to_generate(config)]

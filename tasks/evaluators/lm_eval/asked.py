@@ -81,10 +81,6 @@ class Asked(BaseModel):
 
 
 def read_asked(output: Path) -> Asked:
-    """The file of the run in `output`; an empty one where there is none.
-
-    Raises:
-        HarnessOutputInvalid: it cannot be read.
-    """
+    """The file of the run in `output`; an empty one where there is none."""
     path = output / ASKED_NAME
     return read_result("lm-eval", path, Asked) if path.exists() else Asked()

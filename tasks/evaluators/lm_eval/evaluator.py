@@ -131,19 +131,11 @@ class LmEval:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Metrics as lm-eval reports them, groups and their parts included, and counts from plan and samples.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Metrics as lm-eval reports them, groups and their parts included, and counts from plan and samples."""
         return read_results(output, config)
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Question by question, those that were left out with no score.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
+        """Question by question, those that were left out with no score."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
@@ -158,14 +150,7 @@ class LmEval:
         return Progress(found["stage"], min(int(found["before"]) + done, int(found["all"])), int(found["all"]))
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks every benchmark up: first in the folder of one's own, then among those that come with lm-eval.
-
-        Raises:
-            UnknownBenchmark: it is in neither.
-            BadInput: the folder does not exist, or a benchmark runs code and may not.
-            EnvironmentBuildFailed: the environment is broken.
-            HarnessFailed: lm-eval cannot list its benchmarks.
-        """
+        """Looks every benchmark up: first in the folder of one's own, then among those that come with lm-eval."""
         own = own_benchmarks(config)
         run_code = set(own.run_code)
         if any(task.name not in own.names for task in config.evals):

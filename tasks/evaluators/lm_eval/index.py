@@ -46,12 +46,7 @@ class Listing(BaseModel):
 
 
 def listed_benchmarks(python: Path) -> list[str]:
-    """All names that come with lm-eval; asked once per environment, since that takes it many seconds.
-
-    Raises:
-        EnvironmentBuildFailed: the environment is broken.
-        HarnessFailed: lm-eval cannot list its benchmarks.
-    """
+    """All names that come with lm-eval; asked once per environment, since that takes it many seconds."""
     return listing(python).benchmarks
 
 
@@ -92,11 +87,7 @@ def local_benchmarks(config: EvaluationConfig) -> Path:
 
 
 def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
-    """Reads the user's own folder of benchmarks, here or in a store.
-
-    Raises:
-        BadInput: there is no such folder.
-    """
+    """Reads the user's own folder of benchmarks, here or in a store."""
     if config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path):
         with TemporaryDirectory() as folder:
             copy = Path(folder) / "benchmarks"

@@ -91,11 +91,7 @@ class _Counted:
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """Reads the metrics and counts of the run in `output`; no metrics where it stopped early.
-
-    Raises:
-        HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
-    """
+    """Reads the metrics and counts of the run in `output`; no metrics where it stopped early."""
     if (output / ANSWERED_NAME).exists() and not _results_in(output):
         return _read_early(output)
     plan, results, stamped = read_files(output)
@@ -146,11 +142,7 @@ def _read_early(output: Path) -> Parsed:
 
 
 def read_files(output: Path) -> tuple[Plan, Results, Callable[[str], Path]]:
-    """The plan, the results, and where the samples of a task lie.
-
-    Raises:
-        HarnessOutputInvalid: one of them is missing or cannot be read, or results do not cover the plan.
-    """
+    """The plan, the results, and where the samples of a task lie."""
     plan = read_result(_HARNESS, output / PLAN_NAME, Plan)
     path = _newest_results(output)
     results = read_result(_HARNESS, path, Results)

@@ -24,11 +24,7 @@ _Arguments = list[list[Any]]
 
 
 def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """Every question of the run in `output`, then those that were left out since their prompts are too long.
-
-    Raises:
-        HarnessOutputInvalid: plan or results are missing or cannot be read.
-    """
+    """Every question of the run in `output`, then those that were left out since their prompts are too long."""
     plan, results, stamped = read_files(output)
     ends = read_asked(output).ends
     evals = {task.metric_key: task for task in config.evals}

@@ -83,11 +83,7 @@ def largest_difference(rows: Sequence[Row], others: Sequence[Row]) -> float:
 
 
 def labelled_rows(answer: Any, labels: Sequence[int]) -> dict[int, Row]:
-    """Rows of labels behind a context, by token.
-
-    Raises:
-        UnreadableAnswerError: one is missing, or has no log-probability.
-    """
+    """Rows of labels behind a context, by token."""
     top = _at(answer, "choices", 0, "logprobs", "top_logprobs", 0)
     values = [top.get(f"{TOKEN_ID}{label}") for label in labels] if isinstance(top, dict) else []
     others = list(top.values()) if isinstance(top, dict) else []
@@ -98,11 +94,7 @@ def labelled_rows(answer: Any, labels: Sequence[int]) -> dict[int, Row]:
 
 
 def prompt_rows(answer: Any, tokens: Sequence[int], start: int) -> list[Row] | None:
-    """Rows of the tokens from `start` on; None where the engine did not compute each of them.
-
-    Raises:
-        UnreadableAnswerError: rows are not those of a prompt of these tokens.
-    """
+    """Rows of the tokens from `start` on; None where the engine did not compute each of them."""
     rows = _at(answer, "prompt_logprobs")
     cached = _at(answer, "usage", "prompt_tokens_details", "cached_tokens")
     if not isinstance(rows, list) or (isinstance(cached, int) and cached >= start):

@@ -115,11 +115,7 @@ def concerns(reply: Any) -> bool:
 
 
 def check_reply(reply: Any) -> None:
-    """Passes if the answer fits its request.
-
-    Raises:
-        RemoteProtocolError: it does not; of the library that the reply is of, since clients repeat after no other.
-    """
+    """Passes if the answer fits its request."""
     try:
         answer, halves = parsed(reply.content)
         check(json.loads(reply.request.content), answer)
@@ -166,11 +162,7 @@ def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
 
 
 def check_columns(logprobs: dict[str, Any], *, echo: bool) -> None:
-    """Passes if there is a log-probability for each token: finite, and at most 0.
-
-    Raises:
-        Malformed: there is not.
-    """
+    """Passes if there is a log-probability for each token: finite, and at most 0."""
     columns = [logprobs[name] for name in COLUMNS if logprobs.get(name) is not None]
     values = list(logprobs["token_logprobs"])
     if {len(column) for column in columns} != {len(values)}:
@@ -183,10 +175,6 @@ def check_columns(logprobs: dict[str, Any], *, echo: bool) -> None:
 
 
 def check_values(values: list[float]) -> None:
-    """Passes if all are log-probabilities.
-
-    Raises:
-        Malformed: one of them is not finite, or above 0.
-    """
+    """Passes if all are log-probabilities."""
     if values and not (math.isfinite(sum(values)) and max(values) <= ROUNDING):
         raise Malformed("log-probabilities that are none")

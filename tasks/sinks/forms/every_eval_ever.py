@@ -50,11 +50,7 @@ class Publisher(NamedTuple):
     developer: str
 
     def check(self) -> None:
-        """Refuses names that can be no folder.
-
-        Raises:
-            BadInput: one is none.
-        """
+        """Refuses names that can be no folder."""
         for option, name in zip(("--organization", "--developer"), self, strict=True):
             if not name.strip() or name.lower() in ("unknown", "data") or _NOT_PORTABLE.search(name):
                 raise BadInput(
@@ -89,10 +85,6 @@ def write_every_eval_ever(
         publisher: who evaluated what.
         wanted: says which metrics.
         with_samples: also write what was asked and answered.
-
-    Raises:
-        BadInput: the publisher's names cannot be used.
-        StorageError: something cannot be read or written.
     """
     publisher.check()
     left_out: Counter[str] = Counter()

@@ -44,9 +44,6 @@ def hub_entries(
         record: the record.
         leaderboards: the place of each benchmark that has one, by the name it is published under.
         source_url: web page with more.
-
-    Raises:
-        SinkFailed: a benchmark has no such metric.
     """
     if not record.succeeded or record.evaluation.get("max_eval_instances") is not None:
         return {}

@@ -43,10 +43,6 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
         names: of the metrics that count.
         evaluate: scores answered questions as the run itself does.
         withhold: refuse a run whose grader fails.
-
-    Raises:
-        Refused: no right answer is scored otherwise than an empty one.
-        Exception: the metrics lack data on this machine, as `missing_data` knows it.
     """
     if any(state.request.echo_prompt for state in states) or run.spec.annotators:
         judged = "others judge its answers" if run.spec.annotators else "it does not only let the model write"

@@ -42,11 +42,7 @@ class Written:
 
 
 def choices_of(answer: Any, count: int) -> list[Choice]:
-    """The choices of an answer in the order of the prompts.
-
-    Raises:
-        MalformedAnswerError: there is not exactly one for each prompt.
-    """
+    """The choices of an answer in the order of the prompts."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise MalformedAnswerError("no list of choices")
@@ -57,11 +53,7 @@ def choices_of(answer: Any, count: int) -> list[Choice]:
 
 
 def check_end(choice: Choice) -> None:
-    """Refuses a choice that was cut, or does not say how it ended.
-
-    Raises:
-        MalformedAnswerError: it is one.
-    """
+    """Refuses a choice that was cut, or does not say how it ended."""
     if (end := choice.get("finish_reason")) not in ENDS:
         raise MalformedAnswerError(f"a finish_reason {str(end)[:40]!r}")
 
@@ -84,9 +76,6 @@ def weighed_rows(
         start: place of the first one that counts.
         sent: tokens that were in the prompt; the last one of `asked` may have been forced instead.
         read: texts of tokens, with and without special ones, for endpoints that echo texts.
-
-    Raises:
-        MalformedAnswerError: the rows are not those of these tokens, or no log-probabilities.
     """
     check_end(choice)
     rows = choice.get("logprobs")
@@ -131,9 +120,6 @@ def written(choice: Choice, *, prompt: str, stops: Sequence[str]) -> Written:
         choice: a choice without an echo.
         prompt: text before it, or its end; it may have begun to reason.
         stops: stop strings, of which the endpoint may have been told some.
-
-    Raises:
-        MalformedAnswerError: it was cut, or says nothing of its end.
     """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")

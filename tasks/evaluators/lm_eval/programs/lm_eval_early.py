@@ -68,11 +68,7 @@ class EarlyQuestions:
         self._types = {request.request_type for question in self._questions.values() for request in question.requests}
 
     def ask(self, wanted: dict[str, Any]) -> None:
-        """Asks the batches of an earlier attempt again, then as long as something is undecided.
-
-        Raises:
-            DecidedEarlyError: nothing is, and questions are left; they are not asked.
-        """
+        """Asks the batches of an earlier attempt again, then as long as something is undecided."""
         keys: list[Key] = [tuple(key) for key in wanted["questions"]]
         if keys:
             self._refuse_others(keys, wanted["prompts"])

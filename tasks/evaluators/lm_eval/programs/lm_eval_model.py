@@ -59,9 +59,6 @@ class Checked(LocalCompletionsAPI):
 
         Prompts to be continued are sent in the order of their tokens, so that what they have in common is in the
         engine's cache when it is needed; lm-eval's order is that of their lengths.
-
-        Raises:
-            EndpointFaultError: the endpoint failed every time.
         """
         with endpoint_faults():
             if not generate:
@@ -304,11 +301,7 @@ class Conversations(Checked, LocalChatCompletion):
 
 @contextmanager
 def endpoint_faults() -> Iterator[None]:
-    """Makes failures of the endpoint, after all tries, one error.
-
-    Raises:
-        EndpointFaultError: the endpoint failed every time.
-    """
+    """Makes failures of the endpoint, after all tries, one error."""
     try:
         yield
     except ClientResponseError as error:
