@@ -1,1 +1,1 @@
-"""Replicas of one model family behind one OpenAI-compatible endpoint. Plain Python, no Prefect."""
+"""Replicas of a model family behind a single OpenAI-compatible endpoint. Plain Python, no Prefect."""

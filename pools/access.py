@@ -1,4 +1,4 @@
-"""Access to a pool: its address, its keys, and how it serves; from the file of a kept pool, or asked of its proxy."""
+"""Access to a pool: address, keys and engine, from the file of a running pool or from its proxy."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _NOTHING_TO_DO_WITH_ANSWERS = frozenset(
 
 
 class PoolDescription(Config):
-    """A pool as its proxy describes it to whoever has a key of it."""
+    """A pool's description, as its proxy returns it to clients with a key."""
 
     config: InferencePoolConfig
     """Its configuration."""
     engine_build: str
-    """Names the build of its engine."""
+    """Name of the engine build."""
     engine_packages: dict[str, str] = {}
     """Versions of its packages, and a digest over all of them."""
     checkpoints: dict[str, str] = {}
@@ -50,26 +50,25 @@ class PoolDescription(Config):
 
 
 class PoolAccess(PoolDescription):
-    """A pool with its address and keys; a file with it must be nobody else's to read."""
+    """A pool with its address and keys. A file with it must be readable by its owner only."""
 
     address: ProxyAddress
-    """Of its proxy."""
+    """Address of the proxy."""
     key: SecretStr
-    """For requests to its models, and for evaluating those that it knows."""
+    """Key for requests to its models, and for evaluating the models it already has."""
     admin_key: SecretStr | None = None
-    """For bringing it checkpoints, and for copies of answers; None where the user was not given it."""
+    """Key for adding checkpoints and for copies of answers; None for users without it."""
 
     @field_serializer("key", "admin_key", when_used="json")
     def _key_in_the_clear(self, key: SecretStr | None) -> str | None:
         return key.get_secret_value() if key is not None else None
 
     def proxy(self, *, timeout_seconds: float = 10) -> ProxyClient:
-        """Speaks to its proxy, which may take so long to answer."""
         key = self.admin_key or self.key
         return ProxyClient(self.address, key=key.get_secret_value(), timeout_seconds=timeout_seconds)
 
     def engine_identity(self) -> dict[str, Any]:
-        """The engine that answers: build, device and arguments."""
+        """Returns the engine's identity: build, packages, device and arguments."""
         return {
             "name": "vllm",
             "build": self.engine_build,
@@ -81,7 +80,10 @@ class PoolAccess(PoolDescription):
 
 
 def require_usable(access: PoolAccess, checkpoints: Sequence[Servable]) -> None:
-    """Refuses what a pool cannot serve, or should not read; where it runs is known if it names regions, or is here."""
+    """Refuses checkpoints that the pool cannot serve or should not read.
+
+    The region check needs the pool's location: it runs only if the pool names regions or is on this machine.
+    """
     require_divisible(access.config, checkpoints)
     resources = access.config.resource_config
     if resources.regions or is_loopback(access.address.host):
@@ -89,12 +91,9 @@ def require_usable(access: PoolAccess, checkpoints: Sequence[Servable]) -> None:
 
 
 def access_at(url: str, *, key: SecretStr | None, admin_key: SecretStr | None = None) -> PoolAccess:
-    """Access to the pool at an address, which says itself how it serves.
+    """Returns the access to the pool at an address: `https://host/…`, or http where that is allowed.
 
-    Args:
-        url: `https://host/…`, or http where that is allowed.
-        key: that of its clients; the admin key will do in its place.
-        admin_key: its admin key, where the user has it.
+    Reads the pool's description from its proxy. `key` is the client key; it defaults to the admin key.
     """
     address = _address_of(url)
     key = key or admin_key
@@ -116,10 +115,10 @@ def access_at(url: str, *, key: SecretStr | None, admin_key: SecretStr | None = 
 
 
 def described(address: ProxyAddress, *, key: SecretStr, admin_key: SecretStr | None) -> PoolAccess:
-    """Access to the pool behind a proxy, as that says itself how it serves.
+    """Returns the access to the pool behind a proxy; reads the pool's description from the proxy.
 
     Raises:
-        ValidationError: something else answers.
+        ValidationError: the answer is no pool description.
     """
     content = ProxyClient(address, key=key.get_secret_value()).describe()
     description = PoolDescription.model_validate_json(content)
@@ -153,10 +152,7 @@ def _address_of(url: str) -> ProxyAddress:
 
 
 def engine_digest(config: InferencePoolConfig, build: str) -> str:
-    """Identifies an engine as far as its answers depend on it: build, device, variables, and arguments.
-
-    Those about sizes and logs do not count.
-    """
+    """Returns a digest of the engine as far as its answers depend on it, without arguments about sizes and logs."""
     arguments = {
         name: value for name, value in engine_kwargs(config).items() if name not in _NOTHING_TO_DO_WITH_ANSWERS
     }

@@ -30,25 +30,25 @@ ENGINE_GENERATION_DEFAULTS = (
 )
 """Sampling parameters for which vLLM keeps a server-wide default."""
 REQUEST_GENERATION_PARAMS = ("stop_token_ids",)
-"""Those it does not: evaluators that say how to sample put them into each request."""
+"""Sampling parameters without a server-wide default: evaluators with sampling settings put them into each request."""
 
 _NAMES_FILES = {
     *("generation_config", "hf_config_path", "tokenizer", "speculative_config"),
     *("lora_modules", "tool_parser_plugin", "reasoning_parser_plugin"),
 }
-"""Engine arguments in which a text without a slash may be a file."""
+"""Engine arguments in which text without a slash may be a file."""
 
 
 def is_setting(name: str) -> bool:
-    """Tells whether a variable is one of those that can change what an engine answers."""
+    """Returns True if an environment variable can change an engine's answers."""
     return fnmatchcase(name, ENGINE_SETTINGS) and not any(fnmatchcase(name, other) for other in NO_ENGINE_SETTINGS)
 
 
 def check_name(name: str) -> str:
-    """A name that may become part of a path or a URL.
+    """Returns the name if it may become part of a path or a URL.
 
     Raises:
-        ValueError: it may not.
+        ValueError: the name is not usable.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -58,7 +58,7 @@ def check_name(name: str) -> str:
 
 
 def is_address(pool: str) -> bool:
-    """Returns True if a pool is named by its address rather than by its name."""
+    """Returns True if a pool is given by its address, not by its name."""
     return "://" in pool
 
 
@@ -82,10 +82,10 @@ def _state_of(path: str) -> str | None:
 
 
 class ModelConfig(Config):
-    """One model, or every checkpoint of one run, as an engine serves it."""
+    """A model, or every checkpoint of a run, as an engine serves it."""
 
     name: str
-    """Name that requests use; for the checkpoints of a run, the beginning of their names."""
+    """Name that requests use; for the checkpoints of a run, the prefix of their names."""
     path: str | None = None
     """Folder in Hugging Face layout, or a run that holds such folders; local or gs://, s3://."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
@@ -93,11 +93,11 @@ class ModelConfig(Config):
     engine_kwargs: JsonObject = {}
     """Engine arguments as vLLM names them, such as max_model_len; true becomes a flag without a value."""
     engine_variables: dict[str, str] | None = None
-    """Variables VLLM_* of the engine that can change an answer; when unset, those of the process that plans."""
+    """VLLM_* variables of the engine that can change an answer; defaults to those of the planning process."""
     apply_chat_template: bool = False
-    """Ask through the model's own chat template."""
+    """Send prompts through the model's own chat template."""
     generation_params: JsonObject | None = None
-    """Sampling defaults, such as temperature, for requests that set none; AlpacaEval sends them, and stop_token_ids."""
+    """Sampling defaults, such as temperature, for requests without them; AlpacaEval sends them, and stop_token_ids."""
 
     @field_validator("name")
     @classmethod
@@ -143,9 +143,9 @@ class ModelConfig(Config):
         return variables
 
     def unnamed_inputs(self) -> dict[str, Any]:
-        """All that can change an answer beside build, device and arguments: variables, and files that these name.
+        """Returns the other inputs that can change an answer: engine variables, and files in them or in arguments.
 
-        A folder counts by names, sizes and times of its files, since it may hold a model. Empty where there is nothing.
+        A folder counts by the names, sizes and times of its files, since it may hold a model. Empty if there are none.
         """
         named = sorted(set(_named_files([self.engine_kwargs, self.engine_variables])))
         whole = [text for text in named if text.startswith(("/", "~"))]
@@ -164,45 +164,45 @@ class ModelConfig(Config):
 
 
 class InferencePoolConfig(Config):
-    """Replicas of one model behind one proxy; `resource_config.replicas` says how many."""
+    """Replicas of a model behind a shared proxy; `resource_config.replicas` sets their number."""
 
     resource_config: ResourceConfig = ResourceConfig()
     """Resources of each replica, and the number of replicas."""
     model: ModelConfig = Field(validation_alias=AliasChoices("model", "model_config"))
     """The model to serve. In Python, YAML and JSON `model_config` is accepted too."""
     proxy_host: str = "auto"
-    """Address the proxy listens on; auto is loopback, or the proxy's machine's where jobs run elsewhere. Beyond
-    loopback it needs --insecure."""
+    """Address the proxy listens on. auto is loopback, or the address of the proxy's machine if jobs run elsewhere.
+    Beyond loopback it needs --insecure."""
     proxy_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the proxy; 0 takes a free one."""
+    """Port of the proxy; 0 takes a free port."""
     startup_timeout_seconds: float = Field(default=1800, gt=0)
     """Longest time until a replica's model answers."""
     engine_timeout_seconds: float = Field(default=600, gt=0)
-    """Longest time of a request at a replica, before it is sent to another."""
+    """Time limit of a request at a replica, before it is sent to another replica."""
     proxy_timeout_seconds: float = Field(default=1800, gt=0)
     """Longest time that a request is held while no replica is ready."""
     client_timeout_seconds: float = Field(default=7200, gt=0)
-    """Longest time that an evaluator waits for one answer."""
+    """Time limit for an answer, as seen by an evaluator."""
     max_pending_requests: int = Field(default=20_000, ge=1)
-    """Requests that the proxy holds at once; one more is answered 429."""
+    """Requests that the proxy holds at once; further requests are answered 429."""
     max_replica_restarts: int = Field(default=2, ge=0)
-    """Most restarts in ten minutes of a replica whose engine dies."""
+    """Maximum of restarts in ten minutes after deaths of a replica's engine."""
     reload_in_place: bool = True
     """Load the next checkpoint into the running engine where that is possible; else restart it."""
     reload_audit_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of such loads that is compared with a cold start, beside those that are to prove it right."""
+    """Share of in-place loads that are compared with a cold start, in addition to the first, which always are."""
     lease_seconds: float = Field(default=30, gt=0)
-    """Longest silence of a replica before its requests go to another."""
+    """Silence of a replica after which its requests go to another replica."""
     longest_wait_seconds: float = Field(default=60, gt=0)
-    """Longest time that a checkpoint is asked for in vain while others keep every replica busy; then it gets one."""
+    """Time that requests for a checkpoint may wait while others keep every replica busy; then it gets a replica."""
     journal: bool = True
-    """Keep every whole answer, and give it again when the same request comes. Without it the pool writes nothing of
-    prompts and answers: for confidential sets."""
+    """Keep every complete answer, and return it when the same request comes again. Without it the pool writes no
+    prompts or answers to disk: for confidential sets."""
     journal_max_bytes: int = Field(default=4 * 2**30, ge=2**20)
-    """Bound on the journal's size on this machine; the oldest answers go first."""
+    """Limit of the journal's size on this machine in bytes; the oldest answers are deleted first."""
     journal_prompts: bool = False
-    """Keep prompts beside their answers; else a hash of each request. An answer that echoes its prompt is kept whole
-    either way."""
+    """Keep prompts with their answers; otherwise only a hash of each request. An answer that echoes its prompt is
+    always kept in full."""
 
     @model_validator(mode="after")
     def _timeouts_are_ordered(self) -> InferencePoolConfig:
@@ -232,5 +232,4 @@ class InferencePoolConfig(Config):
 
     @property
     def device(self) -> EngineDevice:
-        """The engine family this pool runs."""
         return infer_device_from_resource_config(self.resource_config)

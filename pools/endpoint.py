@@ -1,4 +1,4 @@
-"""All that an evaluator gets to know about a model: where it answers, or where its files lie."""
+"""A model as evaluators see it: the endpoint where it answers, or the location of its files."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from typing import Literal
 from resources.config import Config
 
 GENERATE = "/inference/v1/generate"
-"""Path of vLLM that takes token ids and sampling parameters whole; its server is started with `--enable-scale-out`."""
+"""Path in vLLM that takes token ids and sampling parameters; its server is started with `--enable-scale-out`."""
 
 
 class Scoring(Config):
-    """Abilities and circumstances of an engine that scoring texts from its prefix cache depends on."""
+    """Properties of an engine that decide if and how texts can be scored from its prefix cache."""
 
     scores_from_cache: bool = False
-    """True if it gives log-probabilities of named tokens, and of a prompt's rows that its cache does not hold."""
+    """True if it returns log-probabilities of given tokens, and of those prompt tokens that its cache does not hold."""
     kv_cache_tokens: int | None = None
-    """Tokens that its cache holds, where it tells."""
+    """Capacity of its cache in tokens, if the engine reports it."""
     engine: str = ""
-    """Digest of its build and arguments."""
+    """Digest of the engine's build and arguments."""
     architecture: str = ""
     """Digest of the model's config and the names of its tensors."""
     dtype: str = ""
-    """Type that it computes in, such as bfloat16; empty where it does not tell."""
+    """Type that it computes in, such as bfloat16; empty if not reported."""
 
 
 @dataclass(frozen=True)
 class RunningModel:
     """A model that answers at an OpenAI-compatible endpoint now.
 
-    `base_url` ends in `/v1`; `model` is the name to put into requests; `tokenizer` a local folder that holds it;
-    `capacity` how many requests the endpoint works on at once; `prompt_logprobs` whether it returns
-    log-probabilities of the prompt's tokens (`echo` with `logprobs`), which log-likelihood benchmarks need; `direct`
-    whether it is a pool of ours, which is asked past any HTTP proxy of the network; `scoring` says whether they can be
-    had for less.
+    `base_url` ends in `/v1`; `model` is the name for requests; `tokenizer` is a local folder; `capacity` is the number
+    of requests that the endpoint works on at once; `prompt_logprobs` is True if it returns log-probabilities of the
+    prompt's tokens (`echo` with `logprobs`), which log-likelihood benchmarks need; `direct` is True for an Assay pool,
+    which is requested without the network's HTTP proxy; `scoring` is its ability to score from the prefix cache.
     """
 
     base_url: str
@@ -52,9 +51,9 @@ class RunningModel:
 
 @dataclass(frozen=True)
 class LocalCheckpoint:
-    """A model that nobody serves, for evaluators that load the weights themselves.
+    """A checkpoint without an endpoint, for evaluators that load the weights themselves.
 
-    `uri` is its folder, in any store; `tokenizer` a folder with config and tokenizer, where it holds none itself.
+    `uri` is its folder, in any store; `tokenizer` is a folder with config and tokenizer, if `uri` has none.
     """
 
     name: str

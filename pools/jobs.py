@@ -1,4 +1,4 @@
-"""Properties that the jobs of a pool share: their place, their environment, how often they are started again."""
+"""Properties that the jobs of a pool share: location, environment and restarts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WINDOW_SECONDS = 600.0
 
 
 def pool_environment(config: InferencePoolConfig, *, env_vars: Mapping[str, str]) -> EnvironmentConfig:
-    """The environment of the proxy or of a replica's agent: Assay as it is installed where they run.
+    """Returns the environment of the proxy or of a replica's agent: the Assay installation of the machine they run on.
 
-    The workspace is an empty folder: nothing of the folder where a pool was asked for is sent along.
+    Its workspace is an empty folder: the caller's folder is not sent along.
     """
     if config.resource_config.image is not None:
         image = config.resource_config.image
@@ -30,22 +30,17 @@ def pool_environment(config: InferencePoolConfig, *, env_vars: Mapping[str, str]
 
 
 def labelled(name: str, label: str | None, suffix: str) -> str:
-    """The name of a job: what it is, whose, and what makes it the only one of that name."""
+    """Returns a job's name: kind, label of the owner, and a suffix that makes it unique."""
     return "-".join(part for part in (name, label, suffix) if part)
 
 
 def placed_with(resources: ResourceConfig) -> dict[str, Any]:
-    """Region, zone and image of the replicas, for a job that is to run near them."""
+    """Returns region, zone and image of the replicas, for a job that must run near them."""
     return resources.model_dump(include={"regions", "zone", "image"})
 
 
 class Restarts:
-    """The latest deaths of an agent, an engine or a proxy.
-
-    Args:
-        most: deaths in ten minutes that are followed by a restart.
-        clock: seconds that never go back.
-    """
+    """Counts the deaths of an agent, an engine or a proxy; `most` of them in ten minutes are followed by a restart."""
 
     def __init__(self, most: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -53,7 +48,7 @@ class Restarts:
         self._deaths: deque[float] = deque()
 
     def allow(self) -> bool:
-        """Notes a death; whether a restart may follow."""
+        """Records a death; returns True if a restart may follow."""
         now = self._clock()
         self._deaths.append(now)
         while self._deaths[0] <= now - _WINDOW_SECONDS:
@@ -62,10 +57,9 @@ class Restarts:
 
     @property
     def count(self) -> int:
-        """Deaths in the ten minutes before the last one."""
+        """Number of deaths in the ten minutes before the last death."""
         return len(self._deaths)
 
     @property
     def last(self) -> str:
-        """The last death among those of ten minutes, in words."""
         return f"for the {self.count}. time in ten minutes"

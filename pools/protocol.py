@@ -20,134 +20,134 @@ _URL_PATTERN = r"^https?://[^/?#\s]+$"
 
 
 class ProxyLimits(Config):
-    """Limits of one proxy; each field is a flag of its command line (`max_held` is `--max-held`)."""
+    """Limits of a proxy; each field is a flag of its command line (`max_held` is `--max-held`)."""
 
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
-    """Largest request body; a larger one is answered 413."""
+    """Largest request body; a larger body is answered 413."""
     max_buffered_bytes: int = Field(default=512 * 2**20, ge=1)
-    """Request bodies that are read, wait or are being answered, together; a request beyond is answered 429. Answers
-    may take half of it."""
+    """Limit of all request bodies that are read, wait or are being answered; a request beyond it is answered 429.
+    Answers may take half of it."""
     head_timeout_seconds: float = Field(default=30, gt=0)
-    """Longest time a client may take over the headers, and then over each piece of the body."""
+    """Time limit for a client to send the headers, and then each piece of the body."""
     max_held: int = Field(default=20_000, ge=0)
-    """Requests that may wait for a replica at once; one more is answered 429."""
+    """Requests that may wait for a replica at once; further requests are answered 429."""
     hold_timeout_seconds: float = Field(default=1800, gt=0)
     """Longest time a request waits for a replica before it is answered 503."""
     engine_timeout_seconds: float = Field(default=600, gt=0)
-    """Longest time a replica may take over one answer, or over the next piece of a streamed one."""
+    """Time limit for a replica's answer, or for the next piece of a streamed answer."""
     connect_timeout_seconds: float = Field(default=10, gt=0)
-    """Longest time a replica's host may take to accept a connection."""
+    """Time limit for a replica's host to accept a connection."""
     probe_interval_seconds: float = Field(default=1, gt=0)
-    """Pause between two looks at a replica that a connection to failed."""
+    """Pause between two probes of a replica to which a connection failed."""
     probe_timeout_seconds: float = Field(default=30, gt=0)
-    """Longest time such a look may take; generous, as a busy engine answers late."""
+    """Time limit of such a probe; generous, as a busy engine answers late."""
     lease_seconds: float = Field(default=30, gt=0)
-    """Time that an announcement of a replica holds; without another one its requests go elsewhere."""
+    """Time that a replica's announcement is valid; without a newer announcement its requests go to other replicas."""
 
 
 class ServedModel(Config):
-    """The checkpoint behind a model name. The digests are hex."""
+    """The checkpoint behind a model name. Digests are in hex."""
 
     digest: str
-    """Over the whole checkpoint: weights, tokenizer and template, config."""
+    """Digest of the whole checkpoint: weights, tokenizer and template, config."""
     weights: str = ""
-    """Over the weights alone."""
+    """Digest of the weights alone."""
     tokenizer: str = ""
-    """Over tokenizer and chat template."""
+    """Digest of tokenizer and chat template."""
     config: str = ""
-    """Over the model's configuration."""
+    """Digest of the model's configuration."""
     uri: str = ""
     """Its location."""
 
 
 class Failure(Config):
-    """The reason that something cannot be had: the parts of an error of ours, to be raised again elsewhere."""
+    """The fields of an Assay error, to be raised again in another process."""
 
     kind: str
     """Class of the error."""
     expected: str
-    """State of things that was expected."""
+    """Expected state."""
     found: str
-    """State that was found instead."""
+    """Actual state."""
     remedy: str
-    """Remedy, for people."""
+    """Remedy, for users."""
 
 
 class LoadReport(Config):
-    """One load of one checkpoint into one replica, successful or not."""
+    """A load of a checkpoint into a replica, successful or not."""
 
     number: int
-    """Counts the loads of this replica, from 1."""
+    """Number of the load at this replica, from 1."""
     model: str
     """Name of the checkpoint."""
     digest: str
     """Digest of the checkpoint."""
     how: LoadedHow
-    """Into a new engine, into the running one, or into a new one because the running one would not do."""
+    """Way of loading: into a new engine, into the running engine, or into a new engine as reloading failed."""
     seconds: float
-    """From the order to the canary's answer."""
+    """Seconds from the order to the canary's answer."""
     phases: dict[str, float] = {}
     """Seconds by phase: stage, drain, reload, canary, start."""
     ended: float = 0.0
-    """Time of its end, in seconds since 1970 by its machine's clock; 0 where that is not said."""
+    """End time in seconds since 1970 by its machine's clock; 0 if unknown."""
     reason: str | None = None
-    """The reason that it could not be reloaded in place."""
+    """Reason that it could not be reloaded in place."""
     device: str | None = None
-    """Name of the device that the engine has, such as NVIDIA H100 80GB HBM3; empty where its machine does not say."""
+    """Name of the engine's device, such as NVIDIA H100 80GB HBM3; empty if not reported."""
     failure: Failure | None = None
-    """The reason that it cannot be served at all."""
+    """Reason that it cannot be served at all."""
 
 
 class Announcement(Config):
-    """A replica's word on itself; it holds for `lease_seconds`."""
+    """Status report of a replica; it is valid for `lease_seconds`."""
 
     instance: str
-    """Tells one process of the replica from the next: a name belongs to one of them at a time."""
+    """Identifies a process of the replica: a name belongs to a single instance at a time."""
     start: int = 0
-    """Counts the pool's starts of agents: of two that have a name, the later one has it; of two of one start the first,
-    for as long as it is heard of."""
+    """Counts the pool's starts of agents. Of two instances with the same name, the later start has it; with equal
+    starts the first instance has it, as long as it announces itself."""
     sequence: int = 0
-    """Grows with every announcement of an instance: an older one that arrives late changes nothing."""
+    """Grows with every announcement of an instance: an older announcement that arrives late changes nothing."""
     url: str | None = Field(default=None, pattern=_URL_PATTERN)
     """Address of its engine, without a path, such as http://127.0.0.1:8001."""
     ingress_key: str | None = Field(default=None, pattern=_KEY_PATTERN, repr=False)
-    """First line of each connection to that address, where the engine is behind an ingress."""
+    """First line of each connection to that address, if the engine is behind an ingress."""
     engine_key: str | None = Field(default=None, pattern=_KEY_PATTERN, repr=False)
-    """Key that its engine asks for, known to agent and proxy alone."""
+    """Key that its engine requires, known to agent and proxy alone."""
     door: str | None = Field(default=None, pattern=_URL_PATTERN)
-    """Address at which its other hosts are told what to do, where it has several."""
+    """Control endpoint for the other hosts of a multi-host replica."""
     capacity: int = Field(default=1, ge=1)
-    """Requests it works on at once; load is measured against it."""
+    """Requests it works on at once; load is measured relative to it."""
     state: ReplicaState = "starting"
-    """Only a ready replica gets requests; a dead one also gives up those it has."""
+    """Only a ready replica gets requests; a dead replica also loses its requests in flight."""
     model: str | None = None
     """Name of the checkpoint it holds."""
     digest: str | None = None
-    """Digest of the checkpoint it holds; none while it holds none that may be asked."""
+    """Digest of the checkpoint it holds; None while no checkpoint accepts requests."""
     prompt_logprobs: bool = False
     """True if its engine returns log-probabilities of the prompt's tokens."""
     max_model_len: int | None = None
-    """Longest prompt plus answer in tokens."""
+    """Maximum length of prompt plus answer in tokens."""
     scoring: Scoring = Scoring()
-    """Its engine's way to score texts from the cache, which the pool completes by a digest of the engine."""
+    """Scoring properties of its engine; the pool adds the digest of the engine."""
     engine_version: str | None = None
-    """Version of the engine, as it says."""
+    """Version that the engine reports."""
     restarts: int = 0
-    """Engines started again because one died, since this replica exists."""
+    """Restarts after an engine died, since this replica exists."""
     last_death: str | None = None
-    """The first error in the log of the engine that died last."""
+    """First error in the log of the engine that died last."""
     deaths: dict[str, int] = {}
-    """Engines that died of an error of their own, by the digest of the checkpoint that they held."""
+    """Deaths of engines by an error of their own, by the digest of the checkpoint that they held."""
     failure: Failure | None = None
-    """The reason that it is dead."""
+    """Reason that it is dead."""
     loads: tuple[LoadReport, ...] = ()
     """The last few loads."""
     seen: int = -1
-    """Version of the orders it knows."""
+    """Version of the orders it received last."""
     wait_seconds: float = Field(default=0, ge=0, le=60)
-    """Longest time the answer may be held back while there is nothing new for it."""
+    """Time that the answer may be held back while there are no new orders."""
     until_idle: bool = False
-    """Wants to hear when nothing is in flight on it any more, rather than of new orders."""
+    """Return when nothing is in flight on it any more, not when orders change."""
 
     @field_validator("url")
     @classmethod
@@ -158,102 +158,102 @@ class Announcement(Config):
 
 
 class Orders(Config):
-    """Answer to an announcement: what the pool wants of the replica."""
+    """The pool's orders for a replica, returned for an announcement."""
 
     version: int
     """Changes with the orders."""
     known: bool
-    """False until the pool has published anything: the replica goes on as it is."""
+    """False until the pool has published a state: the replica goes on as it is."""
     stop: bool = False
-    """The pool does not want it any more, or another instance has its name."""
+    """The replica must stop: the pool does not need it any more, or another instance has its name."""
     refusal: str | None = None
-    """The reason that its announcement does not count, where another instance has its name."""
+    """Reason that its announcement does not count, if another instance has its name."""
     model: str | None = None
-    """Name of the checkpoint it is to hold; none while there is nothing to do."""
+    """Name of the checkpoint it must hold; None if there is nothing to do."""
     served: ServedModel | None = None
-    """That checkpoint."""
+    """The checkpoint of that name."""
     next: dict[str, ServedModel] = {}
-    """Checkpoints it may be asked for soon, to be staged ahead."""
+    """Checkpoints that may be ordered soon, to be staged ahead."""
     in_flight: int = 0
-    """Requests it is working on."""
+    """Requests that it is working on."""
 
 
 class DesiredState(Config):
-    """The pool's wishes; each one replaces the one before."""
+    """The pool's desired state; each state replaces the previous state."""
 
     models: dict[str, ServedModel] = {}
-    """Every model name that may be asked, now or soon."""
+    """Every model name that may be requested, now or soon."""
     engine: str = ""
-    """Identity of the engine (build and arguments): answers of one are not answers of another."""
+    """Identity of the engine (build and arguments): answers of different engines are kept apart."""
     orders: dict[str, str | None] = {}
-    """Replicas that belong to the pool, and the model name each is to hold; others are told to stop."""
+    """Replicas of the pool, and the model name that each must hold; other replicas are ordered to stop."""
     next: tuple[str, ...] = ()
-    """Model names that will be asked soon, in order."""
+    """Model names that will be requested soon, in order."""
     unusable: dict[str, Failure] = {}
-    """Model names whose checkpoint cannot be served: requests for them are answered 503 with the reason."""
+    """Model names that cannot be served: requests for them are answered 503 with the reason."""
     failed: str | None = None
-    """The reason that the pool has given up: every request is answered 503 with it."""
+    """Reason that the pool has failed: every request is answered 503 with it."""
     tries_again: bool = False
-    """A request that comes after that, and belongs to no cell, is held, since the pool tries again for it."""
+    """Hold requests that arrive after the failure and belong to no cell, since the pool tries again for them."""
 
 
 class Lease(Config):
-    """A user's wishes; it holds for `seconds`, then what it names is forgotten."""
+    """A user's demand on the pool; after `seconds` without renewal it is dropped."""
 
     holder: str
-    """Name of the user, for people."""
+    """Name of the user, for display."""
     seconds: float = Field(gt=0, le=86_400)
-    """Time that it holds unless it is renewed."""
+    """Seconds until it ends unless it is renewed."""
     models: dict[str, ServedModel] = {}
-    """Checkpoints that the user may ask for."""
+    """Checkpoints that the user may request."""
     wants: tuple[str, ...] = ()
-    """Model names it wants now, in order."""
+    """Model names that the user needs now, in order."""
     tries: dict[str, int] = {}
-    """Times it has wanted each anew: one more lets a checkpoint that could not be served be tried again."""
+    """Number of requests of each model name; a higher number lets a failed checkpoint be tried again."""
 
 
 class LeaseStatus(Config):
-    """A lease as the proxy knows it."""
+    """A lease as the proxy has it."""
 
     holder: str
     """Name of the user."""
     seconds_left: float
-    """Time until it ends by itself."""
+    """Seconds until it ends without renewal."""
     models: dict[str, ServedModel]
-    """Checkpoints it brought."""
+    """Checkpoints that the user added."""
     wants: tuple[str, ...]
-    """Model names it wants now, in order."""
+    """Model names that the user needs now, in order."""
     tries: dict[str, int]
-    """Times it has wanted each anew."""
+    """Number of requests of each model name."""
 
 
 class ReplicaStatus(Config):
-    """One replica as the proxy sees it."""
+    """A replica as the proxy sees it."""
 
     name: str
     """Its name."""
     ordered: str | None
-    """Model name it is to hold."""
+    """Model name that it must hold."""
     announcement: Announcement
     """Its last announcement."""
     lost: bool
-    """Its lease has run out: it gets no requests until it announces itself again."""
+    """True if its lease has run out: it gets no requests until it announces itself again."""
     silent_seconds: float
     """Time since its last announcement."""
     suspect: bool
-    """A connection to it failed, and it has not answered a probe since."""
+    """True if a connection to it failed, and no probe has succeeded since."""
     in_flight: int
-    """Requests it is working on."""
+    """Requests that it is working on."""
     consecutive_failures: int
     """Connections that failed or timed out since its last answer."""
 
     @property
     def usable(self) -> bool:
-        """True if it is there and answers, for the weights it holds."""
+        """True if it is ready and reachable with the weights that it holds."""
         return self.announcement.state == "ready" and not self.lost and not self.suspect
 
     def holds(self, digest: str) -> bool:
-        """True if it is ready with the checkpoint of this digest; connections to it may have failed lately."""
+        """Returns True if it is ready with the checkpoint of this digest; recent connections to it may have failed."""
         return self.announcement.state == "ready" and not self.lost and self.announcement.digest == digest
 
 
@@ -261,15 +261,15 @@ class RequestCounters(Config):
     """Requests since the proxy started, by outcome."""
 
     answered: int = 0
-    """Answers with status 2xx that were passed on whole, those from the journal included."""
+    """Complete answers with status 2xx, those from the journal included."""
     client_errors: int = 0
     """Refusals of the engine (4xx) that were passed on."""
     server_errors: int = 0
-    """Answers with status 5xx, streams that broke, and requests the proxy itself turned away."""
+    """Answers with status 5xx, broken streams, and requests that the proxy itself refused."""
     cancelled: int = 0
-    """Clients that left before their answer."""
+    """Clients that disconnected before their answer."""
     retried: int = 0
-    """Attempts after the first one."""
+    """Attempts after the first."""
     upstream: int = 0
     """Attempts that were sent to an engine."""
     held: int = 0
@@ -277,24 +277,24 @@ class RequestCounters(Config):
     journal_hits: int = 0
     """Requests that were answered from the journal."""
     prompt_tokens: int = 0
-    """Tokens in, as the engine counted them; answers from the journal do not count again."""
+    """Prompt tokens, as the engine counted them; answers from the journal do not count again."""
     completion_tokens: int = 0
-    """Tokens out, likewise."""
+    """Completion tokens, counted in the same way."""
 
 
 class Demand(Config):
-    """Requests for one model now."""
+    """Requests for a model now."""
 
     held: int = 0
-    """Requests that wait for a replica that holds it."""
+    """Requests that wait for a replica with this model."""
     in_flight: int = 0
     """Requests that replicas are working on."""
     suspects: int = 0
-    """Requests that were in flight at two deaths of engines: open, to be sent alone, or proved to be their cause."""
+    """Requests that were in flight at two deaths of engines: open, to be sent alone, or proved to be the cause."""
     unserved_seconds: float = 0.0
-    """Time that requests have come without one being served; a client that gives up and asks again waits on."""
+    """Seconds in which requests came and none was served; goes on for clients that give up and retry."""
     idle_seconds: float = 0.0
-    """Time since the last request for it came or was answered; 0 while there is one."""
+    """Seconds since the last request for it arrived or was answered; 0 while a request is open."""
 
 
 class JournalStatus(Config):
@@ -303,43 +303,43 @@ class JournalStatus(Config):
     hits: int = 0
     """Requests answered from it."""
     misses: int = 0
-    """Requests it could have answered, and had no answer for."""
+    """Requests that it could have answered, but had no answer for."""
     kept: int = 0
     """Answers written."""
     refused: int = 0
-    """Answers that were not whole or not valid, hence not written."""
+    """Answers that were not written, since they were incomplete or invalid."""
     errors: int = 0
-    """Times the disk or the database failed it."""
+    """Errors of disk or database."""
     dropped: int = 0
-    """Answers thrown away for lack of space, or because they could not be read."""
+    """Answers dropped for lack of space, or because they were unreadable."""
     bytes: int = 0
-    """Size of what it holds."""
+    """Size of the journal in bytes."""
 
 
 class ProxyStatus(Config):
     """Answer of `GET /admin/status`."""
 
     instance: str
-    """Tells one start of the proxy from the next."""
+    """Identifies a start of the proxy."""
     version: int
-    """Changes when something worth acting on does."""
+    """Changes when replicas, demand or leases change."""
     status: ProxyHealth
-    """As on `/health`."""
+    """Same value as on `/health`."""
     replicas: tuple[ReplicaStatus, ...]
-    """Every replica that has announced itself, or was ordered."""
+    """Every replica that has announced itself or was ordered."""
     held: int
     """Requests that wait for a replica."""
     models: dict[str, RequestCounters]
-    """Counters of every model that was asked."""
+    """Counters of every requested model."""
     demand: dict[str, Demand]
-    """Models that are being asked, or were lately."""
+    """Demand for models that are requested now, or were lately."""
     unusable: dict[str, Failure]
     """Models that cannot be served."""
     failed: str | None
-    """The reason that the pool has given up."""
+    """Reason that the pool has failed."""
     replica_seconds: dict[str, float]
-    """Time that replicas were ordered to hold each model, added up."""
+    """Total seconds that replicas were ordered to hold each model."""
     leases: dict[str, LeaseStatus]
     """Users of the pool."""
     journal: JournalStatus | None
-    """The journal; none where there is none."""
+    """Counts of the journal; None without a journal."""

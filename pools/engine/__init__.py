@@ -1,1 +1,1 @@
-"""Engines: which there are, how one is started, and how a running one is talked to."""
+"""Engines: supported kinds, starting them, and requests to running engines."""

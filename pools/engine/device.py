@@ -1,4 +1,4 @@
-"""The device that an engine has, by the name that its maker gave it; a configuration only says what was asked for."""
+"""The device of an engine, by its maker's name; a configuration only has the requested device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from resources.settings import process_environment
 from resources.tpu import tpu_type_in
 
 _CPU_FACTS = Path("/proc/cpuinfo")
-_ASK_SECONDS = 20.0  # the driver of a GPU that nobody uses takes some to wake up
+_ASK_SECONDS = 20.0  # the driver of an idle GPU takes some to wake up
 
 
 @cache
 def device_name(device: EngineDevice) -> str | None:
-    """Returns the name of this machine's CPU, GPUs or TPU; None where the machine does not say."""
+    """Returns the name of this machine's CPU, GPUs or TPU; None if unknown."""
     match device:
         case "cpu":
             return _cpu_name()

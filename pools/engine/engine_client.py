@@ -1,4 +1,4 @@
-"""Talks to one engine server: does its model answer, what can it do, and load other weights into it."""
+"""Client of an engine server: checks its model, reads its abilities, and loads other weights into it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CANARY_PROMPTS = (
     "def add(a, b):\n    return a + b\n",
     "1, 2, 3, 5, 8, 13, 21, 34",
 )
-"""Texts whose log-probabilities tell one set of weights from another."""
+"""Test prompts; their log-probabilities distinguish different weights."""
 
 _ANSWER_SECONDS = 60.0
 _REACHABLE_SECONDS = 5.0
@@ -35,10 +35,9 @@ _NO_SUCH_CALL = ("404 ", "405 ", "501 ")
 
 @dataclass(frozen=True)
 class EngineClient:
-    """One server at `base_url` (without `/v1`), asked for a model by name.
+    """Client of a server at `base_url` (without `/v1`); methods take the model's name.
 
-    An HTTP proxy of the network is used towards servers of others only: not on this machine, and not for a pool of
-    ours elsewhere (`direct`).
+    Ignores the network's HTTP proxy on this machine, and for an Assay pool elsewhere (`direct`).
     """
 
     base_url: str
@@ -49,7 +48,7 @@ class EngineClient:
         return _client(direct=self.direct or is_loopback(urlsplit(self.base_url).hostname or ""))
 
     def healthy(self, timeout_seconds: float = 5.0) -> bool:
-        """True if the port answers in that time; says nothing about the model."""
+        """Returns True if the port answers in that time; does not check the model."""
         try:
             return (
                 self._http().get(f"{self.base_url}/health", timeout=timeout_seconds, headers=self._key).status_code
@@ -59,20 +58,19 @@ class EngineClient:
             return False
 
     def asks_for_key(self) -> bool:
-        """True if the server refuses a request without its key; False for another program that got its port."""
+        """Returns True if the server refuses a request without its key; False for another program that got its port."""
         try:
             return self._http().get(f"{self.base_url}/v1/models", timeout=_REACHABLE_SECONDS).status_code == 401
         except httpx.HTTPError:
             return False
 
     def max_model_len(self, model: str) -> int | None:
-        """Longest prompt plus answer in tokens, where the server tells."""
+        """Returns the maximum of prompt plus answer in tokens, if the server reports it."""
         listed = self._request("GET", "/v1/models").get("data") or []
         lengths = {entry.get("id"): entry.get("max_model_len") for entry in listed}
         return lengths.get(model) or min((length for length in lengths.values() if length), default=None)
 
     def version(self) -> str | None:
-        """The engine's version, where the server tells."""
         try:
             version = self._request("GET", "/version").get("version")
         except EndpointUnusable:
@@ -80,11 +78,10 @@ class EngineClient:
         return str(version) if version else None
 
     def model_names(self) -> list[str]:
-        """The names under which requests are taken."""
         return [str(entry.get("id")) for entry in self._request("GET", "/v1/models").get("data") or []]
 
     def check_reachable(self) -> None:
-        """Passes unless nothing takes connections there any more; a server that is only busy is left alone."""
+        """Raises EndpointUnusable if nothing accepts connections any more; a busy server passes."""
         try:
             self._request("GET", "/v1/models", timeout=_REACHABLE_SECONDS)
         except EndpointUnusable as error:
@@ -92,7 +89,7 @@ class EngineClient:
                 raise
 
     def prove_it_answers(self, model: str) -> None:
-        """Asks for one token with its log-probability.
+        """Requests a single token with its log-probability.
 
         Raises:
             EndpointUnusable: no answer, or an error.
@@ -100,7 +97,7 @@ class EngineClient:
         self._logprobs(model, CANARY_PROMPTS[:1], echo=False)
 
     def require_written(self, model: str) -> None:
-        """Raises ModelUnusable if the engine says that its start left parameters as they were in memory."""
+        """Raises ModelUnusable if the engine reports that its start left parameters unwritten in memory."""
         left: dict[str, str] = {}
         with suppress(SwapRefused):
             left = {name: numbers for part in self._of_workers("assay_unwritten") for name, numbers in part.items()}
@@ -113,7 +110,7 @@ class EngineClient:
             )
 
     def answers_in_chat(self, model: str) -> bool:
-        """Returns True if a conversation is answered; an endpoint may take nothing else."""
+        """Returns True if chat completions are answered; some endpoints accept nothing else."""
         messages = [{"role": "user", "content": CANARY_PROMPTS[0]}]
         try:
             answer = self._request(
@@ -124,9 +121,9 @@ class EngineClient:
         return bool(answer.get("choices"))
 
     def has_prompt_logprobs(self, model: str) -> bool:
-        """True if `echo` with `logprobs` gives finite log-probabilities for the prompt's own tokens.
+        """Returns True if `echo` with `logprobs` gives finite log-probabilities for the prompt's own tokens.
 
-        Engines without them would let log-likelihood benchmarks score at chance, in silence.
+        Engines without them would silently let log-likelihood benchmarks score at chance.
         """
         try:
             values = self._logprobs(model, CANARY_PROMPTS[:1], echo=True)
@@ -135,20 +132,19 @@ class EngineClient:
         return len(values) > 2
 
     def canary(self, model: str, *, prompt_logprobs: bool) -> tuple[float, ...]:
-        """Log-probabilities of fixed prompts (or of the tokens that follow them, where the engine has only those).
+        """Returns log-probabilities of fixed prompts, or of the tokens that follow them if the engine has only those.
 
         Raises:
             EndpointUnusable: no answer, or an error.
-            ModelUnusable: one of them is missing or not finite.
+            ModelUnusable: a log-probability is missing or not finite.
         """
         return self._logprobs(model, CANARY_PROMPTS, echo=prompt_logprobs)
 
     def ask(self, path: str, body: Any) -> dict[str, Any]:
-        """The answer to a question of any kind."""
+        """Returns the JSON answer to any POST request."""
         return self._request("POST", path, body)
 
     def metrics(self) -> str:
-        """Its metrics as Prometheus reads them; empty where it has none."""
         try:
             answer = self._http().get(f"{self.base_url}/metrics", timeout=_REACHABLE_SECONDS, headers=self._key)
         except httpx.HTTPError:
@@ -165,7 +161,7 @@ class EngineClient:
             raise _no_finite_numbers(model, self.base_url, "NaN or infinity where log-probabilities belong") from error
         values: list[float] = []
         for choice in answer.get("choices") or []:
-            # The first token of a text has nothing before it, hence no log-probability.
+            # The first token of a text has no context, hence no log-probability.
             logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
             values.extend(logprobs[1:] if echo else logprobs)
         if not values or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
@@ -173,10 +169,10 @@ class EngineClient:
         return tuple(float(value) for value in values)
 
     def reload_weights(self, folders: Sequence[str], *, version: str, ranks: int | None = None) -> None:
-        """Loads other weights, of the same shape or the engine dies, with nothing in flight meanwhile.
+        """Loads other weights, with nothing in flight meanwhile. The shapes must be the same, or the engine dies.
 
-        `folders` hold them, one on each of the engine's hosts, and `ranks`, where given, is how many have to load them.
-        `version` is their name, see `name_weights`.
+        Needs a folder for each of the engine's hosts, in their order. `version` is the name of the weights, see
+        `name_weights`; `ranks` must load them, if given.
 
         Raises:
             ReloadUnavailable: the engine has no such call.
@@ -195,12 +191,11 @@ class EngineClient:
         self._change("/resume", None)
 
     def name_weights(self, version: str) -> None:
-        """Tells the engine the name of the weights that it holds, where it remembers one."""
         with suppress(ReloadUnavailable):
             self._change("/update_weight_version", {"new_version": version})
 
     def weights_name(self) -> str | None:
-        """The name of the weights that the engine holds, as told last, where it says one."""
+        """Returns the last name set for the engine's weights, if the engine reports it."""
         try:
             return self._request("GET", "/weight_info").get("weight_version")
         except EndpointUnusable as error:
@@ -209,16 +204,16 @@ class EngineClient:
             raise
 
     def weights_in_memory(self) -> dict[str, str]:
-        """Digests of all that the engine computes with, by name; takes up to a second per gigabyte."""
+        """Returns digests of all tensors that the engine computes with, by name; takes up to a second per gigabyte."""
         digests = self._of_workers("assay_weights")
         return {f"{rank}.{name}": value for rank, part in enumerate(digests) for name, value in part.items()}
 
     def reading(self, canary: Sequence[float], *, weights: bool = False) -> Reading:
-        """Returns its settings with the canary that it gave, and `weights_in_memory` if requested.
+        """Returns its dtype and output layer with the given canary, and `weights_in_memory` if requested.
 
         Raises:
             ReloadUnavailable: the engine has no such call.
-            SwapRefused: it cannot show that.
+            SwapRefused: the call failed.
         """
         shown = self._of_workers("assay_output_layer")
         return Reading(
@@ -274,14 +269,14 @@ def _words(response: httpx.Response) -> str:
         content = response.json()
         error = content.get("error", content)
         return str(error if isinstance(error, str) else error.get("message") or error["detail"])[:_SHOWN_CHARACTERS]
-    except (ValueError, AttributeError, LookupError):  # of another form
+    except (ValueError, AttributeError, LookupError):  # another format
         return response.text[:_SHOWN_CHARACTERS]
 
 
 @cache
 def _client(*, direct: bool) -> httpx.Client:
     limits = httpx.Limits(keepalive_expiry=2.0)
-    # With a transport of its own it does not look for proxies in the environment.
+    # With its own transport httpx ignores the proxies in the environment.
     return httpx.Client(transport=httpx.HTTPTransport(limits=limits)) if direct else httpx.Client(limits=limits)
 
 

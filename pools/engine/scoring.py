@@ -1,8 +1,8 @@
-"""Proof that an engine scores texts from its prefix cache, and what doing so depends on.
+"""Checks if an engine scores texts from its prefix cache correctly, and on which settings that depends.
 
-vLLM reads no cache for a prompt whose log-probabilities are asked for, unless `skip_reading_prefix_cache` is false.
-Then it gives the rows that it computed: those of what the cache held are left out at the beginning, by one model runner
-of vLLM itself, in the other by `programs/reloading_worker.py`. So a row counts by its distance from the prompt's end.
+vLLM reads no cache for a prompt with requested log-probabilities, unless `skip_reading_prefix_cache` is false. Then it
+returns the token log-probs that it computed: those of cached tokens are omitted at the beginning, by one of vLLM's
+model runners itself, in the other by `programs/reloading_worker.py`. So entries are indexed from the prompt's end.
 """
 
 from __future__ import annotations
@@ -21,21 +21,15 @@ from pools.journal.terms import ROUNDING
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
 LONGEST = 300
-"""Tokens of the text that is asked about: two blocks of the cache and more, of 128 tokens at most as a rule."""
-_BEYOND_BLOCKS = 44  # where blocks are longer: 528 to 2,048 tokens for models with a state
+"""Tokens of the test text: more than two blocks of the cache, of 128 tokens at most as a rule."""
+_BEYOND_BLOCKS = 44  # for longer blocks: 528 to 2,048 tokens for models with a state
 _BLOCKS = ("block_size", "effective_attention_block_size")
 _CACHE = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def scoring_of(engine: EngineClient, checkpoint: ServedCheckpoint, *, longest: int | None) -> Scoring:
-    """The scoring that an engine has proved.
-
-    Args:
-        engine: which holds `checkpoint`.
-        checkpoint: under whose name it is asked.
-        longest: tokens of prompt and answer that it takes.
-    """
+    """Returns the scoring ability that an engine has proved; `longest` limits prompt plus answer in tokens."""
     dtype = ""
     with suppress(ReloadUnavailable, SwapRefused):
         dtype = engine.reading(()).dtype
@@ -53,12 +47,9 @@ def scoring_of(engine: EngineClient, checkpoint: ServedCheckpoint, *, longest: i
 
 
 def row_of(rows: Sequence[Any], token: int, *, from_end: int) -> float | None:
-    """The log-probability of a prompt's token in `prompt_logprobs`; None where the engine did not compute it.
+    """Returns the log-probability of a prompt's token in `prompt_logprobs`; None if the engine did not compute it.
 
-    Args:
-        rows: as they were answered.
-        token: that stands there.
-        from_end: 1 for the last token of the prompt.
+    `from_end` is the token's position from the prompt's end; 1 for the last token.
     """
     row = rows[-from_end] if from_end <= len(rows) else None
     found = row.get(str(token)) if isinstance(row, dict) else None

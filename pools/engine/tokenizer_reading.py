@@ -1,4 +1,4 @@
-"""Proof that an engine reads text as the checkpoint's `tokenizer.json` says.
+"""Checks that an engine tokenizes text according to the checkpoint's `tokenizer.json`.
 
 A class that a checkpoint names by mistake, or that transformers takes for its architecture, replaces the file's rules.
 """
@@ -40,18 +40,18 @@ _NUMBERS = " ".join(f"{7**power} {power / 7:.4f} {power:05d}" for power in range
 PROBE = f"{_NUMBERS}{_CODE}{_WORDS}{unicodedata.normalize('NFD', _WORDS)}"
 """Numbers, code, and words of several scripts, with composed and with decomposed accents: some 3,000 characters.
 
-Without blanks before a full stop or the like, which some tokenizers are set to drop when they decode, and without
-numerals such as ½: SmolLM's are the only texts that its class reads in another way than its file.
+Excludes blanks before punctuation such as a full stop, which some tokenizers drop when they decode, and numerals such
+as ½, the only texts for which SmolLM's class and file differ.
 """
-_ONLY_AS_QWEN2 = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whichever class a checkpoint names
+_ONLY_AS_QWEN2 = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # for any class that a checkpoint names
 _FRAMED = ("add_bos_token", "add_eos_token")
 _SHOWN, _SHOWN_CHARACTERS = 5, 20
 
 
 def require_read_as_written(engine: EngineClient, checkpoint: ServedCheckpoint, config: InferencePoolConfig) -> None:
-    """Raises ModelUnusable unless an engine turns text into ids and back as `tokenizers` does by tokenizer.json.
+    """Raises ModelUnusable unless an engine encodes and decodes text as `tokenizers` does with tokenizer.json.
 
-    Nothing is compared where there is no such file, in the checkpoint or in the engine argument `tokenizer`.
+    Skips the comparison if neither the checkpoint nor the engine argument `tokenizer` has such a file.
     """
     folder = config.model.engine_kwargs.get("tokenizer", str(checkpoint.folder))
     if not (written := engine.ask("/assay_read", {"folder": folder, "text": PROBE})):
@@ -72,10 +72,10 @@ def require_read_as_written(engine: EngineClient, checkpoint: ServedCheckpoint, 
 
 
 def difference(written: Mapping[str, Any], found: Mapping[str, Any], *, framed: bool) -> str | None:
-    """Returns the first difference between two readings of the probe; None where there is none.
+    """Returns the first difference between two readings of the probe, or None.
 
-    Each has `ids`, the `text` that they are, and `special`, the ids with special tokens, of which others than the
-    file's may be around the text where it is `framed`. `starts` are the places of the file's ids in the probe.
+    Each has `ids`, the `text` decoded from them, and `special`, the ids with special tokens; if `framed`, other special
+    tokens than the file's may surround the text. `starts` are the offsets of the file's ids in the probe.
     """
     count = len(ids := found["ids"])
     for name, what in (("ids", "ids"), ("text", "text of its ids"), ("special", "ids with special tokens")):

@@ -1,4 +1,4 @@
-"""The journal: a store of answered requests, so that no request is answered by an engine twice without need.
+"""The journal: a store of answered requests, so that engines answer no request twice without need.
 
-`keys` says which requests are the same, `store` is what the proxy calls.
+`keys` decides which requests are the same, `store` is the interface for the proxy.
 """

@@ -1,4 +1,4 @@
-"""Judges whether an answer of an engine is whole and valid: only such a one is kept, counted or replayed."""
+"""Judges if an engine's answer is complete and valid: only such an answer is kept, counted or replayed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pools.journal.terms import NO_TERMS, OF_TOKENS, Broken, Terms
 from pools.journal.token_terms import TokenTerms
 
 KNOWN_FINISHES = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "repetition"})
-"""Reasons to finish that are the model's or the request's; after an abort or an error the text is cut."""
+"""Reasons to finish that are due to the model or the request; after an abort or an error the text is cut."""
 
 _DONE = b"[DONE]"
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -26,7 +26,7 @@ _CONTENT_TYPE = re.compile(r"[\t\x20-\x7e\x80-\xff]{0,1000}")
 
 @dataclass(frozen=True, slots=True)
 class AnswerFacts:
-    """Facts of a valid answer; token counts are 0 where the engine gave none.
+    """Facts of a valid answer; token counts are 0 if the engine returned none.
 
     `finish_reasons` are in the order of the answer's choices.
     """
@@ -37,22 +37,16 @@ class AnswerFacts:
 
 
 def is_content_type(text: str) -> bool:
-    """True if a text may stand in a header: it ends no line and has no character that HTTP does not know."""
+    """Returns True if a text is valid in a header: no line ends, and only characters that HTTP allows."""
     return _CONTENT_TYPE.fullmatch(text) is not None
 
 
 def judge(
     content_type: str, body: bytes, *, stream: bool = False, terms: Terms | TokenTerms = NO_TERMS
 ) -> AnswerFacts | None:
-    """The facts of a 200 answer to a completion or generation, None unless it is whole and valid.
+    """Returns the facts of a 200 answer to a completion or generation; None unless it is complete and valid.
 
-    Never raises, whatever the bytes are.
-
-    Args:
-        content_type: of the answer; `text/event-stream` makes it a stream.
-        body: all of its bytes.
-        stream: whether the request asked for a stream.
-        terms: of the request.
+    Never raises, for any bytes. `stream` is True if the request asked for a stream.
     """
     try:
         if stream or content_type.strip().lower().startswith("text/event-stream"):
@@ -63,7 +57,7 @@ def judge(
 
 
 def judge_response(body: bytes, *, stream: bool = False) -> AnswerFacts | None:
-    """The facts of a 200 answer of `/v1/responses`, None unless it is whole and valid; see `judge`."""
+    """Returns the facts of a 200 answer of `/v1/responses`; None unless it is complete and valid."""
     try:
         if stream:
             *_, last = _event_payloads(body)
@@ -74,7 +68,7 @@ def judge_response(body: bytes, *, stream: bool = False) -> AnswerFacts | None:
 
 
 def judge_tokens(body: bytes) -> AnswerFacts | None:
-    """The facts of a 200 answer of `/tokenize`, None unless it is whole and valid; see `judge`."""
+    """Returns the facts of a 200 answer of `/tokenize`; None unless it is complete and valid."""
     try:
         return AnswerFacts(0, 0, ()) if isinstance(_parsed(body).get("tokens"), list) else None
     except Broken:
@@ -163,7 +157,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
         document = orjson.loads(text)
     except orjson.JSONDecodeError:
         try:
-            document = json.loads(text.decode())  # knows NaN and Infinity, which engines write as log-probabilities
+            document = json.loads(text.decode())  # accepts NaN and Infinity, which engines write as log-probabilities
         except (ValueError, RecursionError):
             raise Broken from None
     if not isinstance(document, dict) or document.get("error") is not None:

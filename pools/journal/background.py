@@ -1,7 +1,6 @@
-"""The journal's work beside answering: the open cells, their mirrors, and the upkeep of the file.
+"""The journal's background work: open cells, their mirrors, and upkeep of the file.
 
-Two threads do the work, one for the file and one for the mirrors, since a store can be slow. What they find is told
-on the event loop.
+The file and the mirrors have a thread each, since a store can be slow. Their results are reported on the event loop.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from pools.journal.mirror import SEGMENT_BYTES, Mirror
 from pools.journal.schema import ERRORS, is_busy, is_damaged
 
 TIDY_SECONDS = 1.0
-"""Between the first commit after a round of upkeep and the next round, unless much is written before."""
+"""Time between the first commit after a round of upkeep and the next round, unless much is written before."""
 MOST_CELLS = 1000
-"""Cells that may be open for one more to be begun by a request alone: a client may name as many as it likes."""
+"""Maximum of open cells for a request alone to open another: clients may name any number of cells."""
 _MUCH_BYTES = 16 * 2**20
 _LITTLE_BYTES = 64 * 2**10
 
@@ -38,14 +37,9 @@ class _OpenCell:
 
 
 class Background:
-    """The journal's cells and worker threads. All methods are called on the event loop.
+    """The journal's cells and worker threads. Call all methods on the event loop.
 
-    Args:
-        database: the loop's connection.
-        path: of the file.
-        max_bytes: bound of the file.
-        warn: told, in a sentence, what a user should know.
-        mirror_seconds: between two exports of a cell's news.
+    `warn` is called with a sentence for the user; `mirror_seconds` is the interval of the exports of a cell's new rows.
     """
 
     def __init__(
@@ -68,16 +62,15 @@ class Background:
         self._tidy_failed = False
 
     def attempt(self, scope: CellScope) -> Attempt | None:
-        """The occurrences of an attempt, None unless it is the open one of its cell."""
+        """Returns the occurrences of an attempt; None unless it is the open attempt of its cell."""
         cell = self._cells.get(scope.cell)
         return cell.attempt if cell is not None and cell.attempt.scope == scope else None
 
     def is_open(self, cell: str) -> bool:
-        """True if a cell has an open attempt."""
         return cell in self._cells
 
     def committed(self, size: int) -> None:
-        """Notes that so many bytes were written to the file."""
+        """Counts bytes written to the file, and starts upkeep when it is due."""
         self._untidied_bytes += size
         if self._untidied_bytes >= min(_MUCH_BYTES, max(_LITTLE_BYTES, self._max_bytes // 8)):
             self._much_written.set()
@@ -85,7 +78,7 @@ class Background:
             self._tidying = asyncio.get_running_loop().create_task(self._tidy_while_needed())
 
     def kept(self, scope: CellScope, size: int) -> None:
-        """Notes that an answer of so many bytes was kept under a cell."""
+        """Counts the bytes of an answer kept under a cell, and starts an export when a segment is full."""
         cell = self._cells.get(scope.cell)
         if cell is not None and cell.mirror is not None:
             cell.news_bytes += size
@@ -93,7 +86,7 @@ class Background:
                 self._segment_full.set()
 
     async def open_cell(self, scope: CellScope, *, folder: str | None) -> None:
-        """Begins an attempt, after its mirror was read; see `Journal.open_cell`."""
+        """Opens an attempt, after its mirror was read; see `Journal.open_cell`."""
         async with self._changing:
             if self.attempt(scope) is not None:
                 await self._give_mirror(self._cells[scope.cell], folder)
@@ -109,7 +102,7 @@ class Background:
             self._export_from_now(mirror)
 
     async def go_on(self, scope: CellScope) -> None:
-        """Begins an attempt without a mirror; see `Journal.go_on`. What others replayed may be the newest one's."""
+        """Opens an attempt without a mirror; keeps replays of other attempts, since the newest may be among them."""
         async with self._changing:
             if not self.is_open(scope.cell) and len(self._cells) < MOST_CELLS:
                 await self._begin(_OpenCell(Attempt(scope), None, loaded=True))
@@ -131,7 +124,6 @@ class Background:
             self._exporting = asyncio.get_running_loop().create_task(self._export_forever())
 
     async def close_cell(self, scope: CellScope, *, drop_mirror: bool) -> None:
-        """Ends an attempt; see `Journal.close_cell`."""
         async with self._changing:
             if self.attempt(scope) is None:
                 return
@@ -145,7 +137,7 @@ class Background:
                 await self._synchronise(cell)
 
     async def close(self) -> None:
-        """Exports what the mirrors lack and ends the threads."""
+        """Exports the rows missing in the mirrors, and ends the threads."""
         if self._exporting is not None:
             self._exporting.cancel()
             await asyncio.gather(self._exporting, return_exceptions=True)
@@ -183,7 +175,7 @@ class Background:
     async def _export_forever(self) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._mirror_seconds):  # wait_for may swallow that it is cancelled
+                async with asyncio.timeout(self._mirror_seconds):  # wait_for may swallow a cancellation
                     await self._segment_full.wait()
             self._segment_full.clear()
             for cell in list(self._cells.values()):

@@ -1,4 +1,4 @@
-"""Answers as they lie in the journal: bodies compressed where that pays, and a checksum over each row."""
+"""Answers as stored in the journal: bodies compressed where it pays off, and a checksum over each row."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import orjson
 from pools.journal.schema import Row
 
 _FACTS = Row._fields.index("checksum")
-"""Columns before the checksum, of which the first is the key; after it come the blobs that are large."""
+"""Number of columns before the checksum, of which the first is the key; the large blobs follow the checksum."""
 LARGEST_BYTES = 64 * 2**20
-"""Of an answer that is kept, and of whatever is unpacked."""
+"""Largest answer that is kept, and largest body that is unpacked."""
 _PLAIN, _COMPRESSED = b"\0", b"\1"
 _LEAST_COMPRESSED_BYTES = 2048
-"""Smaller bodies are stored as they are: compressing 1 kB saves 400 bytes and takes longer than all else here."""
+"""Smaller bodies are stored uncompressed: compressing 1 kB saves 400 bytes and is the slowest step here."""
 
 
 class Unreadable(Exception):
@@ -22,17 +22,17 @@ class Unreadable(Exception):
 
 
 def compressed(body: bytes) -> bytes:
-    """A body as a zlib stream, made for speed."""
+    """Returns a body as a zlib stream, at the fastest level."""
     return zlib.compress(body, 1)
 
 
 def packed(body: bytes) -> bytes:
-    """A body as it is stored: a zero byte and the body, or a one and a zlib stream."""
+    """Returns a body as stored: byte 0 and the body, or byte 1 and a zlib stream."""
     return _PLAIN + body if len(body) < _LEAST_COMPRESSED_BYTES else _COMPRESSED + compressed(body)
 
 
 def unpacked(stored: bytes) -> bytes:
-    """The body that was packed.
+    """Returns the unpacked body.
 
     Raises:
         Unreadable: it is damaged.
@@ -41,7 +41,7 @@ def unpacked(stored: bytes) -> bytes:
         if stored.startswith(_PLAIN):
             return stored[1:]
         stream = zlib.decompressobj()
-        body = stream.decompress(stored[1:], LARGEST_BYTES + 1)  # more than fits, so that the end is seen
+        body = stream.decompress(stored[1:], LARGEST_BYTES + 1)  # 1 byte above the limit, so that the end is seen
     except zlib.error as error:
         raise Unreadable(str(error)) from None
     if not stream.eof:
@@ -50,15 +50,15 @@ def unpacked(stored: bytes) -> bytes:
 
 
 def sealed(row: Row) -> Row:
-    """A row with its checksum."""
+    """Returns a row with its checksum."""
     return Row._make((*row[:_FACTS], _checksum(row), *row[_FACTS + 1 :]))  # half the time of _replace
 
 
 def is_whole(row: Row) -> bool:
-    """True if nothing in a row has changed since it was sealed: no value, and no value's kind."""
+    """Returns True if no value and no type in a row has changed since it was sealed."""
     try:
         return row.checksum == _checksum(row)
-    except TypeError:  # a blob that is none, or a fact that is one
+    except TypeError:  # a value of the wrong type for a blob or a fact
         return False
 
 

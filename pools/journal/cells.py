@@ -1,4 +1,4 @@
-"""Occurrences: the place of a sampled request among identical ones, within one attempt at a cell."""
+"""Occurrences: the index of a sampled request among identical requests of the same attempt at a cell."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CellScope:
-    """One attempt at evaluating one cell; sampled answers are replayed to later attempts at the same cell."""
+    """An attempt at evaluating a cell; sampled answers are replayed to later attempts at the same cell."""
 
     cell: str
     attempt: str
 
 
 class Attempt:
-    """The occurrences that are taken in one attempt, for each question.
-
-    Args:
-        scope: the attempt.
-        taken: occurrences that this attempt has had answered already, before a restart.
-    """
+    """The taken occurrences of each request in an attempt; `taken` were answered already, before a restart."""
 
     def __init__(self, scope: CellScope, taken: Iterable[tuple[bytes, int]] = ()) -> None:
         self.scope = scope
@@ -38,7 +33,7 @@ class Attempt:
                 self._free[key] = gaps
 
     def take(self, key: bytes) -> int:
-        """The lowest occurrence of a question that nobody has."""
+        """Returns the lowest free occurrence of a request."""
         if key in self._free:
             free = self._free[key]
             lowest = heapq.heappop(free)
@@ -50,5 +45,4 @@ class Attempt:
         return occurrence
 
     def give_back(self, key: bytes, occurrence: int) -> None:
-        """Makes an occurrence that was taken free again."""
         heapq.heappush(self._free.setdefault(key, []), occurrence)

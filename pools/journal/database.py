@@ -1,6 +1,6 @@
-"""The event loop's connection to the journal: quick reads, commits in groups, and what happens when they fail.
+"""The event loop's connection to the journal: quick reads, grouped commits, and error handling.
 
-Nothing here waits: where somebody else is writing, the group is tried again a moment later by the loop.
+Nothing here blocks: if another process is writing, the loop retries the group a moment later.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pools.journal import schema
 from pools.journal.key_filter import KeyFilter
 
 BUSY_SECONDS = 2.0
-"""Longest wait of a group for somebody else's transaction, before it is given up."""
+"""Longest wait of a group for another connection's transaction; then it is dropped."""
 _BUSY_RETRY_SECONDS = 0.001
 _SLICE_PAUSE_SECONDS = 0.005
-"""Between two slices of keys, each of which takes a millisecond."""
+"""Pause between two slices of keys, each of which takes a millisecond."""
 
 
 @dataclass(slots=True)
 class JournalCounters:
-    """Counts since a journal was opened; `total_bytes` is the size of what lies in the file now.
+    """Counts since a journal was opened; `total_bytes` is the size of the file's content now.
 
-    `refused` are answers that were not valid, `errors` what could not be read or kept although it was, `dropped`
-    rows that were evicted or damaged.
+    `refused` counts invalid answers, `errors` failures to read or keep valid answers, `dropped` rows that were evicted
+    or damaged.
     """
 
     hits: int = 0
@@ -43,16 +43,11 @@ class JournalCounters:
 
 
 class Database:
-    """One journal file, used from the thread of one event loop.
+    """A journal file, used from the thread of a single event loop.
 
-    No method raises for what is wrong with the file: it is counted and told once, and requests go on without it.
-
-    Args:
-        path: of the file.
-        warn: told, in a sentence, what a user should know.
-        retry_seconds: how long nothing is written after a failure.
-        clock: seconds since the epoch, for the names of files set aside.
-        committed: called with the number of bytes after each commit.
+    No method raises for errors of the file: they are counted and reported once with `warn`, and requests go on without
+    the journal. Nothing is written for `retry_seconds` after a failure. `committed` is called with the bytes of each
+    commit.
     """
 
     def __init__(
@@ -82,14 +77,14 @@ class Database:
         self._give_up_at = 0.0
 
     def open(self) -> None:
-        """Opens the file, waiting a little for other processes that do the same."""
+        """Opens the file; waits a little for other processes that do the same."""
         self._connect(wait_seconds=BUSY_SECONDS)
 
     def may_hold(self, key: bytes) -> bool:
-        """False if the file has no row with this key, or cannot be read.
+        """Returns False if the file has no row with this key, or cannot be read.
 
-        What other connections have committed is looked for whenever the loop's clock has moved, so within a
-        millisecond, and after `look_again`.
+        Commits of other connections are read whenever the loop's clock has moved, so within a millisecond, and after
+        `look_again`.
         """
         if self._connection is None and not self._reconnected():
             return False
@@ -108,11 +103,11 @@ class Database:
         return known.may_hold(key)
 
     def look_again(self) -> None:
-        """Looks for what others have committed before the next answer is looked for."""
+        """Makes the next `may_hold` read the commits of other connections."""
         self._looked_at = -1.0
 
     def fetch(self, sql: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The first row of a query, None also where it cannot be read."""
+        """Returns the first row of a query; None also if it cannot be read."""
         if self._connection is None and not self._reconnected():
             return None
         assert self._connection is not None
@@ -132,13 +127,13 @@ class Database:
             self._flush_handle = loop.call_soon(self._flush)
 
     def settled(self) -> asyncio.Future[bool]:
-        """The end of the group that is open now: True once it was committed, False once it was given up."""
+        """Returns a future of the current group: True once it was committed, False once it was dropped."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         return future
 
     def report(self, error: Exception) -> None:
-        """Deals with an error of this or another connection: a damaged file is set aside, anything else told once."""
+        """Handles an error of this or another connection: sets a damaged file aside, and reports other errors once."""
         if not schema.is_damaged(error):
             self._tell(error)
             return
@@ -149,18 +144,16 @@ class Database:
             self._resume_at = time.monotonic() + self._retry_seconds
 
     def follow(self) -> None:
-        """Goes on with the file that lies at the path, where somebody has put another one there or removed it."""
+        """Reconnects if the file at the path was replaced or removed."""
         if self._connection is not None and self._inode_in_place() != self._inode:
             self._disconnect()
             self._connect(wait_seconds=0.0)
 
     async def drain(self) -> None:
-        """Returns when nothing waits to be committed."""
         while self._flush_handle is not None:
             await self.settled()
 
     def close(self) -> None:
-        """Closes the connection; the file is not opened again."""
         self._disconnect()
         self._resume_at = math.inf
 

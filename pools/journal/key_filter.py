@@ -1,11 +1,11 @@
-"""Keys that a journal may hold, in memory: most requests are new, and need no look into the file to be told so."""
+"""In-memory filter of the journal's keys, so that most new requests need no look-up in the file."""
 
 from __future__ import annotations
 
 import sqlite3
 
 _BITS = 2**26
-"""8 MiB, of which only what is written to takes memory; with four million keys one look in twenty is in vain."""
+"""8 MiB, of which only the written pages take memory; with four million keys, 1 in 20 look-ups is a false positive."""
 _SLICE_KEYS = 1000
 _SCANS = tuple(
     f"SELECT key FROM answers WHERE {kind} AND key > ? ORDER BY key LIMIT {_SLICE_KEYS}"  # each read from an index
@@ -14,12 +14,9 @@ _SCANS = tuple(
 
 
 class KeyFilter:
-    """The keys of one file's rows: those there were are read in slices, and then those that come.
+    """The keys of a file's rows: existing keys are read in slices, and new keys are added.
 
-    Until all are known it says of each that it may be there. A key that is deleted stays.
-
-    Args:
-        connection: to the file.
+    Until all keys are read, every key counts as possibly present. A deleted key stays.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -32,24 +29,21 @@ class KeyFilter:
 
     @property
     def is_complete(self) -> bool:
-        """True once all keys are known that were there at first."""
         return not self._scans
 
     def committed(self, number: int, key: bytes) -> None:
-        """Takes up a row of this connection, with its id."""
         self._add(key)
-        if number == self._last_id + 1:  # else somebody else has written too, and will be read
+        if number == self._last_id + 1:  # else another connection has written too; look_for_news reads its rows
             self._last_id = number
 
     def may_hold(self, key: bytes) -> bool:
-        """False if no row with this key was there when it was last looked for news."""
+        """Returns False if no row with this key existed at the last look for news."""
         if self._scans:
             return True
         place = int.from_bytes(key[:4]) % _BITS
         return bool(self._bits[place >> 3] & 1 << (place & 7))
 
     def read_slice(self) -> None:
-        """Reads some more of the keys that were there at first."""
         keys = self._connection.execute(self._scans[0], (self._after,)).fetchall()
         for (key,) in keys:
             self._add(key)
@@ -60,7 +54,7 @@ class KeyFilter:
             self._after = b""
 
     def look_for_news(self) -> None:
-        """Takes up what other connections have committed since the last time."""
+        """Adds the keys that other connections have committed since the last call."""
         (version,) = self._connection.execute("PRAGMA data_version").fetchone()
         if version == self._version:
             return

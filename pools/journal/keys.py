@@ -1,4 +1,4 @@
-"""Keys of requests: a digest over the weights, the engine, the path and the whole body."""
+"""Keys of requests: digests of the weights, the engine, the path and the whole body."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import orjson
 from pools.endpoint import GENERATE
 
 _LARGE_NUMBER = b"e+"
-"""In what orjson writes, every number beyond 64 bits has this; it may have been an integer that became a float."""
+"""Part of every number beyond 64 bits in orjson's output; it may have been an integer that became a float."""
 _READ_TWICE_BYTES = 64 * 1024
-"""Above this a body that json would have to read is taken as it is: for 16 MiB the loop would stand still for 0.5 s."""
+"""A larger body that only json could parse is hashed unparsed: json would block the loop for 0.5 s at 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Subject:
 
 @dataclass(slots=True)
 class Question:
-    """A request, as the journal knows it; nobody changes it, but a frozen one takes a microsecond more to be made.
+    """A request as the journal knows it. Never modified; not frozen, which would take a microsecond more per instance.
 
-    `key` (32 bytes) names it. `deterministic` says that every engine with this subject gives the same answer.
+    `key` (32 bytes) identifies it. `deterministic` is True if every engine with this subject gives the same answer.
     """
 
     key: bytes
@@ -44,15 +44,11 @@ class Question:
 
 
 def question(subject: Subject, target: str, *, body: bytes, fields: Mapping[str, Any]) -> Question:
-    """The question that a request asks.
+    """Returns the `Question` of a request to a path without a prefix that names a cell.
 
-    Args:
-        subject: what is going to answer.
-        target: path with its query, without a prefix that names a cell.
-        body: as it came.
-        fields: the same body, parsed, by orjson or by json. White space and the order of the fields do not matter.
-            Within a field order does: engines write the keys of a schema, and show tools, as they came. Of a key that
-            comes twice the last value counts, as for engines.
+    `fields` are the body, parsed by orjson or by json. White space and the order of the fields do not matter. Within a
+    field the order does: engines write the keys of a schema, and show tools, in the given order. Of a repeated key the
+    last value counts, as for engines.
     """
     content = _begun(subject, target).copy()
     content.update(_canonical(body, fields))
@@ -68,10 +64,10 @@ def question(subject: Subject, target: str, *, body: bytes, fields: Mapping[str,
 
 
 def is_deterministic(fields: Mapping[str, Any]) -> bool:
-    """True if nothing in the answer is drawn at random, where `fields` say how to sample.
+    """Returns True if nothing in the answer is drawn at random; `fields` are the sampling parameters.
 
-    So it is at temperature 0, which has to be given, and for log-probabilities of a prompt where no token is generated.
-    A seed does not count: what it leads to depends on the requests that share a batch.
+    This holds at temperature 0, which must be given, and for log-probabilities of a prompt without generated tokens. A
+    seed does not count: its effect depends on the other requests of the batch.
     """
     if _is_zero(fields.get("temperature"), (int, float)):
         return True

@@ -1,6 +1,6 @@
-"""The mirror of a cell: its answered requests in a folder of any store, so that a new machine can go on.
+"""The mirror of a cell: its answered requests in a folder of any store, so that a new machine can continue.
 
-Called from a worker thread. The database knows which segments it holds already, and the last row that it exported.
+Runs in a worker thread. The database records which segments it holds already, and the last exported row.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ _SLICE_ROWS = 32
 
 
 class Mirror:
-    """The segments of one cell.
+    """The segments of a cell, in a folder at any location that fsspec supports.
 
-    Args:
-        path: of the journal's database.
-        cell: whose rows are mirrored.
-        folder: where the segments lie, any location that fsspec knows.
-        warn: told, in a sentence, what could not be read.
+    `path` is the journal's database; `warn` is called with a sentence about unreadable segments.
     """
 
     def __init__(self, path: Path, *, cell: str, folder: str, warn: Callable[[str], None]) -> None:
@@ -42,7 +38,7 @@ class Mirror:
         self._warn = warn
 
     def export(self) -> None:
-        """Writes the rows of the cell that lie in no segment yet, as segments."""
+        """Writes the cell's rows that are in no segment yet, as segments."""
         with connected(self._path) as connection:
             while batch := self._next_segment(connection):
                 number = connection.execute(
@@ -55,9 +51,7 @@ class Mirror:
                 self._remember(connection, name, batch[-1][0])
 
     def load(self) -> None:
-        """Takes up the rows of every segment that lies there and is not in the database yet.
-
-        A segment that is damaged is read as far as it goes.
+        """Imports the rows of every segment that is not in the database yet; damaged segments in part.
 
         Raises:
             sqlite3.Error, OSError: the database cannot be written.
@@ -74,7 +68,6 @@ class Mirror:
                 self._remember(connection, name, 0)
 
     def drop(self) -> None:
-        """Deletes the segments."""
         for name in self._names():
             storage.delete(storage.join(self._folder, name))
         with connected(self._path) as connection, writing(connection):

@@ -1,4 +1,4 @@
-"""The journal's file: its tables, how it is opened, and how a damaged one is set aside."""
+"""The journal's file: its tables, opening it, and setting a damaged file aside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from resources.storage.regular_files import is_own
 SCHEMA_VERSION = 5
 """`PRAGMA user_version` of the file, and the version in the first line of a segment.
 
-Version 2 may hold answers of engines that had reloaded weights incompletely, version 3 ones that do not fit their
+Version 2 may hold answers of engines with incompletely reloaded weights, version 3 answers that do not match their
 requests; version 4 has other checksums.
 """
 
@@ -65,9 +65,9 @@ CREATE TABLE segments (
 
 
 class Row(NamedTuple):
-    """One row of `answers`, without its id; the names are those of the columns.
+    """A row of `answers`, without its id; the names are those of the columns.
 
-    `imported` is not part of a segment: it says that the row came from one, and answers its own cell only.
+    `imported` is not part of a segment: it marks a row that came from a segment, and answers its own cell only.
     """
 
     key: bytes
@@ -95,7 +95,7 @@ COLUMNS = ", ".join(Row._fields)
 INSERT_ROW = f"INSERT INTO answers ({COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))}) ON CONFLICT DO NOTHING"
 
 ERRORS = (sqlite3.Error, OSError, OverflowError, ValueError)
-"""Errors of a file that cannot be used; the text of one that tells of damage may itself not be decoded."""
+"""Errors of an unusable file; the message of an error about damage may itself be undecodable."""
 _COMPANIONS = ("-wal", "-shm")
 _STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";") if statement.strip()]
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -107,12 +107,12 @@ class OtherVersion(sqlite3.DatabaseError):
 
 
 def is_damaged(error: Exception) -> bool:
-    """True if an error means that the file is no journal of ours, or no longer one."""
+    """Returns True if an error means that the file is not, or no longer, a journal."""
     return isinstance(error, OtherVersion | UnicodeDecodeError) or _primary_code(error) in _DAMAGED
 
 
 def is_busy(error: Exception) -> bool:
-    """True if an error means that somebody else is writing just now."""
+    """Returns True if an error means that another connection is writing."""
     return _primary_code(error) in _BUSY
 
 
@@ -121,17 +121,13 @@ def _primary_code(error: Exception) -> int:
 
 
 def connect(path: Path, *, wait_seconds: float) -> sqlite3.Connection:
-    """A connection to the journal in a file, which is made if there is none.
+    """Returns a connection to the journal in a file, which is created if missing, readable by its owner only.
 
-    Transactions are begun and ended in so many words. The file is readable for its owner only. A text that is damaged
-    is read with half surrogates in it.
-
-    Args:
-        path: of the file.
-        wait_seconds: how long to wait, now and later, while somebody else is writing.
+    Transactions are explicit. Damaged text is read with surrogate escapes. Waits up to `wait_seconds`, now and later,
+    while another connection is writing.
 
     Raises:
-        OSError: the folder cannot be made, or the file is another user's.
+        OSError: the folder cannot be created, or the file belongs to another user.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -203,7 +199,7 @@ def _patiently(act: Callable[[], None], *, wait_seconds: float) -> None:
 
 
 def live_bytes(connection: sqlite3.Connection) -> int:
-    """Bytes of the file that are in use; pages that wait to be used again do not count."""
+    """Returns the bytes of the file that are in use, without free pages."""
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
@@ -211,11 +207,7 @@ def live_bytes(connection: sqlite3.Connection) -> int:
 
 
 def set_aside(path: Path, *, now: float) -> Path:
-    """Renames a file that cannot be used, with what belongs to it, so that a new one can be begun.
-
-    Args:
-        path: of the journal.
-        now: seconds since the epoch, for the name.
+    """Renames an unusable file and its companions, so that a new file can be created; the name has the time `now`.
 
     Raises:
         OSError: it cannot be renamed.

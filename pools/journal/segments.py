@@ -17,7 +17,7 @@ from pools.journal.answers import is_content_type
 from pools.journal.schema import SCHEMA_VERSION, Row
 
 LARGEST_ROW_BYTES = bodies.LARGEST_BYTES // 2
-"""Body and request of a row that a segment may hold, as they are stored: in base64 they take a third more."""
+"""Largest row of a segment, as stored body plus request: in base64 they take a third more."""
 _GZIP = 31  # zlib's window size with a gzip header
 _BLOBS = ("key", "checksum", "body", "request")
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -32,11 +32,11 @@ _LARGEST_INTEGER = 2**63 - 1
 
 
 class SegmentCut(Exception):
-    """A segment ends before its end, or is damaged; the rows before that are good."""
+    """A segment ends early, or is damaged; the rows before that are good."""
 
 
 def encoded(rows: Iterable[Row]) -> bytes:
-    """A segment: gzip of a line with the schema's version and a line for each row, blobs in base64."""
+    """Returns a segment: gzip of a line with the schema's version and a line for each row, blobs in base64."""
     stream = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
     parts = [stream.compress(orjson.dumps({"schema": SCHEMA_VERSION}, option=orjson.OPT_APPEND_NEWLINE))]
     parts.extend(stream.compress(_line(row)) for row in rows)
@@ -45,10 +45,10 @@ def encoded(rows: Iterable[Row]) -> bytes:
 
 
 def decoded(content: bytes) -> Iterator[Row]:
-    """The rows of a segment, in their order, each marked as imported.
+    """Yields the rows of a segment, in their order, each marked as imported.
 
     Raises:
-        SegmentCut: after the last row that can be read, if the segment does not end there.
+        SegmentCut: after the last readable row, if the segment does not end there.
     """
     lines = _lines(content)
     if (first := next(lines, None)) != {"schema": SCHEMA_VERSION}:

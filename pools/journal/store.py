@@ -1,4 +1,4 @@
-"""The journal as the proxy uses it: claim an answer before asking an engine, keep the engine's answer after."""
+"""The journal's interface for the proxy: claim a stored answer before a request, keep the engine's answer after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pools.journal.keys import Question
 from pools.journal.schema import COLUMNS, INSERT_ROW, Row
 
 _LARGE_BYTES = 32 * 1024
-"""Bodies above this are compressed in a thread: the loop would stand still for a third of a millisecond."""
+"""Larger bodies are compressed in a thread: they would block the loop for a third of a millisecond."""
 
 _SELECT = f"SELECT id, {COLUMNS} FROM answers WHERE key = ?"
 _SELECT_DETERMINISTIC = f"{_SELECT} AND deterministic = 1 AND imported = 0"
@@ -30,17 +30,17 @@ _NOT_REPLAYED = "DELETE FROM replays WHERE cell = ? AND attempt = ? AND key = ? 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer that was given before, with exactly its bytes."""
+    """A stored answer, with its exact bytes."""
 
     content_type: str
     body: bytes = field(repr=False)
 
 
 class Claim:
-    """A request's share of the journal: the answer to give it, or the place where its answer will be kept.
+    """A request's claim on the journal: a stored answer, or the key under which its answer will be kept.
 
-    `stored` is the answer, to be given after `replay`; None where an engine has to be asked. Exactly one of
-    `Journal.keep`, `release` and `refuse` follows in that case; `release` may follow in the other one.
+    `stored` is the answer, to be sent after `replay`; None if an engine must answer. In that case exactly one of
+    `Journal.keep`, `release` and `refuse` follows; otherwise `release` may follow.
     """
 
     __slots__ = ("_attempt", "_database", "_noted", "occurrence", "question", "stored")
@@ -65,9 +65,9 @@ class Claim:
             self._noted = database.settled()
 
     async def replay(self) -> StoredAnswer | None:
-        """The stored answer, once the use of a sample is committed: after that no kill lets it be given again.
+        """Returns the stored answer, after committing the use of a sample, so that no crash lets it be used again.
 
-        None where an engine has to be asked, also since the use of a sample cannot be committed.
+        None if an engine must answer, also because the use of a sample cannot be committed.
         """
         if self.stored is not None and self._noted is not None and not await self._noted:
             self.stored = None
@@ -81,7 +81,7 @@ class Claim:
 
     @property
     def scope(self) -> CellScope | None:
-        """The attempt that the request belongs to, None where there is none or it is over."""
+        """The attempt that the request belongs to; None without an attempt, or after its end."""
         return self._attempt.scope if self._attempt is not None and self._attempt.open else None
 
     @property
@@ -90,10 +90,7 @@ class Claim:
         return self.question.deterministic or self.scope is not None
 
     def release(self) -> None:
-        """Gives the occurrence back, for the same request to get it when it comes again.
-
-        For a request that failed or whose client left. Calling it a second time does nothing.
-        """
+        """Frees the occurrence for the next identical request, after a failure or a disconnect. Idempotent."""
         attempt, self._attempt = self._attempt, None
         if attempt is None or self.question.deterministic:
             return
@@ -102,13 +99,13 @@ class Claim:
             self._database.submit(_NOT_REPLAYED, self._use(attempt))
 
     def refuse(self) -> None:
-        """Releases it because the answer was not a valid one, and counts that."""
+        """Releases the claim after an invalid answer, and counts it."""
         self._database.counters.refused += 1
         self.release()
 
 
 class Journal:
-    """The store of answered requests, used from the thread of one event loop. See `open`."""
+    """The store of answered requests, used from the thread of a single event loop. See `open`."""
 
     def __init__(
         self,
@@ -137,19 +134,17 @@ class Journal:
         retry_seconds: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> Journal:
-        """Opens the journal in a file, which is made if there is none, and may be shared with other processes.
+        """Opens the journal in a file on a local disk, which is created if missing; several processes may share it.
 
-        Never raises for what is wrong with the file: a damaged one, or one of another version, is set aside; one that
-        cannot be used is tried again later.
+        Never raises for errors of the file: a damaged file, or a file of another version, is set aside; an unusable
+        file is retried later.
 
         Args:
-            path: of the file, on a local disk.
-            max_bytes: size from which on the answers written longest ago are deleted.
-            keep_prompts: store the requests with their answers.
-            warn: told, in a sentence, what a user should know.
-            mirror_seconds: between two exports of a cell's news to its mirror.
-            retry_seconds: how long nothing is written after a failure.
-            clock: seconds since the epoch, for what people read; no decision depends on it.
+            max_bytes: size above which the oldest answers are deleted.
+            warn: called with a sentence for the user.
+            mirror_seconds: interval of the exports of a cell's new rows to its mirror.
+            retry_seconds: pause of writing after a failure.
+            clock: seconds since the epoch, for display; no decision depends on it.
         """
         database = Database(
             path,
@@ -164,15 +159,14 @@ class Journal:
 
     @property
     def counters(self) -> JournalCounters:
-        """Counts since it was opened."""
         return self._database.counters
 
     def claim(self, question: Question, *, cell: CellScope | None) -> Claim:
-        """The answer to a request, where it is there, or its place.
+        """Claims the answer to a request, or the key to store it under.
 
-        A deterministic request gets an answer that any run was given on this machine, and in an open attempt at a cell
-        one that lay in the cell's mirror. A sampled one gets an answer only in such an attempt: the k-th identical
-        request of the attempt gets the cell's k-th answer.
+        A deterministic request gets an answer that any run received on this machine, and in an open attempt at a cell
+        also an answer from the cell's mirror. A sampled request gets an answer only in such an attempt: the k-th
+        identical request of the attempt gets the cell's k-th answer.
         """
         attempt = self._background.attempt(cell) if cell is not None else None
         occurrence = 0
@@ -192,15 +186,9 @@ class Journal:
         return Claim(question, self._database, attempt=attempt, occurrence=occurrence, stored=stored)
 
     async def keep(self, claim: Claim, content_type: str, body: bytes, *, facts: AnswerFacts) -> None:
-        """Stores a valid answer in the claimed place; returns once it is committed, or cannot be.
+        """Stores a valid answer, with the exact bytes for the client; returns once it is committed, or cannot be.
 
-        After that a kill of this process does not lose it. Never raises for what is wrong with the file.
-
-        Args:
-            claim: of the request, with nothing stored.
-            content_type: of the answer.
-            body: exactly as the client gets it.
-            facts: what `pools.journal.answers.judge` said of it.
+        After that a kill of this process does not lose it. Never raises for errors of the file.
         """
         if not claim.keeps or len(body) > min(bodies.LARGEST_BYTES, self._max_bytes // 4):
             return
@@ -212,7 +200,7 @@ class Journal:
         if claim.keeps:
             try:
                 row = self._row(claim, content_type, content, facts)
-            except TypeError:  # the name of its cell is no Unicode
+            except TypeError:  # the name of its cell is not Unicode
                 self.counters.errors += 1
                 return
             self._database.submit(INSERT_ROW, row)
@@ -221,40 +209,29 @@ class Journal:
                 self._background.kept(claim.scope, len(content[0]))
 
     def is_open(self, cell: str) -> bool:
-        """True if an attempt at this cell has begun in this process, and has not ended."""
         return self._background.is_open(cell)
 
     async def open_cell(self, scope: CellScope, *, mirror: str | None) -> None:
-        """Begins an attempt at a cell; an older one of the same cell is over.
+        """Opens an attempt at a cell, or continues it, in a new process too; closes an older attempt at the same cell.
 
-        Beginning the same attempt again goes on with it, in a new process too.
-
-        Args:
-            scope: the attempt.
-            mirror: a folder in any store. Answers that lie there are taken up first, and those kept under the cell
-                from now on are written there.
+        Answers in the folder `mirror`, in any store, are imported first; answers kept from now on are written to it.
         """
         await self._background.open_cell(scope, folder=mirror)
 
     async def go_on(self, scope: CellScope) -> None:
-        """Begins an attempt that a process before this one may have begun.
-
-        Not where its cell has an open one, or very many cells are open.
-        """
+        """Opens an attempt of an earlier process, unless its cell has an open attempt, or very many cells are open."""
         await self._background.go_on(scope)
 
     async def close_cell(self, scope: CellScope, *, drop_mirror: bool) -> None:
-        """Ends an attempt at a cell.
+        """Closes an attempt at a cell; does nothing unless it is the open attempt.
 
-        Args:
-            scope: the attempt; nothing happens if it is not the open one.
-            drop_mirror: the cell is finished: delete its segments and sampled answers. Otherwise what the mirror
-                lacks is written there.
+        Writes the rows missing in the mirror to it. For a finished cell, `drop_mirror` deletes segments and sampled
+        answers instead.
         """
         await self._background.close_cell(scope, drop_mirror=drop_mirror)
 
     async def close(self) -> None:
-        """Commits, exports what the mirrors lack, and closes the file. Calling it a second time does nothing."""
+        """Commits, exports the rows missing in the mirrors, and closes the file. A second call does nothing."""
         await self._database.drain()
         await self._background.close()
         self._database.close()
@@ -289,7 +266,7 @@ class Journal:
     def _row(self, claim: Claim, content_type: str, content: tuple[bytes, bytes | None], facts: AnswerFacts) -> Row:
         question, scope = claim.question, claim.scope
         subject = question.subject
-        row = Row(  # by place, in half the time that names take
+        row = Row(  # positional, in half the time of keywords
             question.key,
             int(question.deterministic),
             scope.cell if scope else None,

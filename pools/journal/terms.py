@@ -1,4 +1,4 @@
-"""Terms that a request sets for its answer: how many choices, and which log-probabilities of which tokens."""
+"""Requirements of a request on its answer: number of choices, and which log-probabilities of which tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import orjson
 
 ROUNDING = 1e-6
-"""A log-probability may be above 0 by this much."""
+"""Tolerance by which a log-probability may be above 0."""
 OF_TOKENS = ("tokens", "token_logprobs", "top_logprobs")
-"""Columns of log-probabilities of a completion, with a row for each token."""
+"""Columns of a completion's log-probabilities, with an entry for each token."""
 
 
 class Broken(Exception):
-    """The answer does not keep to the terms."""
+    """The answer violates the terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms of one request; empty fields demand nothing.
+    """Requirements of a request on its answer; empty fields require nothing.
 
     `prompts` are texts or lists of token ids, each of which gets `n` choices.
     """
@@ -35,22 +35,19 @@ class Terms:
     token_ids: bool = False
     """Tokens are named by their ids."""
     prompt_texts: bool = True
-    """An echoed text begins the text of its choices."""
+    """Echoed prompt text must start the text of its choices."""
     labels: frozenset[str] = frozenset()
-    """Names of tokens whose log-probabilities stand in each row, whichever token was made."""
+    """Names of tokens that need a log-probability at each position, for every generated token."""
 
     @property
     def joins_rows(self) -> bool:
-        """True if the rows in the pieces of a stream are looked at together."""
+        """True if the token log-probs in the pieces of a stream are checked together."""
         return self.logprobs and not self.chat
 
     def check(self, choices: Sequence[dict[str, Any]], usage: Mapping[str, Any], *, whole: bool = True) -> None:
-        """Passes if all choices keep to the terms.
+        """Raises `Broken` unless all choices, in the order of their indices, satisfy the terms.
 
-        Args:
-            choices: in the order of their indices.
-            usage: counts of tokens, as far as the engine gave them.
-            whole: not joined from a stream, which may leave log-probabilities of chats out.
+        Choices joined from a stream (`whole` is False) may omit log-probabilities of chats.
         """
         if [choice.get("index") for choice in choices] != list(range(len(choices))):
             raise Broken
@@ -84,7 +81,7 @@ class Terms:
             if self.labels:
                 self._check_labels(tops)
             return len(values)
-        if not values or values[0] is not None:  # nothing stands before the first token
+        if not values or values[0] is not None:  # the first token has no log-probability
             raise Broken
         known = values[1:]
         check_values(known)
@@ -109,7 +106,9 @@ class Terms:
         if not isinstance(asked, int) or not isinstance(made, int):
             return
         if self.echo:
-            made = asked * self.n + (made if self.most_tokens != 0 else 0)  # one is made for 0, and not shown
+            made = asked * self.n + (
+                made if self.most_tokens != 0 else 0
+            )  # for 0 a token is generated, and not returned
         if rows != made:
             raise Broken
 
@@ -118,12 +117,7 @@ NO_TERMS = Terms()
 
 
 def terms_of(fields: Mapping[str, Any], *, chat: bool = False) -> Terms:
-    """The terms in a request's fields; what no engine of ours is known to answer by is not demanded.
-
-    Args:
-        fields: the parsed body; empty where it could not be read.
-        chat: of `/v1/chat/completions`.
-    """
+    """Returns the terms in a request's parsed body; omits requirements that no supported engine is known to satisfy."""
     n = fields.get("n")
     n = 1 if n is None else n
     if not fields or type(n) is not int or fields.get("use_beam_search") or fields.get("prompt_embeds"):
@@ -148,7 +142,7 @@ def terms_of(fields: Mapping[str, Any], *, chat: bool = False) -> Terms:
 
 
 def check_values(values: list[Any]) -> None:
-    """Passes if all are log-probabilities."""
+    """Raises `Broken` unless all are log-probabilities."""
     try:
         if not values or (math.isfinite(sum(values)) and max(values) <= ROUNDING):
             return

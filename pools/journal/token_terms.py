@@ -1,4 +1,4 @@
-"""Terms of a request of `/inference/v1/generate`, which takes token ids and answers with them."""
+"""Requirements of a request to `/inference/v1/generate`, which takes and returns token ids."""
 
 from __future__ import annotations
 
@@ -11,29 +11,23 @@ from pools.journal.terms import Broken, check_values
 
 @dataclass(frozen=True, slots=True)
 class TokenTerms:
-    """Terms of one request; empty fields demand nothing.
+    """Requirements of a request on its answer; empty fields require nothing.
 
-    `prompt` are its token ids, `n` the choices it gets, `logprobs` whether each has a row for each of its tokens.
+    `prompt` are its token ids, `n` is the number of choices, `logprobs` is True if each token needs its log-probs.
     """
 
     prompt: Sequence[int] | None = field(default=None, repr=False)
     n: int = 1
     logprobs: bool = False
     prompt_rows: bool = False
-    """Log-probabilities of the prompt's tokens are asked for."""
+    """True if log-probabilities of the prompt's tokens are requested."""
     from_cache: bool = False
-    """Without those of tokens that the engine's cache holds: rows at the beginning may be missing."""
+    """True if tokens in the engine's cache are excluded: entries at the beginning may be missing."""
     joins_rows: bool = field(default=False, init=False)
-    """Rows in a stream are not looked at."""
+    """Token log-probs in a stream are not checked."""
 
     def check(self, choices: Sequence[dict[str, Any]], usage: Mapping[str, Any], *, whole: bool = True) -> None:
-        """Passes if all choices keep to the terms.
-
-        Args:
-            choices: in the order of their indices.
-            usage: counts of tokens, as far as the engine gave them.
-            whole: not joined from a stream.
-        """
+        """Raises `Broken` unless all choices, in the order of their indices, satisfy the terms."""
         if self.prompt is None:
             return
         if [choice.get("index") for choice in choices] != list(range(self.n)):
@@ -60,11 +54,9 @@ class TokenTerms:
         return len(tokens)
 
     def check_prompt(self, rows: Any) -> None:
-        """Passes if a row for each of the prompt's tokens is there, or for those that the cache did not hold.
+        """Raises `Broken` unless each of the prompt's tokens has log-probs, or each token that the cache did not hold.
 
-        Args:
-            rows: `prompt_logprobs` of the answer: nothing, since nothing stands before the first token, and rows to
-                the last.
+        `rows` is `prompt_logprobs` of the answer: None for the first token, then token log-probs up to the last token.
         """
         prompt = self.prompt
         if prompt is None or not self.prompt_rows:
@@ -84,7 +76,7 @@ class TokenTerms:
 
 
 def token_terms_of(fields: Mapping[str, Any]) -> TokenTerms:
-    """The terms in a request's fields; what no engine of ours is known to answer by is not demanded."""
+    """Returns the terms in a request's fields; omits requirements that no supported engine is known to satisfy."""
     prompt, sampling = fields.get("token_ids"), fields.get("sampling_params")
     if not isinstance(prompt, list) or not isinstance(sampling, dict) or {"features", "content_parts"} & fields.keys():
         return TokenTerms()

@@ -1,7 +1,7 @@
-"""Upkeep of the journal's file beside the event loop: bounding it, checkpoints, finished cells.
+"""Upkeep of the journal's file outside the event loop: size limit, checkpoints, finished cells.
 
-Runs in a thread with a connection of its own. Transactions are short, with pauses between them, since the loop cannot
-commit during one.
+Runs in a thread with its own connection. Transactions are short, with pauses between them, since the loop cannot commit
+during a transaction.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _LONGEST_LOG_BYTES = 32 * 2**20
 
 @contextmanager
 def connected(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for a worker thread, closed at the end."""
+    """Yields a connection for a worker thread, closed at the end."""
     with closing(schema.connect(path, wait_seconds=_WAIT_SECONDS)) as connection:
         yield connection
 
 
 @contextmanager
 def writing(connection: sqlite3.Connection) -> Iterator[None]:
-    """A transaction, followed by a pause in which the event loop gets its turn."""
+    """Runs a transaction, followed by a pause in which the event loop can commit."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -44,11 +44,7 @@ def writing(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def tidy(path: Path, max_bytes: int) -> tuple[int, int]:
-    """Moves the log into the file, and evicts the rows written longest ago where there are too many bytes.
-
-    Returns:
-        the number of rows evicted, and the bytes in use.
-    """
+    """Moves the log into the file, evicts the oldest rows above `max_bytes`; returns evicted rows and bytes in use."""
     with connected(path) as connection:
         dropped = _evicted(connection, max_bytes)
         _shrink(connection, max_bytes)
@@ -57,7 +53,7 @@ def tidy(path: Path, max_bytes: int) -> tuple[int, int]:
 
 
 def drop_finished(path: Path, cell: str) -> None:
-    """Deletes the sampled and the imported answers of a cell that is finished: nobody will replay them."""
+    """Deletes the sampled and the imported answers of a finished cell: they will not be replayed."""
     with connected(path) as connection:
         query = f"SELECT id FROM answers WHERE cell = ? AND (deterministic = 0 OR imported = 1) LIMIT {_SLICE_ROWS}"
         while _deleted(connection, query, (cell,)):
@@ -67,7 +63,7 @@ def drop_finished(path: Path, cell: str) -> None:
 
 
 def taken(path: Path, scope: CellScope) -> list[tuple[bytes, int]]:
-    """The occurrences that an attempt has had answered already, by this process or one before it."""
+    """Returns the occurrences that an attempt has had answered already, by this process or an earlier process."""
     mine = (scope.cell, scope.attempt)
     with connected(path) as connection:
         return connection.execute(
@@ -78,7 +74,7 @@ def taken(path: Path, scope: CellScope) -> list[tuple[bytes, int]]:
 
 
 def forget_replays(path: Path, scope: CellScope) -> None:
-    """Deletes what other attempts at the same cell replayed: they are over."""
+    """Deletes the replays of other attempts at the same cell: they are over."""
     with connected(path) as connection, writing(connection):
         connection.execute("DELETE FROM replays WHERE cell = ? AND attempt != ?", (scope.cell, scope.attempt))
 

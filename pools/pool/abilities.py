@@ -1,4 +1,4 @@
-"""Abilities of the engines that hold a checkpoint, as a user of the pool may count on them."""
+"""Capabilities of the engines that hold a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pools.protocol import ReplicaStatus
 
 @dataclass(frozen=True)
 class Abilities:
-    """Abilities that engines have proved, for checkpoints of one architecture and tokenizer."""
+    """Capabilities that engines have proved, for checkpoints of the same architecture and tokenizer."""
 
     prompt_logprobs: bool
     max_model_len: int | None
@@ -19,7 +19,7 @@ class Abilities:
 
     @classmethod
     def shared(cls, holding: Sequence[ReplicaStatus], *, engine: str) -> Abilities:
-        """Those that all replicas have which hold a checkpoint; `engine` is the digest of theirs."""
+        """Returns the capabilities shared by all replicas that hold a checkpoint; `engine` is their engine's digest."""
         engines = [replica.announcement for replica in holding]
         scoring = [announced.scoring for announced in engines]
         return cls(

@@ -1,7 +1,7 @@
-"""Assigns checkpoints to replicas: a decision over what is asked, wanted and held. No input or output.
+"""Assigns checkpoints to replicas from pending requests, users' leases and current orders; does no I/O.
 
-Work that is pending for a checkpoint is finished before its replica gets another one, so checkpoints do not take turns
-request by request; and nobody waits for ever.
+A replica keeps its checkpoint until that checkpoint's pending requests are done, so that checkpoints do not alternate
+request by request. A maximum wait bounds starvation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pools.protocol import Demand
 
 @dataclass(frozen=True)
 class Patience:
-    """Patience with checkpoints that are being served: one idle for `linger_seconds` gives its replica up.
+    """Limits for swaps: a checkpoint that is idle for `linger_seconds` releases its replica.
 
-    One that others have waited for longer than `longest_wait_seconds` gets a replica that is busy.
+    A checkpoint with requests that wait longer than `longest_wait_seconds` takes over a busy replica.
     """
 
     linger_seconds: float
@@ -32,14 +32,14 @@ def assign(
     held_seconds: Mapping[str, float],
     patience: Patience,
 ) -> dict[str, str | None]:
-    """The orders of every replica, from those it has.
+    """Returns the new orders of every replica.
 
     Args:
-        orders: model name by replica that can be used; none for a replica that has nothing to do.
-        demand: what is being asked of each model that can be served.
-        wants: models that users want now though they may not have asked yet, in order.
-        held_seconds: how long each replica has held what it was ordered to; of those that have had their turn.
-        patience: when to change.
+        orders: current model name by usable replica; None for a replica without work.
+        demand: pending requests by model that can be served.
+        wants: models that users want now, in order, even without requests so far.
+        held_seconds: seconds that replicas have held the ordered model; only replicas that held it for at least the
+            time of its load.
     """
     seats = _Seats(dict(orders), demand, frozenset(wants), patience)
     asked = [model for model, pending in demand.items() if pending.held > 0]
@@ -59,8 +59,6 @@ def assign(
 
 @dataclass
 class _Seats:
-    """Orders as they are being changed; a replica that got a new one keeps it for this round."""
-
     orders: dict[str, str | None]
     demand: Mapping[str, Demand]
     wants: frozenset[str]

@@ -1,4 +1,4 @@
-"""The thread that directs a pool: follows what is asked and what replicas report, and orders accordingly."""
+"""The thread that directs a pool: polls requests and reports of replicas, and sends orders."""
 
 from __future__ import annotations
 
@@ -24,17 +24,7 @@ _SILENT_PROXY_SECONDS = 30.0
 
 
 class DirectorLoop:
-    """Gives orders to the replicas of a pool from `start` to `stop`.
-
-    Args:
-        config: of the pool.
-        proxy: where status comes from and orders go.
-        proxy_process: started again when it ends by itself.
-        agents: the jobs of the replicas; started again likewise.
-        models: checkpoints that may be asked for; users of the pool may bring others.
-        engine: digest of the engine.
-        on_event: called with a line for people.
-    """
+    """Sends orders to the replicas of a pool from `start` to `stop`."""
 
     def __init__(
         self,
@@ -65,24 +55,23 @@ class DirectorLoop:
         self._thread = threading.Thread(target=self._run, name="pool-director", daemon=True)
 
     def start(self, replicas: Sequence[str]) -> None:
-        """Makes the replicas known to the proxy, starts their agents, and directs them from now on."""
+        """Registers the replicas with the proxy, starts their agents, and starts the thread."""
         self._publish(dict.fromkeys(replicas))
         self._agents.start(replicas)
         self._thread.start()
 
     def stop(self) -> None:
-        """Gives no more orders; safe to call twice."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def wait(self, seconds: float) -> bool:
-        """Waits for so long; True at once when this is being stopped."""
+        """Waits for that time; returns True at once when the loop is being stopped."""
         return self._stopping.wait(seconds)
 
     @property
     def failure(self) -> str | None:
-        """The reason that nothing is directed any more, None while it is."""
+        """The reason that the loop has failed; None while it runs."""
         return None if self._thread.is_alive() else self._failed
 
     def _run(self) -> None:
@@ -116,7 +105,7 @@ class DirectorLoop:
                 continue
             waiting = any(demand.held for demand in status.demand.values())
             wait_seconds = _BUSY_WAIT_SECONDS if waiting else _IDLE_WAIT_SECONDS
-            self._stopping.wait(_BUSY_WAIT_SECONDS / 5)  # whoever asks much must not make us ask as often
+            self._stopping.wait(_BUSY_WAIT_SECONDS / 5)  # limits the polling rate under many status changes
 
     def _order(self, status: ProxyStatus) -> None:
         self._give_up_or_try_again(status)
@@ -195,7 +184,7 @@ class DirectorLoop:
                 self._proxy_silent_since = None
             looked_until = now + _IDLE_WAIT_SECONDS
             while not (restarted := self._proxy_process.restart_if_ended()) and time.monotonic() < looked_until:
-                if self._stopping.wait(_BUSY_WAIT_SECONDS):  # asked too early, its socket would keep us waiting
+                if self._stopping.wait(_BUSY_WAIT_SECONDS):  # connecting too early, its old socket would block
                     return False
             if restarted:
                 self._on_event("the proxy ended and was started again")

@@ -1,4 +1,4 @@
-"""`InferencePool`: replicas of one model family behind one endpoint, for as long as a `with` block lasts."""
+"""`InferencePool`: replicas of a model family behind a single endpoint, for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -30,24 +30,15 @@ from resources.regions.region_check import check_reads
 from resources.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 
 _PREEMPTIONS = 100
-_DIRECTOR_SECONDS = 3.0  # a socket that stands takes connections for a proxy that has ended, too
+_DIRECTOR_SECONDS = 3.0  # an established listening socket still accepts connections for a proxy that has ended
 
 
 class InferencePool:
-    """Engine replicas behind one proxy; leaves no process behind, whatever happens inside.
+    """Engine replicas behind a proxy; all their processes end with the block.
 
-    Every checkpoint it was told of can be asked for by name. Which replica holds which follows from what is asked:
-    requests for a checkpoint that no replica holds wait at the proxy until one does.
-
-    Args:
-        config: what to serve, on what, and how patiently.
-        checkpoints: those that `load` may be called for; without any, the pool has no session of its own.
-        models: further checkpoints that may be asked for, as somebody else has planned them; users may bring others.
-        client: runs the processes; the current client when left out.
-        launcher: how an engine server is started; vLLM from its pinned environment when left out.
-        on_event: told in a line what the pool is doing.
-        label: what the names of its jobs on the backend contain.
-        keys: of its proxy; new ones when left out.
+    Checkpoints are requested by name. Requests decide which replica holds which checkpoint; those for a checkpoint that
+    no replica holds wait at the proxy until a replica does. `load` accepts `checkpoints`; users may also request
+    `models`, and add others.
     """
 
     def __init__(
@@ -101,7 +92,7 @@ class InferencePool:
         )
         own = None if self._is_foreign else ENVIRONMENTS[environment_name(self.config)]
         build = self._build_engine()
-        if self._launcher is not None and self._client.is_local:  # imported once, for every replica of this machine
+        if self._launcher is not None and self._client.is_local:  # imported once for all replicas of this machine
             self._launcher = ending.enter_context(self._launcher.warmed(self._client))
         agents = AgentJobs(
             self._submit_agent,
@@ -165,14 +156,14 @@ class InferencePool:
                 entrypoint=Call(run_agent, (name, self.config, self._launcher, self.access.address, start)),
                 resources=self.config.resource_config.model_copy(update={"replicas": 1}).by_machine(),
                 environment=pool_environment(self.config, env_vars=token),
-                # Here the director starts it again, and counts; elsewhere a machine that is taken away is replaced.
+                # On a local client the director restarts it and counts; elsewhere the backend replaces preempted
+                # machines.
                 max_retries_preemption=0 if self._client.is_local else _PREEMPTIONS,
             )
         )
 
     @property
     def session(self) -> PoolSession:
-        """The owner's own use of the pool."""
         if self._session is None:
             raise ProxyFailed(
                 expected="a pool that was entered, with checkpoints of its own",
@@ -192,25 +183,27 @@ class InferencePool:
         return self._keys.client.get_secret_value()
 
     def load(self, name: str) -> tuple[RunningModel, LoadReport]:
-        """Wants one of the pool's checkpoints and nothing else, and waits until it answers; see `PoolSession.load`."""
+        """Requests a single checkpoint, withdraws all other requests, and waits; returns as `PoolSession.load` does."""
         self.session.want_only(name)
         return self.session.load(name)
 
     def proxy_status(self) -> ProxyStatus:
-        """Replicas with their load, requests held, and counters, as the proxy sees them now."""
+        """Returns the proxy's current status: replicas with their load, held requests, and counters."""
         return self._entered().proxy.status()
 
     @property
     def proxy_pid(self) -> int:
-        """Process id of the proxy."""
         return self._proxy_process.address.pid
 
     def engine_urls(self) -> list[str]:
-        """Addresses of the engines themselves, for looking at one directly."""
         return [replica.announcement.url for replica in self.proxy_status().replicas if replica.announcement.url]
 
     def wait_until_unused(self, idle_seconds: float) -> None:
-        """Returns once nobody has had a lease, and nobody has asked anything, for so long; or the pool has failed."""
+        """Returns after `idle_seconds` without leases and requests, or when the pool stops.
+
+        Raises:
+            ProxyFailed: the pool has failed.
+        """
         director = self._entered()
         used_at = time.monotonic()
         while not director.wait(min(1.0, idle_seconds / 4)):

@@ -1,7 +1,7 @@
-"""Pools that outlive whoever started them: kept up by a job of their own, found by name, ended when unused.
+"""Kept pools: run by a job of their own, found by name, and ended when unused.
 
-That job is on the backend of the replicas and directs the pool, so that it goes on without the machine that started it
-where its backend does. Whoever has the pool's file has its keys, and the way to its job.
+That job runs on the backend of the replicas and directs the pool, so that the pool survives the machine that started it
+if its backend does. The pool's file holds its keys and the id of its job.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ _log = logging.getLogger("assay.pool")
 
 @dataclass(frozen=True)
 class KeptPoolState:
-    """A kept pool as it is now; `status` is what its proxy says, none where that does not answer.
-
-    `reason` says why it has failed, or why nobody here can tell.
-    """
+    """A kept pool and its state. `status` is None if its proxy does not answer; `reason` explains a failure."""
 
     pool: KeptPool
     state: Literal["up", "failed", "not answering", "out of reach"]
@@ -81,18 +78,13 @@ def keep_up(
     variables: Mapping[str, str] = {},
     timeout_seconds: float = 120.0,
 ) -> KeptPool:
-    """Starts a pool that goes on when this process ends; returns once it can be used.
+    """Starts a pool that outlives this process; returns once it can be used.
 
     Args:
-        name: to find it by.
-        config: how it serves.
-        checkpoints: those that may be asked for; its users may bring others.
-        idle_seconds: how long it stays when nobody has a lease or asks anything.
-        launcher: how an engine server is started; vLLM from its pinned environment when left out.
-        reserved: holds the accelerators for as long as the pool is up, called by the pool's own process.
-        variables: further ones for that process, which `reserved` needs.
-        timeout_seconds: how long its proxy may take to answer once there is a machine for it; engines start at the
-            first request.
+        idle_seconds: time without leases and requests after which the pool ends.
+        reserved: reserves the accelerators while the pool is up; called in the pool's own process.
+        variables: further environment variables of that process, which `reserved` needs.
+        timeout_seconds: time until its proxy must answer once it has a machine; engines start at the first request.
     """
     client, config, keys = current_client(), with_engine_variables(config), ProxyKeys.new()
     require_name(name)
@@ -117,7 +109,7 @@ def keep_up(
     try:
         address = _address_announced(job, name, timeout_seconds if client.is_local else config.startup_timeout_seconds)
         access = described(address, key=keys.client, admin_key=keys.admin)
-        known = {model: served.uri for model, served in models.items()}  # the proxy may not know them yet
+        known = {model: served.uri for model, served in models.items()}  # the proxy may not have them yet
         pool = KeptPool(
             name=name,
             access=access.model_copy(update={"checkpoints": known}),
@@ -135,7 +127,7 @@ def keep_up(
 
 
 def _publish(pool: KeptPool) -> None:
-    for _ in range(2):  # the file of a pool that has ended is removed when it is looked at
+    for _ in range(2):  # `find` removes the file of a pool that has ended
         if publish(pool):
             return
         if (standing := find(pool.name)) is not None:
@@ -154,7 +146,8 @@ def _keep(
     launcher: Launcher | None,
     reserved: Callable[[ResourceConfig], AbstractContextManager[Any]],
 ) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by itself it would skip the blocks' ends
+    # SIGTERM alone would skip the exits of the blocks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     with (
         reserved(config.resource_config),
@@ -181,13 +174,7 @@ def _address_announced(job: JobHandle, name: str, timeout_seconds: float) -> Pro
 
 
 def access_to(pool: str, *, key: SecretStr | None = None, admin_key: SecretStr | None = None) -> PoolAccess:
-    """Access to the pool of a name, or at an address.
-
-    Args:
-        pool: its name, or its address.
-        key: that of the clients of the pool at an address; those of the settings when both are left out.
-        admin_key: its admin key.
-    """
+    """Returns access to a pool by its name or address; without keys, an address uses those of the settings."""
     if not is_address(pool):
         return require(pool).access
     if key is None and admin_key is None:
@@ -196,10 +183,10 @@ def access_to(pool: str, *, key: SecretStr | None = None, admin_key: SecretStr |
 
 
 def find(name: str) -> KeptPool | None:
-    """The kept pool of that name; None if there is none, or its job has ended (its file is removed then).
+    """Returns the kept pool of that name; None if there is none, or its job has ended (its file is then removed).
 
     Raises:
-        BadInput: others could have read its keys.
+        BadInput: its file with the keys is readable by other users.
     """
     published = published_as(name)
     if published is None or (state := _state_of(published)) is None:
@@ -215,7 +202,7 @@ def find(name: str) -> KeptPool | None:
 
 
 def require(name: str) -> KeptPool:
-    """The kept pool of that name; see `find`."""
+    """Returns the kept pool of that name, which must exist."""
     require_name(name)
     pool = find(name)
     if pool is None:
@@ -230,13 +217,13 @@ def require(name: str) -> KeptPool:
 
 
 def list_kept() -> list[KeptPoolState]:
-    """Every kept pool that is published, by name, with what it is doing; see `find`."""
+    """Returns all published kept pools with their states, sorted by name."""
     states = (_state_of(published) for published in all_published())
     return [state for state in states if state is not None]
 
 
 def take_down(name: str) -> KeptPool:
-    """Ends a kept pool with everything it runs, whoever uses it; from any machine that reaches its backend."""
+    """Ends a kept pool with all its processes, even if it is in use; needs access to its backend."""
     pool, job = require(name), job_of(name)
     if job is not None:
         job.terminate()
@@ -247,7 +234,7 @@ def take_down(name: str) -> KeptPool:
 
 
 def job_of(name: str) -> JobHandle | None:
-    """The job that keeps a pool up, None once it has ended."""
+    """Returns the job that keeps a pool up; None once it has ended."""
     return _job_of(require(name))
 
 
@@ -264,7 +251,7 @@ def _state_of(published: PublishedPool) -> KeptPoolState | None:
         return None
     announced = job.announced()
     address = ProxyAddress.model_validate_json(announced) if announced else pool.access.address
-    if address != pool.access.address:  # its machine was taken away, and it is up on another
+    if address != pool.access.address:  # its machine was preempted, and it is up on another
         pool = pool.model_copy(update={"access": pool.access.model_copy(update={"address": address})})
         publish(pool, in_place_of=published)
     return _as_its_proxy_says(pool) or KeptPoolState(pool, "not answering")

@@ -1,4 +1,4 @@
-"""Loads of checkpoints as the replicas report them: which cannot be served, and by whom; told once each."""
+"""Loads of checkpoints as replicas report them: which checkpoints cannot be served, and by which replicas."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from resources.errors import EngineDied, EngineStartFailed, ModelUnusable
 
 _SHORTEST_LINGER_SECONDS = 0.1
 _LONGEST_LINGER_SECONDS = 5.0
-_MOST_DEATHS = 1  # of engines with one checkpoint; the second condemns it
-_MOST_EXCUSED = 20  # in ten minutes, while requests are suspected of them
-_DIFFERS = re.compile(r"/\S+|\{.*|0x[0-9a-f]+|\d+")  # between two reports of one error: paths, sets, addresses, numbers
+_MOST_DEATHS = 1  # of engines per checkpoint; the second condemns it
+_MOST_EXCUSED = 20  # in ten minutes, while their requests are suspected
+# between two reports of the same error: paths, sets, addresses, numbers
+_DIFFERS = re.compile(r"/\S+|\{.*|0x[0-9a-f]+|\d+")
 
 
 def loads_of(model: str, digest: str, *, status: ProxyStatus) -> Iterator[tuple[ReplicaStatus, LoadReport]]:
-    """The loads of a checkpoint that went well, with their replicas, in the order they happened there."""
+    """Yields the successful loads of a checkpoint with their replicas, in the order of the replica's loads."""
     for replica in status.replicas:
         for load in replica.announcement.loads:
             if load.digest == digest and load.model == model and load.failure is None:
@@ -26,23 +27,22 @@ def loads_of(model: str, digest: str, *, status: ProxyStatus) -> Iterator[tuple[
 
 
 def error_in(failure: Failure) -> str:
-    """Returns the error of an engine's start, the same for two checkpoints whose starts fail alike."""
+    """Returns the error of a failed engine start without paths, addresses and numbers, to compare starts."""
     first, *others = failure.found.splitlines() or [""]
     return _DIFFERS.sub("", first if "First error" in first or not others else f"{first} {others[-1]}")
 
 
 class LoadLog:
-    """The loads of a pool's replicas so far, and the deaths of engines by the checkpoint that they held.
+    """Records the loads of a pool's replicas, and the deaths of engines by the checkpoint that they held.
 
-    A failure belongs to the checkpoint that was loaded or held. It is the pool's where no engine has answered yet, and
-    either two different checkpoints met one error, or none is left to try.
+    A failure belongs to the checkpoint that was loaded or held. It is the pool's if no engine has answered yet, and
+    either two different checkpoints failed with the same error, or no checkpoint is left to try.
 
-    `linger_seconds` is how long a checkpoint must be idle before its replica is free: as long as a swap takes.
+    `linger_seconds` is the time that a checkpoint must be idle before its replica is free: as long as a swap takes.
 
     Args:
-        most_failures: failed loads in a row after which a replica is given up.
+        most_failures: number of consecutive failed loads after which a replica is given up.
         give_up: called with the name of such a replica, and the reason.
-        on_event: called with a line for people.
     """
 
     def __init__(
@@ -67,12 +67,7 @@ class LoadLog:
         self._tries: dict[tuple[str, str], int] = {}
 
     def take_in(self, replicas: Iterable[ReplicaStatus], *, suspected: Container[str] = ()) -> None:
-        """Takes in what replicas report for the first time.
-
-        Args:
-            replicas: of the pool.
-            suspected: digests of checkpoints with requests that were in flight at two deaths.
-        """
+        """Processes newly reported loads and deaths; `suspected` has digests with requests in flight at two deaths."""
         replicas = list(replicas)
         for replica in replicas:
             if replica.announcement.restarts > self._engine_starts.get(replica.announcement.instance, 0):
@@ -100,7 +95,8 @@ class LoadLog:
 
     def _died(self, digest: str, error: str, *, suspected: bool) -> None:
         deaths = self._deaths.setdefault(digest, Restarts(_MOST_DEATHS))
-        if suspected:  # each request is sent alone and answered by itself, so the others can be served
+        # suspected requests are sent alone and condemned individually, so the checkpoint's other requests can be served
+        if suspected:
             deaths = self._excused.setdefault(digest, Restarts(_MOST_EXCUSED))
             del self._deaths[digest]
         if not deaths.allow():
@@ -114,7 +110,7 @@ class LoadLog:
     def _succeeded(self, replica: str, load: LoadReport) -> None:
         self._has_answered = True
         self._failures_in_a_row[replica] = 0
-        if load.how in ("reload", "restart"):  # the next swap will cost as much, probably
+        if load.how in ("reload", "restart"):  # the next swap will probably cost as much
             self.linger_seconds = min(max(_SHORTEST_LINGER_SECONDS, load.seconds), _LONGEST_LINGER_SECONDS)
         why = f", since {load.reason}" if load.reason and load.reason not in self._reasons_told else ""
         self._reasons_told.add(load.reason or "")
@@ -123,8 +119,8 @@ class LoadLog:
     def _failed(self, replica: str, load: LoadReport, failure: Failure, *, held_elsewhere: bool) -> None:
         self._on_event(f"{load.model} cannot be served by {replica}: {failure.found.splitlines()[0]}")
         if failure.kind == EngineDied.__name__:
-            return  # of what it held before; the replica is given up
-        if held_elsewhere:  # so it is the replica's fault, not the checkpoint's
+            return  # caused by the checkpoint held before; the replica is given up
+        if held_elsewhere:  # so the replica is at fault, not the checkpoint
             self._failures_in_a_row[replica] += 1
             self._to_pause.add(replica)
             if self._failures_in_a_row[replica] > self._most_failures:
@@ -135,7 +131,7 @@ class LoadLog:
             self._start_errors[load.digest] = load.model, failure
 
     def start_failure(self, models: Mapping[str, ServedModel]) -> Failure | None:
-        """Returns the reason that no checkpoint can be served, since no engine of the pool starts; None if one may."""
+        """Returns the reason that no engine of the pool starts; None if a checkpoint may still be servable."""
         if self._has_answered:
             return None
         alike: dict[str, list[str]] = {}
@@ -156,7 +152,7 @@ class LoadLog:
         return failed[0] if failed else None
 
     def try_again(self) -> None:
-        """Forgets that engines did not start, and which replicas failed."""
+        """Clears the errors of engine starts and the failure counts of replicas."""
         kept = self._has_answered
         self._unusable = {
             model: why for model, why in self._unusable.items() if kept or why.kind != EngineStartFailed.__name__
@@ -165,10 +161,10 @@ class LoadLog:
         self._failures_in_a_row.clear()
 
     def forgive(self, leases: Mapping[str, LeaseStatus], models: Mapping[str, ServedModel]) -> None:
-        """Forgets that a checkpoint could not be served once a user requests it again.
+        """Clears the failure of a checkpoint when a user requests it again.
 
-        A refusal by the loader and weights without finite numbers stay so for a user that had wanted it before, as does
-        a start that failed before any engine answered.
+        Refusals by the loader and weights without finite numbers stay final for a user that requested the checkpoint
+        before, as do failed starts before any engine answered.
         """
         unusable = self.unusable(models)
         final = {ModelUnusable.__name__, *([] if self._has_answered else [EngineStartFailed.__name__])}
@@ -188,12 +184,12 @@ class LoadLog:
                 self._tries[lease, name] = count
 
     def unusable(self, models: Mapping[str, ServedModel]) -> dict[str, Failure]:
-        """Returns the models that cannot be served: all of them where no engine of the pool starts."""
+        """Returns the failures by model that cannot be served: of all models if no engine of the pool starts."""
         common = self.start_failure(models)
         deadly = {name: self._deadly[served.digest] for name, served in models.items() if served.digest in self._deadly}
         return {**(dict.fromkeys(models, common) if common else {}), **deadly, **self._unusable}
 
     def take_paused(self) -> set[str]:
-        """Replicas that failed a load since this was asked last: without an order for a moment, they may try again."""
+        """Returns the replicas with a failed load since the last call; they get no order for a round before a retry."""
         paused, self._to_pause = self._to_pause, set()
         return paused

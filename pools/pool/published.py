@@ -1,7 +1,7 @@
-"""Files of kept pools: published in a folder or a store, found by name, refused where others could have read the keys.
+"""Files of kept pools, published in a folder or store and found by name.
 
-On a disk a file is its owner's alone, and is read only if it is, as ssh does with its keys. In a store whoever can
-read the bucket can use the pool.
+A local file must be readable by its owner alone, as ssh requires for keys; other files are refused. In a store, read
+access to the bucket grants use of the pool.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from resources.storage.conditional_writes import (
     replace_bytes,
 )
 
-_LONGEST_NAME = 200  # a file is named after it
+_LONGEST_NAME = 200  # it becomes a file name
 _OF_OTHERS, _WRITTEN_BY_OTHERS = 0o077, 0o022
 _SUFFIX = ".json"
 
 
 class KeptPool(Config):
-    """A pool that stays up, as its file says. Holds keys."""
+    """The published file of a kept pool. Holds keys."""
 
     name: str
-    """Name it is found by."""
+    """Name of the pool."""
     access: PoolAccess
     """Its address, keys and configuration."""
     job_id: str
     """The job that keeps it up."""
     backend: str
-    """The backend that the job is on, as `ASSAY_JOBS` names it."""
+    """The backend of that job, as in `ASSAY_JOBS`."""
     place: str
-    """The same as people call it; the same address may mean another backend on another machine."""
+    """Description of that backend and its machine, since an address may mean another backend on another machine."""
     created: datetime
     """Start of the pool, UTC."""
     idle_seconds: float
-    """Time that it stays up without a user."""
+    """Time without a user after which it ends."""
 
 
 @dataclass(frozen=True)
 class PublishedPool:
-    """A kept pool, where its file lies, and which version of that was read."""
+    """A kept pool with the URI of its file and the version that was read."""
 
     pool: KeptPool
     uri: str
@@ -63,14 +63,14 @@ class PublishedPool:
 
 
 def places() -> list[str]:
-    """Returns where names are looked for; pools are published in the first."""
+    """Returns the locations that are searched for names; pools are published in the first."""
     own = str(settings().pools_dir)
     shared = settings().pools
     return [storage.absolute(shared), own] if shared else [own]
 
 
 def require_name(name: str) -> None:
-    """Passes if a pool can have a name."""
+    """Raises BadInput if a pool cannot have that name."""
     try:
         check_name(name[:_LONGEST_NAME])
         if len(name) > _LONGEST_NAME:
@@ -80,7 +80,7 @@ def require_name(name: str) -> None:
 
 
 def publish(pool: KeptPool, *, in_place_of: PublishedPool | None = None) -> bool:
-    """Publishes a pool under its name, unless a file of that name is there; or in place of what was published."""
+    """Publishes a pool under its name; returns False if a file of that name exists, or `in_place_of` has changed."""
     content = pool.model_dump_json(indent=2).encode()
     if in_place_of is not None:
         return replace_bytes(in_place_of.uri, content, standing=in_place_of.version, mode=0o600)
@@ -97,18 +97,18 @@ def publish(pool: KeptPool, *, in_place_of: PublishedPool | None = None) -> bool
 
 
 def withdraw(published: PublishedPool) -> None:
-    """Removes the file of a pool, unless it is another's by now."""
+    """Removes the file of a pool unless another pool has replaced it."""
     delete_version(published.uri, standing=published.version)
 
 
 def published_as(name: str) -> PublishedPool | None:
-    """Returns the pool of a name; None where no place has a file of a pool under it."""
+    """Returns the pool of a name; None if no location has a valid file for it."""
     found = (_read(_file(place, name)) for place in places())
     return next((published for published in found if published is not None), None)
 
 
 def all_published() -> Iterator[PublishedPool]:
-    """The pools of all places by name, each name once; see `published_as`."""
+    """Yields the pools of all locations, sorted by name, each name once."""
     files = {storage.basename(file.uri) for place in places() for file in storage.list_files(place)}
     for name in sorted(file.removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX)):
         if (published := published_as(name)) is not None:
@@ -133,7 +133,7 @@ def _read(uri: str) -> PublishedPool | None:
         remedy = "start a pool of your own, or use the address and the key of this one"
         raise StorageError(expected=f"to read {path}", found=str(error), remedy=remedy) from error
     except OSError:
-        return None  # nothing there, a link, or a folder
+        return None  # no file, a link, or a folder
     if (pool := _pool_in(content)) is None:
         return None
     _require_own(path, status, others=_OF_OTHERS)

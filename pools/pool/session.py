@@ -1,4 +1,4 @@
-"""A user's side of a pool: its checkpoints brought, wanted and asked for, for as long as a lease is renewed."""
+"""A user's session with a pool: its lease, the checkpoints it requests, and the endpoints of its cells."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from resources.tracing import traceparent
 
 LEASE_SECONDS = 60.0
 _RENEWALS_PER_LEASE = 6
-_PATIENCE_SECONDS = 30.0  # for a proxy that is started again on its address
+_PATIENCE_SECONDS = 30.0  # for a proxy that restarts on its address
 _WAIT_SECONDS = 5.0
-_VERDICT_SECONDS = 1.5  # the pool looks at leases twice a second
+_VERDICT_SECONDS = 1.5  # the pool polls leases twice a second
 _RETRY_SECONDS = 0.2
 
 Answer = TypeVar("Answer")
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class OpenCell:
-    """One attempt at a cell: `running` is where its requests go, `proxy` the start of the proxy that knows of it."""
+    """An attempt at a cell; its requests go to `running`, and `proxy` is the proxy instance that knows it."""
 
     name: str
     attempt: str
@@ -42,14 +42,7 @@ class OpenCell:
 
 
 class PoolSession:
-    """Uses a pool: brings checkpoints, says which are wanted now, and finds out what became of them.
-
-    Args:
-        access: of the pool.
-        checkpoints: those that may be asked for.
-        holder: who uses it, for people who look at the pool.
-        on_event: told in a line what happens.
-    """
+    """Uses a pool for as long as its lease is renewed: adds and requests checkpoints, reports loads and failures."""
 
     def __init__(
         self,
@@ -70,7 +63,7 @@ class PoolSession:
         self._name = f"lease-{secrets.token_hex(6)}"
         self._wants: list[str] = []
         self._tries: dict[str, int] = {}
-        self._cells: dict[tuple[str, str], tuple[str | None, str | None]] = {}  # mirror, and span
+        self._cells: dict[tuple[str, str], tuple[str | None, str | None]] = {}  # mirror and traceparent
         self._proxy_instance = ""
         self._abilities: dict[tuple[str, str], Abilities] = {}
         self._changing = threading.Lock()
@@ -89,7 +82,7 @@ class PoolSession:
         self.close()
 
     def close(self) -> None:
-        """Gives the lease back; safe to call twice, and when the pool is gone."""
+        """Ends the lease; safe to call twice, and when the pool is gone."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -98,21 +91,17 @@ class PoolSession:
         try:
             self._proxy.end_lease(self._name)
         except ProxyFailed:
-            return  # it ends by itself
+            return  # the lease expires by itself
 
     def bring(self, checkpoints: Sequence[Servable]) -> None:
-        """Brings more checkpoints, of names that none was brought under yet; they may be asked for from now on."""
+        """Adds checkpoints under names that are not in use yet; they may be requested from now on."""
         require_usable(self.access, checkpoints)
         with self._changing:
             self._checkpoints = {**self._checkpoints, **{checkpoint.name: checkpoint for checkpoint in checkpoints}}
         self._take_lease()
 
     def load(self, name: str) -> tuple[RunningModel, LoadReport]:
-        """Wants a checkpoint, and waits until it answers.
-
-        Returns:
-            What an evaluator needs to know, and how the checkpoint came into the engine.
-        """
+        """Requests a checkpoint and waits until a replica holds it; returns its endpoint and the report of its load."""
         digest = self._digest(name)
         held = bool(_holding(self.status(), digest))
         self.want(name)
@@ -124,13 +113,11 @@ class PoolSession:
         return self._running_model(name, self._shared_by(_holding(status, digest))), report
 
     def open(self, name: str, *, cell: str, attempt: str, mirror: str | None = None) -> OpenCell:
-        """Wants a checkpoint for a cell; requests for it may be sent at once and wait until a replica holds it.
+        """Requests a checkpoint for a cell; requests may be sent at once and wait until a replica holds the checkpoint.
 
         Args:
-            name: of the checkpoint.
-            cell: name that later attempts at the same work will have too, so that they find its answers.
-            attempt: name of this attempt.
-            mirror: folder in any store for a copy of the cell's answers; only who has the admin key can have one.
+            cell: name that later attempts at the same cell reuse, so that they find its answers in the journal.
+            mirror: folder in any store for a copy of the cell's answers; ignored without the admin key.
         """
         mirror = mirror if self.access.admin_key is not None else None
         trace = traceparent()
@@ -151,7 +138,7 @@ class PoolSession:
         return OpenCell(cell, attempt, status.instance, running, loads_before)
 
     def has_prompt_logprobs(self, name: str) -> bool:
-        """True if a checkpoint answers with log-probabilities of its prompts; it is loaded where that is unknown."""
+        """Returns True if engines return prompt log-probabilities for a checkpoint; loads it if that is unknown."""
         self.want(name)
         try:
             return self._abilities_of(name).prompt_logprobs
@@ -170,28 +157,23 @@ class PoolSession:
         return Abilities.shared(holding, engine=engine_digest(self.access.config, self.access.engine_build))
 
     def close_cell(self, opened: OpenCell, *, finished: bool) -> None:
-        """Ends an attempt at a cell.
-
-        Args:
-            opened: the attempt.
-            finished: the cell has its record, so that nobody needs its answers again.
-        """
+        """Ends an attempt at a cell; if `finished`, the cell has its record and its answers can be dropped."""
         with self._introducing:
             mirror, _ = self._cells.pop((opened.name, opened.attempt), (None, None))
 
         def close() -> RequestCounters:
-            if self._proxy.status().instance != opened.proxy:  # it may not know yet what it is to write or drop
+            if self._proxy.status().instance != opened.proxy:  # a restarted proxy does not know the cell's mirror yet
                 self._proxy.open_cell(opened.name, opened.attempt, mirror=mirror)
             return self._proxy.close_cell(opened.name, opened.attempt, drop=finished)
 
         self._patiently(close)
 
     def replica_seconds(self, name: str) -> float:
-        """Time that replicas were given to a checkpoint so far, added up."""
+        """Returns the seconds that replicas were assigned to a checkpoint so far, summed over replicas."""
         return self.status().replica_seconds.get(name, 0.0)
 
     def want(self, name: str) -> None:
-        """Says that a checkpoint is needed now, after those wanted already."""
+        """Requests a checkpoint now, after the checkpoints requested before."""
         self._known(name)
         with self._changing:
             self._wants.append(name)
@@ -206,13 +188,13 @@ class PoolSession:
             status = self._next(status)
 
     def want_only(self, name: str) -> None:
-        """Takes every earlier `want` back; the next one may be for `name`."""
+        """Withdraws all earlier requests without sending the lease, which the following `want` does."""
         self._known(name)
         with self._changing:
             self._wants.clear()
 
     def unwant(self, name: str) -> None:
-        """Takes one `want` of a checkpoint back."""
+        """Withdraws one of the requests for a checkpoint."""
         with self._changing:
             if name in self._wants:
                 self._wants.remove(name)
@@ -225,10 +207,7 @@ class PoolSession:
         return max(last.values(), key=lambda load: load.seconds, default=None)
 
     def report_of(self, name: str, opened: OpenCell) -> LoadReport | None:
-        """Returns the way a checkpoint came into a replica for a cell, the slowest if it did so more than once.
-
-        Where it was there already, how that had happened.
-        """
+        """Returns the slowest load of a checkpoint since a cell was opened; if there was none, that of `report`."""
         status = self.status()
         loads = [
             load
@@ -238,15 +217,15 @@ class PoolSession:
         return max(loads, key=lambda load: load.seconds, default=None) or self.report(name, status)
 
     def cell_counts(self, opened: OpenCell) -> RequestCounters:
-        """Requests of a cell so far, by outcome."""
+        """Returns the request counts of a cell so far, by outcome."""
         return self._patiently(lambda: self._proxy.cell_counts(opened.name, opened.attempt))
 
     def check(self, name: str) -> None:
-        """Raises the reason if the pool cannot answer for a checkpoint any more."""
+        """Raises the reason if the pool cannot serve a checkpoint any more."""
         self._raise_failure(self.status(), name)
 
     def status(self) -> ProxyStatus:
-        """Everything the pool's proxy knows; waits a while for a proxy that is being started again.
+        """Returns the status of the pool's proxy; waits up to 30 s for a proxy that restarts.
 
         Raises:
             ProxyFailed: the pool is gone.
@@ -316,7 +295,7 @@ class PoolSession:
         )
 
     def engine_identity(self) -> dict[str, Any]:
-        """The engine that answers: build, device and arguments."""
+        """Returns build, version, device and arguments of the engine."""
         versions = {replica.announcement.engine_version for replica in self.status().replicas}
         version = ", ".join(sorted(known for known in versions if known))
         return {**self.access.engine_identity(), "version": version}

@@ -1,4 +1,4 @@
-"""The pool's proxy: one process that routes requests to replicas, byte for byte, and holds them while none is ready.
+"""The pool's proxy: a process that routes requests to replicas byte for byte, and holds them while none is ready.
 
-`python -m pools.proxy` runs it; `client` is the pool's side of it.
+`python -m pools.proxy` runs it; `client` is the pool's client for it.
 """

@@ -1,7 +1,7 @@
-"""The pool's proxy, a process of its own: one OpenAI-compatible address in front of every replica.
+"""The pool's proxy process: a single OpenAI-compatible address in front of every replica.
 
 Started as `python -m pools.proxy …`, with its keys in the environment. Once it listens it announces its address, or
-writes it to the file named by `--address-file`; the pool then tells it what replicas there are (`PUT /admin/state`).
+writes it to the file named by `--address-file`; the pool then sends it the list of replicas (`PUT /admin/state`).
 """
 
 from __future__ import annotations
@@ -58,16 +58,10 @@ async def serve(
     journal: JournalFlags | None = None,
     lender: Path | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then answers what it can at once and ends.
+    """Serves until SIGTERM or SIGINT, then refuses waiting requests and ends.
 
-    Args:
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-        limits: bounds and time-outs.
-        keys: of clients, of the pool and of its replicas.
-        tell: called with the bound address once connections are accepted.
-        journal: the journal to keep; none keeps none.
-        lender: where a socket is lent that listens already, in place of one of its own.
+    Calls `tell` with the bound address once it accepts connections. `lender` is the Unix socket path at which a
+    listening socket is lent; None opens a new socket. `journal` None keeps no journal.
 
     Raises:
         ProxyFailed: the address cannot be listened on.
@@ -125,7 +119,7 @@ async def serve(
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # there is none for Windows
+    except ImportError:  # uvloop has no Windows build
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
 
@@ -145,7 +139,7 @@ def _allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError):  # macOS takes no unlimited number
+    except (ValueError, OSError):  # macOS rejects "unlimited"
         _log.warning("at most %d files and connections can be open at once", soft)
 
 

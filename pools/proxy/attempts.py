@@ -1,4 +1,4 @@
-"""One attempt at one replica: what came of it, and what of that a client may see."""
+"""An attempt at a replica: its outcome, and the part of it that the client may see."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from pools.proxy.request import RESPONSES, TOKENIZE, Asked
 from pools.proxy.routing import RequestOutcome, RoutedReplica, outcome_of
 
 _QUICKLY_JUDGED_BYTES = 2**18
-"""A larger answer is judged in a thread, for which the loop stood still for up to 2 s at 16 MB."""
+"""A larger answer is judged in a thread: in the loop, 16 MB blocked it for up to 2 s."""
 _JUDGE = ThreadPoolExecutor(1, "judge")  # one at a time: a parsed answer takes ten times its bytes
 
 
 @dataclass(slots=True)
 class Attempt:
-    """The end of one attempt.
+    """The end of an attempt: a complete answer in `reply`, or a partly relayed answer in `stream`.
 
-    `reply` is a whole answer, and `stream` one that the client has begun to see; neither where there is nothing to
-    give to a client. `facts` are those of a valid answer to a completion, `content_type` is its type.
+    `facts` and `content_type` are those of a valid answer.
     """
 
     outcome: RequestOutcome
@@ -34,21 +33,14 @@ class Attempt:
 
     @property
     def body(self) -> bytes | None:
-        """All bytes of the answer; none if they were too many to be kept."""
+        """All bytes of the answer; None if they were too many to be kept."""
         if self.stream is not None:
             return self.stream.relayed
         return self.reply.body if self.reply is not None else None
 
 
 async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder: Responder) -> Attempt:
-    """Asks a replica. A stream goes to the client as it comes.
-
-    Args:
-        call: to the replica; the caller closes it.
-        replica: the one that is called.
-        asked: the request.
-        responder: the client's end of it.
-    """
+    """Sends a request to a replica; a stream goes to the client as it arrives. The caller closes the call."""
     relay: EventRelay | None = None
     try:
         await call.ask(b"POST", asked.target, headers=asked.headers, body=asked.body, stream=asked.stream)

@@ -1,4 +1,4 @@
-"""Attempts at cells: begun and ended in the journal, so that their answers can be replayed and mirrored."""
+"""Attempts at cells, opened and closed in the journal, so that their answers can be replayed and mirrored."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from pools.protocol import JournalStatus
 from pools.proxy.connections.replies import Refusal
 
 _REMEMBERED = 10_000
-"""Cells that this proxy was told of: no late request may begin an attempt at them."""
+"""Most remembered cells that were opened or closed at this proxy: late requests cannot open another attempt at them."""
 _TRACEPARENT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Cells:
-    """Cells that are being evaluated through this proxy.
-
-    Args:
-        journal: where answers are kept; none if nothing is kept.
-    """
+    """Cells that are being evaluated through this proxy; without a journal nothing is kept."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -31,10 +27,9 @@ class Cells:
         self._traces: OrderedDict[CellScope, bytes] = OrderedDict()
 
     async def ensure_open(self, scope: CellScope) -> None:
-        """Goes on with an attempt that a proxy before this one had begun, at its first request here.
+        """Continues an attempt of an earlier proxy process at its first request here, unless another attempt is open.
 
-        Whoever began it will say so again, with its mirror; until then its answers are kept all the same. Another
-        attempt at its cell is left as it is.
+        The evaluator opens the attempt again later, with its mirror; until then its answers are kept in the journal.
         """
         if self._journal is None or self._journal.is_open(scope.cell) or scope.cell in self._told:
             return
@@ -45,7 +40,7 @@ class Cells:
         await asyncio.shield(opening)
 
     async def open(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
-        """Begins an attempt at a cell; `options` may name a folder as `mirror`, and a span as `traceparent`."""
+        """Opens an attempt at a cell; `options` may name a folder as `mirror`, and a span as `traceparent`."""
         mirror = options.get("mirror")
         if mirror is not None and not isinstance(mirror, str):
             raise Refusal(400, "mirror must be the address of a folder, or null.", param="mirror")
@@ -61,18 +56,18 @@ class Cells:
             await self._journal.open_cell(CellScope(cell, attempt), mirror=mirror)
 
     async def close_cell(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
-        """Ends an attempt at a cell; with `drop` in the options its mirror is deleted."""
+        """Closes an attempt at a cell; with `drop` in the options its mirror is deleted."""
         self._remember(cell, mirrored=self.is_mirrored(cell))
         self._traces.pop(CellScope(cell, attempt), None)
         if self._journal is not None:
             await self._journal.close_cell(CellScope(cell, attempt), drop_mirror=options.get("drop") is True)
 
     def is_mirrored(self, cell: str) -> bool:
-        """Returns True if answers of a cell are copied to a folder, as far as this proxy was told."""
+        """Returns True if answers of a cell are copied to a folder, as far as this proxy has been notified."""
         return self._told.get(cell, False)
 
     def traceparent(self, scope: CellScope | None) -> bytes | None:
-        """Returns the span that an attempt at a cell belongs to, as a `traceparent` header names it."""
+        """Returns the span of an attempt at a cell, in the format of a `traceparent` header."""
         return self._traces.get(scope) if scope is not None and self._traces else None
 
     def _remember(self, cell: str, *, mirrored: bool) -> None:
@@ -83,7 +78,6 @@ class Cells:
 
     @property
     def journal_status(self) -> JournalStatus | None:
-        """Counts of the journal so far; none if there is none."""
         if self._journal is None:
             return None
         counters = self._journal.counters
@@ -98,6 +92,5 @@ class Cells:
         )
 
     async def close(self) -> None:
-        """Writes what is left to be written."""
         if self._journal is not None:
             await self._journal.close()

@@ -1,4 +1,4 @@
-"""The pool's side of its proxy: how to start it, to tell it what replicas there are, and to read its counters."""
+"""The pool's client for its proxy: starts it, sets its replicas, and reads its counters."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from resources.config import Config
 from resources.errors import ProxyFailed, ProxyRefused
 
 _ADDRESS_POLL_SECONDS = 0.02
-_CELL_SECONDS = 300.0  # a mirror in a far store takes its time
+_CELL_SECONDS = 300.0  # copying to a mirror in a remote store takes long
 
 _Method = Literal["GET", "PUT", "POST", "DELETE"]
 
 
 class ProxyAddress(Config):
-    """Address of a proxy, as it wrote it into its address file."""
+    """Address of a proxy, as the proxy wrote it into its address file."""
 
     host: str
     """Address it is bound to."""
     port: int = Field(ge=1, le=65535)
     """Port it is bound to."""
     pid: int = 0
-    """Its process; 0 where that is not known."""
+    """Id of its process; 0 if unknown."""
     scheme: Literal["http", "https"] = "http"
-    """Protocol; https where something before it speaks TLS."""
+    """Protocol; https if a TLS terminator is in front of it."""
     path: str = ""
-    """Path before its own paths, where something before it has others."""
+    """Path prefix, if a gateway in front of it serves other paths too."""
 
     @property
     def base_url(self) -> str:
@@ -53,14 +53,14 @@ class ProxyAddress(Config):
 
 
 class JournalFlags(Config):
-    """The journal a proxy is to keep."""
+    """Settings of a proxy's journal."""
 
     path: Path | None
-    """Its file, which several proxies may share; the usual one of the machine the proxy runs on when None."""
+    """Its file, which several proxies may share; None for the default path on the proxy's machine."""
     max_bytes: int
-    """Bound on its size."""
+    """Limit of its size."""
     prompts: bool = False
-    """Keep the prompts beside their answers."""
+    """Keep prompts with their answers."""
 
 
 def proxy_command(
@@ -72,16 +72,13 @@ def proxy_command(
     journal: JournalFlags | None = None,
     lender: Path | None = None,
 ) -> tuple[str, ...]:
-    """The command that starts a proxy with this interpreter; its keys belong into its environment.
+    """Returns the command that starts a proxy with this interpreter; its keys belong into its environment.
 
     Args:
-        address_file: where it is to write its address; must not exist from an earlier start. When None it announces
-            its address as a job.
+        address_file: file for its address; must not exist from an earlier start. None to announce the address as a job.
         host: address to listen on; auto is that of the machine it runs on.
-        port: port to listen on; 0 takes a free one.
-        limits: its bounds and time-outs.
-        journal: the journal it is to keep; none if it is to keep none.
-        lender: where it is lent a socket that listens there already; none if it is to make its own.
+        port: port to listen on; 0 takes a free port.
+        lender: path at which a listening socket is lent; None to open a new socket.
     """
     command = [sys.executable, "-m", "pools.proxy", "--host", host, "--port", str(port)]
     command += ["--address-file", str(address_file)] if address_file else []
@@ -98,15 +95,10 @@ def proxy_command(
 def wait_for_address(
     announced: Callable[[], str | None], *, timeout_seconds: float, is_running: Callable[[], bool]
 ) -> ProxyAddress:
-    """The address of a proxy that was just started, once it listens.
-
-    Args:
-        announced: what it has written or announced so far, None if nothing.
-        timeout_seconds: how long it may take.
-        is_running: whether its process is still there.
+    """Returns the address of a started proxy, as soon as `announced` returns it.
 
     Raises:
-        ProxyFailed: it ended, or took too long.
+        ProxyFailed: the process ended, or the time is over.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -129,14 +121,14 @@ def wait_for_address(
 
 
 class ProxyClient:
-    """Speaks to one proxy as its pool, or as a user of the pool. May be used from several threads.
+    """Client of a proxy, for its pool or for a user of the pool. Thread-safe.
 
-    Each call takes a new connection: calls are few, and a proxy that was started again is found at once.
+    Each call opens a new connection: calls are few, and a restarted proxy is reached at once. `timeout_seconds` adds to
+    the requested waiting time.
 
-    Args:
-        address: of the proxy.
-        key: the pool's admin key, or that of its clients for what they may do.
-        timeout_seconds: how long the proxy may take to answer, beside what it was asked to wait.
+    Raises:
+        ProxyFailed: the proxy does not answer.
+        ProxyRefused: it refuses the request.
     """
 
     def __init__(self, address: ProxyAddress, *, key: str, timeout_seconds: float = 10) -> None:
@@ -145,37 +137,23 @@ class ProxyClient:
         self._timeout_seconds = timeout_seconds
 
     def set_state(self, desired: DesiredState) -> ProxyStatus:
-        """Replaces what the proxy knows of models and what replicas are to hold; it holds when this returns.
-
-        Raises:
-            ProxyFailed: the proxy does not answer.
-        ProxyRefused: it answers, and refuses.
-        """
+        """Replaces models and orders of the proxy; they are in effect on return."""
         return ProxyStatus.model_validate_json(self._ask_for("PUT", "/admin/state", body=desired.model_dump_json()))
 
     def status(self, *, after: int | None = None, wait_seconds: float = 0) -> ProxyStatus:
-        """Replicas with their load, demand, leases, and what became of the requests for each model.
+        """Returns replicas with their load, demand, leases, and counters of the requests for each model.
 
-        Args:
-            after: version of the status that is known; the answer may be held back until there is another.
-            wait_seconds: how long it may be held back.
-
-        Raises:
-            ProxyFailed: the proxy does not answer.
-        ProxyRefused: it answers, and refuses.
+        The answer may be held back for `wait_seconds`, until its version is not `after`.
         """
         query = f"?after={after}&wait={wait_seconds:g}" if after is not None else ""
         return ProxyStatus.model_validate_json(self._ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
 
     def describe(self) -> bytes:
-        """Asks what the pool says of itself: a `PoolDescription`, as JSON."""
+        """Returns the pool's `PoolDescription` as JSON."""
         return self._ask_for("GET", "/pool")
 
     def announce(self, replica: str, announcement: Announcement, *, join_token: str) -> Orders:
-        """Says what a replica is and holds; the answer may be held back for as long as the announcement says.
-
-        ProxyRefused: it answers, and refuses.
-        """
+        """Announces a replica; the answer may be held back for up to `announcement.wait_seconds`."""
         answer = self._ask_for(
             "POST",
             f"/replicas/{replica}",
@@ -186,66 +164,35 @@ class ProxyClient:
         return Orders.model_validate_json(answer)
 
     def take_lease(self, name: str, lease: Lease) -> ProxyStatus:
-        """Takes or renews a lease on the pool.
-
-        ProxyRefused: it answers, and refuses.
-        """
         answer = self._ask_for("PUT", f"/admin/leases/{name}", body=lease.model_dump_json())
         return ProxyStatus.model_validate_json(answer)
 
     def end_lease(self, name: str) -> ProxyStatus:
-        """Gives a lease back.
-
-        Raises:
-            ProxyFailed: the proxy does not answer.
-        ProxyRefused: it answers, and refuses.
-        """
         return ProxyStatus.model_validate_json(self._ask_for("DELETE", f"/admin/leases/{name}"))
 
     def announced(self, name: str, *, join_token: str) -> Announcement:
-        """The last announcement that counts under a replica's name, without keys.
-
-        ProxyRefused: it answers, and refuses; or has heard of none.
-        """
+        """Returns the last valid announcement under a replica's name, without keys."""
         return Announcement.model_validate_json(self._ask_for("GET", f"/replicas/{name}", key=join_token))
 
     def open_cell(self, cell: str, attempt: str, *, mirror: str | None, traceparent: str | None = None) -> None:
-        """Begins an attempt at a cell: its requests come under `/cells/<cell>/<attempt>/v1`.
+        """Opens an attempt at a cell: its requests come under `/cells/<cell>/<attempt>/v1`.
 
-        Args:
-            cell: name of the cell, the same in every attempt that may replay its answers.
-            attempt: name of this attempt.
-            mirror: folder in any store that its answers are copied to, and read from now.
-            traceparent: the span that its requests belong to, for engines that trace.
-
-        ProxyRefused: it answers, and refuses.
+        The cell's name is the same in every attempt that may replay its answers. `mirror` is a folder in any store that
+        its answers are read from now, and copied to; `traceparent` is the span of its requests, for engines that trace.
         """
         body = json.dumps({"mirror": mirror, "traceparent": traceparent})
         self._ask_for("PUT", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
 
     def cell_counts(self, cell: str, attempt: str) -> RequestCounters:
-        """Requests of one attempt at a cell, by outcome.
-
-        ProxyRefused: it answers, and refuses.
-        """
         return RequestCounters.model_validate_json(self._ask_for("GET", f"/admin/cells/{cell}/{attempt}"))
 
     def close_cell(self, cell: str, attempt: str, *, drop: bool) -> RequestCounters:
-        """Ends an attempt at a cell.
-
-        Args:
-            cell: name of the cell.
-            attempt: name of the attempt.
-            drop: throw the mirrored answers away, since the cell has its record.
-
-        ProxyRefused: it answers, and refuses.
-        """
+        """Closes an attempt at a cell; `drop` deletes the mirrored answers, since the cell has its record."""
         body = json.dumps({"drop": drop})
         answer = self._ask_for("DELETE", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
         return RequestCounters.model_validate_json(answer)
 
     def health(self) -> ProxyHealth:
-        """Health of the proxy: requests are answered now, held, or refused."""
         status, body = self._ask("GET", "/health", body=None, key=self._key, wait=0)
         try:
             return ProxyHealthReply.model_validate_json(body).status
@@ -268,7 +215,7 @@ class ProxyClient:
     def _ask(self, method: _Method, path: str, *, body: bytes | None, key: str, wait: float) -> tuple[int, bytes]:
         host, port = _reachable(self._address.host, in_url=False), self._address.port
         timeout = self._timeout_seconds + wait
-        if self._address.scheme == "https":  # by the certificates of the system, or of SSL_CERT_FILE
+        if self._address.scheme == "https":  # certificates of the system, or of SSL_CERT_FILE
             context = ssl.create_default_context()
             connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
         else:

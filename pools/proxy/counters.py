@@ -13,7 +13,7 @@ from pools.protocol import Announcement, JournalStatus, LoadedHow, ReplicaStatus
 
 LATENCY_BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 CLIENT_LEFT = 499
-"""Status under which a request is counted whose client left; no answer carries it."""
+"""Status that counts requests of disconnected clients; it is never sent."""
 _CELLS_REMEMBERED = 10_000
 
 
@@ -33,7 +33,7 @@ class RequestTally:
     completion_tokens: int = 0
 
     def count(self, status: int, *, turned_away: bool) -> None:
-        """Counts one finished request by the HTTP status it was answered with, by an engine or by the proxy itself."""
+        """Counts a finished request by the HTTP status of its answer, from an engine or from the proxy itself."""
         if turned_away:
             self.server_errors += 1
         elif status == CLIENT_LEFT:
@@ -47,28 +47,27 @@ class RequestTally:
 
     @property
     def counters(self) -> RequestCounters:
-        """The counts as a value."""
         return RequestCounters(**{counter.name: getattr(self, counter.name) for counter in fields(self)})
 
 
 @dataclass(slots=True)
 class Tally:
-    """Everything the proxy counts. Model names are only those the pool named: a client cannot add one."""
+    """Everything the proxy counts. Model names come from the pool only: a client cannot add any."""
 
     by_status: Counter[int] = field(default_factory=Counter)
     models: dict[str, RequestTally] = field(default_factory=dict)
     cells: OrderedDict[tuple[str, str], RequestTally] = field(default_factory=OrderedDict)
-    """By cell and attempt; the oldest are forgotten."""
+    """Counts by cell and attempt; the oldest are dropped."""
     latency_buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_SECONDS) + 1))
     latency_sum_seconds: float = 0.0
     loads: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Checkpoints loaded, by replica and way."""
+    """Loaded checkpoints, by replica and way of loading."""
     load_seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of these loads, by replica and phase."""
     _last_load: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def announced(self, name: str, announcement: Announcement) -> None:
-        """Counts the loads of a replica that are new in an announcement."""
+        """Counts the new loads in an announcement of a replica."""
         last = self._last_load.get((name, announcement.instance), 0)
         for load in announcement.loads:
             if load.number <= last:
@@ -79,14 +78,12 @@ class Tally:
             self._last_load[name, announcement.instance] = load.number
 
     def model(self, name: str) -> RequestTally:
-        """The counts of one model."""
         known = self.models.get(name)
         if known is None:
             known = self.models[name] = RequestTally()
         return known
 
     def cell(self, cell: str, attempt: str) -> RequestTally:
-        """The counts of one attempt at a cell."""
         known = self.cells.get((cell, attempt))
         if known is None:
             known = self.cells[cell, attempt] = RequestTally()
@@ -95,7 +92,7 @@ class Tally:
         return known
 
     def finished(self, status: int, *, seconds: float) -> None:
-        """Counts one request that was answered, or left by its client, after so many seconds."""
+        """Counts a request that was answered, or left by its client, after this time."""
         self.by_status[status] += 1
         self.latency_buckets[bisect_left(LATENCY_BOUNDS_SECONDS, seconds)] += 1
         self.latency_sum_seconds += seconds
@@ -104,7 +101,7 @@ class Tally:
 def prometheus_text(
     tally: Tally, *, replicas: Iterable[ReplicaStatus], held: int, journal: JournalStatus | None = None
 ) -> str:
-    """The counts in Prometheus' text format, version 0.0.4."""
+    """Returns the counts in Prometheus' text format, version 0.0.4."""
     return "\n".join(_lines(tally, list(replicas), held, journal)) + "\n"
 
 
@@ -153,7 +150,7 @@ def _of_replicas(replicas: list[ReplicaStatus]) -> Iterator[str]:
 
 def _of_loads(tally: Tally, replicas: list[ReplicaStatus]) -> Iterator[str]:
     none_yet = dict.fromkeys(product((replica.name for replica in replicas), (*get_args(LoadedHow), "failed")), 0)
-    counted = {**none_yet, **tally.loads}  # a counter that begins with 1 has not grown, as Prometheus reckons
+    counted = {**none_yet, **tally.loads}  # Prometheus sees no growth in a counter that starts with 1
     loads = {f'replica="{_escaped(name)}",how="{how}"': count for (name, how), count in sorted(counted.items())}
     yield from _family("loads_total", "counter", "Checkpoints loaded into replicas, by the way they came in", loads)
     seconds = {

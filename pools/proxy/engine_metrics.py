@@ -1,4 +1,4 @@
-"""Metrics of a pool's engines on one page, in Prometheus' text format: theirs as they are, and whose each is."""
+"""Metrics of a pool's engines on a page in Prometheus' text format: unchanged, each labelled with its replica."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from collections.abc import Iterable
 from pools.proxy.connections.upstream import Lost, TimedOut, Upstream
 from pools.proxy.routing import RoutedReplica, RoutingTable
 
-_PATIENCE_SECONDS = 5.0  # Prometheus gives a page up after 10
+_PATIENCE_SECONDS = 5.0  # Prometheus' own time limit for a page is 10 s
 _COMMENT = re.compile(rb"# (?:HELP|TYPE) ([A-Za-z_:][\w:]*) .*")
 _SAMPLE = re.compile(rb"([A-Za-z_:][\w:]*)(?:\{([^\n]*)\})?( [-+.\dA-Za-z]*[\dfN](?: -?\d+)?)")
 
 
 class EngineMetrics:
-    """Metrics of the engines in a table, which are asked each time.
-
-    Args:
-        upstream: to ask with.
-        table: of replicas.
-    """
+    """Metrics of the engines in a routing table, requested at each call."""
 
     def __init__(self, upstream: Upstream, *, table: RoutingTable) -> None:
         self._upstream = upstream
         self._table = table
 
     async def text(self) -> bytes:
-        """The metrics of every engine that answers, each sample with its `replica`."""
+        """Returns the metrics of every engine that answers, each sample with its `replica`."""
         asked = [replica for replica in self._table.replicas.values() if replica.url and not replica.gone]
         pages = await asyncio.gather(*map(self._page, asked))
         return merged((replica.name, page) for replica, page in zip(asked, pages, strict=True))
@@ -44,9 +39,9 @@ class EngineMetrics:
 
 
 def merged(pages: Iterable[tuple[str, bytes]]) -> bytes:
-    """One page of several, given with their replicas; each family stands in it once, with what it is said to be.
+    """Merges pages of replicas into a single page, with a single HELP and TYPE per family.
 
-    Lines that are no comment on a family and no sample are left out.
+    Drops lines that are neither a comment on a family nor a sample.
     """
     families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
     for replica, page in pages:

@@ -1,4 +1,4 @@
-"""Sending a client's request to a replica: holding it, trying again, and giving back what the engine said."""
+"""Forwards clients' requests to replicas: holds them, retries them, and returns the engines' answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RETRY_PAUSE_SECONDS = 0.1
 _SETTLED_SECONDS = 10.0
 _SHOWN_CHARACTERS = 200
 _UNCOUNTED = (RequestOutcome.UNREACHED, RequestOutcome.TAKEN_AWAY)
-"""The request did nothing to the engine; it counts as failed only if the engine does not come back."""
+"""Outcomes without effect on the engine; they count as failed only if the engine does not come back."""
 
 _log = logging.getLogger("assay.proxy")
 
@@ -36,18 +36,13 @@ Found = TypeVar("Found")
 
 
 class _InvalidAnswers(Refusal):
-    """Engines answered with something that is no answer."""
+    """Engines returned invalid answers."""
 
 
 class Forwarder:
-    """Answers requests for engines from the replicas of a table, and from the journal.
+    """Answers requests for engines from the replicas of a table, and from the journal if given.
 
-    Args:
-        upstream: for requests to replicas.
-        table: models and replicas; whoever changes it calls `table_changed`.
-        tally: counts what was done.
-        limits: bounds and time-outs.
-        journal: answers requests that were answered before; none to ask an engine each time.
+    Call `table_changed` after each change of the table.
     """
 
     def __init__(
@@ -71,7 +66,7 @@ class Forwarder:
         self._request_numbers = itertools.count(1)
 
     def table_changed(self, lost: list[RoutedReplica]) -> None:
-        """Looks again at held requests, and takes what `lost` replicas were working on away from them."""
+        """Checks held requests again, and aborts the requests that the `lost` replicas were working on."""
         if lost:
             for call, replica in list(self._running.items()):
                 if replica in lost:
@@ -80,7 +75,6 @@ class Forwarder:
         self._wake_held()
 
     async def close(self) -> None:
-        """Ends what runs beside requests."""
         await self._probes.close()
 
     async def answer(
@@ -92,14 +86,10 @@ class Forwarder:
         scope: CellScope | None,
         trace: bytes | None = None,
     ) -> None:
-        """Answers one request for an engine, with an error of the proxy's own too.
+        """Answers a request for an engine, at the path `target`; errors of the proxy itself are answered too.
 
-        Args:
-            request: as it came.
-            responder: the client's end of it.
-            target: path to ask a replica for.
-            scope: the attempt at a cell that the request belongs to.
-            trace: the span that it belongs to, for the `traceparent` of a request that has none.
+        `scope` is the attempt at a cell that the request belongs to; `trace` becomes the `traceparent` of a request
+        without it.
         """
         started = self._loop.time()
         number = next(self._request_numbers)
@@ -142,7 +132,7 @@ class Forwarder:
         if self._table.models is None:
             await self._hold(asked, scope, lambda: self._table.models)
         served = self._served(asked)
-        engine = f"{self._table.engine}/{served.config}"  # generation defaults and the like are engine arguments too
+        engine = f"{self._table.engine}/{served.config}"  # generation defaults etc. are engine arguments too
         subject = Subject(served.weights or served.digest, served.tokenizer, engine)
         target = asked.target.decode("latin-1")
         claim = journal.claim(question(subject, target, body=asked.body, fields=asked.fields), cell=scope)
@@ -171,7 +161,7 @@ class Forwarder:
                 claim.release()
 
     async def _forward(self, asked: Asked, responder: Responder, scope: CellScope | None) -> tuple[Attempt, str | None]:
-        asked.fields = {}  # nobody reads them any more, and they take as much memory as the body
+        asked.fields = {}  # not needed any more, and they take as much memory as the body
         try:
             return await self._try_until_answered(asked, responder, scope)
         finally:

@@ -1,4 +1,4 @@
-"""Users of a pool: who holds it, for how long, and which checkpoints they brought or want."""
+"""Leases of a pool's users: holder, time left, and the checkpoints that they added or need."""
 
 from __future__ import annotations
 
@@ -16,26 +16,20 @@ class _Held:
 
 
 class Leases:
-    """The leases that have not run out.
-
-    Args:
-        clock: seconds that never go back.
-    """
+    """The leases that have not run out, by a monotonic clock in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._held: dict[str, _Held] = {}
 
     def take(self, name: str, lease: Lease) -> None:
-        """Takes a lease, or renews it with what it says now."""
         self._held[name] = _Held(lease, self._clock() + lease.seconds)
 
     def end(self, name: str) -> None:
-        """Ends a lease; one that is not there has ended already."""
         self._held.pop(name, None)
 
     def expire(self) -> bool:
-        """Forgets those that have run out; whether there were any."""
+        """Drops leases that have run out; returns True if there were any."""
         now = self._clock()
         over = [name for name, held in self._held.items() if held.ends <= now]
         for name in over:
@@ -43,7 +37,7 @@ class Leases:
         return bool(over)
 
     def status(self) -> dict[str, LeaseStatus]:
-        """Those that hold now, in the order they were first taken."""
+        """Returns the valid leases, in the order they were first taken."""
         now = self._clock()
         return {
             name: LeaseStatus(
@@ -58,7 +52,7 @@ class Leases:
 
 
 def of_known_models(lease: Lease, known: Mapping[str, ServedModel]) -> Lease:
-    """A client's lease, with the pool's own word for where its models lie."""
+    """Returns a client's lease with the pool's own location of each model."""
     for model, served in lease.models.items():
         if model not in known or known[model].digest != served.digest:
             problem = "has other weights in this pool" if model in known else "is no model of this pool"

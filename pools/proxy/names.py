@@ -1,4 +1,4 @@
-"""Names of replicas: which instance has one, where several announce themselves under it. No input or output."""
+"""Names of replicas: decides which instance has a name that several announce. No input or output."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pools.protocol import Announcement
 
 
 class Claim(Enum):
-    """The effect of an announcement on who has a name."""
+    """The effect of an announcement on the ownership of a name."""
 
     HOLDS = "holds"
-    """It is by the instance that has the name."""
+    """The announcing instance has the name already."""
     TAKES = "takes"
-    """Its instance has the name from now on."""
+    """The announcing instance has the name from now on."""
     WAITS = "waits"
-    """It does not count before the instance that has the name is gone."""
+    """The announcement does not count until the instance that has the name is gone."""
     REFUSED = "refused"
-    """It never will: its instance is to stop."""
+    """The announcement never counts: its instance must stop."""
 
 
 class Names:
-    """Decides between instances of one name; those that were refused stay so, and a pool starts few.
+    """Decides between instances with the same name; refused instances stay refused (a pool starts few).
 
-    Of two that the pool started one after the other, the later one has it from then on. Of two of one start, the first
-    one has it, and the other is refused as soon as the first is heard of again. If that is gone, as when a backend
-    starts an agent again or elsewhere, the other one gets it.
+    Of two instances from different starts of the pool, the later has the name. Of two instances of the same start, the
+    first has it, and the other is refused as soon as the first announces itself again. If the first is gone, as when a
+    backend restarts or moves an agent, the other gets the name.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,9 @@ class Names:
         self._waiting: dict[str, str] = {}
 
     def claim(self, name: str, announcement: Announcement, *, holder: Announcement | None, is_there: bool) -> Claim:
-        """Decides about an announcement.
+        """Decides about an announcement of any instance of the name.
 
-        Args:
-            name: of the replica.
-            announcement: of any instance.
-            holder: last announcement of the instance that has the name; None where none has it.
-            is_there: whether that may still live, for all that is known.
+        `holder` is the last announcement of the instance that has the name; `is_there` is True if it may still live.
         """
         instance = announcement.instance
         if holder is not None and announcement.start < holder.start:
@@ -59,9 +55,8 @@ class Names:
         return Claim.TAKES
 
     def refusal(self, instance: str) -> str | None:
-        """The reason that an instance is to stop; None where it is not."""
         return self._refused.get(instance)
 
     def waits(self, name: str, instance: str) -> bool:
-        """True if an instance would have the name if the one that has it were gone."""
+        """Returns True if an instance gets the name as soon as its current holder is gone."""
         return self._waiting.get(name) == instance

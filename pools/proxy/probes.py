@@ -1,4 +1,4 @@
-"""Finding out whether a replica that a connection failed to answers again."""
+"""Probes replicas to which a connection failed until they answer again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from pools.proxy.routing import RoutedReplica
 
 
 class Probes:
-    """One task per suspect replica that asks its `/health` until it answers 200.
-
-    Args:
-        upstream: to ask with.
-        limits: how often and how long to ask.
-        on_recovery: called when a replica answers, after it stopped being a suspect.
-    """
+    """Polls `/health` of each suspect replica until it answers 200; then calls `on_recovery`."""
 
     def __init__(self, upstream: Upstream, *, limits: ProxyLimits, on_recovery: Callable[[], None]) -> None:
         self._upstream = upstream
@@ -26,19 +20,16 @@ class Probes:
         self._tasks: dict[RoutedReplica, asyncio.Task[None]] = {}
 
     def watch(self, replica: RoutedReplica) -> None:
-        """Starts to ask a suspect, unless that is being done."""
         if _is_worth_asking(replica) and replica not in self._tasks:
             self._tasks[replica] = asyncio.create_task(self._ask_until_it_answers(replica))
 
     def drop_settled(self) -> None:
-        """Stops asking replicas that have been vouched for, or taken away."""
         for replica, task in list(self._tasks.items()):
             if not replica.suspect or not _is_worth_asking(replica):
                 task.cancel()
                 del self._tasks[replica]
 
     async def close(self) -> None:
-        """Stops asking altogether."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

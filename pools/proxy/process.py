@@ -1,4 +1,4 @@
-"""The pool's proxy as a job: started, and started again on the same address when it ends by itself."""
+"""The pool's proxy as a job, restarted on the same address when it ends by itself."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ _MOST_RESTARTS = 10
 
 
 def check_network(config: InferencePoolConfig, *, is_local: bool) -> None:
-    """Refuses a pool whose keys, prompts and answers would leave the machine unencrypted, unless that was allowed.
-
-    Args:
-        config: of the pool.
-        is_local: whether its jobs run on this machine.
-    """
+    """Refuses a pool that would send keys, prompts and answers unencrypted to other machines, unless allowed."""
     stays_here = is_local if config.proxy_host == "auto" else is_loopback(config.proxy_host)
     if stays_here or settings().insecure:
         return
@@ -47,15 +42,7 @@ def _serve(arguments: list[str]) -> None:
 
 
 class ProxyProcess:
-    """One proxy of one pool.
-
-    Args:
-        config: of the pool.
-        client: runs it.
-        keys: that it asks for.
-
-    `description` is what it is to tell clients of the pool, as JSON.
-    """
+    """The proxy of a pool, run as a job. `description` is the pool's description for clients, as JSON."""
 
     description = ""
 
@@ -73,13 +60,12 @@ class ProxyProcess:
 
     @property
     def address(self) -> ProxyAddress:
-        """Address at which it listens."""
         if self._address is None:
             raise ProxyFailed(expected="a proxy that was started", found="none", remedy="enter the pool first")
         return self._address
 
     def start(self) -> ProxyAddress:
-        """Starts it, on the address it had before if there was one; on this machine with the socket it had before."""
+        """Starts it: after a restart on the same address, and on this machine with the same listening socket."""
         config = self._config
         if not self._client.is_local:
             return self._start(config.proxy_host, config.proxy_port, lender=None)
@@ -120,13 +106,13 @@ class ProxyProcess:
             job = self._job = self._client.submit(
                 JobRequest(
                     name=labelled("proxy", self._label, secrets.token_hex(6)),
-                    # A call brings our code along to where none of it is installed.
+                    # Call sends our code along, for machines without an installation.
                     entrypoint=Command("python", tuple(arguments)) if local else Call(_serve, (arguments[2:],)),
                     resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
                     environment=pool_environment(
                         config, env_vars={**self._keys.as_environment(), POOL_DESCRIPTION_VARIABLE: self.description}
                     ),
-                    max_retries_preemption=0,  # it is started again by who knows its address
+                    max_retries_preemption=0,  # only this process knows its address, and restarts it
                 )
             )
             address = wait_for_address(
@@ -152,7 +138,7 @@ class ProxyProcess:
         return address
 
     def restart_if_ended(self) -> bool:
-        """Starts it again if its process has ended; whether it had.
+        """Restarts it if its process has ended; returns True if it had.
 
         Raises:
             ProxyFailed: it ended too often, or does not start.
@@ -169,12 +155,12 @@ class ProxyProcess:
         return True
 
     def end(self) -> None:
-        """Ends its process, which may be started again."""
+        """Ends its process; `start` may start it again."""
         if self._job is not None:
             self._job.terminate()
 
     def stop(self) -> None:
-        """Ends it, and refuses whoever connects; safe to call twice."""
+        """Ends it and refuses new connections; safe to call twice."""
         if self._listening is not None:
             self._listening.close()
         self.end()

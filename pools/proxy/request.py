@@ -18,17 +18,17 @@ from pools.proxy.connections.room import AnswerShare
 
 COMPLETIONS, CHAT, RESPONSES, TOKENIZE = b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/tokenize"
 GENERATE = _GENERATE.encode()
-"""Paths of engines that clients may ask for."""
+"""Paths of engines that clients may request."""
 _MOST_VALUES = 2**22
-"""Commas and brackets, a bracket counts as four: the loop stands still for 0.3 s at most while they are parsed."""
+"""Maximum of commas and brackets, a bracket counts as four: parsing them blocks the loop for 0.3 s at most."""
 _SLOWLY_PARSED_BYTES = 2**20
-"""In json's parser, which takes 22 ms for these, and 0.4 s for 16 MiB."""
+"""Limit for json's parser, which takes 22 ms for this size, and 0.4 s for 16 MiB."""
 _ODD = "NaN, Infinity or half of a surrogate pair"
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A client's request. `target` is its path; `headers` are those a replica gets to see."""
+    """A client's request. `target` is its path; `headers` are those for the replica."""
 
     target: bytes
     headers: Sequence[Header]
@@ -36,18 +36,18 @@ class Asked:
     model: str
     stream: bool
     fields: dict[str, Any] = field(repr=False)
-    """The body, parsed."""
+    """The parsed body."""
     share: AnswerShare = field(repr=False)
-    """Of the room, for its answer."""
+    """Part of the room for bodies that its answer takes."""
     tries_after: int | None = None
-    """The number of times that the pool had given up before it came; none where it must not make it try again."""
+    """Number of the pool's failures before the request; None if it must not make the pool try again."""
 
     @property
     def terms(self) -> Terms | TokenTerms:
-        """The terms that it sets for its answer; read again from the body, since `fields` may be gone by then."""
+        """Terms that it sets for its answer; parsed from the body, since `fields` may be gone by then."""
         try:
             fields = orjson.loads(self.body)
-        except orjson.JSONDecodeError:  # a body that only json reads is not looked at twice
+        except orjson.JSONDecodeError:  # a body that only json parses is not parsed twice
             return NO_TERMS
         return token_terms_of(fields) if self.target == GENERATE else terms_of(fields, chat=self.target == CHAT)
 
@@ -58,12 +58,7 @@ class Asked:
 
 
 def asked_in(request: Request, *, target: bytes, trace: bytes | None = None) -> Asked:
-    """A request for an engine, read.
-
-    Args:
-        request: as it came.
-        target: path to ask a replica for.
-        trace: the `traceparent` that a replica sees where the request has none.
+    """Parses a request for an engine, for the path `target`; `trace` is the `traceparent` if the request has none.
 
     Raises:
         Refusal: it is not JSON, has too many values, or names no model.
@@ -92,6 +87,6 @@ def _parsed(body: bytes) -> Any:
             400, f"The body is not valid JSON, or is larger than {_SLOWLY_PARSED_BYTES} bytes and has {_ODD}."
         )
     try:
-        return json.loads(body)  # knows what engines take too: NaN, numbers without bounds, lone surrogates
+        return json.loads(body)  # accepts the same as engines: NaN, unbounded numbers, lone surrogates
     except (ValueError, RecursionError):
         raise Refusal(400, "The body is not valid JSON.") from None

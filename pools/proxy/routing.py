@@ -1,4 +1,4 @@
-"""Routes requests to replicas, and decides what follows a failed attempt: no input or output."""
+"""Routes requests to replicas, and decides about retries after failed attempts. No input or output."""
 
 from __future__ import annotations
 
@@ -13,71 +13,69 @@ from pools.proxy.names import Claim, Names
 from pools.proxy.suspects import Suspects
 
 MAX_ATTEMPTS = 3
-"""Attempts at one request that may fail: a prompt that crashes engines must not take down every replica."""
+"""Failing attempts at a request: a prompt that crashes engines must not take down every replica."""
 _REMEMBERED_DEMAND_SECONDS = 600.0
 
 
 class RequestOutcome(Enum):
-    """The end of one attempt at one replica."""
+    """The end of an attempt at a replica."""
 
     ANSWERED = "answered"
-    """A whole answer that is the client's to deal with: any status below 500."""
+    """A complete answer for the client: any status below 500."""
     SERVER_ERROR = "server error"
-    """A whole answer with status 5xx, or one that is not what an engine answers."""
+    """A complete answer with status 5xx, or an invalid answer."""
     LOST = "lost"
-    """A connection that broke before the answer was whole."""
+    """A connection that broke before the answer was complete."""
     UNREACHED = "unreached"
-    """No connection: the replica has not seen the request."""
+    """No connection: the replica has not received the request."""
     TAKEN_AWAY = "taken away"
-    """The replica's lease ran out, or its agent reported that the engine is gone, before the answer was whole."""
+    """The replica's lease ran out, or its agent reported the death of the engine, before the answer was complete."""
     TIMED_OUT = "timed out"
-    """No answer in the time an engine has for one."""
+    """No answer within the engine's time limit."""
 
 
 def outcome_of(status: int) -> RequestOutcome:
-    """The outcome of an attempt that ended with a whole answer of this HTTP status."""
+    """Returns the outcome of an attempt that ended with a complete answer of this HTTP status."""
     return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.ANSWERED
 
 
 def may_retry(outcome: RequestOutcome, *, attempts: int) -> bool:
-    """True if a request is to be sent again after `attempts` failed attempts, of which the last ended so."""
+    """Returns True if a request must be sent again after `attempts` failed attempts, the last with this outcome."""
     return outcome is not RequestOutcome.ANSWERED and attempts < MAX_ATTEMPTS
 
 
 @dataclass(slots=True, eq=False)
 class RoutedReplica:
-    """One engine server: what it said of itself, what the pool wants of it, and what happened to it here."""
+    """An engine server: its announcement, the pool's order for it, and its load and failures at this proxy."""
 
     name: str
     announcement: Announcement
     announced: float
-    """Time at which it said so, on the table's clock."""
+    """Time of the announcement, on the table's clock."""
     ordered: str | None = None
-    """Model name it is to hold."""
+    """Model name that it must hold."""
     ordered_digest: str | None = None
     ordered_at: float = 0.0
     lost: bool = False
     hung_up: bool = False
-    """It left in the midst of its last announcement."""
+    """True if it disconnected during its last announcement."""
     in_flight: int = 0
     consecutive_failures: int = 0
     suspect: bool = False
     last_turn: int = 0
-    reserved: object | None = None  # by a suspect, which is sent once nothing else is in flight
+    reserved: object | None = None  # for a suspect request, which is sent once nothing else is in flight
 
     @property
     def url(self) -> str:
-        """Address of its engine, without a path."""
         return self.announcement.url or ""
 
     @property
     def keys(self) -> EngineKeys:
-        """Keys on the way to its engine."""
         return EngineKeys(self.announcement.engine_key, self.announcement.ingress_key)
 
     @property
     def takes_requests(self) -> bool:
-        """True if new requests may go to it: it is ready, and the pool does not want other weights in it."""
+        """True if new requests may go to it: it is ready with the weights that the pool ordered."""
         announcement = self.announcement
         return (
             announcement.state == "ready"
@@ -89,25 +87,24 @@ class RoutedReplica:
 
     @property
     def is_there(self) -> bool:
-        """True if its process may live, for all that is known."""
+        """True if its process may still live."""
         return not (self.gone or self.hung_up)
 
     @property
     def engine(self) -> tuple[str | None, int]:
-        """Identity of the running engine: another address or count of restarts is another engine."""
+        """Identity of the running engine: another address or restart count is another engine."""
         return self.announcement.url, self.announcement.restarts
 
     @property
     def gone(self) -> bool:
-        """True if what it was working on will not be answered."""
+        """True if its requests in flight will not be answered."""
         return self.lost or self.announcement.state == "dead"
 
 
 @dataclass(slots=True)
 class _Asked:
-    """The requests for one model that are open now; `unserved_since` outlives held ones that are given up."""
-
     held: set[object] = field(default_factory=set)
+    # kept when held requests are given up
     unserved_since: float | None = None
     in_flight: int = 0
     last_active: float = 0.0
@@ -115,11 +112,10 @@ class _Asked:
 
 @dataclass(slots=True)
 class RoutingTable:
-    """The models and replicas there are, with their load. Used from one thread.
+    """Models and replicas, with their load. Used from a single thread.
 
-    `models` is none until the pool has said for the first time what there is: a request that comes earlier, as
-    after a restart of the proxy, has to wait, not to be told that its model is unknown. `version` grows whenever
-    somebody who waits for news of replicas or demand has some.
+    `models` is None until the pool has published a state: earlier requests, as after a restart of the proxy, are held
+    and not refused for an unknown model. `version` grows with every change that a waiting status request must return.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -128,7 +124,7 @@ class RoutingTable:
     unusable: Mapping[str, Failure] = field(default_factory=dict)
     failed: str | None = None
     failures: int = 0
-    """Times that the pool has given up."""
+    """Number of the pool's failures."""
     tries_again: bool = False
     next: tuple[str, ...] = ()
     on_news: Callable[[], None] = lambda: None
@@ -146,12 +142,11 @@ class RoutingTable:
     _turn: int = 0
 
     def bump(self) -> None:
-        """Tells whoever waits for news that there is some."""
         self.version += 1
         self.on_news()
 
     def apply(self, desired: DesiredState) -> list[RoutedReplica]:
-        """Replaces the pool's wishes; replicas keep their announcements and load. Returns those no longer wanted."""
+        """Replaces the pool's state; replicas keep announcements and load. Returns the replicas that it removed."""
         changed = (self.models, self._orders, self.next) != (desired.models, desired.orders, desired.next)
         self.models = dict(desired.models)
         self.engine = desired.engine
@@ -172,9 +167,9 @@ class RoutingTable:
         return unwanted
 
     def announce(self, name: str, announcement: Announcement) -> list[RoutedReplica]:
-        """Stores an announcement and renews the lease; `Names` says which instance of a name counts.
+        """Stores an announcement and renews the lease; `Names` decides which instance of a name counts.
 
-        Returns the replicas whose work is lost by that: itself if it is dead, or the one before it of the same name.
+        Returns replicas that lose their requests in flight: itself if it is dead, or the previous holder of the name.
         """
         before = self.replicas.get(name)
         lost: list[RoutedReplica] = []
@@ -187,7 +182,7 @@ class RoutingTable:
                 before.lost = True
                 lost.append(before)
             elif self.models is not None and name not in self._orders:
-                return lost  # a late announcement of a replica that has been removed: its orders are to stop
+                return lost  # late announcement of a removed replica: its orders are to stop
             replica = self.replicas[name] = RoutedReplica(name, announcement, self.clock())
             self._give_order(replica)
             self.bump()
@@ -203,7 +198,7 @@ class RoutingTable:
             or (before.announcement.state != "ready" and announcement.state == "ready")
             or before.lost
         ):
-            # Another engine, or one that was just seen to answer: what happened before says nothing of it.
+            # Another engine, or a recovered engine: earlier failures do not count for it.
             before.suspect = False
             before.consecutive_failures = 0
         before.announcement, before.announced, before.lost = announcement, self.clock(), False
@@ -212,7 +207,7 @@ class RoutingTable:
     def expire(self, lease_seconds: float, *, stalled_seconds: float = 0.0) -> list[RoutedReplica]:
         """Marks replicas as lost that were silent for longer than their lease, and returns them.
 
-        `stalled_seconds` of that time this process read nothing; they count as no silence of a replica.
+        `stalled_seconds`, in which this process read nothing, do not count as silence.
         """
         for replica in self.replicas.values():
             replica.announced += stalled_seconds
@@ -224,18 +219,18 @@ class RoutingTable:
         return lost
 
     def hung_up(self, name: str, instance: str) -> None:
-        """Notes that an instance left in the midst of an announcement, as one does whose process ends."""
+        """Notes that an instance disconnected during an announcement, as when its process ends."""
         replica = self.replicas.get(name)
         if replica is not None and replica.announcement.instance == instance:
             replica.hung_up = True
             self.on_news()
 
     def has_to_wait(self, name: str, instance: str) -> bool:
-        """True if an instance does not get its name before the one that has it is gone."""
+        """Returns True if an instance waits for its name until the current holder is gone."""
         return self._names.waits(name, instance) and name in self.replicas and self.replicas[name].is_there
 
     def orders_of(self, name: str, instance: str = "") -> Orders:
-        """Orders of the pool for a replica; an instance whose name another one has is to stop."""
+        """Returns the pool's orders for a replica; an instance must stop if another instance has its name."""
         if (refusal := self._names.refusal(instance)) is not None:
             return Orders(version=self.orders_version, known=True, stop=True, refusal=refusal)
         if self.models is None or self._names.waits(name, instance):
@@ -253,7 +248,10 @@ class RoutingTable:
         )
 
     def choose(self, digest: str, *, tried: Mapping[str, RequestOutcome]) -> RoutedReplica | None:
-        """The least loaded replica with these weights, untried ones first; equals take turns. None that timed out."""
+        """Returns the least loaded replica with these weights, untried replicas first; equal replicas take turns.
+
+        Excludes replicas at which the request timed out.
+        """
         best: RoutedReplica | None = None
         best_rank: tuple[bool, float, int] | None = None
         for replica in self.replicas.values():
@@ -267,7 +265,6 @@ class RoutingTable:
         return best
 
     def hold(self, model: str, request: object) -> None:
-        """Notes that a request waits for a replica that holds this model."""
         asked = self._asked_of(model)
         if not asked.held:
             self.bump()
@@ -277,7 +274,6 @@ class RoutingTable:
         self.held += 1
 
     def let_go(self, model: str, request: object) -> None:
-        """Notes that a request does not wait any more."""
         asked = self._asked_of(model)
         if request in asked.held:
             asked.held.remove(request)
@@ -285,7 +281,6 @@ class RoutingTable:
         asked.last_active = self.clock()
 
     def begin(self, replica: RoutedReplica, model: str) -> None:
-        """Counts a request for a model that is sent to a replica now."""
         self._turn += 1
         replica.last_turn = self._turn
         replica.in_flight += 1
@@ -294,7 +289,7 @@ class RoutingTable:
         asked.unserved_since = self.clock() if asked.held else None
 
     def end(self, replica: RoutedReplica, model: str, outcome: RequestOutcome | None) -> None:
-        """Counts a request that a replica is done with; no outcome where the client left."""
+        """Counts a request that a replica has finished; the outcome is None if the client disconnected."""
         replica.in_flight -= 1
         asked = self._asked_of(model)
         asked.in_flight -= 1
@@ -310,7 +305,7 @@ class RoutingTable:
             replica.consecutive_failures = 0
 
     def demand(self) -> dict[str, Demand]:
-        """Requests for each model that is being asked, or was lately."""
+        """Returns the requests for each model that is requested now, or was lately."""
         now = self.clock()
         for model, asked in list(self._asked.items()):
             quiet = not asked.held and not asked.in_flight
@@ -319,7 +314,6 @@ class RoutingTable:
         return {model: _demand(asked, now, self.suspects.of(model)) for model, asked in self._asked.items()}
 
     def status(self) -> tuple[ReplicaStatus, ...]:
-        """Every replica, as values."""
         now = self.clock()
         return tuple(
             ReplicaStatus(
@@ -337,13 +331,12 @@ class RoutingTable:
 
     @property
     def health(self) -> ProxyHealth:
-        """Health of the proxy: requests are answered now, held, or refused."""
         if self.failed is not None:
             return "failed"
         return "ready" if any(replica.takes_requests for replica in self.replicas.values()) else "holding"
 
     def replica_seconds(self) -> dict[str, float]:
-        """Time that replicas were ordered to hold each model, added up."""
+        """Returns the total seconds that replicas were ordered to hold each model."""
         now = self.clock()
         total = dict(self._seconds)
         for replica in self.replicas.values():

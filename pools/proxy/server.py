@@ -1,4 +1,4 @@
-"""Routes of the proxy: the answer to each path, and the key it takes."""
+"""Routes of the proxy: the handler of each path, and the keys that it accepts."""
 
 from __future__ import annotations
 
@@ -45,35 +45,21 @@ Value = TypeVar("Value", bound=Config)
 
 
 class _Route(NamedTuple):
-    """The methods, the keys and the function of a path, open where it has no keys; one that ends in / has a name
-    behind it."""
-
+    # a path that ends in / is followed by a name; a path without keys is open
     methods: tuple[str, ...]
     keys: tuple[bytes, ...]
     answer: Answerer | None
 
 
 class _Found(NamedTuple):
-    """A route, the name behind it or else its path, and the attempt at a cell that it was asked for under."""
-
     route: _Route
+    # the name behind the route's path, else the path
     name: str
     scope: CellScope | None
 
 
 class ProxyServer:
-    """Authorization, and the way from a path to what answers it.
-
-    Args:
-        forwarder: answers requests for engines.
-        table: models and replicas.
-        tally: what was counted.
-        cells: journal and counters by cell.
-        engine_metrics: of the table's replicas.
-        limits: bounds and time-outs.
-        keys: of clients, of the pool, and of replicas that join.
-        description: what clients are told of the pool, as JSON; nothing where it is empty.
-    """
+    """Authorizes requests and dispatches them by path. `description` is the pool's description for clients, as JSON."""
 
     def __init__(
         self,
@@ -133,7 +119,6 @@ class ProxyServer:
         return None
 
     async def answer(self, request: Request, responder: Responder) -> None:
-        """Answers any request that was not refused."""
         try:
             route, name, scope = self._find(request.head.path)
             if route.answer is not None:
@@ -154,12 +139,11 @@ class ProxyServer:
             responder.send(Refusal(500, "The proxy failed to handle this request.").reply())
 
     def refuse_all(self, reason: str) -> None:
-        """Answers every request that waits, and every later one, with 503 and this reason."""
+        """Answers every waiting request, and every later request, with 503 and this reason."""
         self._table.failed = reason
         self._forwarder.table_changed([])
 
     async def close(self) -> None:
-        """Ends what runs beside requests, and writes what is left to be written."""
         self._expiry.cancel()
         await asyncio.gather(self._expiry, return_exceptions=True)
         await self._forwarder.close()
@@ -168,7 +152,7 @@ class ProxyServer:
     def _find(self, path: str) -> _Found:
         if (known := self._found.get(path)) is not None:
             return known
-        if "%" in path:  # whoever decodes it later might read another path
+        if "%" in path:  # a server behind it that decodes it might read another path
             raise Refusal(400, "The path must be written without %.")
         scope = None
         if path.startswith("/cells/") and (inside := _CELL.fullmatch(path)):
@@ -359,7 +343,7 @@ class ProxyServer:
 
 
 def json_object(body: bytes) -> dict[str, object]:
-    """A body that is a JSON object, or empty."""
+    """Returns a body that is a JSON object, or empty."""
     try:
         content = json.loads(body or b"{}")
     except ValueError:

@@ -1,7 +1,7 @@
-"""A listening socket that stands while the proxy behind it is started again: connections wait in it meanwhile.
+"""A listening socket that survives restarts of the proxy: connections wait in it meanwhile.
 
-Whoever keeps the proxy up holds the socket and accepts nothing. Each start of the proxy is lent it, over a Unix socket
-in a folder that only this user can enter and that is there for the time of the start.
+The process that supervises the proxy holds the socket and accepts nothing. It lends the socket to each start of the
+proxy, over a Unix socket in a folder that only this user can enter and that exists for the time of the start.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ _BORROWING_SECONDS = 30.0
 
 
 def standing_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Args:
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
+    """Returns a listening socket; port 0 takes a free port.
 
     Raises:
         OSError: the address cannot be listened on.
@@ -35,7 +31,7 @@ def standing_socket(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def lent(listening: socket.socket) -> Iterator[Path]:
-    """Lends a socket to the first process that asks at this path, for as long as the block lasts."""
+    """Lends a socket to the first process that connects to this path, for as long as the block lasts."""
     path = folder_for_a_socket() / "socket"
     try:
         with socket.socket(socket.AF_UNIX) as counter:
@@ -45,7 +41,7 @@ def lent(listening: socket.socket) -> Iterator[Path]:
             try:
                 yield path
             finally:
-                with suppress(OSError):  # wakes a lender whom nobody has asked
+                with suppress(OSError):  # wakes a lender without a connection
                     counter.shutdown(socket.SHUT_RDWR)
     finally:
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -59,10 +55,10 @@ def _lend(listening: socket.socket, counter: socket.socket) -> None:
 
 
 def borrowed(path: Path) -> socket.socket:
-    """The socket that is lent at a path.
+    """Returns the socket that is lent at a path.
 
     Raises:
-        OSError: nobody lends one there.
+        OSError: no socket is lent at this path.
     """
     with socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(_BORROWING_SECONDS)

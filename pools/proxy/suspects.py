@@ -1,4 +1,4 @@
-"""Requests that were in flight when engines died of an error: at two deaths, they are sent alone."""
+"""Requests that were in flight when engines died of an error: after two deaths they are sent alone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ _MOST_KILLERS = 10_000
 
 
 class Mortal(Protocol):
-    """A replica, whose engines die."""
+    """A replica with engines that may die."""
 
     announcement: Announcement
 
     @property
-    def takes_requests(self) -> bool:
-        """True if new requests may go to it."""
-        ...
+    def takes_requests(self) -> bool: ...
 
 
 class Suspects:
-    """Losses of the requests that are open, and those requests that engines died of."""
+    """Losses of open requests, and the requests that killed engines."""
 
     def __init__(self) -> None:
         self._losses: dict[object, tuple[str, list[tuple[Mortal, int]]]] = {}
@@ -32,31 +30,30 @@ class Suspects:
         self._condemned: Counter[str] = Counter()
 
     def lost(self, request: object, model: str, replica: Mortal, *, deaths_before: int) -> int:
-        """Notes that the connection broke to a replica of which `deaths_before` engines had died; counts the losses."""
+        """Records a broken connection after `deaths_before` deaths of the replica's engines; returns the losses."""
         losses = self._losses.setdefault(request, (model, []))[1]
         losses.append((replica, deaths_before))
         return len(losses)
 
     def deaths(self, request: object) -> int:
-        """Returns the number of deaths at which a request was in flight."""
+        """Returns the number of engine deaths at which a request was in flight."""
         return sum(deaths_of(replica) > before for replica, before in self._losses.get(request, ("", []))[1])
 
     def is_settled(self, request: object) -> bool:
-        """Returns True once it is known of each loss whether an engine died."""
+        """Returns True once each loss is known to be an engine's death or not."""
         losses = self._losses.get(request, ("", []))[1]
         return all(deaths_of(replica) > before or replica.takes_requests for replica, before in losses)
 
     def of(self, model: str) -> int:
-        """Returns the number of requests for a model that were in flight at two deaths: open, or condemned by now."""
+        """Returns the number of requests for a model that were in flight at two deaths: open, or condemned already."""
         requests = [request for request, (asked, _) in self._losses.items() if asked == model]
         return self._condemned[model] + sum(self.deaths(request) >= SUSPECT_DEATHS for request in requests)
 
     def close(self, request: object) -> None:
-        """Forgets the losses of a request that is answered."""
         self._losses.pop(request, None)
 
     def condemn(self, digest: str | None, target: bytes, body: bytes, *, model: str, error: str) -> str:
-        """Remembers a request that an engine died of alone; returns the message for its client."""
+        """Remembers a request that killed an engine when sent alone; returns the message for its client."""
         message = f"The engine dies of this request: it was in flight at three deaths, the last time alone ({error})."
         self._condemned[model] += 1
         if len(self._killers) < _MOST_KILLERS:
@@ -64,7 +61,7 @@ class Suspects:
         return message
 
     def verdict(self, digest: str | None, target: bytes, body: bytes) -> str | None:
-        """Returns the message for a request that was condemned before; None for any other."""
+        """Returns the message for a request that was condemned before, else None."""
         return self._killers.get(_key(digest, target, body)) if self._killers else None
 
 

@@ -1,1 +1,1 @@
-"""One replica: its agent, its engine server, and the ingress of a proxy elsewhere."""
+"""A replica: its agent, its engine server, and the ingress for a remote proxy."""

@@ -1,8 +1,8 @@
-"""A replica's agent: the process beside an engine that joins the pool and does what the pool orders.
+"""A replica's agent: the process next to an engine that joins the pool and follows its orders.
 
-It announces itself to the proxy with the join token, again and again: each announcement renews a lease, and the
-answer says which checkpoint the replica is to hold. So nothing has to reach into the machine it runs on. An agent that
-is silent loses its lease, and one whose engine hangs says so: its requests go elsewhere.
+It announces itself to the proxy with the join token. Each announcement renews a lease, and the response names the
+checkpoint to hold, so the pool needs no inbound connection to the machine. The requests of an agent that is silent for
+a lease, or reports that its engine hangs, are sent to other replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WATCH_SECONDS = 0.25
 _HEALTH_SECONDS = 1.0
 _RETRY_SECONDS = 0.25
 _REMEMBERED_LOADS = 20
-_ORPHANED_SECONDS = 120.0  # time for a proxy to be started again on the same address
+_ORPHANED_SECONDS = 120.0  # time for a proxy to restart on the same address
 
 _log = logging.getLogger("assay.agent")
 
@@ -48,13 +48,11 @@ _log = logging.getLogger("assay.agent")
 def run_agent(
     name: str, config: InferencePoolConfig, launcher: Launcher | None, address: ProxyAddress, start: int
 ) -> None:
-    """Runs a replica, or a further host of it, until the pool does not want it any more or has been gone for long.
+    """Runs a replica, or another host of it, until the pool stops it or has been gone for 120 s.
 
     Args:
-        name: of the replica, unique in its pool.
-        config: how the pool serves.
-        launcher: how an engine is started; vLLM, from an environment that is built on this machine, when None.
-        address: of the pool's proxy; the join token is read from the environment.
+        launcher: starts engines; vLLM, from an environment that is built on this machine, when None.
+        address: address of the pool's proxy; the join token is read from the environment.
         start: number of this start among the pool's starts of agents.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -63,7 +61,7 @@ def run_agent(
     if launcher is None:
         environment = ensure_environment(ENVIRONMENTS[environment_name(config)], on_progress=_log.info)
         launcher = VllmLauncher(config, environment)
-    client = local_client()  # wherever the agent was sent: its engine belongs beside it
+    client = local_client()  # on any backend: the engine runs on the agent's machine
     rank, token = process_rank(), join_token()
     with launcher.warmed(client) as warm:
         beside = {"launcher": warm, "client": client, "address": address, "token": token, "start": start}
@@ -77,17 +75,7 @@ def _end_process(failure: threading.ExceptHookArgs) -> None:
 
 
 class Agent:
-    """Keeps one replica as the pool wants it.
-
-    Args:
-        name: of the replica, unique in its pool.
-        config: how the pool serves.
-        launcher: how an engine is started.
-        client: who runs engines.
-        address: of the pool's proxy.
-        token: to join the pool with.
-        start: number of this start among the pool's starts of agents.
-    """
+    """Runs one of a pool's replicas as the pool orders; `start` as in `run_agent`."""
 
     def __init__(
         self,
@@ -102,7 +90,7 @@ class Agent:
     ) -> None:
         self._name = name
         self._config = config
-        # Stays below the longest wait that the proxy grants, and renews a lease well before it ends.
+        # Below the longest wait that the proxy grants, and well within a lease.
         self._beat_seconds = min(10.0, config.lease_seconds / 3)
         self._proxy = ProxyClient(address, key=token)
         self._token = token
@@ -135,7 +123,7 @@ class Agent:
         self._loading = False
 
     def run(self) -> None:
-        """Joins, obeys and watches until told to stop, or left alone for too long."""
+        """Joins the pool and follows its orders until it is stopped, or the pool has been gone for 120 s."""
         watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         watcher.start()
         last_heard = time.monotonic()
@@ -171,7 +159,7 @@ class Agent:
             if orders is None or not orders.known or self._loading or self._stop.is_set():
                 return
             if isinstance(self._replica.failure, EngineDied):
-                return  # it says so, and the pool ends it
+                return  # announced as such; the pool ends the agent
             for model, served in orders.next.items():
                 self._prefetch(model, served)
                 break
@@ -237,7 +225,8 @@ class Agent:
             if staged is not None:
                 staged.release()
             self._failed = (model, served.digest)
-        if failure is None or not (self._stop.is_set() or self._gang.lost):  # our own end, no fault of the checkpoint
+        # caused by our own end, not by the checkpoint
+        if failure is None or not (self._stop.is_set() or self._gang.lost):
             self._loads.append(report)
             self._reported = self._replica.checkpoint
             self._say_at_once()
@@ -283,7 +272,7 @@ class Agent:
             replica = self._replica
             state, checkpoint = replica.standing
             if state == "ready" and checkpoint is not self._reported:
-                state = "starting"  # "ready" is said together with the report of how it came to be so
+                state = "starting"  # "ready" is announced together with the load's report
             holds = checkpoint is not None and state in ("ready", "draining")
             announcement = Announcement(
                 instance=self._instance,

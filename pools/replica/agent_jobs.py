@@ -1,4 +1,4 @@
-"""The jobs that run a pool's replica agents: submitted, and started again when they end or fall silent."""
+"""The jobs that run a pool's replica agents: submitted, and restarted when they end or fall silent."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from pools.protocol import ReplicaStatus
 from resources.errors import EngineDied
 from resources.jobs.jobs import JobHandle, JobStatus
 
-_SILENT_LEASES = 4.0  # an agent that is silent for so many leases is started again
+_SILENT_LEASES = 4.0  # an agent that is silent for so many leases is restarted
 _AGENT_JOB_POLL_SECONDS = 0.2
 
 
 class _Agent:
-    """The job of one replica's agent, and how it fared."""
-
     def __init__(self, job: JobHandle, start: int, *, restarts: Restarts) -> None:
         self.job = job
         self.start = start
@@ -49,14 +47,12 @@ class _Agent:
 
 
 class AgentJobs:
-    """One agent for each replica.
+    """The agents of a pool, one of them per replica.
 
     Args:
         submit: starts the agent of a replica, by its name and the number of this start among all.
-        lease_seconds: how long an announcement holds.
-        startup_seconds: how long an agent may take until it speaks.
-        max_restarts: how often an agent is started again in ten minutes before its replica is given up.
-        on_event: told in a line what happens.
+        startup_seconds: time until the first announcement of a new agent.
+        max_restarts: restarts of an agent in ten minutes, after which its replica is given up.
     """
 
     def __init__(
@@ -78,27 +74,24 @@ class AgentJobs:
         self._closing = threading.Event()
 
     def start(self, names: Iterable[str]) -> None:
-        """Starts an agent for each replica."""
         for name in names:
             start = next(self._starts)
             self._agents[name] = _Agent(self._submit(name, start), start, restarts=Restarts(self._max_restarts))
 
     @property
     def usable(self) -> list[str]:
-        """Replicas that are not given up."""
         return [name for name, agent in self._agents.items() if agent.given_up is None]
 
     @property
     def given_up(self) -> str:
-        """The reason that the others are."""
+        """The reasons that replicas were given up."""
         return "; ".join(f"{name}: {agent.given_up}" for name, agent in self._agents.items() if agent.given_up)
 
     def give_up(self, name: str, why: str) -> None:
-        """Does without a replica from now on."""
         self._agents[name].given_up = why
 
     def look_after(self, replicas: Iterable[ReplicaStatus]) -> None:
-        """Starts agents again that ended or are silent for too long."""
+        """Restarts agents that have ended or are silent for too long."""
         heard = {replica.name: replica for replica in replicas}
         for name, agent in self._agents.items():
             if agent.given_up is not None or agent.is_restarting or not agent.look():
@@ -127,7 +120,7 @@ class AgentJobs:
         self._replace(name, agent)
 
     def try_again(self) -> None:
-        """Starts agents of replicas that were given up, as if nothing had happened to them before."""
+        """Restarts the agents of replicas that were given up, with new restart counts."""
         for name, agent in self._agents.items():
             if agent.given_up is not None:
                 agent.given_up, agent.restarts = None, Restarts(self._max_restarts)
@@ -141,10 +134,10 @@ class AgentJobs:
                 agent.take(self._submit(name, start), start)
 
         agent.restarting = threading.Thread(target=replace, name=f"restart-{name}")
-        agent.restarting.start()  # what hangs takes its time to end; the other replicas need orders meanwhile
+        agent.restarting.start()  # a hung job ends slowly; the other replicas need orders meanwhile
 
     def stop(self) -> None:
-        """Ends every agent, with its engine, and reports those that may still run; safe to call twice."""
+        """Ends every agent with its engine, and reports agents that may still run; safe to call twice."""
         self._closing.set()
         for agent in self._agents.values():
             if agent.restarting is not None:
@@ -159,13 +152,12 @@ class AgentJobs:
 def is_silent(
     silent_seconds: float, *, started_seconds: float, patience_seconds: float, startup_seconds: float
 ) -> bool:
-    """Returns True if an agent should have spoken.
+    """Returns True if an announcement of an agent is overdue.
 
     Args:
-        silent_seconds: time since its replica was heard last; before its start that was the agent before it.
-        started_seconds: time since its start.
-        patience_seconds: how long one that has spoken may be silent.
-        startup_seconds: how long a new one may be: it may have to build the engine's environment.
+        silent_seconds: time since its replica's last announcement, which may come from an earlier agent.
+        patience_seconds: longest silence of an agent that has announced itself.
+        startup_seconds: longest silence of a new agent, which may have to build the engine's environment.
     """
     has_spoken = silent_seconds < started_seconds
     return silent_seconds > patience_seconds if has_spoken else started_seconds > startup_seconds

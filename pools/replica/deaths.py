@@ -1,4 +1,4 @@
-"""Deaths of a replica's engines: those of an error are counted for the checkpoint held, others for the replica."""
+"""Counts deaths of a replica's engines: deaths by an error per checkpoint held, all others per replica."""
 
 from __future__ import annotations
 
@@ -10,37 +10,26 @@ from resources.errors import EngineDied
 from resources.jobs.jobs import JobHandle
 
 DIED = "died"
-_KILLED = ("from outside", "out of memory")  # as the reason of a job's end says
+_KILLED = ("from outside", "out of memory")  # in the reason of a job's end
 
 
 class Deaths:
-    """The deaths so far.
-
-    Args:
-        replica: name of the replica.
-        most: deaths in ten minutes without an error, as by SIGKILL, that are followed by a restart.
-    """
+    """The deaths of a replica's engines; deaths without an error allow `most` restarts in ten minutes."""
 
     def __init__(self, replica: str, most: int) -> None:
         self.revived = 0
-        """Engines started again, because one died."""
+        """Engines restarted because an engine died."""
         self.last: str | None = None
         """The first error in the log of the engine that died last."""
         self.of_errors: Counter[str] = Counter()
-        """Engines that died of an error, by the digest of the checkpoint that they held."""
+        """Engines that died of an error, by the digest of the checkpoint held."""
         self._replica = replica
         self._restarts = Restarts(most)
 
     def count(self, why: str, *, log: str, job: JobHandle | None, held: str) -> EngineDied | None:
-        """Counts a death; returns the replica's failure where no restart may follow.
+        """Counts a death; returns the replica's failure if no restart is allowed. `why` completes "it …".
 
-        After an error one always follows: the pool takes the checkpoint away that two engines died of.
-
-        Args:
-            why: what happened to the engine, as in "it …".
-            log: of the engine, without its key.
-            job: of the engine.
-            held: digest of the checkpoint that it held.
+        A death by an error always allows a restart: the pool withdraws a checkpoint that killed two engines.
         """
         error = first_error(log)
         self.last = error or f"none in its log; it {why}"

@@ -1,4 +1,4 @@
-"""The agent of a further host of a replica: does what host 0 wants of it, and ends when that is gone."""
+"""The agent of a replica's host other than host 0: follows host 0's orders, and ends when host 0 is gone."""
 
 from __future__ import annotations
 
@@ -26,25 +26,14 @@ from resources.jobs.jobs import Client, JobHandle
 
 _RETRY_SECONDS = 0.25
 _ANSWER_SECONDS = 5.0
-_KEPT_CHECKPOINTS = 2  # the one that is loaded, and the one before, to which a failed load goes back
+_KEPT_CHECKPOINTS = 2  # the loaded checkpoint and its predecessor, to which a failed load returns
 
 _UNHEARD = (OSError, http.client.HTTPException, ValidationError, ProxyFailed)
 _log = logging.getLogger("assay.agent")
 
 
 class Follower:
-    """One host of a replica, not its first.
-
-    Args:
-        name: of the replica.
-        config: how the pool serves.
-        rank: of this host.
-        launcher: how a part of an engine is started.
-        client: who runs it.
-        address: of the pool's proxy, where host 0 is to be found.
-        token: to join with.
-        start: number of this start among the pool's starts of agents.
-    """
+    """A host of a replica other than host 0; the proxy at `address` gives the address of host 0."""
 
     def __init__(
         self,
@@ -74,7 +63,7 @@ class Follower:
         self._saying = threading.RLock()
 
     def run(self) -> None:
-        """Follows host 0 until it says that this is over, or is not heard of any more."""
+        """Follows host 0 until it orders an end; ends the process if host 0 is silent for too long."""
         worker = threading.Thread(target=self._work, name="follow", daemon=True)
         worker.start()
         last_heard, patience_seconds = time.monotonic(), self._config.startup_timeout_seconds

@@ -1,10 +1,10 @@
-"""The hosts of one replica on several machines: host 0 says what the others are to do, and hears how they fare.
+"""Hosts of a multi-host replica: host 0 sends orders to the other hosts, which report their state.
 
-The agent of host 0 speaks for the replica, and has its engine's server. The others ask it again and again, with the
-pool's join token, and say in the same breath what they have: what is wanted holds until it changes, so a word that is
-late or said twice does no harm. They find its address at the proxy, and announce nothing there. A host that is silent
-for a lease is lost: then every agent of the replica ends itself, with its part of the engine, whose ranks would wait
-for ever, and the backend starts all of them again.
+The agent of host 0 represents the replica and runs the engine's server. The other hosts poll it with the pool's join
+token, and send their state with each poll. Orders are a desired state, so late or repeated messages are harmless. The
+hosts get the address of host 0 from the proxy, and announce nothing there. A host that is silent for a lease is lost:
+all agents of the replica then end with their part of the engine, since its ranks would hang, and the backend restarts
+them.
 """
 
 from __future__ import annotations
@@ -35,57 +35,54 @@ _LONGEST_BEAT_SECONDS = 1.0
 
 
 class HostState(Config):
-    """A host's word on itself."""
+    """The state of a host, as it reports it."""
 
     instance: str
-    """Tells its process from another one of the same rank."""
+    """Id of its process."""
     start: int
-    """Number of the start that it belongs to, among the pool's starts of agents."""
+    """Number of its start among the pool's starts of agents."""
     sequence: int = 0
-    """Grows with every word: an older one that arrives late changes nothing."""
+    """Grows with every report: an older report that arrives late is ignored."""
     seen: int = -1
-    """Version of the orders it knows: the answer is held back for a moment while there are no newer ones."""
+    """Version of the last orders received; the response is delayed briefly while there are none newer."""
     checked: int = 0
-    """The last check that it has made."""
+    """Number of the last check done."""
     folder: str = ""
-    """Folder of this host with the checkpoint of that check."""
+    """Local folder with the checkpoint of that check."""
     failure: Failure | None = None
     """The reason that the check failed."""
     part: int = 0
-    """Number of the engine's start that it runs its part of, or ran until that ended; 0 for none."""
+    """Number of the engine start for which it runs its part, or ran it until that ended; 0 for none."""
     ended: bool = False
-    """That part has ended by itself."""
+    """True if that part has ended by itself."""
     log: str = ""
-    """Its last lines, where it has ended."""
+    """Last log lines of a part that has ended."""
 
 
 class HostOrders(Config):
-    """The wishes of host 0, in answer to a host's word."""
+    """Orders of host 0, in response to a host's state."""
 
     version: int = 0
     """Changes with the orders."""
     stop: bool = False
-    """It is to end: the replica does, or another process has its place."""
+    """True if the host must end: the replica ends, or another process has its rank."""
     check: int = 0
-    """Counts the checks of a checkpoint: it is to be in a folder, with the digested files."""
+    """Number of the check; for each, the host stages the checkpoint and verifies its files against their digests."""
     served: ServedModel | None = None
-    """The checkpoint to be checked."""
+    """The checkpoint to check."""
     next: ServedModel | None = None
-    """A checkpoint to be staged ahead."""
+    """A checkpoint to stage ahead."""
     part: int = 0
-    """Number of the engine's start that it is to run its part of, with the checkpoint checked last; 0 for none."""
+    """Number of the engine start for which to run its part, with the checkpoint checked last; 0 for none."""
     meeting: tuple[str, int] | None = None
-    """Address of host 0, and the port there, at which the parts find each other."""
+    """Address and port of host 0 at which the parts connect."""
 
 
 class Gang:
-    """Host 0's view of the others; of a replica on one host there are none, and nothing is waited for.
+    """Host 0's view of the other hosts; a no-op for a replica on a single host.
 
     Args:
-        name: of the replica.
-        config: how the pool serves.
-        host: address of this host, as the others reach it.
-        token: that they know as well.
+        host: address of this host, reachable from the others.
         start: number of this start among the pool's starts of agents.
     """
 
@@ -108,7 +105,7 @@ class Gang:
 
     @property
     def door(self) -> str | None:
-        """Address at which the other hosts are answered; None where there are none."""
+        """Address of the control endpoint for the other hosts; None if there are none."""
         if self._door is None:
             return None
         host, port = (f"[{self._host}]" if ":" in self._host else self._host), self._door.server_address[1]
@@ -116,7 +113,7 @@ class Gang:
 
     @property
     def lost(self) -> str | None:
-        """The reason that the replica cannot go on: a host that was there and was silent for a lease."""
+        """The reason that the replica cannot go on: a host that was silent for a lease."""
         now = time.monotonic()
         silent = [rank for rank, heard in list(self._heard.items()) if now - heard > self._lease_seconds]
         if silent and self._lost is None:
@@ -124,19 +121,18 @@ class Gang:
         return self._lost
 
     def prefetch(self, served: ServedModel) -> None:
-        """Has the others stage a checkpoint ahead."""
         self._want(next=served)
 
     def check(self, served: ServedModel) -> int:
-        """Has the others stage a checkpoint, or look whether their files of it are still those; a number to wait by."""
+        """Orders the other hosts to stage a checkpoint, or verify its staged files; returns the check's number."""
         with self._changed:
             return self._want(check=self._orders.check + 1, served=served).check
 
     def folders(self, check: int) -> tuple[str, ...]:
-        """Folders of the other hosts with the checkpoint of a check, once all have made it.
+        """Waits until all other hosts have done a check; returns their folders with its checkpoint.
 
         Raises:
-            AssayError: a host could not, or is not there; or this is closed.
+            AssayError: the check failed on a host, a host is missing, or this is closed.
         """
         states = self._until(lambda state: state.checked >= check)
         for rank, state in states:
@@ -150,7 +146,7 @@ class Gang:
         return tuple(state.folder for _, state in states)
 
     def begin_parts(self) -> HostPart | None:
-        """Has the others start their parts of an engine; this host's part, None where it is the whole."""
+        """Orders the other hosts to start their parts of an engine; returns this host's part, None on a single host."""
         if self._hosts == 1:
             return None
         meeting = (self._host, free_port(self._host))
@@ -160,7 +156,7 @@ class Gang:
         return HostPart(0, self._hosts, meeting, self._host)
 
     def end_parts(self) -> None:
-        """Has the others end their parts, and waits until they have, or are not there."""
+        """Orders the other hosts to end their parts, and waits until all have ended or are lost."""
         self._want(part=0)
         while True:
             with self._changed:
@@ -170,13 +166,13 @@ class Gang:
 
     @property
     def ended_part(self) -> str | None:
-        """The log of a part of the present engine that has ended by itself; None where all run, or there are none."""
+        """The log of a part of the present engine that has ended by itself; None if all run, or there are none."""
         wanted = self._orders.part
         ended = [state for state in list(self._states.values()) if wanted and state.part == wanted and state.ended]
         return ended[0].log if ended else None
 
     def close(self) -> None:
-        """Tells the others to end, and answers them no more; safe to call twice."""
+        """Orders the other hosts to end, then stops answering them; safe to call twice."""
         self._stopped = True
         self._want(stop=True)
         if self._door is None:
@@ -229,8 +225,6 @@ class Gang:
 
 
 class _Door(ThreadingHTTPServer):
-    """Answers `POST /hosts/<rank>` of those who know a token."""
-
     daemon_threads = True
 
     def __init__(self, host: str, token: str, answer: Callable[[int, HostState], HostOrders]) -> None:
@@ -257,8 +251,7 @@ class _Door(ThreadingHTTPServer):
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Says nothing: hosts ask several times a second."""
+            def log_message(self, format: str, *args: object) -> None: ...  # hosts poll several times a second
 
         super().__init__((host, 0), Handler)
         self._thread = threading.Thread(target=self.serve_forever, name="gang-door", daemon=True)
@@ -268,12 +261,11 @@ class _Door(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Leaves out the traceback of a connection that broke."""
+    def handle_error(self, request: object, client_address: object) -> None: ...  # no traceback for a broken connection
 
 
 def leave(reason: str) -> None:
-    """Ends this process with all that it runs, as if its machine had been taken away: the gang is started again."""
+    """Ends this process by SIGTERM, as a preemption would, so that the backend restarts all hosts of the replica."""
     _log.error("this host of the replica ends: %s", reason)
     logging.shutdown()
     os.kill(os.getpid(), signal.SIGTERM)

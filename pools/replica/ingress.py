@@ -1,9 +1,9 @@
-"""The ingress to an engine, for a proxy on another machine.
+"""The ingress to an engine for a proxy on another machine.
 
-An engine listens on loopback, since whoever reaches it can make it load anything. Where the proxy runs elsewhere, the
-replica's agent listens on the machine's address instead: a connection whose first line is not the ingress's key is
-closed, and of every other one the bytes go to the engine and back as they are. Connections that have not sent the key
-yet are few, and hold nothing but their line.
+An engine listens on loopback, since access to it allows loading any weights. For a remote proxy the replica's agent
+listens on the machine's address instead: it closes connections that do not send the ingress's key as their first line,
+and relays the bytes of all others unchanged in both directions. The number of connections that have not sent the key is
+bounded, and so is the memory for each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 _LONGEST_KEY_LINE = 256
 _KEY_SECONDS = 10.0
-_MOST_STRANGERS = 256  # many: an evaluation's first requests come all at once
+_MOST_STRANGERS = 256  # many: an evaluation's first requests arrive all at once
 _SHARE_OF_DESCRIPTORS = 4
 _GRACE_SECONDS = 0.5
 _ROOM_POLL_SECONDS = 0.005
@@ -29,12 +29,7 @@ _log = logging.getLogger("assay.agent")
 
 
 class Ingress:
-    """A relay in a thread of its own. Close it at the end.
-
-    Args:
-        host: address of this machine to listen on; a free port is taken.
-        engine_port: the port on loopback where the engine listens now, None while there is none.
-    """
+    """A relay in a thread of its own; close it after use. `engine_port` is None while there is no engine."""
 
     def __init__(self, host: str, engine_port: Callable[[], int | None]) -> None:
         self.key = secrets.token_urlsafe(24)
@@ -83,7 +78,7 @@ class Ingress:
             self._strangers[task] = self._loop.time()
             self._tasks.add(task)
             task.add_done_callback(self._forget)
-            while len(self._strangers) >= self._most_strangers:  # the oldest ends, after time enough to send its key
+            while len(self._strangers) >= self._most_strangers:  # ends the oldest after enough time to send its key
                 oldest, since = next(iter(self._strangers.items()))
                 if self._loop.time() - since >= _GRACE_SECONDS:
                     del self._strangers[oldest]
@@ -113,7 +108,7 @@ class Ingress:
                     reader, writer = await asyncio.open_connection(sock=connection.dup(), limit=_CHUNK_BYTES)
             engine_writer.write(behind)
             await _both_ways((reader, engine_writer), (engine_reader, writer))
-        except OSError:  # a TimeoutError is one
+        except OSError:  # includes TimeoutError
             pass
 
     async def _first_line(self, connection: socket.socket) -> tuple[bytes, bytes]:

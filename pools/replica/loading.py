@@ -1,4 +1,4 @@
-"""A load of a checkpoint as it is timed, and what a replica says of itself meanwhile."""
+"""A timed load of a checkpoint, and the replica's state meanwhile."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pools.protocol import LoadedHow, ReplicaState
 from resources.errors import EndpointUnusable, EngineStartFailed
 
 WITHOUT_PREFIX_CACHE = "it has a state, and its engine ended with a prefix cache, so it runs without"
-"""In a load's reason: vLLM ends on a CPU where layers of Mamba 2 and of attention share a prefix cache."""
+"""Part of a load's reason: vLLM dies on a CPU if layers of Mamba 2 and of attention share a prefix cache."""
 
 
 def may_end_of_its_cache(error: BaseException, log: str, config: InferencePoolConfig) -> bool:
-    """Returns whether a start is worth another one, on one host: of a model with a state, as its engine's log says."""
+    """Returns True if a failed start is worth a retry without a prefix cache: single host, Mamba model by its log."""
     ended = isinstance(error, EndpointUnusable | EngineStartFailed) and "mamba" in log.lower()
     chosen = "enable_prefix_caching" in config.model.engine_kwargs
     return ended and not chosen and config.resource_config.hosts_per_replica == 1
 
 
 class Standing(NamedTuple):
-    """State of a replica, and the checkpoint that it is about."""
+    """State of a replica, and the checkpoint that it refers to."""
 
     state: ReplicaState
     checkpoint: ServedCheckpoint | None
 
 
 class Loading:
-    """One load of a checkpoint: wall seconds by phase, and why it could not be reloaded in place."""
+    """A load of a checkpoint: wall seconds by phase, and the reason if it could not be reloaded in place."""
 
     def __init__(self) -> None:
         self.how: LoadedHow = "cold start"
@@ -41,7 +41,6 @@ class Loading:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
         return time.monotonic() - self._began
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Weights in an engine's memory: whether they are what the same files gave before, tensor by tensor."""
+"""Compares the weights in an engine's memory, tensor by tensor, with an earlier load of the same files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pools.engine.launch import ServedCheckpoint
 from pools.engine.reload_trust import differing, shown
 
 _REMEMBERED = 100
-"""Checkpoints whose digests are kept, of some 100 kB each."""
+"""Checkpoints with remembered digests, about 100 kB each."""
 
 
 class WeightsInMemory:
-    """Digests of what the engines of one replica computed with, by the checkpoint that they held."""
+    """Digests of the weights in the memory of a replica's engines, by the checkpoint that they held."""
 
     def __init__(self) -> None:
         self._known: dict[str, Mapping[str, str]] = {}
 
     def started(self, engine: EngineClient, checkpoint: ServedCheckpoint) -> None:
-        """Names the weights of an engine that was started with a checkpoint, and remembers what it computes with.
+        """Names the weights of a newly started engine, and remembers their digests.
 
         Raises:
             ReloadUnavailable: the engine has no such calls.
@@ -29,10 +29,10 @@ class WeightsInMemory:
         self._remember(checkpoint, engine.weights_in_memory())
 
     def why_wrong(self, engine: EngineClient, checkpoint: ServedCheckpoint) -> str | None:
-        """Returns the reason that a reloaded engine does not hold a checkpoint; None as far as nothing speaks for that.
+        """Returns the reason that a reloaded engine does not hold a checkpoint; None if nothing contradicts it.
 
         Raises:
-            EndpointUnusable, ReloadUnavailable, SwapRefused: the engine does not show what it holds.
+            EndpointUnusable, ReloadUnavailable, SwapRefused: the engine does not report its weights.
         """
         named, digest = engine.weights_name(), checkpoint.digests.checkpoint
         if named not in (None, digest):

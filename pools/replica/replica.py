@@ -1,4 +1,4 @@
-"""One replica's engine: a server run as a job, which checkpoint it holds, and how the next one comes into it."""
+"""A replica's engine: a server run as a job, the checkpoint that it holds, and its swaps."""
 
 from __future__ import annotations
 
@@ -53,11 +53,8 @@ class ReplicaEngine:
     """An engine server that can be started, reloaded, restarted and stopped.
 
     Args:
-        config: how the pool serves.
-        launcher: how a server is started.
-        on_change: called after every change of state, from the thread that made it.
-        drain: waits until nothing is in flight on this replica any more.
-        gang: the other hosts of the replica.
+        on_change: called after every change of state, in the thread that made it.
+        drain: waits until no request is in flight on this replica.
     """
 
     def __init__(
@@ -73,10 +70,10 @@ class ReplicaEngine:
     ) -> None:
         self.name = name
         self.key = secrets.token_urlsafe(24)
-        """Key that its engines ask for."""
+        """API key of its engines."""
         self.capacity = replica_capacity(config.device, config.model.engine_kwargs)
         self.standing = Standing("starting", None)
-        """Replaced as a whole: whoever reads it from another thread sees no state with another's checkpoint."""
+        """Replaced as a whole, so that other threads never read a state with another state's checkpoint."""
         self.url: str | None = None
         self.prompt_logprobs = False
         self.max_model_len: int | None = None
@@ -96,23 +93,21 @@ class ReplicaEngine:
         self._in_memory = WeightsInMemory()
         self._uncached_configs: set[str] = set()
         self._compared: tuple[Reading, Reading] | None = None
-        """Before and after a reload that is to be compared with a cold start."""
+        """Readings before and after a reload that is to be compared with a cold start."""
         self._cannot_reload: str | None = None
         self._stopping = False
         self._changing = threading.RLock()
 
     @property
     def state(self) -> ReplicaState:
-        """Returns the state that it is in."""
         return self.standing.state
 
     @property
     def checkpoint(self) -> ServedCheckpoint | None:
-        """The checkpoint that its state is about."""
         return self.standing.checkpoint
 
     def load(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
-        """Makes this replica answer for `checkpoint`: reloads in place where that is safe, else starts an engine."""
+        """Loads `checkpoint`: in place if that is safe, else into a new engine."""
         with self._changing:
             running = self.checkpoint
             if running is not None and self.state == "ready" and running.digests == checkpoint.digests:
@@ -182,8 +177,8 @@ class ReplicaEngine:
         except ModelUnusable as error:
             if verdict is None:
                 return error.found
-            # A reload is known to be right here, so it is the weights. What they computed stays in the KV cache's
-            # memory, where even masked positions turn NaN times zero into NaN: this engine is of no use any more.
+            # Reloads are known to be right here, so the weights are at fault. Their NaNs stay in the KV cache's memory,
+            # where even masked positions turn NaN times zero into NaN: this engine is unusable from now on.
             self._end_job()
             self.failure = error
             self._become("dead", wanted)
@@ -216,7 +211,7 @@ class ReplicaEngine:
 
     def _trust(self, checkpoint: ServedCheckpoint) -> ReloadTrust:
         arguments = engine_kwargs(self._config)
-        arguments.pop("override_generation_config", None)  # says how to sample, not what the weights are
+        arguments.pop("override_generation_config", None)  # affects sampling, not the weights
         engine = {
             "engine": self._launcher.identity,
             "version": self.engine_version,
@@ -226,7 +221,7 @@ class ReplicaEngine:
         return ReloadTrust.for_engine(engine=engine, architecture=checkpoint.architecture)
 
     def _start(self, checkpoint: ServedCheckpoint, loading: Loading, *, ports: int = 3) -> None:
-        self._become("starting", checkpoint)  # said first: an engine that hangs takes its time to end
+        self._become("starting", checkpoint)  # announced first, since a hung engine ends slowly
         with loading.phase("stop"):
             self._end_job()
         self.url = f"http://127.0.0.1:{(port := free_port())}"
@@ -247,7 +242,7 @@ class ReplicaEngine:
                 require_read_as_written(engine, checkpoint, self._config)
                 self.scoring = scoring_of(engine, checkpoint, longest=self.max_model_len)
                 if self._why_never_reload is None:
-                    with suppress(ReloadUnavailable, SwapRefused):  # a reload will say so
+                    with suppress(ReloadUnavailable, SwapRefused):  # a later reload reports it
                         self._in_memory.started(engine, checkpoint)
             with loading.phase("verify"):
                 checkpoint.verify()
@@ -326,15 +321,15 @@ class ReplicaEngine:
         return self._job is not None and not self._job.status().finished and self._gang.ended_part is None
 
     def healthy(self, timeout_seconds: float) -> bool:
-        """True if the engine's server answers at all in that time; a busy one answers late."""
+        """Returns True if the engine's server answers within the timeout; a busy server answers late."""
         return self.url is not None and EngineClient(self.url, self.key).healthy(timeout_seconds)
 
     def revive(self, why: str, *, still: Callable[[], bool]) -> None:
-        """Starts the engine again with what it held; gives up after the configured restarts.
+        """Restarts the engine with the checkpoint that it held; gives up after the configured restarts.
 
         Args:
-            why: what happened to it, as in "it …".
-            still: asked again once no load is under way any more.
+            why: completes "it …", such as "died".
+            still: called again once no load is in progress; False cancels the restart.
         """
         with self._changing:
             checkpoint = self.checkpoint
@@ -345,7 +340,7 @@ class ReplicaEngine:
                 _log.warning("the engine %s and is started again", why)
                 self._start(checkpoint, Loading())
             except AssayError:
-                return  # the replica is dead now, and says why
+                return  # the replica is dead now, and announces the reason
 
     def _count_death(self, why: str) -> str:
         log = self._log_of(self._job).replace(self.key, "***") if self._job else ""
@@ -362,11 +357,11 @@ class ReplicaEngine:
         return self._gang.ended_part or whole_log(job)
 
     def stop(self) -> None:
-        """Ends the engine's whole process tree; safe to call twice, and while it starts."""
+        """Ends the engine's whole process tree; safe to call twice, and while the engine starts."""
         self._stopping = True
         self._end_job()
         with self._changing:
-            self._end_job()  # a start that was under way has submitted its job by now
+            self._end_job()  # a start in progress has submitted its job by now
             self.standing = Standing("dead", self.checkpoint)
 
     def _end_job(self) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints as files: what a folder holds, its digests, and local copies of it."""
+"""Checkpoints as files: inspection, digests, and local copies."""

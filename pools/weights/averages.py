@@ -1,4 +1,4 @@
-"""Averages of blocks of numbers as a checkpoint holds them, equal to the last bit to torch's sums in float32."""
+"""Averages of blocks of a checkpoint's numbers, equal to the last bit to torch's sums in float32."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 BLOCK_BYTES = 2**21
-"""Read at once: a disk takes smaller reads, of several files in turn, for random ones."""
-_CACHED_BYTES = 2**17  # worked on at once, with its float32 numbers: that much stays in the cache of a core
+"""Bytes per read: for smaller reads, of several files in turn, a disk would behave as for random reads."""
+_CACHED_BYTES = 2**17  # processed at once, with its float32 numbers: fits into the cache of a core
 _UPPER = np.uint32(0xFFFF0000)
 _HALF = np.uint32(16)
 _ODD = np.uint32(1)
 _BELOW_HALF = np.uint32(0x7FFF)
 _NAN = np.uint32(0x7FC00000)
 BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-"""Width of each type that is averaged, by its name in safetensors."""
+"""Width in bytes of each averaged type, by its name in safetensors."""
 _TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
 class Averager:
-    """Averages blocks of at most `BLOCK_BYTES`; its buffers are those of one thread.
-
-    Args:
-        count: number of checkpoints.
-        weights: theirs, in their order; None for the plain mean.
-    """
+    """Averages blocks of at most `BLOCK_BYTES`; `weights` None is the plain mean. Use an instance per thread."""
 
     def __init__(self, count: int, weights: Sequence[float] | None) -> None:
         self._count = count
@@ -35,20 +30,17 @@ class Averager:
         self._total = np.zeros(2 * BLOCK_BYTES, np.uint8)
 
     def average(self, dtype: str, size: int, read: Callable[[int, memoryview], None]) -> memoryview:
-        """Returns the average of a block, which stands until the next call.
+        """Returns the average of a block of `size` bytes, which is valid until the next call.
 
-        Args:
-            dtype: as safetensors calls it: BF16, F16, F32 or F64.
-            size: bytes of the block.
-            read: reads a checkpoint's part, given its number, into a buffer.
+        `dtype` is BF16, F16, F32 or F64; `read` reads a checkpoint's part, given its number, into a buffer.
         """
-        raw = self._raw[: size + size % 4]  # of bfloat16 two numbers are taken at once
+        raw = self._raw[: size + size % 4]  # bfloat16 is processed in pairs
         raw[size:] = 0
         parts = [
             (raw[at : at + _CACHED_BYTES], self._total[2 * at : 2 * (at + _CACHED_BYTES)])
             for at in range(0, len(raw), _CACHED_BYTES)
         ]
-        with np.errstate(all="ignore"):  # what is infinite or no number stays so
+        with np.errstate(all="ignore"):  # infinity and NaN are kept
             for number in range(self._count):
                 read(number, raw[:size].data)
                 for held, room in parts:

@@ -1,4 +1,4 @@
-"""One checkpoint from an object store into a local folder, compared with what was planned before and after."""
+"""Copies a checkpoint from an object store into a local folder; compares it with the plan before and after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from resources.storage.file_copy import copy_files
 from resources.storage.storage import FileInfo
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes of a checkpoint are here, and how many there will be. Called from several threads, in turn."""
+"""Called with the bytes of a checkpoint that are local, and their total. Called from several threads, in turn."""
 
 
 def copy_checkpoint(
@@ -36,7 +36,7 @@ def copy_checkpoint(
     stopped: Callable[[], bool],
     on_progress: Progress | None,
 ) -> Path:
-    """Copies the files that are served, continuing an earlier call; returns the folder below `partial` with the model.
+    """Copies the served files, continuing an earlier call; returns the folder below `partial` with the model.
 
     No other call may use `partial`. `make_room` is called once with the size in bytes of the whole copy, `stopped`
     before each range of a file. `digests` are those of the plan.
@@ -44,7 +44,7 @@ def copy_checkpoint(
     remote = inspect_model_folder(uri)
     remote.require_complete(planned=True)
     if all(remote.files[name].checksum for name in remote.weight_files):
-        require_planned(uri, digest_model_folder(remote), digests)  # of the weights only checksums are read
+        require_planned(uri, digest_model_folder(remote), digests)  # reads only checksums of the weights
     sources = served_files(remote)
     total_bytes = sum(source.size for source in sources.values())
     make_room(total_bytes)
@@ -78,13 +78,13 @@ def copy_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
 
 
 def verify_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
-    """Raises `CheckpointChanged` unless a copy of config, tokenizer and templates is the planned one."""
+    """Raises `CheckpointChanged` unless a copy of config, tokenizer and templates matches the plan."""
     copied = replace(inspect_reference_folder(str(folder)), problems=())
     require_planned(uri, replace(digest_model_folder(copied), weights=digests.weights), digests)
 
 
 def require_planned(uri: str, found: ModelDigests, planned: ModelDigests) -> None:
-    """Raises `CheckpointChanged` unless a checkpoint is the planned one."""
+    """Raises `CheckpointChanged` unless a checkpoint matches the plan."""
     if parts := _differing(found, planned):
         raise changed_since_planned(uri, f"other contents: {', '.join(parts)}")
 
@@ -99,7 +99,7 @@ def _served_files_now(uri: str, served: Mapping[str, FileInfo]) -> dict[str, Fil
 
 
 def counted(total_bytes: int, on_progress: Progress | None) -> Callable[[int], None]:
-    """Returns a counter of bytes, for several threads, that tells how many are here by now."""
+    """Returns a thread-safe counter of bytes that reports the bytes so far."""
     here_bytes = 0
     turn = threading.Lock()
 
@@ -136,7 +136,7 @@ def _require_copied(
 
 
 def changed_since_planned(uri: str, found: str) -> CheckpointChanged:
-    """Returns the error of a checkpoint that is another by now."""
+    """Returns the error of a checkpoint that has changed since the plan."""
     return CheckpointChanged(
         expected=f"{uri} as it was when its evaluation was planned",
         found=f"it was changed since it was planned: {found}",

@@ -1,4 +1,4 @@
-"""Digests of files by their content; those of local files are remembered in the cache."""
+"""Digests of files by their content; digests of local files are cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from resources.storage.regular_files import open_within, read_cached
 from resources.storage.storage import FileInfo
 
 SETTLED_SECONDS = 3.0
-"""Seconds after which another write shows in a file's times; some file systems count in steps of 2 s."""
+"""Seconds after which another write changes a file's times; some file systems count in steps of 2 s."""
 _RANGE_BYTES = 32 * 2**20
 
 
@@ -37,7 +37,7 @@ def _hash_in_ranges(file: FileInfo) -> str:
 
 
 def content_digest(file: FileInfo) -> bytes:
-    """Returns a digest of a file: the store's checksum where it has one; that of a local file is remembered."""
+    """Returns a file's digest: the store's checksum if available; digests of local files are cached."""
     if file.checksum:
         return file.checksum.encode()
     if not storage.is_local(file.uri):  # a store without checksums, such as memory:// or MLflow's
@@ -45,7 +45,7 @@ def content_digest(file: FileInfo) -> bytes:
     path = storage.local_path(file.place).resolve()
     began, identity = time.time(), file_identity(path)
     memory = settings().cache_dir / "digests" / hash_of(repr(identity).encode())
-    with suppress(OSError):  # it is missing, or another user's
+    with suppress(OSError):  # it is missing, or belongs to another user
         return read_cached(memory)
     with os.fdopen(open_within(path), "rb") as content:
         digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode()
@@ -56,6 +56,6 @@ def content_digest(file: FileInfo) -> bytes:
 
 
 def file_identity(path: Path) -> tuple[str, int, int, int, int]:
-    """Returns what changes with the content of a local file, even where size and time of writing are put back."""
+    """Returns values that change with a local file's content, even if size and modification time are restored."""
     status = path.stat()
     return str(path), status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns

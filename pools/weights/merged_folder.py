@@ -1,4 +1,4 @@
-"""Merged checkpoints, which nobody wrote: which files they are made of, and whether these belong together."""
+"""Merged checkpoints, which exist as names only: their input files, and a check that the inputs match."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from resources.storage import storage
 from resources.storage.storage import FileInfo
 
 AVERAGED = frozenset({"BF16", "F16", "F32", "F64"})
-"""Types of tensors that are averaged."""
+"""Types of averaged tensors."""
 KEPT = frozenset({"BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"})
 """Types of tensors that must be the same in every checkpoint of a merge."""
 _MOST_NAMED = 3
 
 
 def inspect_checkpoint(uri: str) -> ModelFolder:
-    """Judges a checkpoint in Hugging Face's layout, or each of those in a merged one."""
+    """Inspects a checkpoint in Hugging Face's layout, or each input of a merged checkpoint."""
     merge = merge_of(uri)
     if merge is None:
         return inspect_model_folder(uri)
@@ -35,7 +35,7 @@ def inspect_checkpoint(uri: str) -> ModelFolder:
 
 
 def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:
-    """The folder that a merged checkpoint would be: described as the last one in it, made of the files of all."""
+    """Returns the folder of a merged checkpoint: described like its last input, with the files of all inputs."""
     last = inputs[-1]
     problems = [f"{problem} in {folder.uri}" for folder in inputs for problem in folder.problems]
     files = {f"{number}/{name}": file for number, folder in enumerate(inputs) for name, file in folder.files.items()}

@@ -1,15 +1,15 @@
-"""Names of checkpoints that were never written: averages of others, such as `mean(runs/a@8000..10000)`.
+"""Names of merged checkpoints, which are averages of other checkpoints, such as `mean(runs/a@8000..10000)`.
 
-A name is a kind, the checkpoints that go into it, and for most kinds a parameter:
+A name is a kind, the input checkpoints, and for most kinds a parameter:
 
-    mean(RUN@STEPS)              the plain average; with shares, as in mean(RUN@1000+2000, 1+3), a weighted one
+    mean(RUN@STEPS)              the plain average; with shares, as in mean(RUN@1000+2000, 1+3), a weighted average
     ema(RUN@STEPS, 0.9)          an exponential moving average with that decay
-    wsm(RUN@STEPS, cosine)       the weights that stand for a decay of the learning rate: linear, cosine or sqrt
+    wsm(RUN@STEPS, cosine)       the weights equivalent to a decay of the learning rate: linear, cosine or sqrt
     interpolate(A@1, B@2, 0.3)   the first, moved by that share towards the second
 
-`RUN@STEPS` takes checkpoints of a run: `1000`, `1000+2000`, `1000..2000`, `..2000`, `1000..`, `..` or `last:5`. Without
-`@` a location is one checkpoint's; a name in which each is one is resolved, and is where the merged checkpoint lies as
-far as pools and records care. In a location `%` stands before the hex digits of `,()@%`.
+`RUN@STEPS` takes checkpoints of a run: `1000`, `1000+2000`, `1000..2000`, `..2000`, `1000..`, `..` or `last:5`. A
+location without `@` is a single checkpoint. A name with single checkpoints only is resolved, and is the location of the
+merged checkpoint for pools and records. In a location `,()@%` are written as `%` and their hex digits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MergeKind = Literal["mean", "ema", "wsm", "interpolate"]
 """Ways to average checkpoints."""
 _NAME = re.compile(rf"({'|'.join(get_args(MergeKind))})\((.*)\)", re.DOTALL)
 STEPS_PATTERN = r"last:[1-9][0-9]*|[0-9]*\.\.[0-9]*|[0-9]+(?:\+[0-9]+)*"
-"""Steps of a run as they are written behind its location."""
+"""Steps of a run, as written after its location."""
 _STEPS = re.compile(STEPS_PATTERN)
 _NUMBERS = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:\+[0-9]+(?:\.[0-9]+)?)*")
 _WORD = re.compile("[a-z]+")
@@ -40,12 +40,12 @@ _DECAYS: dict[str, Callable[[Fraction], float]] = {
     "cosine": lambda passed: (1 + math.cos(math.pi * passed)) / 2,
     "sqrt": lambda passed: 1 - math.sqrt(passed),
 }
-"""Learning rate, of a peak of 1, after a share of the decay has passed."""
+"""Learning rate, for a peak of 1, after a share of the decay has passed."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that goes into a merge, or those of the `steps` of a run."""
+    """An input checkpoint of a merge, or the checkpoints at the `steps` of a run."""
 
     location: str
     steps: str = ""
@@ -56,11 +56,10 @@ class Source:
 
     @property
     def last(self) -> int | None:
-        """Number of checkpoints, where it takes the last so many."""
         return int(self.steps.removeprefix("last:")) if self.steps.startswith("last:") else None
 
     def taken(self, known: Collection[int]) -> list[int]:
-        """Return the steps that it takes of some; those that it lists in its order, whether they are known or not."""
+        """Returns the steps that it takes of the known steps; listed steps in their order, known or not."""
         if self.last is not None:
             return sorted(known)[-self.last :]
         first, dots, end = self.steps.partition("..")
@@ -71,7 +70,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge as its name says: see the module. `parameter` is empty where the kind needs none."""
+    """A merge as written in its name; see the module. `parameter` is empty if the kind needs none."""
 
     kind: MergeKind
     sources: tuple[Source, ...]
@@ -79,7 +78,7 @@ class Merge:
 
     @classmethod
     def of_folders(cls, kind: MergeKind, folders: Sequence[str], parameter: str = "") -> Merge:
-        """Merges checkpoints that are known, in the order of their steps."""
+        """Merges known checkpoints, in the order of their steps."""
         merge = cls(kind, tuple(map(Source, folders)), parameter)
         merge.weights(len(folders))
         return merge
@@ -89,24 +88,22 @@ class Merge:
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """Runs or checkpoints in it."""
         return tuple(source.location for source in self.sources)
 
     def with_locations(self, changed: Callable[[str], str]) -> Merge:
-        """Return it with each location in another form."""
         return replace(self, sources=tuple(replace(each, location=changed(each.location)) for each in self.sources))
 
     @property
     def recipe(self) -> str:
-        """The computation, apart from the checkpoints: names that mean the same arithmetic have one."""
+        """The computation, without the checkpoints: names with the same arithmetic have the same recipe."""
         return "mean" if (self.kind, self.parameter) == ("wsm", "linear") else f"{self.kind} {self.parameter}".strip()
 
     def weights(self, count: int) -> tuple[float, ...]:
-        """Return the weights of its checkpoints, in the order of their steps; together they are 1.
+        """Returns the weights of its checkpoints, in the order of their steps; their sum is 1.
 
-        The weights of `wsm` are those of "WSM: Decay-Free Learning Rate Schedule via Checkpoint Merging" (arXiv
-        2507.17634): were the updates after checkpoint j scaled by w(j+1) <= w(j), beginning with w(0) = 1, the last of
-        them would be the average of all n with the weights w(j) - w(j+1), w(n) being 0. A linear decay is the mean.
+        `wsm` follows "WSM: Decay-Free Learning Rate Schedule via Checkpoint Merging" (arXiv 2507.17634). Let the
+        updates after checkpoint j be scaled by w(j+1) <= w(j), with w(0) = 1: then the last checkpoint would be the
+        average of all n with the weights w(j) - w(j+1), where w(n) = 0. A linear decay is the mean.
         """
         match self.kind:
             case "mean" if not self.parameter:
@@ -146,7 +143,7 @@ class Merge:
 
 
 def merge_of(location: str) -> Merge | None:
-    """Return the merge that a location names; None for all other locations."""
+    """Returns the merge that a location names; None for all other locations."""
     matched = _NAME.fullmatch(location.strip())
     if matched is None:
         return None
@@ -161,7 +158,7 @@ def merge_of(location: str) -> Merge | None:
     merge = Merge(kind, tuple(map(_source, parts)), parameter or ("linear" if kind == "wsm" else ""))
     if all(not source.steps for source in merge.sources):
         merge.weights(len(parts))
-    elif kind != "mean":  # whose shares are counted when the steps are known
+    elif kind != "mean":  # shares of a mean are counted when the steps are known
         merge.weights(2)
     return merge
 
@@ -172,13 +169,13 @@ def _shortest(number: str) -> str:
 
 
 def locations_of(location: str) -> tuple[str, ...]:
-    """Return where the files behind a location lie: the checkpoints in a merged one, or itself."""
+    """Returns the locations of the files behind a location: the inputs of a merged checkpoint, or itself."""
     merge = merge_of(location)
     return merge.locations if merge else (location,)
 
 
 def with_each_location(location: str, changed: Callable[[str], str]) -> str:
-    """Return a location with its own form changed, or with that of each location in the merge that it names."""
+    """Returns a location in changed form; in a merge's name, each input location is changed."""
     merge = merge_of(location)
     return str(merge.with_locations(changed)) if merge else changed(location)
 

@@ -1,7 +1,7 @@
-"""Computes merged checkpoints: block by block, from files of this machine, into a folder laid out as the last one.
+"""Computes merged checkpoints block by block, from local files, into a folder with the layout of the last input.
 
-Of each number, in the order of the checkpoints: the first, plus the second, and so on, in float32 (of float64 in
-float64), then divided by how many there are; for weighted averages each is multiplied by its weight before. Then it is
+For each number, in the order of the checkpoints: the first, plus the second, and so on, in float32 (for float64 in
+float64), then divided by their count; for weighted averages each is multiplied by its weight instead. The result is
 rounded to the type of the checkpoint. Tensors of integers must be the same in all.
 """
 
@@ -38,8 +38,8 @@ from resources.storage.file_copy import CopyStopped
 from resources.storage.regular_files import open_within
 from resources.storage.storage import FileInfo
 
-_SYNCED_BYTES = 2**27  # else the disk writes nothing before the end, and is waited for then
-_MOST_THREADS = 8  # past that, memory is what is waited for
+_SYNCED_BYTES = 2**27  # otherwise the disk writes everything at the end, which then takes long
+_MOST_THREADS = 8  # beyond that, memory is the bottleneck
 
 
 def merge_checkpoints(
@@ -52,19 +52,12 @@ def merge_checkpoints(
     stopped: Callable[[], bool],
     on_progress: Progress | None,
 ) -> Path:
-    """Computes a merged checkpoint, going on after the last file that an earlier call finished.
+    """Computes a merged checkpoint, continuing after the last file that an earlier call finished.
 
-    Args:
-        uri: its name, with the folders of the checkpoints in it.
-        digests: what it had when it was planned.
-        partial: a local folder for what is being made, which no other call is using.
-        make_room: called once with the size of the whole, before the first byte.
-        hold_copy: copies one of the checkpoints from its store, and holds the copy.
-        stopped: asked before every block.
-        on_progress: told of the bytes as they are written.
-
-    Returns:
-        The folder below `partial` that holds the whole model.
+    Returns the folder below `partial` with the whole model. No other call may use `partial`. `uri` is its name, with
+    the folders of its input checkpoints; `digests` are those of the plan. `make_room` is called once with the size of
+    the whole in bytes, before the first byte; `hold_copy` copies an input from its store, and holds the copy; `stopped`
+    is called before every block.
     """
     merge = merge_of(uri)
     assert merge is not None, "only merged checkpoints are computed"
@@ -94,13 +87,13 @@ def merge_checkpoints(
         weights = None if plain else merge.weights(len(inputs))
         for name, source in sources.items():
             target = content / name
-            if target.is_file() and name in last.weight_files:  # of files with these digests, by an earlier call
+            if target.is_file() and name in last.weight_files:  # of inputs with these digests, by an earlier call
                 count(source.size)
             elif name in last.weight_files:
                 try:
                     _write_average(source, target, tensors, weights, stopped, count, require_unchanged)
                 except (CheckpointError, StorageError):
-                    require_unchanged()  # which says why, if that is why
+                    require_unchanged()  # raises that error instead, if it is the cause
                     raise
             else:
                 storage.write_bytes(str(target), storage.read_bytes(source.place))
@@ -126,12 +119,11 @@ def _on_this_machine(folder: ModelFolder, hold_copy: Callable[[ModelFolder], Hol
 
 @dataclass(frozen=True)
 class _Block:
-    """A part of a tensor: where it is written, and from which files, and where in them, it is read."""
-
     tensor: str
     dtype: str
     at: int
     size: int
+    # file descriptor and offset of each input
     sources: tuple[tuple[int, int], ...]
 
 
@@ -177,7 +169,7 @@ def _write_average(
                 for file, start in block.sources:
                     os.posix_fadvise(file, start + ahead, block.size, os.POSIX_FADV_WILLNEED)
             if os.pwrite(output.fileno(), _averaged(averager, block), block.at) != block.size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as many as fitted, where a disk or quota ends
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a full disk or quota writes only a part
             if (block.at - header_bytes) // _SYNCED_BYTES != (block.at + block.size - header_bytes) // _SYNCED_BYTES:
                 os.fsync(output.fileno())
             on_bytes(block.size)
@@ -211,7 +203,7 @@ def _averaged(averager: Averager, block: _Block) -> memoryview | bytes:
 
 
 def thread_count() -> int:
-    """Threads that average: more than cores, since each waits for the disk at times."""
+    """Returns the number of averaging threads: more than cores, since each waits for the disk at times."""
     return min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
 
 

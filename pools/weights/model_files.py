@@ -1,7 +1,7 @@
-"""Model folders in Hugging Face's layout: whether one is whole, which of its files are served, and its digests.
+"""Model folders in Hugging Face's layout: their completeness, served files, and digests.
 
-Only headers are read to judge completeness and architecture; weights are read once, for their digest, and only
-where the store has no checksum of its own. Every file that is served is digested.
+Only headers are read to check completeness and architecture; weights are read once, for their digest, and only if the
+store has no checksum of its own. Every served file is digested.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from resources.storage.storage import FileInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""One of these holds the vocabulary; `tokenizer_config.json` is wanted beside it."""
+"""Files with the vocabulary, of which any is sufficient; `tokenizer_config.json` is required as well."""
 CONFIG_FILES = ("config.json", "generation_config.json")
 """Files that the config's digest is over."""
 SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version")
-"""Keys of a config that change nothing in a model."""
-_LARGEST_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
+"""Keys of a config that have no effect on a model."""
+_LARGEST_HEADER_BYTES = 100_000_000  # limit of the safetensors format itself
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
 _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-"""Endings of the names of what tokenizers and engines read beside the weights."""
-_MERGING = "merge 1"  # to be raised where the same names and files give other numbers
+"""Suffixes of the files that tokenizers and engines read in addition to the weights."""
+_MERGING = "merge 1"  # increase it when the same names and files give other numbers
 _CANNOT_BE_READ = "cannot be read"
 _NOT_THERE = (" is missing", " is there", " is not there", " is gone", " weight shards without ")
 _NEVER_SERVED = (
-    # Weights in other formats, and adapters, which engines would take for the weights.
+    # Weights in other formats, and adapters, which engines would mistake for the weights.
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.npy", "*.pkl",
     "*.onnx", "consolidated*", "adapter_*", INDEX_NAME,
-    # What trainers and people leave, different at every step.
+    # Files of trainers and users, different at every step.
     ".*", "*.partial", "*.md", "*.log", "*.jsonl", "*.csv", "trainer_state.json", "*_results.json", "latest",
     "events.out.tfevents*", "STABLE",
 )  # fmt: skip
-"""Files that neither engine nor tokenizer gets to see, and so are in no digest, unless they are the weights."""
+"""Files that are hidden from engine and tokenizer, and so are in no digest, unless they are the weights."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter as a safetensors header describes it, and the file and the bytes in it that hold its content."""
+    """A parameter as described by a safetensors header, with the file and the byte range of its content."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,16 +68,15 @@ class ModelDigests:
 
     @property
     def checkpoint(self) -> str:
-        """Identifies the checkpoint as a whole."""
         return hash_of(self.weights.encode(), self.tokenizer.encode(), self.config.encode())
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder as found. `problems` is empty if and only if it is complete and can be evaluated.
+    """An inspected model folder. `problems` is empty if and only if it is complete and can be evaluated.
 
-    `kind` is its layout. For Levanter's own, `reference` is the folder that config and tokenizer come from. A merged
-    one has its name as `uri`, and its `inputs` are the checkpoints in it.
+    `kind` is its layout. For Levanter's own, `reference` is the folder with config and tokenizer. A merged checkpoint
+    has its name as `uri`.
     """
 
     uri: str
@@ -92,11 +91,11 @@ class ModelFolder:
 
     @property
     def complete(self) -> bool:
-        """True if everything needed to evaluate it is there."""
         return not self.problems
 
     def require_complete(self, *, planned: bool = False) -> None:
-        """Raises `IncompleteCheckpoint` with every problem; `CheckpointGone` if no file, or one of a plan, is there."""
+        """Raises `IncompleteCheckpoint` with every problem; `CheckpointGone` if all files, or some of a plan, are
+        gone."""
         missing = [problem for problem in self.problems if planned and any(words in problem for words in _NOT_THERE)]
         if missing or not self.files:
             found = f"{'; '.join(missing)}: its folder is being removed" if self.files else None
@@ -110,7 +109,7 @@ class ModelFolder:
 
 
 def checkpoint_gone(uri: str, found: str | None = None) -> CheckpointGone:
-    """Returns the error of a checkpoint whose folder was removed."""
+    """Returns the error of a checkpoint with a removed folder."""
     return CheckpointGone(
         expected=f"the checkpoint in {uri}",
         found=found or "no file is there: its folder was removed",
@@ -119,7 +118,7 @@ def checkpoint_gone(uri: str, found: str | None = None) -> CheckpointGone:
 
 
 def small_files(folder: ModelFolder) -> dict[str, FileInfo]:
-    """Config, tokenizer, templates, code: every file of a folder but weights, and what trainers leave beside them."""
+    """Returns config, tokenizer, templates and code: every file except weights and leftovers of trainers."""
     return {name: file for name, file in _beside_weights(folder) if file.size <= _LARGEST_SMALL_BYTES}
 
 
@@ -130,17 +129,15 @@ def _beside_weights(folder: ModelFolder) -> Iterator[tuple[str, FileInfo]]:
 
 
 def served_files(folder: ModelFolder) -> dict[str, FileInfo]:
-    """All that an engine gets to see of a complete model in Hugging Face's layout: its weights and the small files."""
+    """Returns the files that an engine reads of a complete model in Hugging Face's layout: weights and small files."""
     weights = [name for name in (*folder.weight_files, INDEX_NAME) if name in folder.files]
     return {**small_files(folder), **{name: folder.files[name] for name in weights}}
 
 
 def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
-    """Judges whether a folder holds a whole model that an engine can serve.
+    """Checks that a folder holds a whole model that an engine can serve; failures go into `problems`.
 
-    Args:
-        uri: the folder.
-        files: its files, if a listing was made already.
+    `files` are its files, if they have been listed already.
     """
     described = inspect_reference_folder(uri, files)
     by_name, problems = described.files, list(described.problems)
@@ -156,7 +153,7 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
         except CheckpointError as error:
             problems.append(error.found)
             continue
-        # Engines read every shard, so the last one of two would win, whichever the index names.
+        # Engines read every shard, so the last of two shards would win, against the index.
         problems += [
             f"{ascii(f'{tensor} is in {shard_of[tensor]} and in {name}')[1:-1]}; write the weights again"
             for tensor in sorted(held.keys() & shard_of.keys())[:1]
@@ -170,7 +167,7 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
 
 
 def inspect_staged_folder(folder: Path) -> ModelFolder:
-    """Judges a folder of ours, whose links lead to the files of a checkpoint."""
+    """Inspects a staging folder, which has links to the files of a checkpoint."""
     return inspect_model_folder(str(folder), storage.list_files(str(folder), within="/"))
 
 
@@ -204,18 +201,18 @@ def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) 
 
 
 def checkpoint_files(uri: str) -> list[FileInfo]:
-    """Lists a checkpoint, in which links may lead into its run: the folder above it, and above its `hf/`."""
+    """Lists a checkpoint's files; links may lead into its run: the folder above it, and above its `hf/`."""
     run = storage.parent(storage.absolute(uri))
     return storage.list_files(uri, within=storage.parent(run) if storage.basename(run) == "hf" else run)
 
 
 def may_pass(problem: str) -> bool:
-    """Returns whether a problem may be gone without a change in what a listing shows."""
+    """Returns True if a problem may disappear without a change in the file listing."""
     return _CANNOT_BE_READ in problem
 
 
 def irregular(file: FileInfo) -> str | None:
-    """Returns what is wrong with a file that must not be opened; None for a regular one."""
+    """Returns the problem of a file that must not be opened; None for a regular file."""
     if file.regular:
         return None
     name = ascii(storage.basename(file.uri))[1:-1]
@@ -243,7 +240,7 @@ def _read_config(files: Mapping[str, FileInfo], problems: list[str]) -> Mapping[
 
 
 def read_json(file: FileInfo, problems: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; an empty one, and what is wrong with it among `problems`, where it holds none."""
+    """Returns the JSON object in a file; on failure an empty object, with the reason appended to `problems`."""
     name = storage.basename(file.uri)
     if problem := irregular(file):
         problems.append(problem)
@@ -287,7 +284,11 @@ def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> tuple[l
 
 
 def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
-    """Parameter names, dtypes and shapes of one safetensors file, whose length must match its header."""
+    """Returns parameters of a safetensors file by name, with dtype and shape; its size must match its header.
+
+    Raises:
+        IncompleteCheckpoint: it is damaged, cut off or gone.
+    """
     name = storage.basename(file.uri)
     problem = irregular(file)
     tensors: dict[str, Tensor] = {}
@@ -323,7 +324,7 @@ def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
 
 
 def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:
-    """Every parameter of a complete model, over all its shards."""
+    """Returns every parameter of a complete model, over all its shards."""
     folder.require_complete()
     tensors: dict[str, Tensor] = {}
     for name in folder.weight_files:
@@ -332,9 +333,9 @@ def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:
 
 
 def digest_model_folder(folder: ModelFolder) -> ModelDigests:
-    """Digests of a complete model, over every byte of every file that is served. That of local weights is remembered.
+    """Returns digests of a complete model, over every byte of every served file. Digests of local weights are cached.
 
-    Those of a merged one are over the way it is made and the weights in it; tokenizer and config are the last one's.
+    The digest of a merge is over its recipe and its inputs' weights; tokenizer and config are from the last input.
     """
     folder.require_complete()
     if (merge := merge_of(folder.uri)) is not None:

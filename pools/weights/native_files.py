@@ -1,8 +1,8 @@
-"""Checkpoints in Levanter's own layout: whether one is whole, at which step, and which files matter.
+"""Checkpoints in Levanter's own layout: their completeness, step, and relevant files.
 
 Arrays are written first, by tensorstore: into `manifest.ocdbt` and `d/` for the whole training state, or, by older
-versions, into folders below `model/`. `metadata.json` is written when all of them are committed. Neither model
-configuration nor tokenizer is part of it: these come from a folder in Hugging Face's layout.
+versions, into folders below `model/`. `metadata.json` is written when all of them are committed. Model configuration
+and tokenizer are not part of it: they come from a folder in Hugging Face's layout.
 """
 
 from __future__ import annotations
@@ -30,24 +30,21 @@ _NO_REFERENCE = "no config and tokenizer: no Hugging Face export of the run lies
 
 @dataclass(frozen=True)
 class NativeFolder:
-    """A native checkpoint as found, and the step that it says it is of; None where it does not say."""
+    """An inspected native checkpoint, and the step in its metadata; None if it has none."""
 
     folder: ModelFolder
     step: int | None
 
 
 def is_native(names: Sequence[str]) -> bool:
-    """True if a folder with these files, by names relative to it, is a native checkpoint, whole or not."""
+    """Returns True if a folder with these files, by names relative to it, is a native checkpoint, complete or not."""
     return MANIFEST_NAME in names or (METADATA_NAME in names and any(name.startswith("model/") for name in names))
 
 
 def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str | None) -> NativeFolder:
-    """Judges whether a folder holds a whole native checkpoint that Levanter can evaluate.
+    """Checks that a folder holds a whole native checkpoint that Levanter can evaluate; failures go into `problems`.
 
-    Args:
-        uri: the folder.
-        files: all files in it, at any depth.
-        reference: folder with config and tokenizer, in any store; None where there is none.
+    `files` are at any depth; `reference` is a folder with config and tokenizer, in any store.
     """
     prefix = uri.rstrip("/") + "/"
     by_name = {file.uri.removeprefix(prefix): file for file in files}
@@ -77,7 +74,7 @@ def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str
 
 
 def inspect_again(folder: ModelFolder) -> ModelFolder:
-    """Judges a checkpoint of either layout, or a merged one, as it is now."""
+    """Inspects a checkpoint of either layout, or a merged checkpoint, again."""
     if folder.kind == "huggingface":
         return inspect_checkpoint(folder.uri)
     reference = folder.reference.uri if folder.reference else None
@@ -97,15 +94,15 @@ def _step(files: Mapping[str, FileInfo], problems: list[str]) -> int | None:
 
 
 class Exports:
-    """Finds Hugging Face exports of a run beside its native checkpoints; each place is listed once."""
+    """Finds Hugging Face exports of a run near its native checkpoints; lists each folder once."""
 
     def __init__(self) -> None:
         self._listed: dict[str, list[str]] = {}
 
     def beside(self, uri: str) -> str | None:
-        """An export for the checkpoint `uri`: of the same step if there is one, else the run's last one.
+        """Returns an export for the checkpoint `uri`: of the same step if possible, else the last export of the run.
 
-        Looked for in `hf/` within the checkpoint, beside it, and beside the folder it lies in.
+        Searches `hf/` within the checkpoint, in its parent folder, and in the folder above.
         """
         parent = storage.parent(uri)
         same = storage.basename(uri)

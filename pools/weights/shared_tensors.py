@@ -10,7 +10,7 @@ _COMPARED_BYTES = 2**24
 
 
 def tensor_in_common(folder: ModelFolder, other: ModelFolder) -> str | None:
-    """The name of a tensor that has the same content in two complete models, None if every one differs.
+    """Returns the name of a tensor with the same content in two complete models; None if all tensors differ.
 
     Most differ in their first bytes, so little is read.
     """

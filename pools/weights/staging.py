@@ -1,9 +1,9 @@
-"""Checkpoints as folders of this machine that hold the digested files and nothing else, for engines that read files.
+"""Checkpoints as local folders with exactly the digested files, for engines that read files.
 
-One that lies here is a folder of links to its files, one in an object store a copy, and a merged one is computed. Both
-are named after the digest of the checkpoint, appear only when whole and verified, are shared by the processes of a
-machine, and make room for new ones when nobody holds them. Retrying is the caller's: every call goes on where the last
-one ended.
+A local checkpoint becomes a folder of links to its files, a checkpoint in an object store is copied, and a merged
+checkpoint is computed. Copies are named after the digest of the checkpoint, appear only when complete and verified, are
+shared by the processes of a machine, and are evicted for new copies unless held. Retrying is up to the caller: every
+call continues the previous call's work.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from resources.storage import storage
 from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes
 from resources.storage.file_copy import RANGE_BYTES, CopyStopped
 
-_LOOK_AGAIN_SECONDS = 0.1  # flock has no wait with an end; looking costs microseconds
-_GIVE_WAY_SECONDS = 30.0  # for the prefetch to finish its ranges; past it both copy at once
+_LOOK_AGAIN_SECONDS = 0.1  # flock has no time-out; polling costs microseconds
+_GIVE_WAY_SECONDS = 30.0  # time for the prefetch to finish its ranges; then both copy at once
 
 _log = logging.getLogger(__name__)
 
 
 class StagedFolder:
-    """A local model folder that stays where it is until `release`, or the end of the `with` block."""
+    """A local model folder that is not evicted before `release`, or the end of the `with` block."""
 
     def __init__(self, hold: Hold, verify: Callable[[], None]) -> None:
         self.path = hold.path
@@ -57,11 +57,10 @@ class StagedFolder:
         self._verify = verify
 
     def verify(self) -> None:
-        """Passes if every file is still the one that was digested."""
         self._verify()
 
     def release(self) -> None:
-        """Lets the folder be evicted. May be called again; the files of a local checkpoint are never touched."""
+        """Allows the folder to be evicted. Idempotent; the files of a local checkpoint are never touched."""
         self._hold.release()
 
     def __enter__(self) -> StagedFolder:
@@ -80,14 +79,13 @@ class _Wanted:
 
 
 class Staging:
-    """Local copies below `folder`, at most `max_bytes` of them. Close it, or use it in a `with` block.
+    """Local copies below `folder`, which processes of a machine may share. Close it, or use it in a `with` block.
 
     Args:
-        folder: where the copies lie; any number of processes of a machine may share it.
-        max_bytes: the bound for all copies, those in the making with the bytes they will have. Tokenizers from
+        max_bytes: limit of all copies; copies in progress count with their final size. Tokenizers from
             `stage_small_files` are not counted.
-        parallel_files: how many files of a checkpoint are read at once.
-        range_bytes: how much of each is read at once, and lost at most by a crash.
+        parallel_files: files of a checkpoint that are read at once.
+        range_bytes: bytes of a file that are read at once; the most that a crash loses.
     """
 
     def __init__(
@@ -113,16 +111,10 @@ class Staging:
         self.close()
 
     def stage(self, uri: str, digests: ModelDigests, *, on_progress: Progress | None = None) -> StagedFolder:
-        """The checkpoint in a local folder: of links if it is local, else a copy, made now unless there is one.
+        """Returns the checkpoint in a local folder: of links if it is local, else an existing or new copy.
 
-        A merged one is computed, from copies of those in it that are not local, which need room beside it.
-
-        Copying that another thread or process is already doing is waited for.
-
-        Args:
-            uri: the model folder.
-            digests: what it had when it was planned.
-            on_progress: told of the bytes as they come.
+        A merged checkpoint is computed, from copies of its remote inputs, which need additional space. If another
+        thread or process is copying already, waits for it. `digests` are those of the plan.
         """
         try:
             if _is_linked(uri):
@@ -148,9 +140,9 @@ class Staging:
         return staged
 
     def prefetch(self, uri: str, digests: ModelDigests) -> None:
-        """Starts staging in the background, one checkpoint at a time; only the last of the waiting ones is kept.
+        """Starts staging in the background, a checkpoint at a time; only the last waiting checkpoint is kept.
 
-        Gives way to `stage` of another checkpoint and goes on after it. Errors are met again by `stage`.
+        Pauses during `stage` of another checkpoint. Errors are only logged, since `stage` raises them again.
         """
         if _is_linked(uri):
             return
@@ -167,13 +159,13 @@ class Staging:
             self._changed.notify_all()
 
     def stage_small_files(self, uri: str, digests: ModelDigests) -> Path:
-        """A local copy of config, tokenizer and templates only, for those who tokenize and do not serve.
+        """Returns a local copy of config, tokenizer and templates only, for tokenizing without serving.
 
-        It is shared by all checkpoints that have the same, and never evicted; one that was damaged is copied again.
+        It is shared by all checkpoints with the same files, and never evicted; a damaged copy is copied again.
         """
         uri, small = locations_of(uri)[-1], self._copies.folder / "small"
         target = small / hashlib.blake2b(f"{digests.tokenizer}{digests.config}".encode(), digest_size=16).hexdigest()
-        with suppress(AssayError):  # it is not there yet, or was damaged since
+        with suppress(AssayError):  # it is missing, or damaged
             verify_small_files(uri, digests, target)
             return target
         try:
@@ -184,7 +176,7 @@ class Staging:
                     target.rename(Path(aside) / "damaged")
                 (Path(aside) / "files").rename(target)
         except OSError as error:
-            if not target.is_dir():  # else another process was first
+            if not target.is_dir():  # else another process was faster
                 raise StorageError(
                     expected=f"to copy the tokenizer of {uri} to {small}",
                     found=str(error),
@@ -193,7 +185,7 @@ class Staging:
         return target
 
     def close(self) -> None:
-        """Ends every copy within the ranges being read; what arrived is kept. Holds stay."""
+        """Stops every copy after the ranges being read; received bytes are kept. Holds stay."""
         with self._changed:
             self._closed.set()
             self._changed.notify_all()
@@ -263,7 +255,7 @@ class Staging:
                 stopped=stopped,
                 on_progress=on_progress,
             )
-        from pools.weights.merging import merge_checkpoints  # with numpy, which few need
+        from pools.weights.merging import merge_checkpoints  # imports numpy, which few callers need
 
         def hold_copy(checkpoint: ModelFolder) -> Hold:
             copied = _Wanted(checkpoint.uri, digest_model_folder(checkpoint))

@@ -1,9 +1,9 @@
-"""A door before vLLM's server: only the engine's key opens it, and answers carry the model name that was asked for.
+"""Middleware of vLLM's server: requires the engine's key, and puts the requested model name into answers.
 
-vLLM is told of it with `--middleware engine_door.EngineDoor`. Executed by vLLM's environment.
+Installed with `--middleware engine_door.EngineDoor`. Executed by vLLM's environment.
 
-vLLM's own `--api-key` guards what begins with /v1, /v2, /inference and /cohere. It leaves open what changes an engine:
-/collective_rpc, /pause, /sleep, /reset_prefix_cache, /update_weights; so every path is guarded here.
+vLLM's own `--api-key` guards the paths that begin with /v1, /v2, /inference and /cohere. It leaves calls open that
+change an engine: /collective_rpc, /pause, /sleep, /reset_prefix_cache, /update_weights; so every path is guarded here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ Call = Callable[..., Awaitable[None]]
 
 
 class EngineDoor:
-    """Answers 401 to whatever does not carry the key; to everything where there is none.
-
-    Args:
-        app: answers the others.
-    """
+    """Answers 401 to requests without the key; to every request if no key is set."""
 
     def __init__(self, app: Call) -> None:
         self._app = app
@@ -37,7 +33,6 @@ class EngineDoor:
         answer_with_the_name_asked_for()
 
     async def __call__(self, scope: dict[str, Any], receive: Call, send: Call) -> None:
-        """Passes a call on, or refuses it."""
         if scope["type"] == "lifespan" or self._is_open_to(dict(scope["headers"])):
             await (tell_reading if scope.get("path") == "/assay_read" else self._app)(scope, receive, send)
         elif scope["type"] == "http":
@@ -52,7 +47,7 @@ class EngineDoor:
 
 
 async def tell_reading(scope: dict[str, Any], receive: Call, send: Call) -> None:
-    """Answers how `tokenizers` reads a `text` by the tokenizer.json of a `folder`; empty where it has none."""
+    """Answers with the reading of a `text` by the tokenizer.json of a `folder`; empty if the folder has none."""
     asked = await importlib.import_module("starlette.requests").Request(scope, receive).json()
     file = Path(asked["folder"]) / "tokenizer.json"
     found = reading(file.read_bytes(), asked["text"]) if file.is_file() else {}
@@ -61,7 +56,7 @@ async def tell_reading(scope: dict[str, Any], receive: Call, send: Call) -> None
 
 @lru_cache(maxsize=1)
 def reading(content: bytes, text: str) -> dict[str, Any]:
-    """Returns the ids of a text without and with special tokens, the text of the former, and where each starts."""
+    """Returns the ids of a text without and with special tokens, and of the former the decoded text and offsets."""
     tokenizer: Any = importlib.import_module("tokenizers").Tokenizer.from_buffer(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -71,10 +66,10 @@ def reading(content: bytes, text: str) -> dict[str, Any]:
 
 
 def answer_with_the_name_asked_for() -> None:
-    """Makes `model` in answers the name in the request: one engine answers for checkpoints of many names.
+    """Sets `model` in answers to the name in the request, since an engine serves checkpoints of many names.
 
-    vLLM writes the first of its served names, whichever was asked. It checks the name of each request, and then asks
-    for the one to answer with, in one task.
+    vLLM writes the first of its served names. It checks each request's name, and gets the answer's name in the same
+    task.
     """
     serving: Any = importlib.import_module("vllm.entrypoints.serve.engine.serving").BaseServing
     models: Any = importlib.import_module("vllm.entrypoints.openai.models.serving").OpenAIServingModels

@@ -1,13 +1,13 @@
-"""Calls of ours inside vLLM's workers: reload weights completely, and show what a worker computes with.
+"""Calls inside vLLM's workers: reload weights completely, and show the tensors that a worker computes with.
 
-vLLM's own reload visits each layer that the files name. On a CPU two things that are packed at a cold start are not
-packed again: the output layer of a model with tied embeddings, which the files do not name, and the experts of a
-mixture, whose kernel is taken to be there already. Both are made anew here, by the layers' own methods. A mixer of
-Mamba keeps a view of its convolution, which in bfloat16 is packed into other memory: it is filled again.
+vLLM's own reload visits each layer that the files name. On a CPU it does not repack two things that are packed at a
+cold start: the output layer of a model with tied embeddings, which the files do not name, and the experts of a mixture,
+since their kernel exists already. Both are rebuilt here, by the layers' own methods. A mixer of Mamba keeps a view of
+its convolution, which in bfloat16 is packed into other memory: it is filled again.
 
-And where log-probabilities of a prompt are asked for without those of what the cache holds, one of vLLM's two model
-runners hands out memory for the latter that nobody has written to: numbers of another question, or ids of no token, of
-which the server dies. They are left out here, as the other runner does.
+For prompt log-probabilities without those of cached tokens, one of vLLM's two model runners returns uninitialised
+memory for the cached tokens: numbers of another request, or invalid token ids, which crash the server. They are omitted
+here, as in the other runner.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 ROWS = 4
-"""Rows of random numbers that the output layer is shown, each as after a norm."""
+"""Rows of random numbers for the output layer, each as after a norm."""
 MOST_TOKENS = 512
-"""Tokens, evenly over the vocabulary, whose log-probabilities are told of each row."""
+"""Tokens per row, evenly over the vocabulary, with returned log-probabilities."""
 DIGEST_THREADS = 8
-"""Tensors whose digests are taken at once, each of which is copied from its device first."""
+"""Digests computed in parallel; each tensor is copied from its device first."""
 OF_REQUESTS = ("kv_cache",)
-"""Attributes of layers that hold what requests computed, not what they are computed with."""
+"""Attributes of layers that hold results of requests, not weights."""
 
 
 class ReloadingWorker:
@@ -39,11 +39,7 @@ class ReloadingWorker:
     model_runner: Any
 
     def assay_reload(self, folders: list[str]) -> None:
-        """Loads the weights of a folder into the running model.
-
-        Args:
-            folders: one on each host of the engine, in the order of their ranks.
-        """
+        """Loads weights into the running model; `folders` has a folder for each host of the engine, in rank order."""
         if self.model_runner.model_config.word_embeddings_untied_by_checkpoint:
             raise RuntimeError("the weights hold an output layer that their config says is tied to the embedding")
         model = self.model_runner.get_model()
@@ -58,13 +54,13 @@ class ReloadingWorker:
             raise RuntimeError(f"nothing wrote these numbers of parameters: {left}")
 
     def assay_unwritten(self) -> dict[str, str]:
-        """Parameters of the model that this worker was started with, and how much of them nothing wrote."""
+        """Returns counts of unwritten numbers by parameter, for the model that this worker was started with."""
         return dict(unwritten.AT_START)
 
     def assay_output_layer(self) -> dict[str, Any]:
-        """The model's dtype, and log-probabilities that its output layer alone gives for fixed random numbers.
+        """Returns the model's dtype, and log-probabilities that its output layer alone gives for fixed random numbers.
 
-        None of them from ranks without an output layer, or that get no logits.
+        They are empty for ranks without an output layer, or without logits.
         """
         config = self.model_runner.model_config
         shown = {"dtype": str(config.dtype).removeprefix("torch."), "log_probabilities": []}
@@ -80,9 +76,9 @@ class ReloadingWorker:
         return shown
 
     def assay_weights(self) -> dict[str, str]:
-        """Digests of everything that the model computes with, by name.
+        """Returns digests of everything that the model computes with, by name.
 
-        Of tensors their bytes; of a layer that is packed out of sight what it gives for fixed random numbers.
+        For tensors, of their bytes; for a layer packed into hidden memory, of its output for fixed random numbers.
         """
         with torch.inference_mode(), ThreadPoolExecutor(DIGEST_THREADS) as threads:
             names, tensors = zip(*computed_with(self.model_runner.get_model()), strict=True)
@@ -90,7 +86,7 @@ class ReloadingWorker:
 
 
 def forget_kernels_of_experts(model: torch.nn.Module) -> None:
-    """Has the experts' kernel made anew after loading: only then are their weights packed for it."""
+    """Resets the experts' kernels, so that loading rebuilds them: only then are their weights packed."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -98,7 +94,7 @@ def forget_kernels_of_experts(model: torch.nn.Module) -> None:
 
 
 def pack_again(model: torch.nn.Module) -> None:
-    """Packs each layer again that has kept its weight beside the packed copy."""
+    """Packs each layer again that has kept its weight as well as the packed copy."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.ndim == 2 and weight.numel():
@@ -106,7 +102,7 @@ def pack_again(model: torch.nn.Module) -> None:
 
 
 def fill_convolutions(model: torch.nn.Module) -> None:
-    """Copies each packed convolution's weight to where its mixer looks for it."""
+    """Copies each packed convolution's weight into the buffer that its mixer reads."""
     for module in model.modules():
         unpacked = getattr(getattr(module, "conv1d", None), "_cpu_unpacked_conv_weight", None)
         if unpacked is not None and "conv_weights" in module._buffers:
@@ -114,7 +110,7 @@ def fill_convolutions(model: torch.nn.Module) -> None:
 
 
 def computed_with(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a model, and the answers of layers whose packed weights cannot be read."""
+    """Yields all tensors of a model, and the outputs of layers with unreadable packed weights."""
     for prefix, module in model.named_modules():
         held = {**module._parameters, **module._buffers, **vars(module)}
         for name, value in held.items():
@@ -130,9 +126,9 @@ def computed_with(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def leave_out_rows_of_the_cache() -> None:
-    """Makes prompt log-probabilities begin with the first row after which a request computes all of them.
+    """Makes prompt log-probabilities begin with the first position from which on a request computes all of them.
 
-    A request that was preempted may find more of itself in the cache when it goes on: rows before that are left out.
+    A request that was preempted may find more of itself in the cache when it resumes: earlier positions are omitted.
     """
     collect: Callable[..., dict[str, Any]] = GPUModelRunner._get_prompt_logprobs_dict
 
@@ -160,12 +156,12 @@ unwritten.watch_loading()
 
 
 def random_rows(count: int, width: int) -> torch.Tensor:
-    """The same normal random numbers each time."""
+    """Returns the same normal random numbers each time."""
     return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """The digest of a tensor's dtype, shape and bytes."""
+    """Returns the digest of a tensor's dtype, shape and bytes."""
     found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()

@@ -1,15 +1,15 @@
-"""Serves a model with vLLM on a CPU: what `vllm serve` does, quicker to start. Executed by vLLM's environment.
+"""Serves a model with vLLM on a CPU, like `vllm serve` but quicker to start. Executed by vLLM's environment.
 
     python serve_vllm.py <arguments of vllm serve>
 
 Also a program for `fork_server.py`: `preload` imports, `main` serves. Nothing may start a thread or compute before a
-fork, since OpenMP's threads do not survive one.
+fork, since OpenMP's threads do not survive it.
 
-Six things of vLLM are replaced, none of which changes a number; a test compares. The engine process is forked from
-the server's rather than started anew, and closes the server's socket. Memory of the KV cache is zero because it was
-never written to, not because it was: writing 2 GiB took 1 to 6 s. Ranks of tokens are counted, and tokens whose
-embedding another rank holds are found, without a compiler. A sample that is thrown away, since its prompt was not read
-to the end, is taken back in a way that a CPU knows. The text of a token is looked up once.
+Six functions of vLLM are replaced without changing a number; a test compares. The engine process is forked from the
+server's process instead of starting a new interpreter, and closes the server's socket. Memory of the KV cache is zero
+because it was never written to, not because it was zeroed: writing 2 GiB took 1 to 6 s. Counting ranks of tokens, and
+finding tokens with an embedding on another rank, need no compiler. A discarded sample, of a partly read prompt, is
+taken back in a way that works on a CPU. The text of a token is looked up once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ READ_AT_IMPORT = (
     *("CUDA_", "GOMP_", "HF_", "KMP_", "LD_", "MKL_", "OMP_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_"),
     "VLLM_",
 )
-"""Beginnings of the variables that a fork server must have been started with, too."""
+"""Prefixes of the variables that a fork server must have been started with, too."""
 MODULES = (
     "uvloop",
     "vllm.entrypoints.launchers.api_server.entry",
@@ -53,21 +53,21 @@ LATE_MODULES = (
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.qwen3",
 )
-"""Imported by vLLM in its own time, some only for some models; a missing one does no harm."""
+"""Imported later by vLLM, some only for some models; a missing module does no harm."""
 ROWS = 8
 """Rows of log-probabilities that are compared with their threshold at once."""
 _SIOCGIFADDR = 0x8915  # Linux' call for the address of an interface
 
 
 def preload(arguments: list[str]) -> None:
-    """Imports what a server needs."""
+    """Imports the modules of a server, and replaces functions."""
     import_all(MODULES, late=LATE_MODULES)
     replace_rank_count()
     leave_embedding_uncompiled()
 
 
 def import_all(modules: Sequence[str], *, late: Sequence[str]) -> None:
-    """Imports modules, and those of vLLM's later imports that there are."""
+    """Imports modules, and as many of the `late` modules as exist."""
     for name in modules:
         importlib.import_module(name)
     for name in late:
@@ -78,7 +78,7 @@ def import_all(modules: Sequence[str], *, late: Sequence[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serves until it is told to stop."""
+    """Serves until the process is stopped."""
     preload([])
     fork_one_engine_process()
     allocate_kv_cache_untouched()
@@ -86,13 +86,15 @@ def main(arguments: list[str]) -> None:
     remember_texts_of_tokens()
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     keep_address_from_forks(entry)
-    sys.path.append(str(Path(__file__).parent))  # an isolated interpreter does not look there for door and worker
+    sys.path.append(
+        str(Path(__file__).parent)
+    )  # an isolated interpreter does not search its own folder for middleware and worker
     run(entry, arguments)
 
 
 def run(entry: Any, arguments: list[str]) -> None:
-    """Serves; or, where the server is on another host, computes this host's part of what it answers."""
-    faulthandler.enable()  # a crash shows in the log, so that only an engine that was killed ends without an error
+    """Serves; on hosts without the server, computes this host's part."""
+    faulthandler.enable()  # logs crashes, so that only a killed engine ends without an error
     if (address := os.environ.get("ASSAY_ENGINE_HOST")) is not None:
         os.environ["VLLM_HOST_IP"] = address
         if (interface := interface_of(address)) is not None:
@@ -108,7 +110,7 @@ def run(entry: Any, arguments: list[str]) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address, None where Linux names none.
+    """Returns the network interface that has an address; None if Linux lists none.
 
     Gloo would listen at the address of the host's own name, which is 127.0.1.1 on Debian: no other host reaches that.
     """
@@ -118,7 +120,7 @@ def interface_of(address: str) -> str | None:
         return next((name for number, *_, name in known if number == wanted), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one that has no address
+            with suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
@@ -126,11 +128,11 @@ def interface_of(address: str) -> str | None:
 
 
 def fork_one_engine_process() -> None:
-    """Runs an engine of one rank in one process, forked from this one.
+    """Runs an engine of a single rank in a single process, forked from this process.
 
-    vLLM starts two, each importing everything again, in order to set OpenMP's variables between them; here they are
-    set before the first import. With several ranks on one host, threads have to be bound to cores, and vLLM does as it
-    always does. Ranks of several hosts are not bound, and forked as well, from their host's first process.
+    vLLM starts two processes, each importing everything again, to set OpenMP's variables between them; here they are
+    set before the first import. Several ranks on a host are left to vLLM, since their threads must be bound to cores.
+    Ranks of several hosts are not bound, and are forked as well, from their host's first process.
     """
     platform: Any = importlib.import_module("vllm.platforms.cpu").CpuPlatform
     check = platform.check_and_update_config.__func__
@@ -151,8 +153,8 @@ def fork_one_engine_process() -> None:
 def keep_address_from_forks(entry: Any) -> None:
     """Closes the server's socket in the engine process, which is forked after the server has bound it.
 
-    The address would be taken for as long as that process lives. And at its end vLLM's server asks which process has
-    the address: one that is gone before it can be described makes the server fail, with exit code 1.
+    Otherwise the address would be in use for as long as that process lives. Besides, vLLM's server looks at its end for
+    the process that has the address: a process that ends during the look-up makes the server fail, with exit code 1.
     """
     setup: Callable[..., Any] = entry.setup_server
 
@@ -165,7 +167,7 @@ def keep_address_from_forks(entry: Any) -> None:
 
 
 def allocate_kv_cache_untouched() -> None:
-    """Takes the KV cache's memory from the kernel as it is, zero: a page costs its time at its first use."""
+    """Takes the KV cache's memory from the kernel already zeroed: a page costs its time at its first use."""
     torch: Any = importlib.import_module("torch")
     runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     allocate: Callable[..., Any] = runner.allocate_kv_cache
@@ -188,11 +190,10 @@ def allocate_kv_cache_untouched() -> None:
 
 
 def take_back_discarded_samples() -> None:
-    """Puts the generator of a request back to where it was before a sample that nobody gets.
+    """Resets a request's generator to its state before a discarded sample.
 
-    vLLM samples for a prompt of which only a part was read, and takes that back by an offset, which generators of a
-    CPU do not have: its engine process ended. It met every request with a seed and a temperature, as lm-eval sends
-    them, whose prompt did not fit whole into a batch.
+    vLLM samples for a partly read prompt, and takes that back by an offset, which generators of a CPU do not have: its
+    engine process ended, for every split prompt of a request with seed and temperature, as lm-eval sends them.
     """
     runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
     sample: Callable[..., Any] = runner._sample
@@ -218,17 +219,19 @@ def take_back_discarded_samples() -> None:
 
 
 def remember_texts_of_tokens() -> None:
-    """Looks the text of each token up once, which rows of log-probabilities name again and again.
+    """Caches the text of each token, which token log-probs repeat again and again.
 
-    A third of what the server computed for echoes went into that: each token was decoded by itself, each time. An id
-    that the tokenizer has no piece for, as those that pad a vocabulary, has no text: it ended vLLM (vllm#56100).
+    A third of the server's time for echoes went into decoding each token by itself, each time. An id without a piece in
+    the tokenizer, as in a padded vocabulary, has no text: it crashed vLLM (vllm#56100).
     """
     rows: Any = importlib.import_module("vllm.v1.engine.logprobs")
     convert: Callable[[Any, list[int]], list[str]] = rows.convert_ids_list_to_tokens
     known: dict[int, tuple[Any, dict[int, str]]] = {}
 
     def convert_ids_list_to_tokens(tokenizer: Any, token_ids: list[int]) -> list[str]:
-        _, texts = known.setdefault(id(tokenizer), (tokenizer, {}))  # kept, so that its id stays its own
+        _, texts = known.setdefault(
+            id(tokenizer), (tokenizer, {})
+        )  # keeps the tokenizer alive, so that its id stays unique
         new = [token for token in dict.fromkeys(token_ids) if token not in texts]
         pieces = tokenizer.convert_ids_to_tokens(new) if hasattr(tokenizer, "backend_tokenizer") else new
         known_ids = [token for token, piece in zip(new, pieces, strict=True) if piece is not None]
@@ -242,9 +245,9 @@ def remember_texts_of_tokens() -> None:
 def replace_rank_count() -> None:
     """Counts, for each row, the values that reach the row's threshold, without torch.compile.
 
-    Compiling takes 15 s at the first request of a machine, 2 s at that of any other server, and a C++ compiler.
-    Plain torch, all rows at once, takes 0.43 s for 512 rows of 128 thousand values; this 0.05 s, compiled code 0.02 s,
-    and the log-probabilities themselves 0.13 s.
+    Compiling takes 15 s at the first request of a machine, 2 s at that of any other server, and a C++ compiler. Plain
+    torch, all rows at once, takes 0.43 s for 512 rows of 128 thousand values; this 0.05 s, compiled code 0.02 s, and
+    the log-probabilities themselves 0.13 s.
     """
     torch: Any = importlib.import_module("torch")
     sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
@@ -260,7 +263,7 @@ def replace_rank_count() -> None:
 
 
 def leave_embedding_uncompiled() -> None:
-    """Finds the tokens whose rows another rank holds without torch.compile: a few additions of whole numbers.
+    """Finds tokens with an embedding on another rank without torch.compile: a few additions of integers.
 
     Compiling them took two ranks 20 s of processor time at their first start on a machine, and a C++ compiler.
     """

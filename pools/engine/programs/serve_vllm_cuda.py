@@ -1,10 +1,10 @@
-"""Serves a model with vLLM on NVIDIA GPUs: what `vllm serve` does, quicker to start. Executed by vLLM's environment.
+"""Serves a model with vLLM on NVIDIA GPUs, like `vllm serve` but quicker to start. Executed by vLLM's environment.
 
     python serve_vllm_cuda.py <arguments of vllm serve>
 
-Also a program for `fork_server.py`: `preload` imports, `main` serves. A process that is forked from one which has
-touched a GPU cannot use it. So a process that touched one by importing does not stay to be forked: it ends, and each
-run starts cold, in a process of its own. vLLM forks its engine likewise, and makes it anew where a GPU was touched.
+Also a program for `fork_server.py`: `preload` imports, `main` serves. A process that is forked from a process which has
+touched a GPU cannot use it. So a fork server that touched a GPU by importing ends, and each run starts cold, in its own
+process. vLLM forks its engine too, and spawns it if a GPU was touched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READ_AT_IMPORT = (
     *("CUDA_", "FLASHINFER_", "GOMP_", "HF_", "KMP_", "LD_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_"),
     *("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
-"""Beginnings of the variables that a fork server must have been started with, too."""
+"""Prefixes of the variables that a fork server must have been started with, too."""
 MODULES = (
     "uvloop",
     "vllm.entrypoints.launchers.api_server.entry",
@@ -37,25 +37,25 @@ LATE_MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.gpu_worker",
 )
-"""Imported by vLLM in its own time, some only for some models; a missing one does no harm."""
+"""Imported later by vLLM, some only for some models; a missing module does no harm."""
 _MEMORY_DEVICE = "/dev/nvidia-uvm"
-"""Opened by the driver for computing alone: whoever only asks which GPUs there are (NVML) leaves it closed."""
+"""Opened by the driver for computing only: listing the GPUs (NVML) leaves it closed."""
 _set_by_imports: dict[str, str] = {}
 
 
 def preload(arguments: list[str]) -> None:
-    """Imports what a server needs, and ends the process if that touched a GPU."""
+    """Imports the modules of a server, and ends the process if that touched a GPU."""
     import_everything()
     if (trace := touched()) is not None:
         sys.exit(f"importing vLLM touched a GPU ({trace}), so it cannot be forked")
 
 
 def main(arguments: list[str]) -> None:
-    """Serves until it is told to stop."""
+    """Serves until the process is stopped."""
     import_everything()
     for name, value in _set_by_imports.items():  # a fork gets the variables of its run
         os.environ.setdefault(name, value)
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # vLLM spawns where this process touched a GPU
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # vLLM spawns if this process touched a GPU
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     shared: Any = importlib.import_module("serve_vllm")
     shared.remember_texts_of_tokens()
@@ -64,17 +64,17 @@ def main(arguments: list[str]) -> None:
 
 
 def import_everything() -> None:
-    """Imports vLLM's parts, and remembers the variables that they set for the process."""
+    """Imports vLLM's modules, and stores the variables that they set for the process."""
     if (own_folder := str(Path(__file__).parent)) not in sys.path:
-        sys.path.append(own_folder)  # an isolated interpreter does not look there, also for door and worker
+        sys.path.append(own_folder)  # an isolated interpreter does not search it, also for middleware and worker
     before = dict(os.environ)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or counting GPUs touches them
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise counting GPUs touches them
     importlib.import_module("serve_vllm").import_all(MODULES, late=LATE_MODULES)
     _set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
 
 
 def touched() -> str | None:
-    """Returns what shows that this process has touched a GPU; None where nothing does."""
+    """Returns the evidence that this process has touched a GPU, or None."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "torch has initialised CUDA"

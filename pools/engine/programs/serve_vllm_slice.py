@@ -1,9 +1,10 @@
-"""One host's part of vLLM on a TPU slice of several VMs. Executed by the vLLM environment of each of them.
+"""A host's part of vLLM on a TPU slice of several VMs. Executed by the vLLM environment of each VM.
 
     python serve_vllm_slice.py <hosts> <rank> <address of host 0> <port of host 0> <own address> <chips> [<arguments>]
 
-tpu-inference reaches further hosts by Ray, and takes every TPU of the Ray that it finds. So the slice gets a Ray of its
-own, apart from one that may run its jobs: each host is a node of it, and on host 0, once all are there, vLLM serves.
+tpu-inference reaches further hosts by Ray, and takes every TPU of the Ray cluster that it finds. So the slice gets its
+own Ray cluster, separate from a cluster that may run its jobs: each host is a node of it, and on host 0, once all nodes
+have joined, vLLM serves.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from typing import Any
 
 _START_SECONDS = 600.0
 _POLL_SECONDS = 0.2
-_ENDING_SECONDS = 5.0  # of the ten that a job has by default
+_ENDING_SECONDS = 5.0  # of the ten seconds that a job has by default
 _RAY = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
 
 
 def main(arguments: list[str]) -> None:
-    """Is a node of the slice's Ray, and on host 0 serves as well."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by itself it would leave the folder
+    """Runs a node of the slice's Ray cluster, and on host 0 also the server."""
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # the default handler would leave the folder
     hosts, rank, head, port, own, chips, *served = arguments
     address = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
     if rank == "0":
@@ -37,7 +40,7 @@ def main(arguments: list[str]) -> None:
         place = [f"--address={address}"]
         wait_for_port(head, int(port))
     with tempfile.TemporaryDirectory(prefix="assay-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        # Sockets in it have short names.
+        # The folder's path is short, since sockets in it have limited names.
         node = [f"--node-ip-address={own}", f"--resources={json.dumps({'TPU': float(chips)})}", f"--temp-dir={folder}"]
         ray_process = subprocess.Popen([*_RAY, *place, *node])
         try:
@@ -52,7 +55,7 @@ def main(arguments: list[str]) -> None:
 
 
 def end(ray_process: subprocess.Popen[bytes]) -> None:
-    """Has a node of Ray end, with what it has started, before its folder goes."""
+    """Ends a Ray node and its children before its folder is deleted."""
     ray_process.terminate()
     try:
         ray_process.wait(_ENDING_SECONDS)
@@ -61,14 +64,14 @@ def end(ray_process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Returns a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def wait_for_port(host: str, port: int) -> None:
-    """Returns once something listens; ends the process if nothing comes to."""
+    """Returns once the port accepts connections; ends the process after a time limit."""
     while not _is_late():
         try:
             return socket.create_connection((host, port), _POLL_SECONDS).close()
@@ -78,7 +81,7 @@ def wait_for_port(host: str, port: int) -> None:
 
 
 def wait_for_nodes(hosts: int, address: str, ray_process: subprocess.Popen[bytes]) -> None:
-    """Returns once a Ray has so many nodes with TPUs; ends the process if they do not come."""
+    """Returns once the Ray cluster has this number of nodes with TPUs; ends the process after a time limit."""
     ray: Any = importlib.import_module("ray")
     found = 0
     while not _is_late() and ray_process.poll() is None:
@@ -86,7 +89,7 @@ def wait_for_nodes(hosts: int, address: str, ray_process: subprocess.Popen[bytes
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False)
             found = sum(node["Alive"] and node["Resources"].get("TPU", 0) > 0 for node in ray.nodes())
-        except (ConnectionError, RuntimeError, TimeoutError, ValueError):  # it has only begun to start
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError):  # it is still starting
             found = 0
         if found == hosts:
             return ray.shutdown()

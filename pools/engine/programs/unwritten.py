@@ -1,9 +1,9 @@
-"""Parameters that loading a checkpoint left unwritten. Imported by vLLM's workers.
+"""Detects parameters that loading a checkpoint left unwritten. Imported by vLLM's workers.
 
-vLLM leaves unquantised linears, embeddings and experts out of its own check, and never looks at parts of a fused
-parameter, so they keep what was in their memory. Here parameters hold a NaN of a pattern of its own before they are
-loaded, and those that hold it afterwards are found. Quantised layers have defaults for what checkpoints leave out, and
-padded experts are written in part: both are left alone.
+vLLM excludes unquantised linears, embeddings and experts from its own check, and never checks parts of a fused
+parameter, so they keep the previous content of their memory. Here parameters are filled with a certain NaN before
+loading; afterwards parameters with that NaN are reported. Quantised layers have defaults for missing tensors, and
+padded experts are written in part: both are skipped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import layerwise
 
 PATTERNS = {torch.int16: 0x7FFE, torch.int32: 0x7FFFFFFE}
-"""The second largest integer, as a float a NaN that no arithmetic gives: that of GPUs is the largest."""
+"""The second largest integer, as a float a NaN that no arithmetic produces: GPUs produce the largest."""
 AT_START: dict[str, str] = {}
-"""Of the model that this process was started with, how much of which parameters was left unwritten."""
+"""Counts of unwritten numbers by parameter, for the model that this process was started with."""
 
 
 def bits_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a parameter as integers; None for one without numbers of two or four bytes."""
+    """Returns a parameter as integers; None for a parameter without numbers of two or four bytes."""
     if parameter is None or parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
         return None
     integers = {2: torch.int16, 4: torch.int32}.get(parameter.itemsize)
@@ -39,11 +39,11 @@ def mark(module: torch.nn.Module, names: Iterable[str]) -> None:
 
 
 def find(model: torch.nn.Module) -> dict[str, str]:
-    """Returns how many numbers of which parameters still hold the pattern, and makes them 0."""
+    """Returns counts of numbers that still hold the pattern, by parameter, and sets them to 0."""
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         bits = bits_of(parameter)
-        if bits is None or int(bits.amax()) < PATTERNS[bits.dtype]:  # a tenth of the time that comparing all takes
+        if bits is None or int(bits.amax()) < PATTERNS[bits.dtype]:  # takes a tenth of the time of comparing all
             continue
         held = bits == PATTERNS[bits.dtype]
         if count := int(held.count_nonzero()):
@@ -53,7 +53,7 @@ def find(model: torch.nn.Module) -> dict[str, str]:
 
 
 def watch_loading() -> None:
-    """Marks each model before its weights are loaded, and the memory of its own that a reload in place loads into."""
+    """Marks each model before its weights are loaded, and the buffers that a reload in place loads into."""
     loader: Any = base_loader.BaseModelLoader
     create, materialize = loader.create_model, layerwise.materialize_layer
     process = base_loader.process_weights_after_loading

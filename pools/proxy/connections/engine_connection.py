@@ -1,4 +1,4 @@
-"""Connections to one replica: each carries one request at a time, and parses its answer."""
+"""Connections to a replica: each carries a single request at a time, and parses its answer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ENGINE_TARGETS = frozenset(
         *(b"/tokenize", b"/health", b"/metrics"),
     }
 )
-"""All that is ever asked of an engine: whatever else it can do is for its own agent."""
+"""The only paths that the proxy requests from engines; other paths are reserved for the engine's own agent."""
 MAX_HEAD_BYTES = 64 * 2**10
 STALE_SECONDS = 1.0
-"""A connection that the engine was about to close when it was used again shows it within a round trip."""
+"""Time in which a reused connection that the engine was closing breaks: a round trip at most."""
 _JOINED_BYTES = 64 * 2**10  # copying less than this costs less than a second buffer
 
 
@@ -31,31 +31,31 @@ class _Stop(Exception):
 
 
 class Receiver(Protocol):
-    """Receiver of an answer as a connection reads it."""
+    """Receives the answer that a connection reads."""
 
     def begun(self, status: int, headers: list[Header], content_type: bytes) -> None:
-        """The head of the answer came; these are its headers less those of the connection."""
+        """Takes the head of the answer; `headers` come without those of the connection."""
         ...
 
     def got(self, data: bytes) -> None:
-        """A piece of the body came."""
+        """Takes a piece of the body."""
         ...
 
     def arrived(self) -> bool:
-        """Everything that came at once was handed over; whether to go on reading."""
+        """Called after all bytes of a read were passed on; returns True to go on reading."""
         ...
 
     def complete(self) -> None:
-        """The answer is whole; the connection has other things to do."""
+        """Called when the answer is complete; the connection is used for other requests from now on."""
         ...
 
     def broke(self, *, stale: bool) -> None:
-        """The connection is gone before the answer was whole; stale if the engine had closed it unread."""
+        """Called when the connection broke before the answer was complete; stale if the engine had closed it unread."""
         ...
 
 
 class EngineKeys(NamedTuple):
-    """Keys on the way to an engine: its own, and that of an ingress before it."""
+    """Keys for an engine: its own, and that of an ingress in front of it."""
 
     engine: str | None = None
     ingress: str | None = None
@@ -65,7 +65,7 @@ NO_KEYS = EngineKeys()
 
 
 class Origin:
-    """One address with its keys, and the open connections to it."""
+    """An engine's address with its keys, and the open connections to it."""
 
     def __init__(
         self, url: str, loop: asyncio.AbstractEventLoop, idle_seconds: float, keys: EngineKeys = NO_KEYS
@@ -83,7 +83,7 @@ class Origin:
         self._idle_seconds = idle_seconds
 
     def take(self) -> EngineConnection | None:
-        """The connection that was used last, if it can still be used."""
+        """Returns the most recently used connection that is still usable, or None."""
         oldest = self.loop.time() - self._idle_seconds
         while self.idle:
             connection = self.idle.pop()
@@ -93,13 +93,13 @@ class Origin:
         return None
 
     def close_idle(self, now: float) -> None:
-        """Closes the connections that were without a request for too long."""
+        """Closes connections that were idle for too long."""
         while self.idle and self.idle[0].idle_since <= now - self._idle_seconds:
             self.idle.pop(0).drop()
 
 
 class EngineConnection(asyncio.Protocol):
-    """One connection to a replica, and the parser of its answers."""
+    """A connection to a replica, and the parser of its answers."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
@@ -117,12 +117,11 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """True if a request can be sent on it."""
         return not self._transport.is_closing()
 
     def send(self, call: Receiver, message: Sequence[bytes]) -> None:
-        """Sends a request whose answer goes to a call; tells the call at once if the engine has hung up meanwhile."""
-        if not self.is_open:  # nobody would hear of it again, and uvloop raises an error
+        """Sends a request for a call; the call breaks at once if the engine has hung up meanwhile."""
+        if not self.is_open:  # the call would never end, and uvloop raises an error
             call.broke(stale=False)
             return
         self._call = call
@@ -135,31 +134,28 @@ class EngineConnection(asyncio.Protocol):
             self._transport.writelines(message)
 
     def resume(self) -> None:
-        """Goes on reading, if it had stopped."""
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
 
     def abandon(self) -> None:
-        """Closes it in the middle of an answer, so that the engine stops working on it."""
+        """Aborts the connection during an answer, so that the engine stops working on it."""
         self._call = None
         self._transport.abort()
 
     def drop(self) -> None:
-        """Closes it."""
         self._transport.close()
 
-    # --- What the loop says ------------------------------------------------------------------------------------------
+    # --- Callbacks of the event loop ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Takes the socket."""
         self._transport = cast(asyncio.Transport, transport)
         self._origin.connections.add(self)
         if self._origin.first_line:
             self._transport.write(self._origin.first_line)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the answer that was under way: whole if its end was to be the connection's."""
+        """Ends the open answer: it is complete if the end of the connection marks its end."""
         origin, call = self._origin, self._call
         origin.connections.discard(self)
         if call is None:
@@ -174,10 +170,9 @@ class EngineConnection(asyncio.Protocol):
         call.broke(stale=stale)
 
     def data_received(self, data: bytes) -> None:
-        """Parses a part of an answer."""
         call = self._call
         if call is None:
-            self._transport.abort()  # nothing was asked
+            self._transport.abort()  # no request is open
             return
         self._silent = False
         if self._in_head:
@@ -190,7 +185,7 @@ class EngineConnection(asyncio.Protocol):
             if not self._complete:
                 self._malformed(call)
                 return
-            self._transport.abort()  # it says more than it was asked; the answer is whole nevertheless
+            self._transport.abort()  # it sends more than an answer; the answer is complete nevertheless
         if self._complete:
             self._release(call)
         elif self._in_head:
@@ -223,15 +218,13 @@ class EngineConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._length = self._coding = self._content_type = b""
 
-    # --- What the parser says ----------------------------------------------------------------------------------------
+    # --- Callbacks of the parser -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """An answer begins."""
         if self._complete:
-            raise _Stop  # nobody asked for a second one
+            raise _Stop
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header came, or a trailer, which nobody here looks at."""
         if not self._in_head:
             return
         lower = name.lower()
@@ -245,7 +238,6 @@ class EngineConnection(asyncio.Protocol):
             self._coding = value
 
     def on_headers_complete(self) -> None:
-        """Everything but the body is there."""
         call = self._call
         status = self._parser.get_status_code()
         if call is None or (self._coding and self._coding.lower() != b"chunked"):
@@ -257,12 +249,10 @@ class EngineConnection(asyncio.Protocol):
             call.begun(status, self._headers, self._content_type)
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body came."""
         if self._call is not None:
             self._call.got(body)
 
     def on_message_complete(self) -> None:
-        """The answer is whole, unless it was only an interim one."""
         if self._interim:
             self._reset()
         else:
@@ -273,7 +263,7 @@ class EngineConnection(asyncio.Protocol):
 def message_of(
     origin: Origin, method: bytes, target: bytes, headers: Sequence[Header], body: bytes
 ) -> tuple[bytes, ...]:
-    """The bytes of a request: one piece, or a head and a large body."""
+    """Returns the bytes of a request: a single piece, or a head and a large body."""
     if target not in ENGINE_TARGETS:
         raise ValueError("no request of the proxy goes to that path of an engine")
     lines = [b"%b %b HTTP/1.1\r\n" % (method, target), origin.host_line, origin.key_line]

@@ -1,4 +1,4 @@
-"""Listening for clients, and closing their connections in time."""
+"""Listens for clients, and closes their connections in time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ _CLOSING_POLL_SECONDS = 0.01
 
 
 class Listener:
-    """Takes connections and lets an application answer them. Use from one loop.
-
-    Args:
-        application: answers the requests.
-        bounds: sizes and times of each connection.
-    """
+    """Accepts connections and passes their requests to an application. Use from a single loop."""
 
     def __init__(self, application: Application, *, bounds: Bounds) -> None:
         self._application = application
@@ -29,21 +24,13 @@ class Listener:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int, *, listening: socket.socket | None = None) -> tuple[str, int]:
-        """Accepts connections from now on.
-
-        Args:
-            host: address to listen on.
-            port: port to listen on; 0 takes a free one.
-            listening: the socket to take connections from, in place of one of its own.
-
-        Returns:
-            the bound address and port.
+        """Accepts connections from now on, of `listening` or of a new socket; returns the bound address and port.
 
         Raises:
             OSError: the address cannot be listened on.
         """
         loop = asyncio.get_running_loop()
-        # A proxy that was killed leaves its port in TIME_WAIT: the next one takes it nevertheless.
+        # A killed proxy leaves its port in TIME_WAIT; reuse_address takes it nevertheless.
         if listening is None:
             self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
         else:
@@ -53,11 +40,7 @@ class Listener:
         return bound, number
 
     async def close(self, grace_seconds: float) -> None:
-        """Accepts no more, and closes every connection.
-
-        Args:
-            grace_seconds: how long answers that are under way may take; then they are cancelled.
-        """
+        """Stops accepting, and closes every connection; open answers have `grace_seconds` to end."""
         if self._server is not None:
             self._server.close()
         if self._timer is not None:

@@ -1,4 +1,4 @@
-"""Values that pass between the proxy's connections and its routes: no sockets."""
+"""Values that pass between the proxy's connections and its routes. No sockets."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Protocol
 from pools.proxy.connections.room import AnswerShare
 
 Header = tuple[bytes, bytes]
-"""Name and value as they came, or as they are to be sent."""
+"""Name and value as received, or to be sent."""
 
 
 @dataclass(slots=True)
 class Head:
-    """Request line and headers, before the body has been read. `path` is as it came, without the query."""
+    """Request line and headers, before the body has been read. `path` is as received, without the query."""
 
     method: str
     path: str
     target: bytes
-    """Path and query as they came."""
+    """Path and query as received."""
     headers: Sequence[Header]
     first: Mapping[bytes, bytes] = field(default_factory=dict)
-    """The first value of each header, by lower-case name; made from `headers` where it is not given."""
+    """First value of each header, by lower-case name; built from `headers` by default."""
 
     def __post_init__(self) -> None:
         if not self.first:
             self.first = {name.lower(): value for name, value in reversed(self.headers)}
 
     def header(self, name: bytes) -> bytes | None:
-        """The first header of that name (lower case), None if there is none."""
+        """Returns the first header of that name (lower case), or None."""
         return self.first.get(name)
 
 
 @dataclass(slots=True)
 class Request:
-    """A request, whole. `gone` is done as soon as its client has left; `share` is what its answer takes of the room."""
+    """A complete request. `gone` is done when its client has disconnected; `share` is its answer's part of the room."""
 
     head: Head
     body: bytes
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(slots=True)
 class Reply:
-    """A whole answer. Length and connection headers are added where it is sent."""
+    """A complete answer. Length and connection headers are added when it is sent."""
 
     status: int
     body: bytes
@@ -54,14 +54,14 @@ class Reply:
 
 
 class Responder(Protocol):
-    """The client's end of one request: takes one whole reply, or a stream."""
+    """The client's end of a request: sends a complete reply, or a stream."""
 
     def send(self, reply: Reply) -> None:
-        """Sends a whole answer; nothing happens where the client has left."""
+        """Sends a complete answer; does nothing if the client has disconnected."""
         ...
 
     def begin(self, status: int, headers: Sequence[Header]) -> None:
-        """Starts a stream in chunks; nothing happens where the client has left."""
+        """Starts a stream in chunks; does nothing if the client has disconnected."""
         ...
 
     async def write(self, chunk: bytes) -> None:
@@ -77,11 +77,11 @@ class Application(Protocol):
     """Answers requests."""
 
     def refuse(self, head: Head) -> Reply | None:
-        """An answer that needs no body to be read (wrong key, no such path, wrong method); None to go on."""
+        """Returns an answer that needs no body to be read (wrong key, no such path, wrong method); None to go on."""
         ...
 
     async def answer(self, request: Request, responder: Responder) -> None:
-        """Answers one request, through the responder. Cancelled when the client leaves."""
+        """Answers a request through the responder. Cancelled when the client disconnects."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Reading requests from the bytes of one connection: HTTP/1.1, within bounds, with what is wrong said at once."""
+"""Reads requests from the bytes of a connection: HTTP/1.1, within bounds, with errors reported at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pools.proxy.connections.room import AnswerShare, BodyRoom
 MAX_HEAD_BYTES = 64 * 2**10
 
 BETWEEN, HEAD, BODY, NOTHING = range(4)
-"""The part of a request that the next byte belongs to; nothing is read any more where the connection is to end."""
+"""Part of a request that the next byte belongs to; NOTHING if the connection reads no more."""
 
 _METHODS: dict[bytes, str] = {}
 _MALFORMED = Refusal(400, "The request is not well-formed HTTP/1.1.")
@@ -24,35 +24,35 @@ _HEAD_TOO_LARGE = Refusal(431, f"The request line and headers are larger than {M
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds on one connection."""
+    """Bounds of a connection."""
 
     max_body_bytes: int
     head_timeout_seconds: float = 30.0
-    """Longest time a client may take over the headers, and then over each piece of the body."""
+    """Time limit for a client to send the headers, and then each piece of the body."""
     idle_timeout_seconds: float = 75.0
-    """Longest time a connection may be quiet between requests, and a client may take nothing of its answer."""
+    """Time limit of silence between requests, and of a client that takes nothing of its answer."""
     room: BodyRoom = field(default_factory=BodyRoom)
     """Shared by all connections."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One request in the order of its connection: whole, or refused with a reply."""
+    """A request in the order of its connection: complete, or refused with a reply."""
 
     request: Request | None
     reply: Reply | None
     keep_alive: bool
     takes_body: bool = True
     old: bool = False
-    """HTTP/1.0: it knows no chunks, and closes unless told otherwise."""
+    """True for HTTP/1.0: no chunks, and the connection closes unless the request keeps it alive."""
     linger: bool = False
     """The client may still be sending: it gets time to read the reply before the connection closes."""
     begun: bool = False
     ended: bool = False
     body: bytes = b""
-    """Of a large answer, of which the first piece is written."""
+    """Body of a large answer, of which the first piece is written."""
     room_bytes: int = 0
-    """Those that its body takes of the room until the turn ends."""
+    """Bytes of the room that its body takes until the turn ends."""
 
 
 class _Stop(Exception):
@@ -60,16 +60,11 @@ class _Stop(Exception):
 
 
 class RequestReader:
-    """Makes turns of the bytes of one connection.
+    """Parses the bytes of a connection into turns, and calls `take` with each, in order.
 
-    `state` is where the next byte belongs, `moved` whether the last bytes began a request or were of a body, and
-    `owes_continue` whether the client waits to be asked for the body.
-
-    Args:
-        bounds: sizes.
-        gone: done when the client has left; part of each request.
-        refuse: an answer that can be given before the body is read.
-        take: called with each turn, in order.
+    `state` is the part that the next byte belongs to, `moved` is True if the last bytes began a request or belonged to
+    a body, and `owes_continue` is True if the client waits for a 100 Continue. `refuse` returns an answer that can be
+    given before the body is read, or None.
     """
 
     def __init__(
@@ -89,7 +84,7 @@ class RequestReader:
         self._target = b""
         self._headers: list[Header] = []
         self._first: dict[bytes, bytes] = {}
-        self._body = bytearray()  # not a list: a body may come in pieces of one byte
+        self._body = bytearray()  # not a list: a body may arrive in pieces of 1 byte
         self._head: Head
         self._refused: Reply | None = None
         self._piece_bytes = self._begun_in_bytes = self._head_bytes = self._quiet_bytes = self._room_bytes = 0
@@ -100,7 +95,7 @@ class RequestReader:
         self.owes_continue = False
 
     def feed(self, data: bytes) -> None:
-        """Reads what came. Whatever is wrong with it becomes a refusal in its turn."""
+        """Parses received bytes; an error becomes a refusal as a turn."""
         before = self.state
         self.moved = False
         self._piece_bytes = len(data)
@@ -109,7 +104,7 @@ class RequestReader:
         self._parse(data)
         if self.state == HEAD and not self.moved and self._head_bytes - self._begun_in_bytes > MAX_HEAD_BYTES:
             self.refuse(_HEAD_TOO_LARGE)
-        elif self.state == BODY and before == BODY and not self.moved:  # lengths and trailers of chunks without an end
+        elif self.state == BODY and before == BODY and not self.moved:  # endless chunk lengths or trailers
             self._quiet_bytes += len(data)
             if self._quiet_bytes > MAX_HEAD_BYTES:
                 self.refuse(_MALFORMED)
@@ -128,7 +123,7 @@ class RequestReader:
         self._ignore_upgrade(data[end:])
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        if self._framing is None:  # there is no body: the request was taken as any other
+        if self._framing is None:  # there is no body: the request was taken as usual
             self.stop()
             return
         self._parser = httptools.HttpRequestParser(self)
@@ -139,7 +134,7 @@ class RequestReader:
         self._parse(rest)
 
     def refuse(self, why: Refusal | Reply) -> None:
-        """Makes a turn of an error, and reads no more."""
+        """Takes an error as a turn, and stops reading."""
         if self.state == NOTHING:
             return
         self.stop()
@@ -147,17 +142,15 @@ class RequestReader:
         self._take(Turn(None, reply, keep_alive=False, linger=True))
 
     def stop(self) -> None:
-        """Reads no more."""
         self.state = NOTHING
         self.owes_continue = False
         self._body = bytearray()
         self._room.give_back(self._room_bytes)
         self._room_bytes = 0
 
-    # --- What the parser says ----------------------------------------------------------------------------------------
+    # --- Callbacks of the parser -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         if self.state == NOTHING:
             raise _Stop
         if self._resuming:
@@ -168,15 +161,15 @@ class RequestReader:
         self._headers = []
         self._first = {}
         self._two_hosts = False
-        self._head_bytes = self._begun_in_bytes = self._piece_bytes  # more than the head's, after an earlier request
+        self._head_bytes = self._begun_in_bytes = (
+            self._piece_bytes
+        )  # more than the head's bytes, after an earlier request
 
     def on_url(self, url: bytes) -> None:
-        """A part of the target came."""
         if self.state == HEAD:
             self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header came, or a trailer of a body in chunks, which nobody here looks at."""
         if self.state == HEAD:
             self._headers.append((name, value))
             lower = name.lower()
@@ -186,7 +179,6 @@ class RequestReader:
                 self._two_hosts = True
 
     def on_headers_complete(self) -> None:
-        """Everything but the body is there: the request can be refused."""
         if self._resuming:
             return
         first, version = self._first, self._parser.get_http_version()
@@ -205,7 +197,7 @@ class RequestReader:
         raw = self._parser.get_method()
         method = _METHODS.get(raw)
         if method is None:
-            method = _METHODS[raw] = raw.decode("ascii")  # the parser knows a few dozen
+            method = _METHODS[raw] = raw.decode("ascii")  # the parser accepts a few dozen methods
         self.state = BODY
         self._old = version == "1.0"
         self._body = bytearray()
@@ -226,7 +218,6 @@ class RequestReader:
         self.owes_continue = first.get(b"expect", b"").lower() == b"100-continue" and self._refused is None
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body came."""
         self._body += body
         self._room.free -= len(body)
         self._room_bytes += len(body)
@@ -240,7 +231,6 @@ class RequestReader:
             raise _Stop
 
     def on_message_complete(self) -> None:
-        """The request is whole, unless the parser has stopped before its body."""
         if self._framing is not None:
             return
         request = None

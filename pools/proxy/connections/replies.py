@@ -1,4 +1,4 @@
-"""Replies of the proxy's own, in the OpenAI format, and the headers it passes on."""
+"""Replies of the proxy itself, in the OpenAI format, and the headers that it passes on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ HOP_BY_HOP = frozenset(
         b"content-length",
     }
 )
-"""Headers that belong to one connection; the length is set anew from the same bytes."""
+"""Headers of a single connection; the length is set again from the same bytes."""
 
 OURS_TO_KEEP = HOP_BY_HOP | {b"host", b"authorization", b"expect", b"cookie"}
-"""Request headers that end at the proxy: the pool's key is none of a replica's business."""
+"""Request headers that end at the proxy: replicas must not receive the pool's key."""
 
 _TYPES = {
     400: "BadRequestError",
@@ -45,11 +45,7 @@ _MODELS_NAMED_AT_MOST = 20
 class Refusal(Exception):
     """A request that the proxy answers itself, with an error.
 
-    Args:
-        status: HTTP status of the answer.
-        message: for the client; must not hold anything of its request but a model name.
-        param: the field of the request that is wrong.
-        retry_after_seconds: when to come again, for the `Retry-After` header.
+    `message` must not contain parts of the client's request except a model name; `param` is the wrong field.
     """
 
     def __init__(
@@ -62,7 +58,6 @@ class Refusal(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     def reply(self) -> Reply:
-        """The answer that carries it."""
         headers: list[Header] = [(b"Content-Type", b"application/json")]
         if self.retry_after_seconds is not None:
             headers.append((b"Retry-After", str(self.retry_after_seconds).encode()))
@@ -72,24 +67,24 @@ class Refusal(Exception):
 
 
 def no_room() -> Refusal:
-    """Refusal of a body that finds no memory."""
+    """Returns the refusal of a body for lack of memory."""
     message = "The bodies of other requests and answers take all the memory there is for them."
     return Refusal(429, message, retry_after_seconds=1)
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
-    """An error as OpenAI clients and vLLM write it."""
+    """Returns an error in the format of OpenAI and vLLM."""
     error = {"message": message, "type": _TYPES.get(status, "ServerError"), "param": param, "code": status}
     return json.dumps({"error": error}).encode()
 
 
 def error_event(status: int, message: str) -> bytes:
-    """An error as the last event of a stream."""
+    """Returns an error as the last event of a stream."""
     return b"data: " + error_body(status, message) + b"\n\n"
 
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
-    """The refusal of a model name nobody serves."""
+    """Returns the refusal of an unknown model name."""
     names = sorted(known)
     listed = ", ".join(f"`{name}`" for name in names[:_MODELS_NAMED_AT_MOST]) or "none"
     if len(names) > _MODELS_NAMED_AT_MOST:
@@ -98,5 +93,5 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
 
 
 def passed_on(headers: Sequence[Header], *, dropped: frozenset[bytes]) -> list[Header]:
-    """The headers less those dropped (lower-case names), in their order, repeated ones included."""
+    """Returns the headers without those dropped (lower-case names), in their order, repeated headers included."""
     return [header for header in headers if header[0].lower() not in dropped]

@@ -1,4 +1,4 @@
-"""Memory that the bodies of all requests and answers share, and which answers are read while there is none left."""
+"""Memory shared by the bodies of all requests and answers, and the choice of answers to read on when it is full."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PART_BYTES = 2**20
-"""Of each answer, these take no room: small answers wait for nothing."""
+"""Bytes of each answer that are not counted: small answers never wait."""
 
 
 @dataclass(slots=True)
 class BodyRoom:
     """Bytes that the bodies of all connections together may still take.
 
-    Those of a request count from their arrival to the end of its answer, and of an answer those beyond its first MiB
-    until its client has taken it. Answers take half of the room; then no more is read of them, except for the oldest
-    that still comes. That waits too while a quarter of the room holds whole answers, as a client that takes nothing of
-    its answer loses the connection in time.
+    A request's bytes count from their arrival to the end of its answer; an answer's bytes beyond its first MiB count
+    until its client has taken it. Answers take half of the room; beyond it, only the oldest incomplete answer is read
+    further. That answer waits too while complete answers hold more than a quarter of the room, since a client that
+    takes nothing of its answer loses its connection in time.
     """
 
     free: int = 2**29
@@ -30,11 +30,11 @@ class BodyRoom:
 
     @property
     def free_for_requests(self) -> int:
-        """Bytes that requests may still take: answers beyond their half make no request fail."""
+        """Bytes that requests may still take; answers beyond their half make no request fail."""
         return self.free + max(0, self._answers - self._size // 2)
 
     def give_back(self, size: int) -> None:
-        """Returns bytes of a request, and lets answers go on that waited for them."""
+        """Gives back bytes of a request, and resumes answers that waited for them."""
         self.free += size
         self._wake()
 
@@ -54,7 +54,7 @@ class BodyRoom:
 
 
 class AnswerShare:
-    """Bytes of the room that the answer to one request takes."""
+    """Bytes of the room for the answer to a single request."""
 
     __slots__ = ("_ended", "_room", "_taken", "_whole", "blocked", "resume")
 
@@ -65,12 +65,9 @@ class AnswerShare:
         self.resume: Callable[[], None] | None = None
 
     def hold(self, size: int, resume: Callable[[], None] | None = None, *, blocked: bool = False) -> bool:
-        """Counts the bytes that are held of an answer that still comes; whether to read more of it now.
+        """Counts the bytes of an incomplete answer; returns True if more may be read now, else calls `resume` later.
 
-        Args:
-            size: of them all.
-            resume: called when more may be read.
-            blocked: its client has to take some of it first, so that another is the oldest meanwhile.
+        While `blocked`, its client must take some of it first, and another answer counts as the oldest.
         """
         if self._ended or size <= PART_BYTES:
             return True
@@ -83,14 +80,13 @@ class AnswerShare:
         return self._room._may_go_on(self)
 
     def complete(self) -> None:
-        """The answer is whole: it waits for its judgement, and for its client."""
+        """Marks the answer as complete: it waits for its check, and for its client."""
         if self._taken and not self._whole:
             self._whole = True
             self._room._whole += self._taken
             self._leave()
 
     def drop(self) -> None:
-        """The answer is held no more."""
         if self._taken:
             self._room._whole -= self._taken * self._whole
             self._whole = False
@@ -98,13 +94,13 @@ class AnswerShare:
             self._leave()
 
     def end(self) -> None:
-        """The request is over: nothing counts from now on."""
+        """Ends the request: nothing counts from now on."""
         self._ended = True
         self.drop()
 
     def _leave(self) -> None:
         self._room._coming.pop(self, None)
-        self.resume = None  # a call and its share that know each other keep the answer until a collection
+        self.resume = None  # a reference cycle of call and share would keep the answer until a collection
         self._room._wake()
 
     def _take(self, size: int) -> None:

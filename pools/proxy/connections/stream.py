@@ -1,4 +1,4 @@
-"""Passing a stream of server-sent events on to a client, with an end that can be told from a whole answer."""
+"""Passes a stream of server-sent events on to a client, so that the client can detect an incomplete answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ _END_BYTES = 1024
 
 
 class EventRelay:
-    """One stream to one client. Bytes go on as they come, less a line that is not whole yet, and less the end.
+    """A stream to a client. Passes bytes on as they arrive, except for an incomplete line and the end.
 
     So a stream that breaks in the middle of a line never shows the client half an event: the rest of the line is
-    dropped and an error event follows. And a client that has seen `data: [DONE]` has the whole answer: that line waits
-    until `finish`.
-
-    Streams of `/v1/responses` have no such line: they end with an event of a name that says so.
-
-    Args:
-        responder: the client's end of the request.
-        of_response: the stream is one of `/v1/responses`.
+    dropped and an error event follows. And a client that has received `data: [DONE]` has the complete answer: that line
+    is held back until `finish`. Streams of `/v1/responses` (`of_response`) end with an event of a certain name instead.
     """
 
     def __init__(self, responder: Responder, *, of_response: bool = False) -> None:
@@ -37,17 +31,16 @@ class EventRelay:
         self.is_done = False
 
     def begin(self, status: int, headers: Sequence[Header]) -> None:
-        """Sends the status and headers of the engine's answer; from here on no other replica can answer."""
+        """Sends the status and headers of the engine's answer; from now on no other replica can answer."""
         self._responder.begin(status, headers)
 
     async def send(self, chunk: bytes) -> None:
-        """Passes on what came from the engine."""
         self._keep(chunk)
         data = self._held + chunk if self._held else chunk
-        ended = self.is_done and (self._of_response or b"\n" in self._held)  # by a whole line; what follows is no news
+        ended = self.is_done and (self._of_response or b"\n" in self._held)  # by a complete line; the rest is ignored
         end = 0 if ended else _end_of_stream(data)
         whole = data.rfind(b"\n") + 1 if end is None else end
-        if self._of_response:  # an event's name stands in a line of its own, and is no event without the next one
+        if self._of_response:  # the event's name has its own line, and needs the line that follows to be an event
             whole = data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
         self.is_done = end is not None or (self._of_response and _has_the_end(data[:whole]))
         self._held = data[whole:]
@@ -55,19 +48,18 @@ class EventRelay:
             await self._write(data[:whole] if self._held else data)
 
     async def finish(self) -> None:
-        """Ends a stream that came whole."""
         if self._held:
             await self._write(self._held)
         self._responder.end()
 
     async def break_off(self, message: str) -> None:
-        """Ends a stream that broke: an error event, then an end that is clean for HTTP."""
+        """Ends a broken stream: an error event, then a clean end for HTTP."""
         await self._write((b"" if self._between_events else b"\n") + error_event(502, message))
         self._responder.end()
 
     @property
     def relayed(self) -> bytes | None:
-        """All that came from the engine; none if it is too much to be kept."""
+        """All bytes from the engine; None if they are too many to be kept."""
         return None if self._kept is None else b"".join(self._kept)
 
     def _keep(self, chunk: bytes) -> None:

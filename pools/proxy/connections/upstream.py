@@ -1,4 +1,4 @@
-"""The proxy's connections to replicas: kept alive between requests, one request at a time on each."""
+"""The proxy's connections to replicas: kept alive, each for a single request at a time."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _EVENT_STREAM = b"text/event-stream"
 
 
 class Lost(Exception):
-    """No connection to the replica, or one that broke before the answer was whole."""
+    """No connection to the replica, or a connection that broke before the answer was complete."""
 
 
 class NotConnected(Lost):
-    """No connection could be made: the replica has not seen the request."""
+    """No connection could be made: the replica has not received the request."""
 
 
 class TakenAway(Lost):
-    """The proxy ended the call, since the replica is silent or reports that its engine is gone."""
+    """The proxy ended the call, since the replica is silent or reports the death of its engine."""
 
 
 class TimedOut(Exception):
-    """No answer in the time an engine has for one."""
+    """No answer within the engine's time limit."""
 
 
 class _Stale(Lost):
-    """A connection that was used again, and closed by the engine before it had read the request."""
+    """A reused connection that the engine closed before it had read the request."""
 
 
 class Call:
-    """One request to one replica, and what has come of its answer. Made by `Upstream.call`.
+    """A request to a replica, and the answer received so far. Created by `Upstream.call`.
 
-    `status`, `headers` (less those of one connection) and `content_type` hold once `ask` has returned. Close it in any
-    case: an answer that is not whole is given up, and the engine's work on it ends.
+    `status`, `headers` (without those of the connection) and `content_type` are set once `ask` has returned. Always
+    close it: this abandons an incomplete answer and ends the engine's work on it.
     """
 
     __slots__ = (
@@ -87,14 +87,9 @@ class Call:
     async def ask(
         self, method: bytes, target: bytes, *, headers: Sequence[Header] = (), body: bytes = b"", stream: bool = False
     ) -> None:
-        """Sends the request; returns when the answer is whole, or when something of a stream has come.
+        """Sends the request; returns when the answer is complete, or, with `stream`, when a stream of events has begun.
 
-        Args:
-            method: such as `POST`.
-            target: path, one of `ENGINE_TARGETS`.
-            headers: sent as they are, between the host and the length of the body.
-            body: of the request.
-            stream: whether a stream of events is to be read piece by piece. Other answers always come whole.
+        `target` must be in `ENGINE_TARGETS`.
 
         Raises:
             Lost: there is no connection, or it broke.
@@ -116,17 +111,16 @@ class Call:
 
     @property
     def body(self) -> bytes:
-        """The body of an answer that came whole."""
         if len(self._chunks) != 1:
-            self._chunks = [b"".join(self._chunks)]  # the pieces would take as much memory again
+            self._chunks = [b"".join(self._chunks)]  # joined in place: the pieces would take as much memory again
         return self._chunks[0]
 
     async def read(self) -> bytes:
-        """Returns the part of a stream that has come since the last time; empty at its end.
+        """Returns the part of a stream received since the last call; empty at its end.
 
         Raises:
             Lost: the connection broke.
-            TimedOut: nothing came for too long.
+            TimedOut: no bytes arrived for too long.
         """
         while True:
             if self._chunks:
@@ -144,11 +138,10 @@ class Call:
             await self._news()
 
     def lose(self) -> None:
-        """Ends the call, as its replica is silent or dead; it raises `TakenAway`."""
+        """Ends the call for a silent or dead replica; it raises `TakenAway`."""
         self._fail(TakenAway())
 
     def close(self) -> None:
-        """Gives up what is not whole yet."""
         self._upstream.calls.discard(self)
         if self._connection is not None:
             self._connection.abandon()
@@ -185,7 +178,7 @@ class Call:
                     lambda: EngineConnection(origin), origin.host, origin.port, ssl=origin.tls
                 )
                 return connection
-        except (OSError, ValueError) as error:  # a TimeoutError is an OSError, a name nobody can have the other
+        except (OSError, ValueError) as error:  # OSError includes TimeoutError; ValueError is an impossible host name
             if self._error is not None:
                 raise self._error from None
             if isinstance(error, TimeoutError) and origin.loop.time() >= self.deadline:
@@ -194,7 +187,7 @@ class Call:
         finally:
             self._connecting = None
 
-    # --- What its connection and the upstream say --------------------------------------------------------------------
+    # --- Callbacks of its connection and of the upstream -------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
         if self._error is not None or self._whole:
@@ -209,20 +202,18 @@ class Call:
             self._waiter.set_result(None)
 
     def begun(self, status: int, headers: list[Header], content_type: bytes) -> None:
-        """The head of the answer came."""
         self.status, self.headers, self.content_type = status, headers, content_type
         self.is_stream = (
             self._wants_stream and status == 200 and content_type.partition(b";")[0].strip().lower() == _EVENT_STREAM
         )
 
     def got(self, data: bytes) -> None:
-        """A piece of the body came."""
         self._chunks.append(data)
         self._buffered += len(data)
         self._held += len(data)
 
     def arrived(self) -> bool:
-        """Everything that came at once was taken; whether the connection may go on reading."""
+        """Wakes the reader of a stream; returns True if the connection may go on reading."""
         if self.is_stream and self._chunks:
             self._wake()
         return self._may_go_on()
@@ -239,7 +230,6 @@ class Call:
             self._connection.resume()
 
     def complete(self) -> None:
-        """The answer is whole; the connection has other things to do."""
         self._whole = True
         self._connection = None
         self._share.complete()
@@ -247,26 +237,25 @@ class Call:
         self._wake()
 
     def broke(self, *, stale: bool) -> None:
-        """The connection is gone before the answer was whole."""
         self._connection = None
         self._fail(_Stale() if stale else Lost())
 
     def look_at(self, now: float, *, stalled_seconds: float) -> None:
-        """Gives the answer up if its time, less the seconds in which this process read nothing, is over."""
+        """Fails the call after its deadline; time in which this process read nothing does not count."""
         self.deadline += stalled_seconds
-        if self._waits_for_room:  # the engine is not asked for more
+        if self._waits_for_room:  # no time-out: the proxy itself stopped reading
             self.deadline = max(self.deadline, now + self._patience)
         if now >= self.deadline:
             self._fail(TimedOut())
 
 
 class Upstream:
-    """Calls to replicas. Use from one loop; close it at the end.
+    """Creates calls to replicas. Use from a single loop; close it at the end.
 
     Args:
-        connect_timeout_seconds: how long a host may take to accept a connection.
-        idle_seconds: how long connections are kept without a request; less than engines keep them.
-        look_seconds: how often time-outs are looked for, and so how late they may come.
+        connect_timeout_seconds: time limit for a host to accept a connection.
+        idle_seconds: time that idle connections are kept; less than engines keep them.
+        look_seconds: interval of the checks for time-outs, and so their largest delay.
     """
 
     def __init__(self, *, connect_timeout_seconds: float, idle_seconds: float = 4.0, look_seconds: float = 1.0) -> None:
@@ -282,13 +271,10 @@ class Upstream:
     def call(
         self, url: str, *, patience_seconds: float, keys: EngineKeys = NO_KEYS, share: AnswerShare | None = None
     ) -> Call:
-        """A call to the replica at an address such as http://127.0.0.1:8001.
+        """Returns a call to the replica at an address such as http://127.0.0.1:8001, without a path.
 
-        Args:
-            url: the address, without a path.
-            patience_seconds: how long the answer may take, or the next piece of it if it is a stream.
-            keys: of the engine, and of an ingress before it.
-            share: of the room, for what is held of the answer; none counts nothing.
+        `patience_seconds` is the time limit for the answer, or for the next piece of a stream. Bytes of the answer
+        count in `share`, if given.
         """
         origin = self._origins.get((url, keys))
         if origin is None:
@@ -296,7 +282,6 @@ class Upstream:
         return Call(self, origin, patience_seconds, share)
 
     def close(self) -> None:
-        """Closes every connection; calls under way are lost."""
         self._timer.cancel()
         for call in tuple(self.calls):
             call.lose()

@@ -1,8 +1,8 @@
-"""The proxy's side of one client connection: HTTP/1.1 in, whole replies or streams out.
+"""The proxy's side of a client connection: HTTP/1.1 in, complete replies or streams out.
 
-Requests are parsed as their bytes come and answered in the order they came, one task for each. What is wrong with a
-request is said as soon as it is known, before its body is read; the connection then ends, after a pause in which the
-client can read the answer.
+Requests are parsed as their bytes arrive and answered in order, each in its own task. An error in a request is answered
+as soon as it is detected, before the body is read; the connection then ends, after a pause in which the client can read
+the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pools.proxy.connections.replies import Refusal
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 64 * 2**20
 _JOINED_BYTES = 64 * 2**10  # copying less than this costs less than a second buffer
-_PIECE_BYTES = 256 * 2**10  # of a large answer, in one turn of the loop
+_PIECE_BYTES = 256 * 2**10  # of a large answer, in a single turn of the loop
 
 _log = logging.getLogger("assay.proxy")
 
@@ -31,13 +31,7 @@ _BODILESS = frozenset({204, 304})
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client's connection. It is the responder of the request whose turn it is.
-
-    Args:
-        application: answers the requests.
-        bounds: sizes and times.
-        connections: the open ones; it adds itself, and takes itself out when it is closed.
-    """
+    """A client's connection, and the responder of its current request. It adds and removes itself in `connections`."""
 
     def __init__(self, application: Application, *, bounds: Bounds, connections: set[ClientConnection]) -> None:
         self._application = application
@@ -57,15 +51,14 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = self._loop.time() + bounds.head_timeout_seconds
         self._discarded = 0
 
-    # --- What the loop says ------------------------------------------------------------------------------------------
+    # --- Callbacks of the event loop ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Takes the socket."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the work on whatever has not been answered."""
+        """Cancels the work on unanswered requests."""
         self._closed = True
         self._connections.discard(self)
         self._reader.stop()
@@ -78,19 +71,17 @@ class ClientConnection(asyncio.Protocol):
             self._task.cancel()
 
     def eof_received(self) -> bool:
-        """Takes a client that says no more for one that has left, as TCP cannot tell the two apart."""
+        """Treats a client that sends no more as disconnected, as TCP cannot distinguish the two."""
         self._closed = True
         self._deadline = self._loop.time() + self._bounds.idle_timeout_seconds
         return False
 
     def pause_writing(self) -> None:
-        """The client takes its answers too slowly."""
         self._write_paused = True
         self._unsent = self._transport.get_write_buffer_size()
         self._deadline = self._loop.time() + self._bounds.idle_timeout_seconds
 
     def resume_writing(self) -> None:
-        """The client has taken most of what was sent."""
         self._write_paused = False
         self._deadline = self._next_deadline()
         if self._drained is not None and not self._drained.done():
@@ -98,7 +89,6 @@ class ClientConnection(asyncio.Protocol):
         self._advance()
 
     def data_received(self, data: bytes) -> None:
-        """Reads what came, and starts to answer what is whole."""
         reader = self._reader
         if reader.state == NOTHING:
             self._discarded += len(data)
@@ -121,7 +111,6 @@ class ClientConnection(asyncio.Protocol):
     # --- Answering ---------------------------------------------------------------------------------------------------
 
     def send(self, reply: Reply) -> None:
-        """Sends a whole answer; nothing happens where the client has left."""
         turn = self._turn
         if self._closed or turn is None or turn.begun:
             return
@@ -148,7 +137,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.writelines(lines)
 
     def begin(self, status: int, headers: Sequence[Header]) -> None:
-        """Starts a stream, in chunks for all but HTTP/1.0; nothing happens where the client has left."""
+        """Starts a stream, in chunks except for HTTP/1.0."""
         turn = self._turn
         if self._closed or turn is None:
             return
@@ -164,7 +153,6 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(b"".join(lines))
 
     async def write(self, chunk: bytes) -> None:
-        """Sends a piece of a stream; waits while the client is slow to take it."""
         turn = self._turn
         if self._closed or turn is None:
             raise ClientGone
@@ -178,7 +166,6 @@ class ClientConnection(asyncio.Protocol):
             await self._drained
 
     def end(self) -> None:
-        """Ends a stream, cleanly for HTTP."""
         turn = self._turn
         if self._closed or turn is None or turn.ended:
             return
@@ -217,7 +204,7 @@ class ClientConnection(asyncio.Protocol):
         if not turn.begun:
             turn.keep_alive = False
             self.send(Refusal(500, "The proxy failed to handle this request.").reply())
-        elif not turn.ended:  # the client must not take half an answer for a whole one
+        elif not turn.ended:  # the client must not mistake half an answer for a complete answer
             self._transport.abort()
             return
         self._end_turn(turn)
@@ -261,16 +248,15 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """The task that answers a request now."""
         return self._task
 
     def look_at(self, now: float, *, stalled_seconds: float = 0.0) -> None:
-        """Ends the connection if its time, less the seconds in which this process read nothing, is over."""
+        """Ends the connection after its deadline; time in which this process read nothing does not count."""
         self._deadline += stalled_seconds
         if now < self._deadline:
             return
         unsent = self._transport.get_write_buffer_size()
-        if unsent and unsent < self._unsent:  # slow, but it moves
+        if unsent and unsent < self._unsent:  # slow, but it progresses
             self._unsent = unsent
             self._deadline = now + self._bounds.idle_timeout_seconds
         elif unsent or self._closed or self._reader.state == NOTHING:
@@ -283,7 +269,7 @@ class ClientConnection(asyncio.Protocol):
             )
 
     def finish(self) -> None:
-        """Closes the connection as soon as what came is answered."""
+        """Closes the connection as soon as the received requests are answered."""
         self._reader.stop()
         if self._turn is None and not self._turns:
             self._close()
@@ -292,7 +278,6 @@ class ClientConnection(asyncio.Protocol):
                 turn.keep_alive = False
 
     def abort(self) -> None:
-        """Closes the connection now; what is being answered is cancelled."""
         self._transport.abort()
 
     def _close(self) -> None:
@@ -306,5 +291,5 @@ def _lines(status: int, headers: Sequence[Header]) -> list[bytes]:
     lines += [b"%b: %b\r\n" % header for header in headers]
     head = b"".join(lines)
     if not head.count(b"\n") == head.count(b"\r") == len(lines) or b"\0" in head:
-        raise ValueError("a header would end its line")  # a client would read what follows as headers, or an answer
+        raise ValueError("a header would end its line")  # a client would read the rest as headers, or as an answer
     return lines
