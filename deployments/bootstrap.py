@@ -1,4 +1,4 @@
-"""Makes `.venv` from the pinned lists with uv, which is installed first where it is missing. Standard library only.
+"""Builds `.venv` from the pinned lists with uv, which it installs first if missing. Standard library only.
 
 Run by the Makefile: `python3 deployments/bootstrap.py [--development]`.
 """
@@ -16,7 +16,7 @@ LISTS = ROOT / "resources" / "environments" / "requirements"
 
 
 def find_or_install_uv() -> str:
-    """The uv on PATH, else one installed by pip into a small environment of its own."""
+    """Returns the uv on PATH, else a uv that pip installs into a small environment of its own."""
     found = shutil.which("uv")
     if found:
         return found

@@ -1,1 +1,1 @@
-"""Requests for compute, and the clients that get it. Plain Python, no Prefect."""
+"""Compute requests, and clients of the backends that provide compute. Plain Python, no Prefect."""

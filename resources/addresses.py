@@ -1,4 +1,4 @@
-"""Addresses hold no user's name, password or token: they come into records, logs, reports and Prefect's database."""
+"""Rejects user names, passwords and tokens in addresses, which go into records, logs, reports and Prefect's data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from resources.errors import BadInput
 
-# Before the @ of other addresses may be a container, a user of kubectl or of git: there only a password is refused.
+# In other addresses a container, or a user of kubectl or git, may precede the @: only a password is refused there.
 _USER = re.compile(r"\s*(?:\w+\+)?(?:https?|wss?|grpcs?|tcp|ray|iris)://[^/?#\s]*@", re.IGNORECASE)
 _PASSWORD = re.compile(r"\w://[^/?#\s@]*:[^/?#\s]*@")
 
 
 def refuse_user_information(value: Any, *, place: str) -> None:
-    """Refuses user information in an address, or in those inside a value; says where it is, not what."""
+    """Raises `BadInput` for user information in an address or inside a value; reports its path, not its text."""
     for inside, text in _texts(value, place):
         if "@" in text and (_USER.match(text) or _PASSWORD.search(text)):
             raise BadInput(

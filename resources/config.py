@@ -1,4 +1,4 @@
-"""`ResourceConfig`: what compute a job or a pool asks for, independent of who gives it."""
+"""`ResourceConfig`: the compute that a job or a pool requests, independent of the backend that provides it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ from resources.tpu import CORES_PER_CHIP, GIB_PER_CHIP, TpuTopology, canonical_v
 
 
 class Config(BaseModel):
-    """A frozen value that refuses keys it does not know; field docstrings become help texts in forms.
-
-    Forms show the names of fields as files and errors have them. Without a title of its own, a field that holds another
-    configuration would be called after its class there, and an optional one "Field".
-    """
+    """A frozen model that rejects unknown keys; field docstrings become help texts in forms."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -37,13 +33,14 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         populate_by_name=True,
         protected_namespaces=(),
+        # pydantic's own titles are the class of a nested configuration, and "Field" if it is optional
         field_title_generator=lambda name, _: name,
     )
 
     @model_validator(mode="before")
     @classmethod
     def _addresses_hold_no_user_information(cls, values: Any) -> Any:
-        refuse_user_information(values, place="")  # no ValueError: pydantic would print the value beside it
+        refuse_user_information(values, place="")  # no ValueError: pydantic would print the value next to it
         return values
 
 
@@ -69,25 +66,25 @@ def _refuse_no_json(value: Any, place: str) -> None:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json_only)]
-"""Arguments for another program by name; what JSON cannot say has no hash that is the same everywhere."""
+"""Arguments for another program by name; values that JSON lacks have no portable hash, so they are rejected."""
 
 
 class CpuConfig(Config):
     """No accelerator."""
 
     kind: Literal["cpu"] = "cpu"
-    """Says that this device is a CPU."""
+    """Marks the device as a CPU."""
 
 
 class GpuConfig(Config):
-    """NVIDIA GPUs of one kind in each machine."""
+    """NVIDIA GPUs of a single model in each machine."""
 
     kind: Literal["gpu"] = "gpu"
-    """Says that this device is a GPU."""
+    """Marks the device as a GPU."""
     variant: str = "auto"
-    """GPU model, such as H100; "auto" takes what the machine has. `type` is accepted too."""
+    """GPU model, such as H100; "auto" takes the model of the machine. `type` is accepted too."""
     count: int = Field(default=1, ge=1)
-    """GPUs of each machine: per replica, unless that has several `hosts`."""
+    """GPUs of each machine: per replica, unless the replica has several `hosts`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -96,16 +93,16 @@ class GpuConfig(Config):
 
 
 class TpuConfig(Config):
-    """One TPU slice, named as Google Cloud names it."""
+    """A TPU slice, with Google Cloud's names."""
 
     kind: Literal["tpu"] = "tpu"
-    """Says that this device is a TPU slice."""
+    """Marks the device as a TPU slice."""
     variant: str = "v5litepod-8"
     """Slice type, such as v4-8, v5litepod-16 (or v5e-16), v5p-8, v6e-8. `type` is accepted too."""
     topology: str | None = None
-    """Arrangement of the chips, such as 2x2x1, where the default will not do."""
+    """Arrangement of the chips, such as 2x2x1, if the default does not fit."""
     alternatives: tuple[str, ...] = ()
-    """Slice types that would do as well, best first, each of as many VMs with as many chips."""
+    """Other acceptable slice types, best first, each with the same number of VMs and of chips per VM."""
 
     @model_validator(mode="before")
     @classmethod
@@ -150,24 +147,22 @@ class TpuConfig(Config):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """All slice types that would do, best first."""
         return (self.variant, *self.alternatives)
 
     @property
     def choices(self) -> tuple[TpuConfig, ...]:
-        """A slice of each of these types, without alternatives."""
+        """Returns a configuration without alternatives for each acceptable type, best first."""
         return tuple(self.model_copy(update={"variant": variant, "alternatives": ()}) for variant in self.types)
 
     @property
     def slice(self) -> TpuTopology:
-        """Chips, hosts and VMs of this slice."""
         return tpu_topology(self.variant)
 
 
 def _known_topology(variant: str) -> TpuTopology:
     try:
         return tpu_topology(variant)
-    except BadInput as error:  # pydantic collects ValueErrors, with the field's place
+    except BadInput as error:  # pydantic collects ValueErrors, with the path of the field
         raise ValueError(f"{error.found}; {error.remedy}") from None
 
 
@@ -195,33 +190,33 @@ class AnyOfInForms:
 
 
 Device = Annotated[CpuConfig | GpuConfig | TpuConfig, Field(discriminator="kind"), AnyOfInForms()]
-"""The device that does the arithmetic: told apart by `kind`."""
+"""The device that does the arithmetic; `kind` is the discriminator."""
 
 _SIZE = re.compile(r"\d+(\.\d+)?\s*(k|m|g|t)(i?b?)?", re.IGNORECASE)
 _SIZE_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class Share(NamedTuple):
-    """The part of a machine that a replica takes beside its accelerator, where nothing else is said."""
+    """The default part of a machine that a replica takes in addition to its accelerator."""
 
     cpu: int
     ram: str
     disk: str
 
 
+# Cores and GiB of memory per GPU; Google Cloud's smallest machines with such a GPU have more.
 _GPU_SHARES = {
     **dict.fromkeys(("h100", "h200", "b200", "gb200"), (12, 160)),
     "a100": (8, 60),
     **dict.fromkeys(("l4", "t4"), (3, 12)),
 }
-"""Cores and GiB of memory for each GPU, of which Google Cloud's smallest machines with one have more."""
 _ANY_GPU = (4, 24)
 _TPU_CORES, _TPU_GIB = 32, 128
 _OF_A_VM = 0.7
 
 
 def default_share(device: Device) -> Share:
-    """Returns the cores, memory and disk that go with a device; per host, for a TPU slice."""
+    """Returns the default cores, memory and disk for a device; per host, for a TPU slice."""
     match device:
         case CpuConfig():
             return Share(1, "4g", "16g")
@@ -237,26 +232,26 @@ def default_share(device: Device) -> Share:
 
 
 class ResourceConfig(Config):
-    """Resources of one replica, the number of replicas, and their place."""
+    """Resources of a replica, the number of replicas, and their location."""
 
     device: Device = CpuConfig()
-    """The accelerator of one replica, or none."""
+    """The accelerator of a replica, or none."""
     cpu: int = Field(default_factory=lambda known: default_share(known["device"]).cpu, ge=1)
-    """CPU cores per replica; what goes with the device when unset: 1 without one."""
+    """CPU cores per replica; when unset, depends on the device: 1 without an accelerator."""
     ram: str = Field(default_factory=lambda known: default_share(known["device"]).ram)
-    """Memory per replica, such as 512m or 128g; what goes with the device when unset: 4g without one."""
+    """Memory per replica, such as 512m or 128g; when unset, depends on the device: 4g without an accelerator."""
     disk: str = Field(default_factory=lambda known: default_share(known["device"]).disk)
-    """Local disk per replica, such as 100g; what goes with the device when unset: 16g without one."""
+    """Local disk per replica, such as 100g; when unset, depends on the device: 16g without an accelerator."""
     hosts: int = Field(default=1, ge=1)
-    """Machines of each replica of a pool, each with this device, cores, memory and disk. A TPU slice has its own."""
+    """Machines of each replica of a pool, each with this device, cores, memory and disk; set by the type for a TPU."""
     replicas: int = Field(default=1, ge=1)
     """Number of replicas; for a pool, engine servers behind its proxy."""
     regions: tuple[str, ...] | None = None
-    """Regions allowed, best first; any when unset."""
+    """Allowed regions, best first; any region when unset."""
     zone: str | None = None
-    """One zone inside the region, where it matters."""
+    """A single zone inside the region, if it matters."""
     preemptible: bool = True
-    """Takes a cheaper machine that can be taken away at any time."""
+    """Accepts a cheaper machine that can be preempted at any time."""
     image: str | None = None
     """Container image, on backends that run containers."""
 
@@ -278,10 +273,7 @@ class ResourceConfig(Config):
 
     @classmethod
     def with_tpu(cls, variant: str | Sequence[str], slice_count: int = 1, **overrides: Any) -> ResourceConfig:
-        """`slice_count` slices of one TPU type; each slice is one replica, whatever its number of VMs.
-
-        Of several types, best first, all slices are of one.
-        """
+        """Requests `slice_count` slices, each a replica, all of the same TPU type out of `variant`."""
         first, *others = [variant] if isinstance(variant, str) else variant
         device = TpuConfig(variant=first, alternatives=tuple(others))
         defaults: dict[str, Any] = {"cpu": 32, "ram": "128g", "disk": "50g"}
@@ -289,33 +281,32 @@ class ResourceConfig(Config):
 
     @classmethod
     def with_gpu(cls, variant: str = "auto", count: int = 1, **overrides: Any) -> ResourceConfig:
-        """`count` GPUs of one kind per replica."""
+        """Requests `count` GPUs of a single model per replica."""
         return cls(**{**overrides, "device": GpuConfig(variant=variant, count=count)})
 
     @classmethod
     def with_cpu(cls, **overrides: Any) -> ResourceConfig:
-        """No accelerator."""
         return cls(**{**overrides, "device": CpuConfig()})
 
     @property
     def hosts_per_replica(self) -> int:
-        """Machines of one replica: VMs, for a TPU slice."""
+        """Machines of a replica: VMs, for a TPU slice."""
         return self.device.slice.vms if isinstance(self.device, TpuConfig) else self.hosts
 
     @property
     def choices(self) -> tuple[ResourceConfig, ...]:
-        """The same with each TPU type that would do, best first; itself where there is no such choice."""
+        """Returns this configuration with each acceptable TPU type, best first; only itself without alternatives."""
         if not isinstance(self.device, TpuConfig) or not self.device.alternatives:
             return (self,)
         return tuple(self.model_copy(update={"device": tpu}) for tpu in self.device.choices)
 
     def by_machine(self) -> ResourceConfig:
-        """The same as jobs count: each machine is a replica, but those of a slice are one."""
+        """Returns a copy in the units of jobs: each machine is a replica, but a whole TPU slice is a single replica."""
         return self.model_copy(update={"replicas": self.replicas * self.hosts, "hosts": 1})
 
     @property
     def chips_per_replica(self) -> int:
-        """Chips or GPUs of one replica, on all of its machines; 0 on CPU."""
+        """Chips or GPUs of a replica, on all of its machines; 0 on CPU."""
         match self.device:
             case TpuConfig() as tpu:
                 return tpu.slice.chips
@@ -330,13 +321,13 @@ class ResourceConfig(Config):
 
 
 def size_in_bytes(size: str) -> int:
-    """Bytes behind `512m` or `128g`, counting in powers of 1024."""
+    """Converts a size such as `512m` or `128g` to bytes, in powers of 1024."""
     number, unit = re.match(r"^([\d.]+)\s*([kmgt])", size.strip().lower()).groups()  # pyright: ignore[reportOptionalMemberAccess]
     return int(float(number) * 1024 ** _SIZE_POWERS[unit])
 
 
 def infer_device_from_resource_config(resource_config: ResourceConfig) -> Literal["cpu", "cuda", "tpu"]:
-    """The engine family that fits the device asked for."""
+    """Returns the engine family that fits the requested device."""
     match resource_config.device:
         case TpuConfig():
             return "tpu"

@@ -1,8 +1,4 @@
-"""Every failure Assay reports, as one tree.
-
-Each error says what was expected, what was found and what to do, survives pickling (Prefect and job backends
-send errors between processes), and knows which record status it leads to.
-"""
+"""All errors that Assay reports, as a single tree; they survive pickling, as backends send them between processes."""
 
 from __future__ import annotations
 
@@ -12,17 +8,14 @@ from concurrent.futures import CancelledError
 from typing import Any, ClassVar, Literal
 
 RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld"]
-"""Outcome of an evaluation of a cell; `failed` is the model's or benchmark's doing, `infra_failed` is ours."""
+"""Outcome of an evaluation of a cell; model or benchmark cause `failed`, Assay or the machines cause `infra_failed`."""
 _PACKAGES = ("flows", "tasks", "pools", "resources")
 
 
 class AssayError(Exception):
-    """Base of all errors that are meant to be read by a user.
+    """Base of all errors for users: the expectation (without a final full stop), the finding, and the remedy.
 
-    Args:
-        expected: what should have been the case, a clause or sentence without a final full stop.
-        found: what was the case instead, likewise; may end in several lines of log.
-        remedy: what the reader can do about it.
+    `found` may end in several log lines.
     """
 
     record_status: ClassVar[RecordStatus] = "infra_failed"
@@ -41,7 +34,7 @@ class AssayError(Exception):
         return _rebuild, (type(self), self.expected, self.found, self.remedy)
 
     def as_values(self) -> dict[str, str]:
-        """Return its parts and the name of its class, of which `error_of` makes it again in another process."""
+        """Returns its parts and class name, from which `error_of` recreates it in another process."""
         return {
             "kind": type(self).__name__,
             "expected": self.expected,
@@ -51,7 +44,7 @@ class AssayError(Exception):
 
 
 def error_of(values: Mapping[str, Any]) -> AssayError:
-    """Return the error that gave `as_values`, of its own class where this module has it.
+    """Recreates the error that gave `as_values`, with its own class if this module has it.
 
     Raises:
         KeyError: a part is missing.
@@ -66,48 +59,48 @@ def _rebuild(kind: type[AssayError], expected: str, found: str, remedy: str) -> 
 
 
 class BadInput(AssayError):
-    """The request cannot be right whatever the machines do: a config, a path, a name."""
+    """The request is wrong on any machine: a config, a path, a name."""
 
     record_status = "failed"
     exit_code = 3
 
 
 class CheckpointError(BadInput):
-    """A checkpoint folder cannot be evaluated as it stands."""
+    """A checkpoint folder cannot be evaluated in its current state."""
 
 
 class NoCheckpoints(CheckpointError):
-    """A run holds no complete checkpoint of the kind asked for."""
+    """A run has no complete checkpoint of the requested kind."""
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """A checkpoint is still being written, or was cut off."""
+    """A checkpoint is still being written, or its writing was cut off."""
 
 
 class CheckpointGone(IncompleteCheckpoint):
-    """A checkpoint's folder was removed, as trainers do that keep the newest few; no failure of the model."""
+    """A checkpoint's folder was removed, as by trainers that keep the newest few; no failure of the model."""
 
     record_status = "infra_failed"
 
 
 class UnknownBenchmark(BadInput):
-    """The evaluator knows no benchmark of that name."""
+    """The evaluator has no benchmark of that name."""
 
 
 class UnsatisfiableResources(BadInput):
-    """No machine of this backend can ever give what was asked for."""
+    """No machine of this backend can ever provide the requested resources."""
 
 
 class NoMatchingRegion(UnsatisfiableResources):
-    """No region that is described offers what was asked for."""
+    """No region in the regions file offers the requested resources."""
 
 
 class WrongRegion(BadInput):
-    """A job would read, or write, data of another region."""
+    """A job would read or write data of another region."""
 
 
 class OverBudget(BadInput):
-    """An evaluation is expected to cost more than it may, or nobody knows what; nothing of it was begun."""
+    """An evaluation has a too high or unknown expected cost; it did not start."""
 
 
 class PrefectUnavailable(AssayError):
@@ -115,7 +108,7 @@ class PrefectUnavailable(AssayError):
 
 
 class DeploymentFailed(AssayError):
-    """Prefect did not take a deployment."""
+    """Prefect rejected a deployment."""
 
 
 class NoUsableWorkPool(AssayError):
@@ -123,11 +116,11 @@ class NoUsableWorkPool(AssayError):
 
 
 class StorageError(AssayError):
-    """A file could not be read or written where it belongs."""
+    """A file could not be read or written at its path."""
 
 
 class IrregularFile(StorageError):
-    """A pipe, a device, a folder, or a link that leads out of its folder, where a file is expected."""
+    """A pipe, a device, a folder, or a link that leads out of its folder, in place of the expected file."""
 
 
 class EnvironmentBuildFailed(AssayError):
@@ -135,27 +128,27 @@ class EnvironmentBuildFailed(AssayError):
 
 
 class BackendUnavailable(AssayError):
-    """The cluster that runs the jobs does not answer, or does not let us in."""
+    """The cluster that runs the jobs does not answer, or refuses access."""
 
 
 class JobFailed(AssayError):
-    """A job ended, and not as it should."""
+    """A job ended without success."""
 
 
 class JobTimeout(AssayError, TimeoutError):
-    """A job did not end in the time its waiter was ready to give it."""
+    """A job did not end within its waiter's timeout."""
 
 
 class ActorDied(AssayError):
-    """An actor's process is gone for good, and what it knew with it."""
+    """An actor's process has ended for good, and its state is lost."""
 
 
 class ActorCallLost(AssayError):
-    """The connection to an actor broke during a call, which may have had its effect or not."""
+    """The connection to an actor broke during a call, which may have taken effect or not."""
 
 
 class ActorRestarted(ActorCallLost):
-    """An actor was ended from outside during a call, and begins anew, without what it knew."""
+    """An actor was killed from outside during a call, and restarts without its state."""
 
 
 class ActorCallCancelled(AssayError, CancelledError):
@@ -163,7 +156,7 @@ class ActorCallCancelled(AssayError, CancelledError):
 
 
 class ActorMethodFailed(AssayError):
-    """An actor's method raised something that cannot be sent to another process."""
+    """An actor's method raised an object that cannot be sent to another process."""
 
 
 class EngineStartFailed(AssayError):
@@ -171,11 +164,11 @@ class EngineStartFailed(AssayError):
 
 
 class EngineDied(AssayError):
-    """A replica that had answered is gone, and so are its restarts."""
+    """A replica that had answered is gone, and its restarts are used up."""
 
 
 class ModelUnusable(AssayError):
-    """The engine is up, but the weights it holds give no usable numbers."""
+    """The engine is up, but its weights give no usable numbers."""
 
     record_status = "failed"
     exit_code = 1
@@ -186,7 +179,7 @@ class SwapRefused(AssayError):
 
 
 class ReloadUnavailable(SwapRefused):
-    """The engine has no call that loads other weights; it never will, so it is not asked again."""
+    """The engine has no call that loads other weights, so no further reload is attempted."""
 
 
 class ProxyFailed(AssayError):
@@ -194,19 +187,19 @@ class ProxyFailed(AssayError):
 
 
 class ProxyRefused(ProxyFailed):
-    """The pool's proxy is there, and does not do what it was asked."""
+    """The pool's proxy is up, and refuses a request."""
 
 
 class CheckpointChanged(CheckpointError):
-    """A checkpoint is not what it was when its evaluation was planned."""
+    """A checkpoint differs from its state when its evaluation was planned."""
 
 
 class BenchmarksChanged(AssayError):
-    """Benchmarks, or files that they name, are not what they were when their evaluation was planned."""
+    """Benchmarks, or files that they name, differ from their state when their evaluation was planned."""
 
 
 class EndpointUnusable(AssayError):
-    """The endpoint cannot do what the evaluator needs of it."""
+    """The endpoint lacks a feature that the evaluator needs."""
 
 
 class HarnessFailed(AssayError):
@@ -217,95 +210,95 @@ class HarnessFailed(AssayError):
 
 
 class HarnessInterrupted(AssayError):
-    """The evaluator's process was killed, or ran past its wall clock."""
+    """The evaluator's process was killed, or exceeded its wall-clock limit."""
 
 
 class HarnessOutputInvalid(AssayError):
-    """The evaluator ended well, but left no results that can be read."""
+    """The evaluator exited normally, but left no readable results."""
 
 
 class CountsDisagree(AssayError):
-    """Requested, answered and scored are not the same number: the score is withheld."""
+    """The counts of requested, answered and scored samples differ: the score is withheld."""
 
     record_status = "withheld"
     exit_code = 1
 
 
 class GraderFailed(AssayError):
-    """A benchmark's grader scores right answers no better than an empty one: the score is withheld."""
+    """A benchmark's grader scores right answers no better than an empty answer: the score is withheld."""
 
     record_status = "withheld"
     exit_code = 1
 
 
 class AnswersCutOff(AssayError):
-    """More answers ended at the length limit than may: the score is withheld."""
+    """More answers ended at the length limit than allowed: the score is withheld."""
 
     record_status = "withheld"
     exit_code = 1
 
 
 class SinkFailed(AssayError):
-    """A sink cannot be reached when an evaluation begins; or did not take a record, which stands all the same."""
+    """A sink is unreachable when an evaluation begins, or rejected a record; the record remains valid."""
 
 
 class EvaluationIncomplete(AssayError):
-    """Wanted cells have no succeeded record: the model, a benchmark or the counts were at fault."""
+    """Requested cells have no succeeded record: the model, a benchmark or the counts were at fault."""
 
     record_status = "failed"
     exit_code = 1
 
 
 class StagingIncomplete(AssayError):
-    """Data could not be fetched for workers without a network, or does not load there."""
+    """Data could not be fetched for workers without a network, or does not load on them."""
 
 
 class TooManyErrors(AssayError):
-    """More prompts of a generation could not be answered than may; what was answered stays."""
+    """More prompts of a generation failed than allowed; finished answers are kept."""
 
     record_status = "failed"
     exit_code = 1
 
 
 class GateRefused(AssayError):
-    """A gate says NO-GO: a score is too low, worse than its baseline, or missing."""
+    """A gate returns NO-GO: a score is too low, worse than its baseline, or missing."""
 
     record_status = "failed"
     exit_code = 1
 
 
 class RecordsChanged(AssayError):
-    """Records, or their samples, are not what was written."""
+    """Records, or their samples, were changed after they were written."""
 
     record_status = "failed"
     exit_code = 1
 
 
 class NumbersChanged(AssayError):
-    """Another build of engine, harness or data gives other numbers for the same checkpoint."""
+    """Other versions of engine, harness or data give other numbers for the same checkpoint."""
 
     record_status = "failed"
     exit_code = 1
 
 
 class EvaluationInterrupted(AssayError):
-    """Wanted cells have no succeeded record, and running again may well give them one."""
+    """Requested cells have no succeeded record, and another run may well succeed."""
 
 
 class ClaimLost(EvaluationInterrupted):
-    """Somebody else has the cell by now, or was told that nobody is to have it: what was found out is not published."""
+    """The claim on a cell was ended, taken by another run, or not renewed in time: the result is not published."""
 
 
 class RecordUnwritten(AssayError):
-    """The outcome of a cell could not be written down, so nobody will know of it."""
+    """The outcome of a cell could not be written, so it is lost."""
 
 
 class UnexpectedError(AssayError):
-    """An exception that our own code did not foresee."""
+    """An exception that Assay's own code did not foresee."""
 
     @classmethod
     def of(cls, error: Exception, *, expected: str) -> UnexpectedError:
-        """Returns an error that names an exception's type and place, and not its text, which may quote anything."""
+        """Creates an error with an exception's type and location, without its message, which may quote secrets."""
         frames = [
             (str(frame.f_globals.get("__name__", "?")), line) for frame, line in traceback.walk_tb(error.__traceback__)
         ]

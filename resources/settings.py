@@ -1,8 +1,4 @@
-"""The only reader of the process environment.
-
-Every variable Assay looks at is a field of `Settings` (prefix `ASSAY_`) or one of the functions below; the rest of
-the code gets values as arguments.
-"""
+"""The only reader of the process environment, by fields of `Settings` (prefix `ASSAY_`) or the functions below."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ def _user_cache() -> Path:
 
 
 class Settings(BaseSettings):
-    """Settings of a machine's owner, each read from `ASSAY_<FIELD>`."""
+    """Settings of a machine, each read from `ASSAY_<FIELD>`."""
 
     model_config = SettingsConfigDict(env_prefix="ASSAY_", frozen=True, extra="ignore")
 
@@ -49,27 +45,28 @@ class Settings(BaseSettings):
     """Environments, journal, copies of checkpoints, logs of jobs."""
 
     built_environments: Path | None = None
-    """Folder of environments built ahead, as in Assay's images; looked in before that of the cache."""
+    """Folder of prebuilt environments, as in Assay's images; searched before the folder of the cache."""
 
     commit: str | None = None
-    """Commit that Assay was installed from, where that is no checkout; set in Assay's images."""
+    """Commit that Assay was installed from, for an installation without a checkout; set in Assay's images."""
 
     python: Path | None = None
-    """Interpreter that environments are built on; the running one when unset."""
+    """Python interpreter for environments; the running interpreter when unset."""
 
     pinned_lists: dict[str, Path] = {}
     """Pinned lists in place of Assay's own, by environment, as JSON: `{"lm-eval": "/lists/lm-eval-0.4.12.txt"}`."""
 
     jobs: str | None = None
-    """Place of jobs: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`,
+    """Backend of jobs: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`,
     `kubernetes://context/namespace?queue=name`, `slurm://partition`.
-    Set in every job, for the jobs inside it."""
+    Set in every job, for the jobs that it submits.
+    """
 
     job_image: str | None = None
-    """Container image of jobs on Kubernetes that name none themselves."""
+    """Container image of jobs on Kubernetes that name no image."""
 
     job_lease_seconds: float = Field(default=300.0, gt=0)
-    """Time that pods on Kubernetes go on without a sign of their submitter; 180 or more."""
+    """Seconds that pods on Kubernetes keep running without a heartbeat of their submitter; 180 or more."""
 
     slurm_dir: Path = Field(default_factory=lambda: Path.home() / ".assay" / "slurm")
     """Folder of jobs on Slurm, which all machines of the cluster see under this path."""
@@ -78,23 +75,24 @@ class Settings(BaseSettings):
     """File that describes regions, buckets and prices, in place of `deployments/regions.yaml`."""
 
     max_egress_usd: float = Field(default=0.0, ge=0)
-    """Most that reading the checkpoints of a pool, or of a job that loads them itself, from another region may cost."""
+    """Highest cost in USD of checkpoints read from another region by a pool, or by a job that loads them itself."""
 
     max_usd: float | None = Field(default=None, ge=0)
-    """Most that an evaluation may be expected to cost; else, or where nobody knows, nothing of it is begun."""
+    """Highest expected cost of an evaluation in USD; a higher or unknown cost is refused before the start."""
 
     region: str | None = None
-    """Region of this machine in the regions file, where no VM's metadata says it; set for flow runs at work pools."""
+    """Region of this machine in the regions file, if its metadata lacks it; set for flow runs at work pools."""
 
     prefix: str | None = None
-    """Place of this machine's data, such as `gs://marin-us-central2`, which says its region; else `MARIN_PREFIX`."""
+    """Root of this machine's data, such as `gs://marin-us-central2`; implies its region. Default: `MARIN_PREFIX`."""
 
     pools: str | None = None
-    """Folder, or place in a store, where `assay pool up` publishes pools for all machines that share it; else they are
-    found on their own machine."""
+    """Folder, or path in a store, where `assay pool up` publishes pools for all machines that share it; when unset,
+    pools are visible only on their own machine.
+    """
 
     pool_key: SecretStr | None = None
-    """Key of the pool that `--pool https://…` names; lets models be asked, and the pool's checkpoints be evaluated."""
+    """Key of the pool given as `--pool https://…`; allows model requests and evaluation of the pool's checkpoints."""
 
     pool_admin_key: SecretStr | None = None
     """Admin key of that pool; needed to evaluate checkpoints that the pool was not started with."""
@@ -106,41 +104,40 @@ class Settings(BaseSettings):
     """Key for the endpoint of a judge that is not a pool of this machine."""
 
     records_key: SecretStr | None = None
-    """Key that records are signed with; where it is set, a record without a valid signature counts as changed."""
+    """Key that signs records; when set, a record without a valid signature counts as changed."""
 
     offline: bool = False
-    """Tell harnesses and engines not to look for anything on a hub."""
+    """Keeps harnesses and engines from contacting a hub."""
 
     staging_max_bytes: int = Field(default=200 * 2**30, ge=0)
-    """Bound on local copies of checkpoints; the least recently used go first."""
+    """Maximum bytes of local copies of checkpoints; the least recently used are deleted first."""
 
     inherit: str = ""
-    """Further variables for engines, harnesses, proxies and sinks: `MY_MIRROR,CORP_*`; in full if they hold keys."""
+    """Further variables for engines, harnesses, proxies and sinks: `MY_MIRROR,CORP_*`; full names if they hold keys."""
 
     insecure: bool = False
-    """Let keys, prompts and answers of pools travel unencrypted between machines, whose network keeps strangers out."""
+    """Allows unencrypted keys, prompts and answers of pools between machines; only for networks without strangers."""
 
     code_isolation: Literal["required", "where_possible"] = "required"
-    """Refuse to run code that a model wrote where it cannot be isolated, or run it with this user's rights."""
+    """If model-written code cannot be isolated: `required` refuses, `where_possible` runs it as this user."""
 
     @property
     def environments_dir(self) -> Path:
-        """Folder with one virtual environment per pinned list; resolved, since scripts in it name their folder."""
+        """Folder with a virtual environment per pinned list; resolved, since scripts in it contain its path."""
         return (self.cache_dir / "environments").resolve()
 
     @property
     def jobs_dir(self) -> Path:
-        """Folder that holds one folder per local job: its specification, status and logs."""
         return self.cache_dir / "jobs"
 
     @property
     def engine_cache_dir(self) -> Path:
-        """Folder for what engines compile or inspect once and reuse at every later start."""
+        """Folder for compilation results of engines, reused at later starts."""
         return self.cache_dir / "engines"
 
     @property
     def jax_cache_dir(self) -> Path:
-        """Folder for what JAX compiles in trainings and Levanter's evaluations; resolved, since JAX's keys name it."""
+        """JAX's compilation cache, for trainings and Levanter's evaluations; resolved, as JAX's keys contain it."""
         return (self.cache_dir / "jax").resolve()
 
     @property
@@ -150,24 +147,23 @@ class Settings(BaseSettings):
 
     @property
     def pools_dir(self) -> Path:
-        """Folder with one file per pool that was kept up and published nowhere else: where it is, and its keys."""
+        """Folder with a file per running pool that is published nowhere else: its address and keys."""
         return self.cache_dir / "pools"
 
     @property
     def staging_dir(self) -> Path:
-        """Folder for local copies of checkpoints that lie in an object store."""
         return self.cache_dir / "staged"
 
 
 @cache
 def settings() -> Settings:
-    """The settings of this process, read once."""
+    """Returns the settings of this process; read once."""
     return Settings()
 
 
 @contextmanager
 def with_pinned_lists(lists: Mapping[str, Path]) -> Iterator[None]:
-    """Takes environments from other pinned lists while the block lasts, in this process and in jobs it starts."""
+    """Overrides pinned lists of environments within the block, in this process and in jobs that it starts."""
     variable, before = "ASSAY_PINNED_LISTS", settings().pinned_lists
     try:
         os.environ[variable] = json.dumps({name: str(path) for name, path in {**before, **lists}.items()})
@@ -179,7 +175,7 @@ def with_pinned_lists(lists: Mapping[str, Path]) -> Iterator[None]:
 
 
 def deployment_data(*names: str) -> Path:
-    """The path of a file or folder of `deployments/`: in the installed package, else in the checkout."""
+    """Returns the path of a file or folder of `deployments/`: in the installed package, else in the checkout."""
     installed = Path(__file__).parent / "deployments"
     return (installed if installed.is_dir() else Path(__file__).parents[1] / "deployments").joinpath(*names)
 
@@ -187,13 +183,10 @@ def deployment_data(*names: str) -> Path:
 def process_environment(
     overrides: dict[str, str] | None = None, *, inherited: Iterable[str] | None = None
 ) -> dict[str, str]:
-    """The environment for a child process: this one's, less what would leak our interpreter into another.
+    """Returns the environment for a child process, without variables that would leak this interpreter into another.
 
-    Args:
-        overrides: variables that win over the inherited ones.
-        inherited: names of those that it may have, see `resources/jobs/inheritance.py`; all when None.
-
-    Where there is an HTTP proxy, `NO_PROXY` names this machine, beside what it names here and in `overrides`.
+    `inherited` limits it to these names and patterns, see `resources/jobs/inheritance.py`; `overrides` are added. With
+    an HTTP proxy, `NO_PROXY` includes this machine, in addition to its entries in this process and in `overrides`.
     """
     left_out = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
     found = {name: value for name, value in os.environ.items() if name not in left_out}
@@ -204,7 +197,7 @@ def process_environment(
 
 
 def ask_this_machine_directly() -> None:
-    """Keeps libraries in this process from asking loopback through the network's HTTP proxy (for the command line)."""
+    """Keeps libraries in this process from using the HTTP proxy for loopback (for the command line)."""
     os.environ.update(_without_proxies(os.environ))
 
 
@@ -219,21 +212,21 @@ def _without_proxies(*environments: Mapping[str, str]) -> dict[str, str]:
 
 
 def may_inherit(name: str, value: str, inherited: Iterable[str]) -> bool:
-    """Returns True if a variable is named by a list or `ASSAY_INHERIT`, or a setting of ours that is no secret."""
+    """Returns True for a variable in the list, in `ASSAY_INHERIT`, or of an Assay setting that is no secret."""
     ours = (f"ASSAY_{field}".upper() for field in Settings.model_fields if not field.endswith("_key"))
     named = (part.strip() for part in settings().inherit.split(","))
     return is_named(name, value, (*inherited, *named, *ours, "MARIN_PREFIX"))
 
 
 def set_process_environment_defaults(defaults: dict[str, str]) -> None:
-    """Sets variables for this process that nobody has set yet (used by the command line, and before Ray connects)."""
+    """Sets variables of this process that are unset (used by the command line, and before Ray connects)."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def variable_set(name: str, value: str) -> Iterator[None]:
-    """Sets a variable for this process, and what it starts, while the block lasts."""
+    """Sets a variable of this process and its children within the block."""
     before = os.environ.get(name)
     os.environ[name] = value
     settings.cache_clear()
@@ -246,12 +239,12 @@ def variable_set(name: str, value: str) -> Iterator[None]:
 
 
 def set_tracking_server(uri: str) -> None:
-    """Makes a tracking server the one whose artifacts this process reads, whatever its variables say."""
+    """Sets the MLflow tracking server for artifacts that this process reads, overriding its variables."""
     os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
 def pip_find_links() -> list[str]:
-    """Folders or pages where this machine's pip also looks for wheels; uv does not read them by itself."""
+    """Returns the extra folders or pages where this machine's pip finds wheels; uv does not read this configuration."""
     found = os.environ.get("PIP_FIND_LINKS", "").split()
     if found:
         return found
@@ -271,22 +264,22 @@ def pip_find_links() -> list[str]:
 
 
 def data_prefix() -> str | None:
-    """Returns the place of this machine's data: `ASSAY_PREFIX`, else `MARIN_PREFIX`."""
+    """Returns the root of this machine's data: `ASSAY_PREFIX`, else `MARIN_PREFIX`."""
     return settings().prefix or os.environ.get("MARIN_PREFIX") or None
 
 
 def mlflow_tracking_uri() -> str | None:
-    """Returns the tracking server whose artifacts are read: MLflow's own `MLFLOW_TRACKING_URI`."""
+    """Returns the tracking server for reading artifacts: MLflow's own `MLFLOW_TRACKING_URI`."""
     return os.environ.get("MLFLOW_TRACKING_URI") or None
 
 
 def variable(name: str) -> str | None:
-    """A variable of this process that its user passes on to a job by name."""
+    """Returns a variable of this process that its user passes to a job by name."""
     return os.environ.get(name)
 
 
 def variables_like(pattern: str, *, but: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of this process whose names match a pattern and none of the others."""
+    """Returns the variables of this process that match a pattern and none of the patterns in `but`."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -295,36 +288,35 @@ def variables_like(pattern: str, *, but: Iterable[str] = ()) -> dict[str, str]:
 
 
 def forwarded_secrets() -> dict[str, str]:
-    """Credentials that jobs need wherever they run, as far as they are set here."""
+    """Returns the credentials that jobs need on every backend, as far as they are set locally."""
     names = ("HF_TOKEN", "WANDB_API_KEY")
     return {name: value for name in names if (value := os.environ.get(name))}
 
 
 def training_variables() -> dict[str, str]:
-    """Returns all that this process was told about a training that it submits, as far as it is set here."""
+    """Returns the run id and W&B variables for a training that this process submits, as far as they are set locally."""
     names = ("RUN_ID", "WANDB_API_KEY", "WANDB_MODE")
     return {name: value for name in names if (value := os.environ.get(name))}
 
 
 class ProxyKeys(BaseModel):
-    """Keys of one pool's proxy. They travel in its environment: a command line can be read by every user."""
+    """Keys of a pool's proxy, passed in its environment, since every user can read command lines."""
 
     model_config = ConfigDict(frozen=True)
 
     client: SecretStr
     """Key that evaluators send."""
     admin: SecretStr
-    """Key that the pool sends, and its users when they ask for checkpoints."""
+    """Key that the pool sends, and users that request checkpoints."""
     join: SecretStr
     """Key that replicas send."""
 
     @classmethod
     def new(cls) -> ProxyKeys:
-        """Keys that nobody can guess."""
         return cls(**{name: SecretStr(secrets.token_urlsafe(24)) for name in cls.model_fields})
 
     def as_environment(self) -> dict[str, str]:
-        """The variables that `proxy_keys` reads in the proxy's process."""
+        """Returns the variables that `proxy_keys` reads in the proxy's process."""
         return {
             POOL_KEY_VARIABLE: self.client.get_secret_value(),
             POOL_ADMIN_KEY_VARIABLE: self.admin.get_secret_value(),
@@ -333,10 +325,10 @@ class ProxyKeys(BaseModel):
 
 
 def proxy_keys() -> ProxyKeys:
-    """The keys that the pool gave to this process, which is its proxy.
+    """Returns the keys that the pool set for this process, its proxy.
 
     Raises:
-        ProxyFailed: one of them is not set, or empty.
+        ProxyFailed: a key is unset or empty.
     """
     names = {"client": POOL_KEY_VARIABLE, "admin": POOL_ADMIN_KEY_VARIABLE, "join": POOL_JOIN_TOKEN_VARIABLE}
     keys = {field: os.environ.get(name, "") for field, name in names.items()}
@@ -350,12 +342,12 @@ def proxy_keys() -> ProxyKeys:
 
 
 def pool_description() -> str:
-    """Returns what the pool says of itself to clients, as it gave it to this process, its proxy; else an empty text."""
+    """Returns the pool's description for clients, as the pool set it for this process, its proxy; empty when unset."""
     return os.environ.get(POOL_DESCRIPTION_VARIABLE, "")
 
 
 def join_token() -> str:
-    """The token with which this process, a replica, joins its pool."""
+    """Returns the token with which this process, a replica, joins its pool."""
     token = os.environ.get(POOL_JOIN_TOKEN_VARIABLE, "")
     if not token:
         raise ProxyFailed(
@@ -367,28 +359,28 @@ def join_token() -> str:
 
 
 def iris_job() -> str | None:
-    """The address, as `iris://host:port`, of the controller whose job this process belongs to; None outside of one."""
+    """Returns the controller of this process's job, as `iris://host:port`; None outside of Iris jobs."""
     address = os.environ.get("IRIS_CONTROLLER_ADDRESS") or os.environ.get("IRIS_CONTROLLER_URL")
     return f"iris://{address.split('://')[-1]}" if address and os.environ.get("IRIS_TASK_ID") else None
 
 
 def iris_task() -> str | None:
-    """The task of Iris, as `/user/job/0`, that this process belongs to; None outside of one."""
+    """Returns the Iris task of this process, as `/user/job/0`; None outside of Iris jobs."""
     return os.environ.get("IRIS_TASK_ID", "").partition(":")[0] or None
 
 
 def announcement_path() -> Path | None:
-    """The file whose content the backend passes to holders of this job's handle; None outside of jobs."""
+    """Returns the file that the backend forwards to holders of this job's handle; None outside of jobs."""
     name = os.environ.get("ASSAY_ANNOUNCEMENT")
     return Path(name) if name else None
 
 
 def process_rank() -> int:
-    """Number of this process among those of its job, where each host of a replica has one; 0 outside of jobs."""
+    """Returns the rank of this process in its job, with a process per host of each replica; 0 outside of jobs."""
     replica, host, hosts = (int(os.environ.get(f"ASSAY_{name}", "0")) for name in _PLACE)
     return replica * hosts + host
 
 
 def job_id() -> str:
-    """The job that this process belongs to, empty where it belongs to none."""
+    """Returns the job id of this process; empty outside of jobs."""
     return os.environ.get("ASSAY_JOB_ID", "")

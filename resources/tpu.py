@@ -1,6 +1,6 @@
-"""The TPU slices that Google Cloud offers: how many chips, hosts and VMs stand behind each name.
+"""The TPU slices that Google Cloud offers: the number of chips, hosts and VMs for each name.
 
-Source: the Cloud TPU configuration tables as Levanter and Marin use them. A v4 or v5p name counts TensorCores (two a
+Source: the Cloud TPU configuration tables as Levanter and Marin use them. A v4 or v5p name counts TensorCores (two per
 chip); a v5litepod or v6e name counts chips.
 """
 
@@ -15,7 +15,7 @@ from resources.errors import BadInput
 
 @dataclass(frozen=True)
 class TpuTopology:
-    """One slice: `chips` in all, over `hosts` machines that run `vms` VMs with `chips_per_vm` chips each."""
+    """A slice: `chips` in total, over `hosts` machines that run `vms` VMs with `chips_per_vm` chips each."""
 
     variant: str
     chips: int
@@ -25,11 +25,11 @@ class TpuTopology:
 
 
 TPU_TYPE_VARIABLE = "ASSAY_TPU_TYPE"
-"""Type of the slice that a job has got, for its processes, where the backend knows."""
+"""Variable with the type of a job's slice, set for its processes if the backend knows it."""
 
 
 def tpu_type_in(variables: Mapping[str, str]) -> str | None:
-    """The type of slice that a process with these variables has got; None where neither backend nor machine says."""
+    """Returns the slice type of a process with these variables; None if neither backend nor machine sets it."""
     return variables.get(TPU_TYPE_VARIABLE) or variables.get("TPU_ACCELERATOR_TYPE") or None
 
 
@@ -38,8 +38,8 @@ _V5P_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288)
 
 
 _CUBE_CORES = 128
+# Slices of these generations consist of any number of cubes of 4x4x4 chips, up to these TensorCores.
 _MOST_CORES = {"v4": 8192, "v5p": 12288}
-"""Slices of these generations are put together from cubes of 4x4x4 chips, as many of them as one wants."""
 
 
 def _by_cores(family: str, cores: int) -> TpuTopology:
@@ -54,7 +54,7 @@ _TABLE = (
     TpuTopology("v5litepod-2", 2, 1, 1, 2),
     TpuTopology("v5litepod-4", 4, 1, 1, 4),
     TpuTopology("v5litepod-8", 8, 1, 1, 8),
-    # From 16 chips on, a v5e host carries eight chips but is cut into two VMs of four.
+    # From 16 chips on, a v5e host carries eight chips but is split into two VMs of four.
     TpuTopology("v5litepod-16", 16, 2, 4, 4),
     TpuTopology("v5litepod-32", 32, 4, 8, 4),
     TpuTopology("v5litepod-64", 64, 8, 16, 4),
@@ -71,32 +71,32 @@ _TABLE = (
 )
 
 CORES_PER_CHIP = {"v4": 60, "v5litepod": 24, "v5p": 52, "v6e": 22}
-"""vCPUs of the smallest VM of each generation, by chip."""
+"""vCPUs per chip of the smallest VM of each generation."""
 GIB_PER_CHIP = {"v4": 100, "v5litepod": 44, "v5p": 112, "v6e": 170}
-"""Its memory, by chip."""
+"""Memory (GiB) per chip of the smallest VM of each generation."""
 
 TPU_TOPOLOGIES: dict[str, TpuTopology] = {topology.variant: topology for topology in _TABLE}
-"""The usual slices by their names; `tpu_topology` knows all of them."""
+"""The usual slices by name; `tpu_topology` accepts all valid names."""
 
 
 def canonical_variant(name: str) -> str:
-    """The table's spelling of a slice name: `v5e-16` and `V5litePod-16` are both `v5litepod-16`."""
+    """Returns the table's spelling of a slice name: `v5e-16` and `V5litePod-16` are both `v5litepod-16`."""
     lowered = name.strip().lower()
     return f"v5litepod-{lowered.removeprefix('v5e-')}" if lowered.startswith("v5e-") else lowered
 
 
 def largest_of_one_vm(variant: str) -> str:
-    """The largest slice of a slice's generation that is one VM."""
+    """Returns the largest single-VM slice of a slice's generation."""
     beginning = f"{variant.partition('-')[0]}-"
     alike = [known for known in TPU_TOPOLOGIES.values() if known.vms == 1 and known.variant.startswith(beginning)]
     return max(alike, key=lambda known: known.chips).variant
 
 
 def tpu_topology(name: str) -> TpuTopology:
-    """Looks a slice up.
+    """Returns the topology of a slice.
 
     Raises:
-        BadInput: no slice has that name; the message offers the nearest ones.
+        BadInput: no slice has that name; the message offers the nearest names.
     """
     variant = canonical_variant(name)
     if variant in TPU_TOPOLOGIES:

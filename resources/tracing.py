@@ -1,7 +1,6 @@
-"""Traces of what this process does, sent to an OpenTelemetry collector; none unless its own variables name one.
+"""Traces of this process, sent to an OpenTelemetry collector; off unless OpenTelemetry's own variables name it.
 
-Nothing of OpenTelemetry is imported before that. Spans are sent by a thread beside the work, which drops them where the
-collector does not take them, and hold neither messages of errors nor anything that was asked or answered.
+A background thread sends the spans, without error messages, prompts or answers, and drops them if they are rejected.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer
 
+# For sending spans to the collector, and for the last spans at the end.
 _COLLECTOR_SECONDS = 2.0
-"""Longest time that a collector has to take spans, and that is waited for it once all is done."""
 _NANOSECONDS = 1e9
 
 _log = logging.getLogger("assay.tracing")
@@ -29,7 +28,7 @@ _requests_of: ContextVar[str | None] = ContextVar("requests_of", default=None)
 
 
 def traces_endpoint() -> str | None:
-    """The whole address that traces go to, by OpenTelemetry's own variables; None where they name none."""
+    """Returns the full URL for traces from OpenTelemetry's own variables; None if they name none."""
     if (variable("OTEL_SDK_DISABLED") or "").lower() == "true" or variable("OTEL_TRACES_EXPORTER") == "none":
         return None
     base = variable("OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -38,7 +37,7 @@ def traces_endpoint() -> str | None:
 
 @contextmanager
 def tracing(name: str, **attributes: str | int) -> Iterator[None]:
-    """Traces the block and the spans in it, here and in copies of the context; a block in another is a span of that."""
+    """Traces the block and its spans, also in copies of the context; a nested block becomes a span of the outer."""
     if _tracer.get() is not None or (provider := _provider()) is None:
         with span(name, **attributes):
             yield
@@ -66,7 +65,7 @@ def _provider() -> TracerProvider | None:
         named = Resource.create({"service.name": "assay"}).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=named, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=_COLLECTOR_SECONDS)))
-    except Exception as error:  # noqa: BLE001 - the boundary: no evaluation fails since nobody can watch it
+    except Exception as error:  # noqa: BLE001 - the boundary: a broken tracer must not fail an evaluation
         _log.warning("nothing is traced: %s", error)
         return None
     return provider
@@ -74,7 +73,7 @@ def _provider() -> TracerProvider | None:
 
 @contextmanager
 def span(name: str, **attributes: str | int) -> Iterator[None]:
-    """Makes the block a span of the trace that it is in, if it is in one; an exception that passes marks it."""
+    """Makes the block a span of the current trace, if there is a trace; an exception marks the span as failed."""
     if (tracer := _tracer.get()) is None:
         yield
         return
@@ -91,7 +90,7 @@ def span(name: str, **attributes: str | int) -> Iterator[None]:
 
 
 def mark(*, failed: bool = False, **attributes: str | int) -> None:
-    """Sets attributes of the span that this is called in, if it is in one, and whether it failed."""
+    """Sets attributes and the failed state of the current span, if there is a span."""
     if _tracer.get() is None:
         return
     from opentelemetry.trace import StatusCode, get_current_span
@@ -102,14 +101,10 @@ def mark(*, failed: bool = False, **attributes: str | int) -> None:
 
 
 def past_span(name: str, *, ended: float, phases: Mapping[str, float], began: float, **attributes: str | int) -> None:
-    """Adds a span of something that another process did, to the span that this is called in, if it is in one.
+    """Adds a span for finished work of another process to the current span, if there is a span.
 
-    Args:
-        name: of the span.
-        ended: time of its end, in seconds since 1970.
-        phases: seconds of its parts, which followed each other; spans within it.
-        began: time of its beginning.
-        attributes: of the span.
+    `began` and `ended` are in seconds since 1970; `phases` are the seconds of consecutive parts, which become inner
+    spans.
     """
     if (tracer := _tracer.get()) is None:
         return
@@ -125,7 +120,7 @@ def past_span(name: str, *, ended: float, phases: Mapping[str, float], began: fl
 
 @contextmanager
 def span_of_requests(name: str, **attributes: str | int) -> Iterator[None]:
-    """Makes the block a span as `span` does, to which the requests belong that are sent for it."""
+    """Makes the block a span as `span` does, and the parent of requests that the block sends."""
     with span(name, **attributes):
         token = _requests_of.set(_current())
         try:
@@ -135,7 +130,7 @@ def span_of_requests(name: str, **attributes: str | int) -> Iterator[None]:
 
 
 def traceparent() -> str | None:
-    """Names the span that requests sent from here belong to, as a `traceparent` header does; None without one."""
+    """Returns the `traceparent` header for requests sent from the current block; None without a span."""
     return _requests_of.get()
 
 

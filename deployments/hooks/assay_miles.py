@@ -1,12 +1,12 @@
-"""Hands evaluations of a miles training over to Assay: `--eval-function-path assay_miles.AssayEvalFn`.
+"""Delegates the evaluations of a miles training to Assay: `--eval-function-path assay_miles.AssayEvalFn`.
 
     train_async.py ... --eval-interval 20 --save-interval 20 --save-hf RUN/hf/step_{rollout_id} \\
         --eval-function-path assay_miles.AssayEvalFn
 
-Without `--eval-hf-dir`, whose snapshots are deleted. Each point appears in miles' own curves as
-`eval/skipped_evaluated_by_assay`; the scores are Assay's records. Read: radixark/miles 31f1ca9
-(`rollout/checkpoint_eval.py`, `ray/rollout/{eval_dispatch,rollout_manager}.py`: an export that is marked `.complete` is
-handed over, `EvalSkip` ends a point without a score).
+Do not set `--eval-hf-dir`: its snapshots are deleted. Each point appears in miles' own curves as
+`eval/skipped_evaluated_by_assay`; the scores are in Assay's records. Read: radixark/miles 31f1ca9
+(`rollout/checkpoint_eval.py`, `ray/rollout/{eval_dispatch,rollout_manager}.py`: `evaluate_checkpoint` gets an export
+that is marked `.complete`, and `EvalSkip` ends a point without a score).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from miles.rollout.checkpoint_eval import CheckpointEvalFn, EvalSkip  # pyright:
 
 
 class AssayEvalFn(CheckpointEvalFn):
-    """Tells Assay of each export, and leaves the evaluation to it."""
+    """Notifies Assay of each export, which evaluates it."""
 
     def __init__(self, input: RolloutFnConstructorInput) -> None:
         pass
 
     async def evaluate_checkpoint(self, checkpoint_dir: str, input: RolloutFnEvalInput) -> RolloutFnEvalOutput:
-        """Called for each evaluation that is due, with an export that is whole."""
+        """Called for each due evaluation, with a complete export."""
         _tell(checkpoint_dir)
         raise EvalSkip("evaluated_by_assay")
 

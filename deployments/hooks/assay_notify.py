@@ -1,11 +1,10 @@
-"""Tells Assay that a checkpoint is complete, from within a training that neither waits for this nor fails with it.
+"""Notifies Assay of complete checkpoints from within a training, without blocking or failing it. Standard library only.
 
-The hooks beside this file use it; it needs Python's own library alone. `assay notify` runs in a thread, for at most
-`NOTIFY_SECONDS`; before it one checkpoint at a time is prepared, exported for example, within `PREPARE_SECONDS` of the
-call, or not at all. What goes wrong is logged by the logger `assay`. A training that ends waits for threads that are
-at work.
+`assay notify` runs in a thread, for at most `NOTIFY_SECONDS`. Before that, checkpoints are prepared one at a time, for
+example exported; a checkpoint that is not prepared within `PREPARE_SECONDS` of the call is skipped. Errors are logged
+by the logger `assay`. A training that ends waits for running threads.
 
-The environment of the training says where Assay is: `ASSAY`, its command (`assay` when unset), and `PREFECT_API_URL`.
+Environment variables of the training locate Assay: `ASSAY`, its command (`assay` when unset), and `PREFECT_API_URL`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
-NOTIFY_SECONDS = 90.0  # it takes 4 s, and as long as Prefect's client tries to reach a server that is away
+NOTIFY_SECONDS = 90.0  # it takes 4 s, or as long as Prefect's client retries an unreachable server
 PREPARE_SECONDS = 3600.0
 
 Arguments = ParamSpec("Arguments")
@@ -30,13 +29,13 @@ _PREPARING = threading.Lock()  # each export has a model in memory
 
 
 def harmless(hook: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Logs what a hook raises: whatever that is, the training goes on."""
+    """Logs exceptions of a hook, so that the training goes on."""
 
     @wraps(hook)
     def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
             hook(*args, **kwargs)
-        except Exception:  # the boundary between a hook and the training that calls it
+        except Exception:  # the boundary between a hook and its training
             LOG.exception("Assay was not told of a checkpoint")
 
     return guarded
@@ -49,13 +48,10 @@ def notify(
     seconds: float = NOTIFY_SECONDS,
     prepare_seconds: float = PREPARE_SECONDS,
 ) -> threading.Thread:
-    """Has a thread prepare a checkpoint, where that is needed, and say that it is complete.
+    """Starts a thread that prepares a checkpoint folder, if needed, and notifies Assay that it is complete.
 
-    Args:
-        checkpoint: its folder, in any store that Assay reads.
-        prepare: makes it, an export for example, before the time of `time.monotonic()` that it is given.
-        seconds: how long telling may take.
-        prepare_seconds: until preparing has to be done, the wait for others with it.
+    `prepare` gets its deadline in the time of `time.monotonic()`. `seconds` bounds the notification, `prepare_seconds`
+    the preparation with its wait for other preparations.
     """
 
     deadline = time.monotonic() + prepare_seconds
@@ -78,7 +74,7 @@ def notify(
 
 def _say(checkpoint: str, *, seconds: float) -> None:
     argv = [*shlex.split(os.environ.get("ASSAY", "assay")), "notify", checkpoint, "--json"]
-    # What is set for the training's Python is not meant for Assay's.
+    # Variables for the training's Python must not affect Assay's.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode != 0:

@@ -1,14 +1,14 @@
-"""Makes checkpoints of prime-rl's weight broadcasts, beside its training, and tells Assay of them.
+"""Makes checkpoints of prime-rl's weight broadcasts in a separate process, and notifies Assay of them.
 
     python assay_prime_rl.py RUN_DIR MODEL_FOLDER [EVERY]
 
-prime-rl has no callbacks and exports no checkpoints; `broadcasts/step_N` has the weights, is marked with `STABLE` when
-it is whole, and is soon deleted. Each that is marked, or those of every so many steps, becomes `RUN_DIR/hf/step_N`: its
-weights by hard links, which copy nothing, with config and tokenizer of MODEL_FOLDER, the model that the training began
-with. Train with `[weight_broadcast] type = "filesystem"` and without LoRA, whose broadcasts are adapters. It ends with
-Ctrl-C. Read: PrimeIntellect-ai/prime-rl 559b447, v0.8.1.dev67 (`transports/weights/filesystem.py`, `trainer/utils.py`:
-a broadcast is deleted two steps later, unless it is due for a checkpoint too; `utils/weights.py`: files are renamed
-into place, never written over, so a link keeps what it shows).
+prime-rl has no callbacks and exports no checkpoints; `broadcasts/step_N` contains the weights, is marked with `STABLE`
+when complete, and is soon deleted. Each marked broadcast, or each of every EVERY steps, becomes `RUN_DIR/hf/step_N`:
+its weights by hard links, which copy nothing, with config and tokenizer of MODEL_FOLDER, the initial model of the
+training. Train with `[weight_broadcast] type = "filesystem"` and without LoRA, since its broadcasts are adapters. Ends
+with Ctrl-C. Read: PrimeIntellect-ai/prime-rl 559b447, v0.8.1.dev67 (`transports/weights/filesystem.py`,
+`trainer/utils.py`: a broadcast is deleted two steps later, unless it is due for a checkpoint too; `utils/weights.py`:
+files are renamed into place, never overwritten, so a link keeps its content).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ BESIDE = {".json", ".jinja", ".model", ".txt"}
 
 @harmless
 def tell(broadcast: Path, model: Path, *, every: int) -> None:
-    """Makes the checkpoint of a broadcast, unless it is there, and tells Assay of it."""
+    """Makes the checkpoint of a broadcast, unless it exists, and notifies Assay of it."""
     checkpoint = broadcast.parents[1] / "hf" / broadcast.name
     weights = sorted((f for f in broadcast.iterdir() if f.name.endswith(WEIGHTS)), key=lambda f: f.suffix == ".json")
     if int(broadcast.name.removeprefix("step_")) % every != 0 or _shows(checkpoint, weights):
         return
     if not weights or (broadcast / "adapter_config.json").exists():
         raise ValueError(f"{broadcast} has no whole model: broadcast through files, and without LoRA")
-    shutil.rmtree(checkpoint, ignore_errors=True)  # of the same step before the training was resumed
+    shutil.rmtree(checkpoint, ignore_errors=True)  # a leftover of the same step from before the training was resumed
     checkpoint.mkdir(parents=True)
     try:
         for file in model.iterdir():
             if file.suffix in BESIDE and not file.name.endswith(WEIGHTS):
                 shutil.copyfile(file, checkpoint / file.name)
-        for file in weights:  # last, and the index as the last of them, so that what is not whole lacks something
+        for file in weights:  # last, and their index at the very end, so that an incomplete checkpoint lacks a file
             os.link(file, checkpoint / file.name)
-    except OSError:  # the broadcast was deleted meanwhile, or lies on another disk
+    except OSError:  # the broadcast was deleted in the meantime, or is on another disk
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise
     notify(str(checkpoint))
@@ -58,13 +58,13 @@ def _shows(checkpoint: Path, weights: list[Path]) -> bool:
 def follow(
     run: Path, model: Path, *, every: int = 1, looks: int | None = None, pause_seconds: float = POLL_SECONDS
 ) -> None:
-    """Tells of each broadcast once it is marked, and again if it was written again; without end unless `looks` says."""
+    """Notifies Assay of each marked broadcast, and again if it was rewritten; `looks` limits the number of polls."""
     seen: set[tuple[str, int]] = set()
     while looks is None or looks > 0:
         for mark in run.glob("broadcasts/step_*/STABLE"):
             try:
                 state = (mark.parent.name, mark.stat().st_mtime_ns)
-            except FileNotFoundError:  # deleted meanwhile
+            except FileNotFoundError:  # deleted in the meantime
                 continue
             if state not in seen:
                 seen.add(state)

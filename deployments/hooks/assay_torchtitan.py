@@ -1,14 +1,14 @@
-"""Exports every checkpoint of a torchtitan training to Hugging Face format and tells Assay of it.
+"""Exports every checkpoint of a torchtitan training to Hugging Face format and notifies Assay of it.
 
 In the configuration, in place of `CheckpointManager.Config(...)`:
 
     checkpoint=AssayCheckpointManager.Config(enable=True, interval=500, model_name="llama3", model_flavor="8B")
 
 The first process exports in a thread, with torchtitan's own script, on the CPU: a copy of the model in float32 must fit
-in the host's memory. Start the training in torchtitan's repository, where `scripts/` is, with `checkpoint.folder` on
-this machine or a mount. Read: pytorch/torchtitan b5bcd76 (`components/checkpointer/{base,dcp}.py`, whose `_save`
-returns whether a checkpoint was written or, in asynchronous modes, staged; `scripts/checkpoint_conversion/
-convert_to_hf.py`, which copies neither config nor tokenizer). Run: these, with PyTorch 2.13.0, on its debug model.
+in the host's memory. Start the training in torchtitan's repository, which has `scripts/`, with `checkpoint.folder` on
+this machine or a mount. Read: pytorch/torchtitan b5bcd76 (`components/checkpointer/{base,dcp}.py`: `_save` returns
+whether a checkpoint was written or, in asynchronous modes, staged; `scripts/checkpoint_conversion/convert_to_hf.py`
+copies neither config nor tokenizer). Tested with this version, with PyTorch 2.13.0, on its debug model.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SCRIPT = "scripts/checkpoint_conversion/convert_to_hf.py"
 
 
 class AssayCheckpointManager(CheckpointManager):
-    """Saves as torchtitan does, and has each checkpoint exported to `hf/` beside it."""
+    """Saves as torchtitan does, and exports each checkpoint to `hf/` next to it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """That of torchtitan, and the model as its script names it."""
+        """torchtitan's configuration, with the model's name and flavor for its script."""
 
         model_name: str
         model_flavor: str
@@ -66,24 +66,22 @@ class AssayCheckpointManager(CheckpointManager):
 
 
 def _whole_after(state: Path) -> set[str]:
-    """The later steps beside a checkpoint that are whole."""
     steps = {file.parent.name.removeprefix("step-") for file in state.parent.glob("step-*/.metadata")}
     return {step for step in steps if step.isdigit() and int(step) > int(state.name.removeprefix("step-"))}
 
 
 def _wait(state: Path, before: set[str], *, deadline: float) -> None:
-    """Waits until a checkpoint is whole; not once another save after it is, since torchtitan makes one at a time."""
     while True:
         later, late = _whole_after(state) - before, time.monotonic() > deadline
         if (state / ".metadata").exists():
             return
+        # torchtitan saves one at a time: a complete later save means that this save failed
         if later or late:
             raise TimeoutError(f"{state} is not whole, and {'later ones are' if later else 'its time is over'}")
         time.sleep(1)
 
 
 def _convert(state: Path, export: Path, options: list[str], *, deadline: float) -> None:
-    """Converts a checkpoint that is whole."""
     subprocess.run(
         [sys.executable, SCRIPT, str(state), str(export), *options],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

@@ -1,6 +1,6 @@
-"""Builds one environment into an image, where Assay looks for it: `python build.py MODULE NAME [KEY]`.
+"""Builds an environment into an image, in Assay's folder for it: `python build.py MODULE NAME [KEY]`.
 
-Runs before Assay's code is copied, so that a change to the code builds no environment anew.
+Runs before Assay's code is copied, so that code changes do not rebuild environments.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Actors: objects that live in a process of a job. Built on jobs; nothing below knows them."""
+"""Actors: objects that live in a process of a job. Built on jobs; jobs and backends do not depend on actors."""

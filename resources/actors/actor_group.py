@@ -1,4 +1,4 @@
-"""Several equal actors: waiting for enough of them, learning of new ones, ending all."""
+"""A group of equal actors: waiting until enough are ready, finding newly ready actors, ending all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ _ENDED_AT_ONCE = 16
 
 
 class ActorGroup:
-    """Handles on actors that were created together.
-
-    Args:
-        actors: the handles.
-        name: what their creator called the group.
-    """
+    """Handles on actors that were created together; `name` is for messages."""
 
     def __init__(self, actors: Iterable[ActorHandle], *, name: str) -> None:
         self._actors = list(actors)
@@ -37,30 +32,26 @@ class ActorGroup:
         return self._actors[index]
 
     def add(self, actor: ActorHandle) -> None:
-        """Takes one more actor in."""
         self._actors.append(actor)
 
     @property
     def ready_count(self) -> int:
-        """Returns the number of actors that take calls now."""
         return len(self.ready())
 
     def ready(self) -> list[ActorHandle]:
-        """Those that take calls now."""
         return [actor for actor in self._actors if actor.job.announced() and not actor.job.status().finished]
 
     def discover_new(self) -> list[ActorHandle]:
-        """Those that take calls now and were not returned by this method before."""
+        """Returns the ready actors that no earlier call of this method returned."""
         found = [actor for actor in self.ready() if actor.job.job_id not in self._discovered]
         self._discovered.update(actor.job.job_id for actor in found)
         return found
 
     def statuses(self) -> list[JobStatus]:
-        """Returns the state of each actor's job, in their order."""
         return [actor.job.status() for actor in self._actors]
 
     def wait_ready(self, count: int | None = None, *, timeout: float | None = None) -> list[ActorHandle]:
-        """Blocks until `count` actors take calls, all of them when None; returns those that do."""
+        """Blocks for up to `timeout` seconds until `count` actors, all when None, accept calls; returns them."""
         wanted = len(self._actors) if count is None else count
         if wanted > len(self._actors):
             raise BadInput(
@@ -84,7 +75,7 @@ class ActorGroup:
         return ready
 
     def shutdown(self) -> None:
-        """Ends all of them, and returns when nothing of them is left."""
+        """Ends all actors, and returns after their jobs have ended."""
         with ThreadPoolExecutor(_ENDED_AT_ONCE) as workers:
             for ending in [workers.submit(actor.job.terminate) for actor in self._actors]:
                 ending.result()

@@ -1,7 +1,6 @@
-"""Handles on actors: `handle.method(...)` calls and waits, `handle.method.remote(...)` gives a future.
+"""Handles on actors: `handle.method(...)` calls and waits, `handle.method.remote(...)` returns a future.
 
-A handle can be pickled and used in any process that finds the actor's backend and knows the user's key, such as the
-jobs of the same user.
+A handle can be pickled, and used in any process with access to the backend and the user's key, such as the user's jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from resources.jobs.waiting import growing_pauses
 
 
 class ActorFuture:
-    """The answer of an actor that will come."""
+    """The pending answer of an actor."""
 
     def __init__(self, answer: Future[Frame], *, line: ActorLine, full_name: str) -> None:
         self._answer = answer
@@ -32,17 +31,12 @@ class ActorFuture:
         self._full_name = full_name
 
     def done(self) -> bool:
-        """Returns True if the answer, or the reason why there is none, is here."""
         return self._answer.done()
 
     is_done = done
 
     def cancel(self) -> bool:
-        """Returns True if the call has not begun, and never will: waiting for its result is an error then.
-
-        A call that runs is not interrupted, goes on, and can be waited for as before: False, as for one that has
-        ended, and for one whose actor is gone.
-        """
+        """Cancels the call before it begins, and returns True; False if it runs, has finished, or is lost."""
         return not self.done() and self._line.cancel(self._answer)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -72,7 +66,7 @@ class ActorFuture:
     def _read(self, frame: Frame) -> Any:
         try:
             return pickle.loads(frame.body)
-        except Exception as error:  # whatever the objects' own pickling code raises
+        except Exception as error:  # the objects' own pickling code can raise anything
             raise self._unreadable(f"its result: {type(error).__name__}: {error}") from error
 
     def _failed(self, found: str) -> ActorMethodFailed:
@@ -91,7 +85,7 @@ class ActorFuture:
 
 
 class ActorMethod:
-    """One method of an actor, called by a handle."""
+    """A method of an actor, called through a handle."""
 
     def __init__(self, line: ActorLine, *, actor: str, method: str) -> None:
         self._line = line
@@ -99,14 +93,13 @@ class ActorMethod:
         self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls it and waits; see `ActorFuture.result`."""
         return self.remote(*args, **kwargs).result()
 
     def remote(self, *args: Any, **kwargs: Any) -> ActorFuture:
-        """Calls it and returns at once, also before the actor has started."""
+        """Calls the method and returns at once, even before the actor has started."""
         try:
             body = cloudpickle.dumps((args, kwargs))
-        except Exception as error:  # whatever the objects' own pickling code raises
+        except Exception as error:  # the objects' own pickling code can raise anything
             raise BadInput(
                 expected=f"arguments of {self._full_name} that can be pickled, since they are sent to another process",
                 found=f"{type(error).__name__}: {error}",
@@ -116,10 +109,7 @@ class ActorMethod:
 
 
 class ActorHandle:
-    """An actor; every public method of its object is a method of this.
-
-    `name`, `job` and `wait_ready` are the handle's own.
-    """
+    """A handle on an actor, with every public method of its object, and its own `name`, `job` and `wait_ready`."""
 
     def __init__(self, client: Client, job: JobHandle, *, name: str) -> None:
         self._client = client
@@ -129,16 +119,14 @@ class ActorHandle:
 
     @property
     def name(self) -> str:
-        """Returns the name that its creator gave it."""
         return self._name
 
     @property
     def job(self) -> JobHandle:
-        """The job that it is: its status, its logs, its end."""
         return self._job
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Blocks until the object is made and takes calls."""
+        """Blocks until the object is constructed and accepts calls, for at most `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = growing_pauses()
         while True:

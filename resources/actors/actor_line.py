@@ -1,7 +1,7 @@
-"""A process's connection to one actor: made at the first call, made anew after a restart, given up when it is dead.
+"""A process's connection to an actor: opened at the first call, reopened after a restart, closed when the actor dies.
 
-One thread per actor and process does all of it. A call is sent at once where there is a connection, and waits for one
-where the actor has not started yet. A broken connection ends the calls on their way: the job says why.
+A single thread per actor and process does the work. A call is sent at once over an open connection, and is queued while
+the actor has not started. A broken connection fails the calls in flight; the job's status provides the reason.
 """
 
 from __future__ import annotations
@@ -22,36 +22,30 @@ from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
 from resources.jobs.user_key import USER_KEY_VARIABLE, user_key
 from resources.jobs.waiting import growing_pauses
 
-_CONNECT_SECONDS = 5.0  # one attempt
+_CONNECT_SECONDS = 5.0  # per attempt
 _SHOWN_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """Time that a line waits before it gives an actor up."""
+    """Timeouts before a line gives an actor up."""
 
     unreachable_seconds: float = 30.0
-    """For an announced address to answer; a stale one changes long before, as a job's end is seen in a second."""
+    """Time for an announced address to answer; stale addresses change much sooner: a job's end is seen within 1 s."""
     unexplained_seconds: float = 10.0
-    """For the job to say why a connection broke whose other end is still announced."""
+    """Time for the job's status to explain a broken connection while its address is still announced."""
     silent_seconds: float = 5.0
-    """Between two looks at the job while calls are on their way."""
+    """Time between two polls of the job while calls are in flight."""
 
 
 class ActorLine:
-    """Carries calls to one actor and its answers back.
-
-    Args:
-        job: the actor's process.
-        name: what its creator called it, for messages.
-        patience: how long it waits.
-    """
+    """Carries calls to an actor and its answers back; `name` is for messages."""
 
     def __init__(self, job: JobHandle, *, name: str, patience: Patience = Patience()) -> None:
         self._job = job
         self._name = name
         self._patience = patience
-        self._lock = threading.Lock()  # of all below; also held while sending, so that frames stay whole
+        self._lock = threading.Lock()  # of all fields below; also held while sending, to keep frames whole
         self._numbers = itertools.count()
         self._on_their_way: dict[int, Future[Frame]] = {}
         self._waiting: deque[tuple[Frame, Future[Frame]]] = deque()
@@ -63,11 +57,10 @@ class ActorLine:
 
     @property
     def is_dead(self) -> bool:
-        """Returns True if no call will ever be answered."""
         return self._death is not None
 
     def call(self, method: str, body: bytes) -> Future[Frame]:
-        """Sends a call; the future gets the answer's frame, or why there will be none."""
+        """Sends a call; the future receives the answer's frame or an exception."""
         future: Future[Frame] = Future()
         with self._lock:
             if self._death is not None:
@@ -84,7 +77,7 @@ class ActorLine:
         return future
 
     def cancel(self, answer: Future[Frame]) -> bool:
-        """Sees to it that a call never begins; False where that is too late, or cannot be known."""
+        """Cancels a call before it begins; returns False if it has begun, or if that is unknown."""
         with self._lock:
             for waiting in [waiting for waiting in self._waiting if waiting[1] is answer]:
                 self._waiting.remove(waiting)
@@ -97,13 +90,13 @@ class ActorLine:
             self._send(Frame(next(self._numbers), Kind.CANCEL, "", b"%d" % number), heard)
         try:
             return heard.result().kind is Kind.CANCELLED
-        except AssayError:  # it has died, which ends the call too
+        except AssayError:  # the actor died, which ends the call too
             return False
 
     def _send(self, frame: Frame, future: Future[Frame]) -> None:
         assert self._connection is not None
         self._on_their_way[frame.call] = future
-        with suppress(OSError):  # who reads sees it too, and ends what is on its way
+        with suppress(OSError):  # the reading thread sees the error too, and fails the calls in flight
             send(self._connection, frame)
 
     def _work(self) -> None:
@@ -115,7 +108,7 @@ class ActorLine:
             except ActorDied as error:
                 self._death = error
                 self._fail_everything(error)
-            except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever waits is told
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: waiting callers get the error
                 self._fail_everything(error)
             with self._lock:
                 if not self._waiting:
@@ -183,7 +176,7 @@ class ActorLine:
             connection.close()
 
     def _has_ended(self) -> bool:
-        with suppress(AssayError):  # a backend that is away for a while says nothing about the actor
+        with suppress(AssayError):  # an unreachable backend is no evidence about the actor
             return self._job.status().finished
         return False
 
@@ -196,14 +189,14 @@ class ActorLine:
                 raise death_of(self._job, details, name=self._name)
             address = self._job.announced()
             moved = address is not None and address != self._address
-            over = details.failures + details.preemptions >= self._attempts  # else its start is not yet written down
+            over = details.failures + details.preemptions >= self._attempts  # False: its start is not recorded yet
             if moved or details.attempts > self._attempts or (details.status is JobStatus.PENDING and over):
                 return ActorRestarted(
                     expected=f"actor {self._name} to answer",
                     found=f"it was ended from outside, and has started or will start again (job {details.job_id})",
                     remedy="Make the call again if it does no harm twice; what the actor knew is gone.",
                 )
-            # An address that is gone says only that the process is: the job is about to end, or to try again.
+            # A missing address only means that the process ended: the job is about to end, or to try again.
             if address is not None and time.monotonic() > deadline:
                 return ActorCallLost(
                     expected=f"actor {self._name} to answer",
@@ -241,13 +234,7 @@ class ActorLine:
 
 
 def death_of(job: JobHandle, details: JobDetails, *, name: str) -> ActorDied:
-    """Returns an error that says how an actor ended, with its last lines.
-
-    Args:
-        job: the actor's, which has ended.
-        details: what the job said of its end.
-        name: what the actor's creator called it.
-    """
+    """Returns the error for an actor after the end of its `job`, with its reason and its last log lines."""
     ended = "was stopped" if details.status is JobStatus.STOPPED else f"has ended: {details.status}"
     reason = f", {details.reason}" if details.reason else ""
     return ActorDied(

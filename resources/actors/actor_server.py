@@ -1,7 +1,7 @@
-"""The process of an actor: makes the object, listens, and calls its methods for whoever knows the key.
+"""The process of an actor: constructs the object, listens, and calls its methods for callers with the key.
 
-At most `max_concurrency` methods run at once, `async` ones included; further calls wait in the order of their arrival.
-Each connection has a thread that reads and one that writes, so a caller that does not read its answers holds up nobody.
+At most `max_concurrency` methods run at once, including `async` methods; further calls wait in the order of arrival.
+Each connection has a reading and a writing thread, so a caller that does not read its answers blocks no other caller.
 """
 
 from __future__ import annotations
@@ -43,14 +43,9 @@ def serve_actor(
     max_concurrency: int,
     host: str | None,
 ) -> None:
-    """Makes the object and serves it until this process is ended; what its construction raises ends the process.
+    """Constructs the object and serves it until this process is ended; a failing constructor ends the process.
 
-    Args:
-        actor_class: what makes the object, called once.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        max_concurrency: how many of its methods may run at the same time.
-        host: address to listen on; the one under which other hosts see this one when None.
+    When `host` is None, it listens on the address under which other hosts reach this machine.
     """
     actor = actor_class(*args, **kwargs)
     host = host or own_address()
@@ -62,12 +57,7 @@ def serve_actor(
 
 
 class ActorServer:
-    """Calls methods of one object.
-
-    Args:
-        actor: the object.
-        max_concurrency: how many of its methods may run at the same time.
-    """
+    """Calls methods of an object, at most `max_concurrency` at the same time."""
 
     def __init__(self, actor: object, *, max_concurrency: int) -> None:
         self._actor = actor
@@ -80,7 +70,7 @@ class ActorServer:
         self._loop_lock = threading.Lock()
 
     def serve(self, listener: socket.socket) -> None:
-        """Accepts callers until the listener is closed; whoever connects cannot end it, nor keep callers out."""
+        """Accepts callers until the listener is closed; unauthenticated connections cannot end or block it."""
         was_refused = False
         while listener.fileno() >= 0:
             try:
@@ -93,7 +83,7 @@ class ActorServer:
                     connection.close()
                     raise
                 was_refused = False
-            except (OSError, RuntimeError) as error:  # no descriptor or no thread is left: they come back
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is left for now: retried after a pause
                 if not was_refused:
                     _log.warning("connections are not accepted now: %s", error)
                 was_refused = True
@@ -101,7 +91,7 @@ class ActorServer:
 
     def _listen_to(self, connection: socket.socket) -> None:
         outbox: SimpleQueue[Frame | None] = SimpleQueue()
-        with connection, suppress(OSError):  # the caller is gone, or is none
+        with connection, suppress(OSError):  # the caller is gone, or failed the handshake
             try:
                 greet_caller(connection, self._key, actor=self._job_id)
             finally:
@@ -125,13 +115,13 @@ class ActorServer:
     def _outcome(self, frame: Frame) -> tuple[Kind, bytes]:
         try:
             args, kwargs = pickle.loads(frame.body)
-        except Exception as error:  # noqa: BLE001 - whatever the objects' own pickling code raises
+        except Exception as error:  # noqa: BLE001 - the objects' own pickling code can raise anything
             return Kind.UNREADABLE, f"arguments of {frame.method}: {type(error).__name__}: {error}".encode()
         try:
             value = self._method(frame.method)(*args, **kwargs)
             if inspect.isawaitable(value):
                 value = asyncio.run_coroutine_threadsafe(_awaited(value), self._running_loop()).result()
-        except BaseException as error:  # noqa: BLE001 - belongs to the caller, whatever it is
+        except BaseException as error:  # noqa: BLE001 - any exception of the method belongs to its caller
             return Kind.RAISED, pickle.dumps(raised(error))
         try:
             return Kind.RESULT, cloudpickle.dumps(value)
@@ -152,9 +142,8 @@ class ActorServer:
             return self._loop
 
 
+# Connections in the handshake; beyond the limit, the oldest is ended.
 class _Strangers:
-    """Connections that have not proved yet that they know the key; one too many ends the oldest."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
@@ -166,7 +155,7 @@ class _Strangers:
                 oldest = next(iter(self._connections))
                 del self._connections[oldest]
                 with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees that, and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
             self._connections[connection] = None
 
     def remove(self, connection: socket.socket) -> None:
@@ -176,7 +165,7 @@ class _Strangers:
 
 def _cancel(order: Frame, calls: Mapping[int, Future[None]], outbox: SimpleQueue[Frame | None]) -> None:
     number = int(order.body)
-    call = calls.get(number)  # none where it has ended
+    call = calls.get(number)  # None if it has ended
     kind = Kind.CANCELLED if call is not None and call.cancel() else Kind.RESULT
     if kind is Kind.CANCELLED:
         outbox.put(Frame(number, kind, "", b""))
@@ -188,6 +177,6 @@ async def _awaited(value: Any) -> Any:
 
 
 def _write(connection: socket.socket, outbox: SimpleQueue[Frame | None]) -> None:
-    with suppress(OSError):  # the caller is gone; its reader sees that too
+    with suppress(OSError):  # the caller is gone; the reading thread notices it too
         while (frame := outbox.get()) is not None:
             send(connection, frame)

@@ -1,8 +1,7 @@
-"""Messages between an actor's process and the holders of its handle, over TCP.
+"""Messages between an actor's process and the holders of its handle, over TCP. Needs only the standard library.
 
-Both sides first prove that they know the key, without sending it, so that neither reads a pickle of a stranger. Then
-frames follow: a head (call, kind, length of the method's name, length of the body), the name, the body. Nothing here
-needs more than the standard library.
+Both sides first prove knowledge of the key without sending it, so that neither unpickles a stranger's data. Frames
+follow: a head (call, kind, length of the method's name, length of the body), the name, the body.
 """
 
 from __future__ import annotations
@@ -20,30 +19,28 @@ _HEAD = struct.Struct("!QBHQ")
 _NONCE_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
 _HANDSHAKE_SECONDS = 10.0
-_COPIED_BYTES = 1 << 16  # up to here one packet is worth the copy
+_COPIED_BYTES = 1 << 16  # up to this size, a single packet is worth the copy
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 5, 3, 3
-_UNANSWERED_MILLISECONDS = 20_000  # a host that vanished answers nothing, and nobody says so
+_UNANSWERED_MILLISECONDS = 20_000  # a host that vanished sends nothing, not even a reset
 
 
 class Kind(IntEnum):
     """Kind of content in the body of a frame."""
 
     CALL = 0
-    """A pickle of positional and named arguments."""
     RESULT = 1
-    """A pickle of what the method returned."""
     RAISED = 2
     """A pickle of the fields of `resources.jobs.results.Raised`."""
     UNREADABLE = 3
-    """UTF-8: why arguments could not be unpickled, or a result not pickled."""
+    """UTF-8: why the arguments could not be unpickled, or the result not pickled."""
     CANCEL = 4
-    """The number of another call, in digits, which is not to begin."""
+    """The number of another call, in digits, to cancel before it begins."""
     CANCELLED = 5
-    """Nothing: the call was cancelled before it began; the answer to `CANCEL` is this too, or `RESULT`."""
+    """Empty: the call was cancelled before it began; a `CANCEL` frame is answered with this kind, or with `RESULT`."""
 
 
 class Frame(NamedTuple):
-    """One message; `call` is a number that the caller chose."""
+    """A message; `call` is a number that the caller chose."""
 
     call: int
     kind: Kind
@@ -52,11 +49,11 @@ class Frame(NamedTuple):
 
 
 class WrongKey(ConnectionError):
-    """The other side does not know the key of this actor, or is something else."""
+    """The other side does not have the key of this actor, or is another program."""
 
 
 def send(connection: socket.socket, frame: Frame) -> None:
-    """Sends one frame; callers see to it that nobody else sends at the same time."""
+    """Sends a frame; callers must prevent concurrent sends on the connection."""
     name = frame.method.encode()
     head = _HEAD.pack(frame.call, frame.kind, len(name), len(frame.body)) + name
     if len(frame.body) <= _COPIED_BYTES:
@@ -67,7 +64,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive(connection: socket.socket) -> Frame | None:
-    """The next frame; None when the other side has closed the connection, even in the middle of one."""
+    """Returns the next frame; None if the other side has closed the connection, even within a frame."""
     if (head := _exactly(connection, _HEAD.size)) is None:
         return None
     call, kind, name_length, body_length = _HEAD.unpack(head)
@@ -81,16 +78,12 @@ def receive(connection: socket.socket) -> Frame | None:
 def greet_caller(
     connection: socket.socket, key: bytes, *, actor: str, timeout_seconds: float = _HANDSHAKE_SECONDS
 ) -> None:
-    """The actor's side of the handshake.
+    """Runs the actor's side of the handshake on a freshly accepted connection, within `timeout_seconds` in total.
 
-    Args:
-        connection: fresh from `accept`.
-        key: what both sides know.
-        actor: id of the actor's job, so that a port that changed hands is noticed.
-        timeout_seconds: how long the caller has in all.
+    The job id `actor` detects a port that another actor took over.
 
     Raises:
-        OSError: it is gone, or takes too long.
+        OSError: the caller is gone, is too slow, or does not have the key.
     """
     _tune(connection)
     deadline = time.monotonic() + timeout_seconds
@@ -107,7 +100,7 @@ def greet_caller(
 
 
 def greet_actor(connection: socket.socket, key: bytes, *, actor: str) -> None:
-    """The caller's side of the handshake; see `greet_caller`."""
+    """Runs the caller's side of the handshake; see `greet_caller`."""
     _tune(connection)
     theirs = _exactly(connection, _NONCE_BYTES)
     if theirs is None:
@@ -144,7 +137,7 @@ def _tune(connection: socket.socket) -> None:
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (  # not every system has them
+    for name, value in (  # some systems lack some of these options
         ("TCP_KEEPIDLE", _IDLE_SECONDS),
         ("TCP_KEEPINTVL", _PROBE_SECONDS),
         ("TCP_KEEPCNT", _PROBES),

@@ -1,7 +1,6 @@
-"""Actors: objects that live in a process of a job, called from elsewhere by handles.
+"""Actors: objects that live in memory in a process of a job, on any backend, called from other processes by handles.
 
-Built once, on jobs: whatever runs jobs runs actors too. An actor dies with its job, and its job with whoever created
-it, unless it outlives its parent. What it knows lives in its memory alone.
+An actor dies with its job, and its job with the process that created it, unless it outlives its parent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput
 from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobRequest, create_environment
 
-_PREFIX = "actor-"  # of the names of their jobs
+_PREFIX = "actor-"  # of the names of actors' jobs
 
 
 def create_actor(
@@ -33,20 +32,17 @@ def create_actor(
     outlives_parent: bool = False,
     **kwargs: Any,
 ) -> ActorHandle:
-    """Starts an actor; returns before its object is made, and calls wait until it is.
+    """Starts an actor; returns before its object `actor_class(*args, **kwargs)` exists, and calls wait until it does.
 
     Args:
-        client: where it runs.
-        actor_class: makes the object in the actor's process, with the positional and named arguments that are left.
-        args: positional arguments of `actor_class`.
-        name: by which `get_actor` finds it while it lives.
-        resources: what its process gets; one CPU when None.
+        client: the backend to run it on.
+        name: for `get_actor`, while it lives.
+        resources: of its process; 1 CPU when None.
         environment: of its process; `create_environment()` when None.
-        max_concurrency: how many of its methods may run at once; the object must bear that.
-        max_restarts: how often it is made anew, empty, after it was ended from outside, by preemption for example. An
-            actor that crashes by its own doing, or cannot be made, is dead at once.
-        outlives_parent: whether it goes on when the process that created it ends.
-        kwargs: named arguments of `actor_class`.
+        max_concurrency: number of its methods that may run at once; the object must be safe for that.
+        max_restarts: number of restarts, with a new object, after it was ended from outside, for example by preemption.
+            An actor that crashes, or fails in its constructor, is dead at once.
+        outlives_parent: keeps it running after the process that created it ends.
     """
     if max_concurrency < 1:
         raise BadInput(expected="max_concurrency of at least 1", found=str(max_concurrency), remedy="Correct it.")
@@ -75,16 +71,7 @@ def create_actor(
 def create_actor_group(
     client: Client, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
 ) -> ActorGroup:
-    """Starts `count` equal actors named `<name>-0`, `<name>-1` …, which live and die each on its own.
-
-    Args:
-        client: where they run.
-        actor_class: see `create_actor`, also for the other arguments.
-        args: positional arguments of `actor_class`.
-        name: first part of their names.
-        count: how many.
-        options: options of `create_actor`, and named arguments of `actor_class`.
-    """
+    """Starts `count` equal, independent actors named `<name>-0`, `<name>-1` …; other arguments as in `create_actor`."""
     if count < 1:
         raise BadInput(expected="at least one actor", found=f"count={count}", remedy="Correct it.")
     group = ActorGroup([], name=name)
@@ -98,7 +85,7 @@ def create_actor_group(
 
 
 def get_actor(client: Client, name: str) -> ActorHandle:
-    """The living actor of that name, whichever process created it; the newest where several drivers chose the name."""
+    """Returns the living actor of that name, from any process; the newest if several processes chose the same name."""
     living = [details for details in client.jobs() if not details.status.finished]
     names = [details.name.removeprefix(_PREFIX) for details in living if details.name.startswith(_PREFIX)]
     for details in living:

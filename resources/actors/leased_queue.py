@@ -1,9 +1,8 @@
-"""A queue whose items are lent, not given: what a consumer does not finish in time is offered again.
+"""A queue that leases its items: an item that is not finished within its lease is offered again.
 
-Each item is delivered at least once: `pop` lends it for a while, `done` removes it, and a lease that runs out, or is
-released, puts it behind all others, so that an item nobody can finish never stands in the way. After `max_deliveries`
-it is set aside, to be read by whoever looks after the queue. Runs anywhere as an object, and as an actor
-(`create_actor(client, LeasedQueue, name="questions")`) between processes; what it holds lives in its memory alone.
+Each item is delivered at least once. An expired or released lease puts it behind all other items, so that an item that
+always fails does not block the queue; after `max_deliveries` it becomes a dead letter. The queue works within a
+process, and as an actor (`create_actor(client, LeasedQueue, name="questions")`) between processes, only in memory.
 """
 
 from __future__ import annotations
@@ -21,32 +20,31 @@ from resources.errors import AssayError, BadInput
 
 
 class LeaseLost(AssayError):
-    """A lease has run out, was given back, or never was: the item is not the holder's any more."""
+    """A lease has expired, was released, or never existed: the item no longer belongs to its holder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """An item that its holder has for a while."""
+    """An item leased to its holder for a while."""
 
     item: Any
     lease_id: str
     deliveries: int
-    """Number of times that the item was lent by now, this time included."""
+    """Number of deliveries of the item, including this delivery."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetter:
-    """An item that was lent `deliveries` times and finished by nobody."""
+    """An item that was delivered `deliveries` times and never finished."""
 
     item: Any
     deliveries: int
     reason: str
-    """End of the last delivery, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueCounts:
-    """Numbers of items by their state."""
+    """Number of items by state."""
 
     waiting: int
     leased: int
@@ -61,12 +59,7 @@ class _Entry:
 
 
 class LeasedQueue:
-    """First in, first out, as far as consumers finish what they take.
-
-    Args:
-        max_deliveries: how often an item is lent at most; without end when None.
-        clock: seconds that never go back.
-    """
+    """First in, first out, as far as consumers finish their items; `max_deliveries` is unlimited when None."""
 
     def __init__(self, *, max_deliveries: int | None = 10, clock: Callable[[], float] = time.monotonic) -> None:
         if max_deliveries is not None and max_deliveries < 1:
@@ -76,17 +69,16 @@ class LeasedQueue:
         self._lock = threading.Lock()  # an actor may serve several calls at once
         self._waiting: deque[_Entry] = deque()
         self._leased: dict[str, tuple[_Entry, float]] = {}
-        self._expiries: list[tuple[float, str]] = []  # a heap; those of leases that ended or were renewed stay in it
+        self._expiries: list[tuple[float, str]] = []  # a heap; entries of ended or renewed leases stay in it
         self._dead: list[DeadLetter] = []
         self._done = 0
 
     def push(self, item: Any) -> None:
-        """Puts an item behind all others."""
         with self._lock:
             self._waiting.append(_Entry(item))
 
     def pop(self, lease_seconds: float = 60.0) -> Lease | None:
-        """Lends the first item for `lease_seconds`; None when none waits."""
+        """Leases the first waiting item for `lease_seconds`; returns None if no item waits."""
         _check_seconds(lease_seconds)
         with self._lock:
             self._take_back_expired()
@@ -99,10 +91,10 @@ class LeasedQueue:
             return Lease(item=entry.item, lease_id=lease_id, deliveries=entry.deliveries)
 
     def renew(self, lease: Lease | str, lease_seconds: float = 60.0) -> None:
-        """Lets a holder keep its item until `lease_seconds` from now.
+        """Extends a lease until `lease_seconds` from now.
 
         Raises:
-            LeaseLost: the lease, or its id, is not valid any more.
+            LeaseLost: the lease, or its id, is no longer valid.
         """
         _check_seconds(lease_seconds)
         with self._lock:
@@ -113,38 +105,36 @@ class LeasedQueue:
         """Removes a finished item.
 
         Raises:
-            LeaseLost: the lease, or its id, is not valid any more; somebody else may be at work on the item.
+            LeaseLost: the lease, or its id, is no longer valid; another consumer may have the item.
         """
         with self._lock:
             self._returned(lease)
             self._done += 1
 
     def release(self, lease: Lease | str) -> None:
-        """Gives an unfinished item back, behind all others.
+        """Returns an unfinished item to the end of the queue.
 
         Raises:
-            LeaseLost: the lease, or its id, is not valid any more.
+            LeaseLost: the lease, or its id, is no longer valid.
         """
         with self._lock:
             self._take_back(self._returned(lease), reason="released")
 
     def peek(self) -> Any | None:
-        """The item that `pop` would lend, which stays where it is; None when none waits."""
+        """Returns the item that `pop` would lease, without leasing it; None if no item waits."""
         with self._lock:
             self._take_back_expired()
             return self._waiting[0].item if self._waiting else None
 
     def size(self) -> int:
-        """Returns the number of items that are neither done nor dead, lent ones included."""
+        """Returns the number of items that are neither done nor dead, including leased items."""
         counts = self.counts()
         return counts.waiting + counts.leased
 
     def pending(self) -> int:
-        """Returns the number of items that wait to be lent."""
         return self.counts().waiting
 
     def counts(self) -> QueueCounts:
-        """Returns the numbers of items by their state."""
         with self._lock:
             self._take_back_expired()
             return QueueCounts(
@@ -152,7 +142,7 @@ class LeasedQueue:
             )
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Items that were lent too often, the oldest first."""
+        """Returns the items that were delivered too often, the oldest first."""
         with self._lock:
             self._take_back_expired()
             return list(self._dead)

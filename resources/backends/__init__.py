@@ -1,1 +1,1 @@
-"""Backends that run jobs: a folder each, chosen by the name in a setting."""
+"""Backends that run jobs, each in its own folder; a setting selects by name."""

@@ -1,4 +1,4 @@
-"""The backends by name, the client that a setting names, and the one that this process belongs to."""
+"""Selection of a backend by its address, and of the default client of this process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Backend(NamedTuple):
     """A way to run jobs."""
 
     entry: str
-    """Module with `client_from_address(host: str, path: str) -> Client`, imported when an address of it is used."""
+    """Module with `client_from_address(host: str, path: str) -> Client`, imported on first use of such an address."""
     forms: str
-    """Spelling of its addresses."""
+    """Examples of its addresses."""
     package: str | None = None
-    """The package that it needs, and the extra that brings it."""
+    """Package that it requires, and name of the extra that installs it."""
     options: frozenset[str] = frozenset()
     """Further arguments of its entry, given as `?option=value`."""
 
@@ -46,36 +46,33 @@ BACKENDS: dict[str, Backend] = {
         options=frozenset({"account", "constraint", "qos", "reservation", "time"}),
     ),
 }
-"""By the scheme of their addresses."""
+"""Backends by the scheme of their addresses."""
 
 
 def client_from_url(url: str) -> Client:
-    """Returns the client that a setting names; the same object for the same setting in one process.
-
-    Args:
-        url: an address of one of the `BACKENDS`.
+    """Returns the client for an address of the `BACKENDS`; the same object for equal addresses in a process.
 
     Raises:
-        BadInput: it names no backend, or the backend's package is not installed.
+        BadInput: no backend has such an address, or the backend's package is not installed.
     """
     refuse_user_information(url, place="the address of a backend")
     return _client_of(url.strip(), os.getpid())
 
 
 def client_of_process() -> Client:
-    """Returns the client that `ASSAY_JOBS` names; else that of an Iris job, of an initialized Ray, or of here."""
+    """Returns the client of `ASSAY_JOBS`, else of an Iris job, else of an initialized Ray, else the local client."""
     if url := settings().jobs:
         return client_from_url(url)
     if url := iris_job():
         return client_from_url(url)
-    ray: ModuleType | None = sys.modules.get("ray")  # nobody can have initialized what nobody imported
+    ray: ModuleType | None = sys.modules.get("ray")  # not imported means not initialized
     if ray is not None and ray.is_initialized():
         return client_from_url("ray://auto")
     return client_from_url("local")
 
 
 @cache
-def _client_of(url: str, process_id: int) -> Client:  # a forked child gets its own
+def _client_of(url: str, process_id: int) -> Client:  # `process_id` gives a forked child its own client
     parts = urlsplit(url if ":" in url else f"{url}:")
     if (backend := BACKENDS.get(parts.scheme)) is None:
         forms = ", ".join(known.forms for known in BACKENDS.values())

@@ -1,4 +1,4 @@
-"""The client of jobs that this context uses, unless it names another."""
+"""Client for jobs of the current context."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _current_client: ContextVar[Client | None] = ContextVar("current_client", defaul
 
 
 def current_client() -> Client:
-    """The client set for this context; else the one of the job this process belongs to, as `ASSAY_JOBS` says, which
-    a person may set too; else that of an Iris job; else an initialized Ray; else the local one of this process.
+    """Returns the client set for this context, else that of `ASSAY_JOBS`, of an Iris job, of an initialized Ray, or the
+    local client of this process. Backends set `ASSAY_JOBS` in their jobs; users may set it too.
     """
     if (client := _current_client.get()) is not None:
         return client
@@ -22,7 +22,7 @@ def current_client() -> Client:
 
 
 class set_current_client(AbstractContextManager[Client]):  # called like a function
-    """Makes `client` the current one of this context: from now on, or to the end of a `with` block."""
+    """Sets the client of this context, permanently or to the end of a `with` block."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

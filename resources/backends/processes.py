@@ -1,4 +1,4 @@
-"""Start of a job's process, on this machine or on a node: interpreter, arguments, variables, folder."""
+"""Start of a job's process, locally or on a node: interpreter, arguments, variables, folder."""
 
 from __future__ import annotations
 
@@ -22,24 +22,19 @@ _LIBTPU_ARGUMENTS = {
     "v5p": "--xla_tpu_scoped_vmem_limit_kib=50000",
     "v6e": "--xla_tpu_scoped_vmem_limit_kib=98304",
 }
-"""By generation; Marin's trainings have found these limits of a kernel's fast memory."""
-_OURS = ("pydantic>=2", "pydantic-settings")  # what a call needs to announce, and to submit jobs itself
+"""By TPU generation: limits of a kernel's fast memory found by Marin's trainings."""
+_OURS = ("pydantic>=2", "pydantic-settings")  # needed by a call to announce, and to submit jobs itself
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder's whole path."""
+    """Returns the folder's absolute path; raises `BadInput` if it does not exist."""
     if not path.is_dir():
         raise BadInput(expected="a folder that exists", found=str(path), remedy="Correct the path, or create it.")
     return path.absolute()
 
 
 def workspace_of(environment: EnvironmentConfig, *, backend: str) -> Path:
-    """Returns the folder with a job's code, on a backend that runs no containers.
-
-    Args:
-        environment: the job's.
-        backend: subject and verb of "… no containers", for the error.
-    """
+    """Returns the folder with a job's code; `backend` is the subject and verb of "… no containers" in the error."""
     if environment.workspace is None:
         raise UnsatisfiableResources(
             expected=f"an environment made of a workspace and packages; {backend} no containers",
@@ -50,20 +45,14 @@ def workspace_of(environment: EnvironmentConfig, *, backend: str) -> Path:
 
 
 def import_folders() -> list[str]:
-    """Returns the folders of our own modules: all of `sys.path` that does not belong to an interpreter."""
+    """Returns the entries of `sys.path` outside of the interpreter's own folders, as absolute paths."""
     interpreters = (Path(sys.prefix), Path(sys.base_prefix))
     folders = [Path(entry).absolute() for entry in sys.path]
     return [str(folder) for folder in folders if not any(folder.is_relative_to(root) for root in interpreters)]
 
 
 def argv_of(entrypoint: Command | Path, *, python: Path, imports: Iterable[str]) -> list[str]:
-    """Returns the command to execute.
-
-    Args:
-        entrypoint: a command, or the file that holds a pickled call.
-        python: interpreter of the call.
-        imports: folders that the call's modules are looked for in.
-    """
+    """Returns the command to execute: the given command, or a call of the pickle with `imports` as path."""
     match entrypoint:
         case Command(command=command, args=args):
             return [command, *args]
@@ -72,19 +61,19 @@ def argv_of(entrypoint: Command | Path, *, python: Path, imports: Iterable[str])
 
 
 def variables_of(environment: EnvironmentConfig, *, python: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a job's processes: what it inherits, the request's, and what the backend has `given`."""
+    """Returns the whole environment of a job's processes: inherited, from the request, and `given` by the backend."""
     own = {"PYTHONUNBUFFERED": "1", **environment.env_vars, **given}
     variables = process_environment(own, inherited=environment.inherited)
-    if USER_KEY_VARIABLE not in own:  # with it, a job could sign the results of all others
+    if USER_KEY_VARIABLE not in own:  # with it, a job could sign the results of other jobs
         variables.pop(USER_KEY_VARIABLE, None)
     return {**variables, "PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}
 
 
 def device_variables(device: Device) -> dict[str, str]:
-    """Defaults for programs that compute on a device, which the job's own variables win over.
+    """Returns default variables for programs that compute on a device; the job's own variables override them.
 
-    Each platform that JAX is given by name has to be there: it falls back to a CPU for none of them. Arguments of
-    libtpu are given where they are right for every type that the slice may be of.
+    JAX fails, instead of using the CPU, if a platform named in `JAX_PLATFORMS` is missing. Arguments of libtpu are set
+    only if they suit every type that the slice may have.
     """
     match device:
         case CpuConfig():
@@ -97,7 +86,7 @@ def device_variables(device: Device) -> dict[str, str]:
 
 
 def interpreter_of(environment: EnvironmentConfig, *, workspace: Path) -> Path:
-    """The interpreter of the job's environment, built first where packages are asked for."""
+    """Returns the interpreter of the job's environment; if it requests packages, builds the environment first."""
     if environment.python is not None:
         if not environment.python.exists():
             raise BadInput(
@@ -115,7 +104,7 @@ def interpreter_of(environment: EnvironmentConfig, *, workspace: Path) -> Path:
                 found="no pyproject.toml there",
                 remedy="Correct the workspace, or name the packages in pip_packages.",
             )
-        requirements += [f"# project {hashlib.sha256(project.read_bytes()).hexdigest()}"]  # a change means a new one
+        requirements += [f"# project {hashlib.sha256(project.read_bytes()).hexdigest()}"]  # changes with the project
         requirements += [f"-e {workspace}[{','.join(environment.extras)}]"]
     if not requirements:
         return Path(sys.executable)

@@ -1,1 +1,1 @@
-"""Environments built by uv from the pinned lists beside this file."""
+"""Environments that uv builds from the pinned lists in this folder."""

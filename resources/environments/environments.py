@@ -1,7 +1,6 @@
-"""Environments for engines, harnesses and jobs: a pinned list in, a virtual environment out, each built once by uv.
+"""Environments for engines, harnesses and jobs: uv builds each virtual environment once from a pinned list.
 
-An environment lies in a folder named after everything that decides what is in it, so a changed list means a new
-folder. A manifest is written last: a folder without one is unfinished, whatever it holds, and is built again.
+A folder's name hashes all that determines its content. A folder without a manifest, written last, is rebuilt.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AliasDistribution:
-    """Metadata under a second name, for code that looks a library up by the name it usually has."""
+    """Metadata under a second name, for code that looks a library up by its usual name."""
 
     alias: str
     distribution: str
     local_version: str
-    """Appended to the version of `distribution` behind a plus sign."""
+    """Appended to the version of `distribution` after a plus sign."""
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """Packages of an environment, and the proof that they work."""
+    """Packages of an environment, and an import that proves that they work."""
 
     name: str
     requirements: Path
@@ -63,9 +62,9 @@ class EnvironmentSpec:
     """Text after `import` that proves that the packages fit each other; nothing is imported when None."""
     overrides: Path | None = None
     python: str | None = None
-    """Version or interpreter for uv; the one named in the settings, else the running one, when None."""
+    """Version or interpreter for uv; when None, the interpreter in the settings, else the running interpreter."""
     torch: bool = False
-    """True if torch must be a CPU build, which lies elsewhere on every network."""
+    """True if torch must be a CPU build; its source depends on the network."""
     alias_distribution: AliasDistribution | None = None
 
 
@@ -80,7 +79,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class InstallAttempt:
-    """One way to install a list; the next one is tried when it fails."""
+    """A way to install a list, tried if the previous attempt failed."""
 
     source: str
     argv: tuple[str, ...]
@@ -107,7 +106,7 @@ ENVIRONMENTS: dict[str, EnvironmentSpec] = {
         ),
     )
 }
-"""Environments of engines by name; an evaluator brings its own."""
+"""Environments of engines by name; evaluators define their own."""
 
 
 def ensure_environment(
@@ -118,14 +117,11 @@ def ensure_environment(
     environments_dir: Path | None = None,
     find_links: Sequence[str] | None = None,
 ) -> Environment:
-    """The environment of `spec`, built now if this machine has none yet; safe in several processes at once.
+    """Returns the environment of `spec`, and builds it if this machine lacks it; safe in concurrent processes.
 
-    Args:
-        spec: what to build.
-        on_progress: called with one line of text whenever there is something to tell.
-        uv_binary: the one that came with us when None.
-        environments_dir: the one in the settings when None.
-        find_links: folders that hold wheels of this machine; those of its pip configuration when None.
+    `on_progress` is called with a line of text at each step. When None, `uv_binary` is the installed `uv` package's,
+    `environments_dir` comes from the settings, and `find_links` (folders with wheels) from this machine's pip
+    configuration.
     """
     tell = on_progress or (lambda line: None)
     spec = as_listed(spec)
@@ -156,21 +152,21 @@ def ensure_environment(
 
 
 def is_built(spec: EnvironmentSpec) -> bool:
-    """Returns True if this machine has the environment of `spec` already."""
+    """Returns True if this machine already has the environment of `spec`."""
     spec = as_listed(spec)
     return _is_complete(_planned(spec, _interpreter(spec), settings().environments_dir))
 
 
 def planned_identity(spec: EnvironmentSpec) -> str:
-    """Names the environment that `ensure_environment` would build with the interpreter of this machine."""
+    """Returns the name of the environment that `ensure_environment` would build with this machine's interpreter."""
     spec = as_listed(spec)
     return _planned(spec, _interpreter(spec), settings().environments_dir).identity
 
 
 def as_listed(spec: EnvironmentSpec) -> EnvironmentSpec:
-    """Returns an environment from the pinned list that the settings name in place of its own, where they name one.
+    """Returns the environment with the pinned list from the settings in place of its own, if they name any.
 
-    Its overrides lie beside that list, as `<list>-overrides.in`; they are its own where there are none.
+    If `<list>-overrides.in` exists next to that list, it replaces the overrides too.
     """
     other = settings().pinned_lists.get(spec.name)
     if other is None:
@@ -186,9 +182,9 @@ def as_listed(spec: EnvironmentSpec) -> EnvironmentSpec:
 
 
 def pinned_versions(spec: EnvironmentSpec) -> dict[str, str]:
-    """Returns versions of packages that results depend on most, and a digest over all that the list pins (`packages`).
+    """Returns versions of the most influential packages, and a digest over all pins of the list (`packages`).
 
-    The digest is the same wherever the list is installed, unlike an environment's name.
+    The digest is the same on every machine, unlike an environment's name.
     """
     spec = as_listed(spec)
     lists = [path.read_text() for path in (spec.requirements, spec.overrides) if path is not None]
@@ -220,13 +216,13 @@ def _planned(spec: EnvironmentSpec, interpreter: str, parent: Path) -> Environme
 def install_attempts(
     spec: EnvironmentSpec, *, uv_binary: Path, python: Path, find_links: Sequence[str]
 ) -> list[InstallAttempt]:
-    """The ways to install `spec`, best first.
+    """Returns the ways to install `spec`, best first.
 
-    Modules are compiled when they are imported, most of them in the smoke import: 4,200 of an engine's 20,500. Images,
-    in which nobody could do that later, set UV_COMPILE_BYTECODE.
+    Modules are compiled on import, most of them in the smoke import: 4,200 of an engine's 20,500. Images set
+    UV_COMPILE_BYTECODE, since modules cannot be compiled in them later.
 
-    A CPU torch lies in a local folder on some machines, on torch's own index where that can be reached, and the
-    registry's one (with CUDA libraries, which do no harm but weigh gigabytes) is what is left.
+    The sources of a CPU torch are a local folder on some machines, torch's own index if it is reachable, and last the
+    registry (its build has CUDA libraries: harmless, but gigabytes).
     """
     argv = [str(uv_binary), "pip", "install", "--python", str(python), "--no-progress"]
     argv += ["--requirements", str(spec.requirements)]
@@ -243,7 +239,7 @@ def install_attempts(
 
 
 def write_alias_distribution(directory: Path, alias: AliasDistribution) -> None:
-    """Writes `<alias>-<version>+<local>.dist-info/METADATA` beside the distribution it stands for."""
+    """Writes `<alias>-<version>+<local>.dist-info/METADATA` next to the metadata of the real distribution."""
     stem = alias.distribution.replace("-", "_")
     installed = sorted(directory.glob(f"lib/python*/site-packages/{stem}-*.dist-info"))
     if not installed:
@@ -306,7 +302,7 @@ def _run(argv: Sequence[str], *, env: dict[str, str], tell: Progress, seconds: f
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        close_fds=False,  # uv keeps the lock, so that nobody builds beside it when we are killed
+        close_fds=False,  # uv keeps the lock, so that no other build starts after this process is killed
     ) as process:
         assert process.stdout is not None
         limit = Timer(min(seconds, TIMEOUT_MAX), process.kill)

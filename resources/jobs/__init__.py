@@ -1,1 +1,1 @@
-"""Jobs, independent of the backend that runs them: requests, handles, and what their processes may say."""
+"""Jobs, independent of the backend that runs them: requests, handles, and messages of their processes."""

@@ -1,4 +1,4 @@
-"""Under which address other machines reach this one, and where its own processes find each other's sockets."""
+"""The address of this machine for other machines, and folders for sockets between its own processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import socket
 import tempfile
 from pathlib import Path
 
-_ANYWHERE = ("10.255.255.255", 9)  # nothing is sent: it makes the kernel choose an interface
+_ANYWHERE = ("10.255.255.255", 9)  # nothing is sent: connecting makes the kernel choose an interface
 
-_LONGEST_SOCKET_PATH = 90  # the kernel takes 108 bytes, or 104, and a fork server adds its process id for a moment
+_LONGEST_SOCKET_PATH = 90  # the kernel allows 108 bytes, or 104, and a fork server briefly appends its process id
 
 
 def folder_for_a_socket() -> Path:
-    """A new folder that only this user can enter, with a name short enough for the path of a socket in it."""
+    """Creates a folder that only this user can enter, with a name short enough for a socket's path."""
     folder = Path(tempfile.mkdtemp(prefix="assay-"))
     if len(os.fsencode(folder / "socket")) <= _LONGEST_SOCKET_PATH:
         return folder
@@ -23,11 +23,7 @@ def folder_for_a_socket() -> Path:
 
 
 def own_address(towards: tuple[str, int] = _ANYWHERE) -> str:
-    """The address of this machine on its way to another; loopback where it has no network.
-
-    Args:
-        towards: host and port of the other one.
-    """
+    """Returns the address of this machine towards a host and port; loopback without a network."""
     family = socket.AF_INET6 if ":" in towards[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -38,7 +34,7 @@ def own_address(towards: tuple[str, int] = _ANYWHERE) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if only processes of the same machine can reach an address."""
+    """Returns True if only processes of the same machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

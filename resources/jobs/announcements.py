@@ -1,4 +1,4 @@
-"""Announcements: one short text of a job's process to the holders of the job's handle, such as its address."""
+"""Announcements: a short text from a job's process to the holders of the job's handle, such as its address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_BYTES = 4096
 
 
 def announce(text: str) -> None:
-    """Makes `text` what `JobHandle.announced()` returns for this replica until it says something else."""
+    """Sets the text that `JobHandle.announced()` returns for this replica, until the next announcement."""
     path = announcement_path()
     if path is None or len(text.encode()) > MAX_BYTES:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Callables on their way to another process."""
+"""Serialization of callables for another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pickled(call: Call, *, job_id: str) -> bytes:
     """Returns the content of the file that `resources/backends/programs/run_call.py` executes in a job."""
     try:
         return new_seal(job_id) + cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
-    except Exception as error:  # whatever the objects' own pickling code raises
+    except Exception as error:  # the objects' own pickling code can raise anything
         raise BadInput(
             expected="a callable and arguments that can be pickled, since they are sent to another process",
             found=f"{getattr(call.function, '__qualname__', call.function)}: {type(error).__name__}: {error}",

@@ -1,8 +1,6 @@
-"""Variables that each kind of job of ours inherits: none that is not named here.
+"""Environment variables that each kind of Assay's own jobs inherits; jobs with a user's own code inherit everything.
 
-Jobs that run a user's own code (`assay submit`, trainings, actors) inherit everything, as their user's shell would give
-it. A name may hold `*`, which passes on no key, see `resources/key_variables.py`; `ASSAY_INHERIT` names more for every
-kind.
+In a name, `*` matches no key, see `resources/key_variables.py`; `ASSAY_INHERIT` adds names for every kind.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ _COMPUTE = (
     *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "ROCR_*", "HIP_*", "TPU_*", "LIBTPU_*", "MEGASCALE_*"),
     *("JAX_*", "XLA_*", "TORCH*", "PYTORCH_*", "TRITON_*", "OMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*"),
 )
-# All of the hub's but its tokens: HF_TOKEN and HUGGING_FACE_HUB_TOKEN.
+# The hub's variables without its tokens HF_TOKEN and HUGGING_FACE_HUB_TOKEN.
 _HUB = ("HF_[!T]*", "HF_TOKEN_PATH", "HUGGINGFACE_*", "TRANSFORMERS_*", "DATASETS_*", "TOKENIZERS_*")
-_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")  # the last with a password, if it has one
-_STORES = (*STORES, "STORAGE_EMULATOR_HOST", *_HUB_TOKENS)  # a hub's repository is a store as well
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")  # HF_ENDPOINT may contain a password
+_STORES = (*STORES, "STORAGE_EMULATOR_HOST", *_HUB_TOKENS)  # a hub's repository is a store too
 
 _ENGINE_PLACES = (
     *("VLLM_LOGGING_*", "VLLM_CONFIGURE_LOGGING", "VLLM_LOG_STATS_INTERVAL", "VLLM_DEBUG_*", "VLLM_TRACE_FUNCTION"),
@@ -37,21 +35,21 @@ _ENGINE_PLACES = (
     *("VLLM_CPU_KVCACHE_SPACE", "VLLM_SERVER_DEV_MODE", "VLLM_SKIP_MODEL_NAME_VALIDATION"),
 )
 ENGINE_SETTINGS = "VLLM_*"
-"""Variables that can change what an engine answers: a pool hands them over, and they count as its arguments do; but:"""
+"""Variables that can change an engine's answers: pools treat them as arguments, except `NO_ENGINE_SETTINGS`."""
 NO_ENGINE_SETTINGS = (
     *_ENGINE_PLACES,
     *("VLLM_API_KEY", "VLLM_MODEL_REDIRECT_PATH", "VLLM_TEST_*", "VLLM_USE_MODELSCOPE"),
 )
-"""Logs, folders, addresses and times, which change no answer; and what would put other weights in place of ours."""
+"""Logs, folders, addresses and timeouts, which change no answer; and variables that would replace the weights."""
 ENGINE = (*_ANY, *_COMPUTE, *_HUB, *_ENGINE_PLACES, "FLASHINFER_*")
-"""For an engine: it loads files of this machine, some with code of their own."""
+"""Variables of engines, which load local files, some of which contain code."""
 HARNESS = (*_ANY, *_COMPUTE, *_HUB, *_HUB_TOKENS, "LMEVAL_*", "NLTK_DATA")
-"""For a harness: it asks an endpoint, and fetches data sets, of which some are gated."""
+"""Variables of harnesses, which query an endpoint, and download data sets, some of which are gated."""
 ISOLATED = (*_PROCESS, *_COMPUTE, "HF_[!T]*", "TOKENIZERS_*", "LMEVAL_*", "NLTK_DATA")
-"""For a harness that runs code which a model wrote, beside its own: nothing that opens anything."""
+"""Variables of harnesses that also run model-written code; none gives access to anything."""
 NATIVE_HARNESS = (*HARNESS, *_STORES)
-"""For a harness that loads the checkpoint itself, wherever that lies."""
+"""Variables of harnesses that load the checkpoint themselves, from any store."""
 SERVICE = (*ENGINE, *_STORES, *SERVICES, "KUBECONFIG", "SLURM_CONF")
-"""For proxies, agents and what keeps a pool up, our own code: they use stores, build environments and submit jobs."""
+"""Variables of Assay's proxies, agents and pool keepers, which use stores, build environments and submit jobs."""
 SENDER = (*_ANY, *_HUB, *_STORES, "NETRC")
-"""For the process that talks to a sink, which reads records from their store, beside the variables of that sink."""
+"""Variables of sink processes, which read records from their store; those of the sink are added."""

@@ -1,7 +1,6 @@
-"""Jobs, whoever runs them: what to run, in which environment, on what, and a handle on the running thing.
+"""Jobs on any backend: the program, its environment and resources, and a handle on the submitted job.
 
-Backends implement `Client` and `JobHandle`; they live in `resources/backends/` and honour every field of
-`JobRequest`. `current_client()` says which backend is meant.
+Backends in `resources/backends/` implement `Client` and `JobHandle`, and honour every field of `JobRequest`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ _LAST_POLL_SECONDS = 2.0
 class JobAlreadyExists(AssayError):
     """A job of that name is running on this client."""
 
-    job: JobHandle | None = None
-    """The one that runs; not known where the error comes from another process."""
+    job: JobHandle | None = None  # None if the error comes from another process
 
     @classmethod
     def of(cls, running: JobDetails, *, job: JobHandle | None = None) -> JobAlreadyExists:
-        """The error for a name that a running job has."""
+        """Returns the error for a name that a running job uses."""
         error = cls(
             expected=f"no running job named {running.name}",
             found=f"{running.job_id} is {running.status}",
@@ -53,7 +51,7 @@ class JobStatus(StrEnum):
 
     @property
     def finished(self) -> bool:
-        """Returns True if the job has ended, in whatever way, and nothing of it is left."""
+        """Returns True if the job has ended, successfully or not, and all its processes are gone."""
         return self in {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
 
 
@@ -67,7 +65,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Call:
-    """A Python callable and its arguments; all three must be picklable. `JobHandle.result` gives what it returns."""
+    """A Python callable and its arguments, all picklable; `JobHandle.result` returns its return value."""
 
     function: Callable[..., object]
     args: tuple[Any, ...] = ()
@@ -75,18 +73,18 @@ class Call:
 
 
 class Entrypoint:
-    """The program of a replica: makes a `Command` or a `Call`."""
+    """The program of a replica: creates a `Command` or a `Call`."""
 
     @staticmethod
     def from_binary(command: str, args: Sequence[str] = ()) -> Command:
-        """A program, found on the PATH of the job's environment unless `command` is a path."""
+        """Returns a program, searched on the PATH of the job's environment unless `command` is a path."""
         return Command(command, tuple(args))
 
     @staticmethod
     def from_callable(
         function: Callable[..., object], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Call:
-        """A callable, executed in a process of its own in the job's environment."""
+        """Returns a callable, executed in a process of its own in the job's environment."""
         return Call(function, tuple(args), dict(kwargs or {}))
 
 
@@ -95,20 +93,16 @@ class EnvironmentConfig:
     """Source of a job's code and packages: a folder of this machine, or a container image."""
 
     workspace: Path | None = None
-    docker_image: str | None = None
-    pip_packages: tuple[str, ...] = ()
-    """Requirements of an environment built for this job."""
-    extras: tuple[str, ...] = ()
-    """Extras of the project in `workspace`, installed into the same environment."""
+    docker_image: str | None = None  # on backends that run containers
+    pip_packages: tuple[str, ...] = ()  # requirements of an environment that is built for the job
+    extras: tuple[str, ...] = ()  # of the project in `workspace`, installed into the same environment
     env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables that win over the inherited ones; may hold credentials, so they are never shown."""
+    """Variables that win over inherited variables; they may hold credentials, so they are never shown."""
     inherited: tuple[str, ...] | None = None
-    """Names of variables that it inherits of the process that starts it, see `inheritance.py`; all when None."""
-    python: Path | None = None
-    """Interpreter of an environment that has been built already."""
+    """Names of the variables that it inherits from its starting process, see `inheritance.py`; all when None."""
+    python: Path | None = None  # interpreter of an already built environment
 
     def __post_init__(self) -> None:
-        """Refuses what contradicts itself."""
         if (self.workspace is None) == (self.docker_image is None):
             raise BadInput(
                 expected="either a workspace or a docker_image",
@@ -133,16 +127,9 @@ def create_environment(
     python: Path | None = None,
     inherited: tuple[str, ...] | None = None,
 ) -> EnvironmentConfig:
-    """An environment with the usual defaults: the working directory, credentials passed on, no tokenizer threads.
+    """Creates an environment with the usual defaults: working directory, forwarded credentials, no tokenizer threads.
 
-    Args:
-        workspace: folder with the job's code; the working directory when neither this nor an image is given.
-        docker_image: image, on backends that run containers.
-        pip_packages: requirements of an environment to be built for the job.
-        extras: extras of the project in `workspace`.
-        env_vars: win over the defaults; a default set to None here is left out.
-        python: interpreter of an environment that has been built already.
-        inherited: names of the variables and credentials that it may have of ours; all when None.
+    In `env_vars`, None removes a default; see `EnvironmentConfig` for the other arguments.
     """
     if workspace is None and docker_image is None:
         workspace = Path.cwd()
@@ -165,7 +152,7 @@ def create_environment(
 
 @dataclass(frozen=True)
 class JobRequest:
-    """One job: the same entrypoint in `replicas` processes that succeed or fail together."""
+    """A job: the same entrypoint in `replicas` processes that succeed or fail together."""
 
     name: str
     entrypoint: Command | Call
@@ -176,16 +163,14 @@ class JobRequest:
     replicas: int | None = None
     """`resources.replicas` when None."""
     max_retries_failure: int = 0
-    """Number of failed attempts that are tried again."""
     max_retries_preemption: int = 100
-    """Number of attempts ended from outside that are tried again; a budget of its own."""
+    """Number of retries after attempts that were ended from outside; counted separately."""
     outlives_parent: bool = False
-    """Lets the job go on when the process that submitted it ends."""
+    """Keeps the job running after the process that submitted it ends."""
     working_directory: Path | None = None
     """Folder that replicas start in; the workspace when None."""
 
     def __post_init__(self) -> None:
-        """Refuses names that could not become a path, and counts that mean nothing."""
         if not _NAME.fullmatch(self.name):
             raise BadInput(
                 expected="a job name of up to 100 letters, digits, dots, dashes and underscores",
@@ -208,31 +193,27 @@ class JobRequest:
 
     @property
     def replica_count(self) -> int:
-        """Returns the number of processes that run side by side."""
         return self.resources.replicas if self.replicas is None else self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobDetails:
-    """Everything that a backend knows of one job."""
+    """Everything that a backend reports about a job."""
 
     job_id: str
     name: str
     status: JobStatus
     reason: str | None = None
-    """The reason that it ended as it did or, while it is pending, what it waits for."""
+    """Reason for its end or, while it is pending, for its waiting."""
     attempts: int = 0
-    """Number of times that all replicas were started, the present one included."""
+    """Number of times that all replicas were started, including the present attempt."""
     failures: int = 0
-    """Number of attempts that ended by the job's own doing."""
+    """Number of failed attempts, without preemptions."""
     preemptions: int = 0
-    """Number of attempts that were ended from outside."""
     submitted_at: float | None = None
-    """Seconds since the epoch."""
     replicas: int | None = None
-    """Processes that run side by side; None where a list of jobs does not say."""
     returns: bool | None = None
-    """True if it calls a callable, so that it has a result; None where that is not known."""
+    """True if it calls a callable, so that it has a result; None if unknown."""
 
 
 class JobHandle(Protocol):
@@ -244,11 +225,11 @@ class JobHandle(Protocol):
         ...
 
     def details(self) -> JobDetails:
-        """Returns the job's state now, and why."""
+        """Returns the job's current state, with the reason."""
         ...
 
     def status(self) -> JobStatus:
-        """Returns the job's state now."""
+        """Returns the job's current state."""
         ...
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
@@ -256,30 +237,30 @@ class JobHandle(Protocol):
 
         Raises:
             JobTimeout: the job was still running by then; it goes on.
-            JobFailed: the job failed or was stopped, unless `raise_on_failure` is False. What its callable raised is
-                the cause, where that can be read here.
+            JobFailed: the job failed or was stopped, unless `raise_on_failure` is False; caused by its callable's
+                exception, if that can be read locally.
         """
         ...
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """Returns what the job's callable returned in the last attempt; waits for that as `wait` does.
+        """Returns the return value of the job's callable in the last attempt; waits for it as `wait` does.
 
-        Each replica has a result of its own; of one with several hosts, it is the first host's. It has 512 KiB at most
-        once pickled, on every backend: return the path of what is larger. Any process of the same user can ask for it,
-        by `attach` too, until the backend forgets the job; on another machine it needs the user's `ASSAY_ACTOR_KEY`.
-        A job succeeds also if its result is not to be had.
+        Each replica has its own result; with several hosts, it is the result of the first host. Its pickle has at most
+        512 KiB, on every backend: return a path for larger results. Any process of the same user can fetch it, also
+        through `attach`, until the backend forgets the job; on another machine it needs the user's `ASSAY_ACTOR_KEY`. A
+        job can succeed although its result is unavailable.
         """
         ...
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """The last lines, a megabyte at most, written so far by one replica, or by each of them under a heading."""
+        """Returns the last lines, at most 1 MB, of a replica so far, or of each replica under a heading."""
         ...
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
-        """The part of a replica's log that comes after a position, about a megabyte of it at most.
+        """Returns the part of a replica's log after a position, at most about 1 MB; empty at a finished log's end.
 
-        Parts that are asked for each with the `end` of the one before have every line once, over all attempts. Of a
-        finished job all is there: an empty part is its end. Lines of several hosts begin with the number of theirs.
+        Consecutive parts, each requested with the previous `end`, contain every line once, over all attempts. With
+        several hosts, lines begin with the host number.
         """
         ...
 
@@ -288,7 +269,7 @@ class JobHandle(Protocol):
         ...
 
     def terminate(self) -> None:
-        """Ends the job with everything it started, and returns when nothing of it is left."""
+        """Ends the job with all its processes, and returns after they have ended."""
         ...
 
 
@@ -297,17 +278,17 @@ class Client(Protocol):
 
     @property
     def url(self) -> str:
-        """The setting under which a process of a job finds this backend, such as `local` or `ray://auto`."""
+        """The setting with which a job's process finds this backend, such as `local` or `ray://auto`."""
         ...
 
     @property
     def description(self) -> str:
-        """Returns the place that its jobs go to, for people."""
+        """Returns a readable description of its backend."""
         ...
 
     @property
     def is_local(self) -> bool:
-        """Returns True if its jobs run on this machine alone, where they reach each other over loopback."""
+        """Returns True if all its jobs run on this machine, and reach each other over loopback."""
         ...
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> JobHandle:
@@ -315,22 +296,22 @@ class Client(Protocol):
         ...
 
     def attach(self, job_id: str) -> JobHandle:
-        """A handle on a job that any process has submitted to this backend.
+        """Returns a handle on a job that any process has submitted to this backend.
 
         Raises:
-            BadInput: there is no such job, or nothing is known of it any more.
+            BadInput: the job does not exist, or the backend has forgotten it.
         """
         ...
 
     def jobs(self) -> list[JobDetails]:
-        """The jobs of this backend that are running or are still remembered, the newest first."""
+        """Returns the backend's jobs that are running or still remembered, the newest first."""
         ...
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """Says before anything is built or copied what `submit` would say later.
+        """Checks a request before code is packed or built, with the same errors as `submit`.
 
         Raises:
-            UnsatisfiableResources: this backend can never give what is asked for.
+            UnsatisfiableResources: this backend can never provide the requested resources.
         """
         ...
 
@@ -342,10 +323,7 @@ class Client(Protocol):
 def wait_all(
     handles: Iterable[JobHandle], timeout: float | None = None, *, raise_on_failure: bool = True
 ) -> list[JobStatus]:
-    """Waits until all jobs have finished, for at most `timeout` seconds; their statuses in the order given.
-
-    Terminates nothing.
-    """
+    """Waits up to `timeout` seconds until all jobs have finished, terminates none; returns their statuses in order."""
     jobs = list(handles)
     deadline = None if timeout is None else time.monotonic() + timeout
     poll_seconds = _FIRST_POLL_SECONDS

@@ -1,4 +1,4 @@
-"""Logs of jobs: the part of one that comes after a position, and the ends of several under headings."""
+"""Logs of jobs: the part after a position, and the ends of several logs under headings."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from resources.errors import BadInput
 from resources.storage.regular_files import UnsafeFile, open_within
 
 PART_BYTES = 1 << 20
-"""Longest part that is read at once, about."""
+"""Approximate size limit of a part."""
 
 
 @dataclass(frozen=True)
 class LogPart:
-    """A piece of what a replica has written."""
+    """A part of a replica's log."""
 
     output: bytes
-    """As it was written, where the backend keeps that, else whole lines; empty where there is nothing new."""
+    """Bytes as written, if the backend keeps them, else whole lines; empty without new output."""
     end: str
-    """Position after it: what to ask with for the piece that follows."""
+    """Position after this part, from which the next part is requested."""
     dropped_lines: int | None = 0
-    """Lines before it that the backend keeps no more; None where it does not say how many."""
+    """Number of lines before it that the backend has dropped; None if the backend does not report it."""
 
 
 def part_of_file(path: Path, after: str) -> LogPart:
-    """The part of a log that lies in a file; positions are offsets."""
+    """Returns the part of a log file after a position, which is a byte offset."""
     start = int(after or 0)
     try:
         with os.fdopen(open_within(path), "rb") as log:
@@ -39,13 +39,10 @@ def part_of_file(path: Path, after: str) -> LogPart:
 
 
 def part_of_hosts(read: Callable[[int, str], LogPart], hosts: int, *, after: str) -> LogPart:
-    """The part of a replica's log that its hosts wrote, each line behind the number of its host if there are several.
+    """Returns the part of a replica's log from its hosts; with several hosts, each line has its host number as prefix.
 
-    Args:
-        read: gives a part of one host's log, given its index and a position without spaces; whole lines if there are
-            several hosts.
-        hosts: how many there are.
-        after: the position after the last part.
+    `read` returns a part of a host's log for the host index and a position without spaces; with several hosts, whole
+    lines.
     """
     if hosts == 1:
         return read(0, after)
@@ -63,13 +60,7 @@ def part_of_hosts(read: Callable[[int, str], LogPart], hosts: int, *, after: str
 
 
 def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | None) -> str:
-    """The log of one replica, or those of all under headings when None.
-
-    Args:
-        read: gives the log of one, by its index.
-        count: how many there are.
-        replica: which one.
-    """
+    """Returns the log of a replica by its index, or the logs of all `count` replicas under headings when None."""
     if replica is None and count > 1:
         return "\n".join(f"==> replica {index} <==\n{read(index)}" for index in range(count))
     check_replica(replica or 0, count)
@@ -77,6 +68,6 @@ def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | No
 
 
 def check_replica(replica: int, count: int) -> None:
-    """Refuses the index of a replica that a job does not have."""
+    """Raises `BadInput` for the index of a replica that a job does not have."""
     if not 0 <= replica < count:
         raise BadInput(expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those.")

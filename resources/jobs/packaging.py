@@ -1,7 +1,4 @@
-"""Code on its way to another machine, a folder's or our own: one zip, named after its content.
-
-What git ignores stays behind. The same files give the same bytes, so a machine that has a package needs no second copy.
-"""
+"""Packages for sending code, a folder's or Assay's own, to another machine: a zip named after its content."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ from resources.errors import BadInput, StorageError
 from resources.settings import deployment_data, process_environment
 
 LEFT_OUT = frozenset({".git", ".venv", "__pycache__"})
-"""Files and folders of these names stay behind, whatever git says."""
+"""Files and folders of these names are left out, even if git tracks them."""
 
 _ROOT = Path(__file__).parents[2]
 _OURS = ("flows", "tasks", "pools", "resources")
-_EARLIEST = (1980, 1, 1, 0, 0, 0)  # a zip knows no time before; times would make equal folders differ
+_EARLIEST = (1980, 1, 1, 0, 0, 0)  # the earliest time of the zip format; a fixed time keeps equal folders equal
 _NAMED_FILES = 5
 _OF_ANOTHER_REPOSITORY = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"})  # set in git's hooks
 
@@ -36,14 +33,13 @@ class Package:
     """A packed folder."""
 
     digest: str
-    """SHA-256 of `content`, as 64 hexadecimal digits."""
+    """SHA-256 of `content`, a zip file, as 64 hexadecimal digits."""
     content: bytes = field(repr=False)
-    """A zip."""
 
 
 @cache
 def own_code() -> Package:
-    """The packages of this installation, 1 MB zipped, packed once per process."""
+    """Packs the packages of this installation, 1 MB zipped, once per process."""
     found = [path for name in _OURS for path in (_ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -55,11 +51,9 @@ def own_code() -> Package:
 
 
 def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
-    """Packs what git would commit of a folder, or all of it outside of a work tree; symlinks stay symlinks.
+    """Packs a folder's files that git would commit, or all files outside of a work tree; symlinks stay symlinks.
 
-    Args:
-        folder: a folder inside a git work tree or not.
-        max_bytes: bound on the files' sizes together, before compression.
+    `max_bytes` bounds the total size of the files before compression.
     """
     if not folder.is_dir():
         raise BadInput(expected="a folder that exists", found=str(folder), remedy="Correct the path, or create it.")
@@ -82,7 +76,7 @@ def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
 
 
 def unpack(package: Package, into: Path) -> Path:
-    """Makes the folder `into/<digest>`; does nothing where it is there. Any number of processes may do so at once."""
+    """Creates the folder `into/<digest>` unless it exists; safe in concurrent processes."""
     target = into / package.digest
     if target.is_dir():
         return target
@@ -99,7 +93,7 @@ def unpack(package: Package, into: Path) -> Path:
         try:
             unfinished.rename(target)
         except OSError:
-            if not target.is_dir():  # another process was faster otherwise
+            if not target.is_dir():  # if it is, another process was faster
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -112,9 +106,9 @@ def _names(folder: Path) -> Iterator[str]:
         path = folder / name
         if LEFT_OUT.intersection(PurePosixPath(name).parts):
             continue
-        if path.is_dir() and not path.is_symlink():  # a repository inside this one: git names only its folder
+        if path.is_dir() and not path.is_symlink():  # a nested repository: git lists only its folder
             yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path))
-        elif path.is_symlink() or path.is_file():  # neither what was deleted but not committed, nor sockets
+        elif path.is_symlink() or path.is_file():  # excludes sockets, and deletions that are not committed
             yield name
 
 
@@ -140,8 +134,8 @@ def _listed_by_git(folder: Path) -> list[str] | None:
             remedy="Run git status there, and mend what it complains of.",
         )
     if not listing.stdout and _git(folder, "check-ignore", "-q", ".").returncode == 0:
-        return None  # the whole folder is ignored by a repository around it, and was still asked for
-    # During a merge a file is listed once for each side.
+        return None  # a surrounding repository ignores the whole folder, which was requested explicitly
+    # During a merge, git lists a file once per side.
     return sorted({os.fsdecode(name) for name in listing.stdout.split(b"\0") if name})
 
 
@@ -163,7 +157,7 @@ def _entry(name: str, path: Path) -> tuple[zipfile.ZipInfo, bytes]:
             remedy="Rename it, mend its permissions, or name it in .gitignore.",
         ) from error
     entry = zipfile.ZipInfo(name, date_time=_EARLIEST)
-    entry.create_system = 3  # Unix, whose modes the upper half of the attributes holds
+    entry.create_system = 3  # Unix: the upper half of the attributes holds the mode
     permissions = 0o755 if mode & 0o100 else 0o644
     entry.external_attr = (stat.S_IFLNK | 0o777 if stat.S_ISLNK(mode) else stat.S_IFREG | permissions) << 16
     entry.compress_type = zipfile.ZIP_DEFLATED
@@ -172,7 +166,7 @@ def _entry(name: str, path: Path) -> tuple[zipfile.ZipInfo, bytes]:
 
 def _extract(content: bytes, folder: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        # Symlinks last: a file is never written through one.
+        # Symlinks last: no file is ever written through a symlink.
         for entry in sorted(archive.infolist(), key=lambda entry: stat.S_ISLNK(entry.external_attr >> 16)):
             name = PurePosixPath(entry.filename)
             if name.is_absolute() or ".." in name.parts:

@@ -1,23 +1,19 @@
-"""Notice that Google Cloud is about to take this machine away, for programs to see before the machine ends."""
+"""Google Cloud's preemption notice for this machine, for programs that react before the machine ends."""
 
 from __future__ import annotations
 
 import urllib.request
 from http.client import HTTPException
 
+# By IP address: other networks cannot resolve the name, and a lookup has no timeout.
 _NOTICE_URL = "http://169.254.169.254/computeMetadata/v1/instance/preempted"
-"""By address: elsewhere nobody knows the name, and a look-up has no time-out."""
 
 
 def preemption_announced(*, url: str = _NOTICE_URL, timeout_seconds: float = 2.0) -> bool:
-    """Returns True if this machine was told that it is being preempted; False on machines of anybody else.
+    """Returns True if this machine is being preempted; False on machines outside of Google Cloud.
 
-    A program on a TPU fails with an error of its own when its chips, or those of another host of its slice, go away,
-    up to half a minute before the machine does. Its exit code says nothing of that.
-
-    Args:
-        url: where to ask.
-        timeout_seconds: for the answer; on machines without a metadata server nothing answers.
+    A program on a TPU fails with an unrelated error and exit code when its chips, or chips of another host of its
+    slice, disappear, up to 30 s before the machine does. Without a metadata server, the query runs into the timeout.
     """
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

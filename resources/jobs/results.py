@@ -1,8 +1,7 @@
-"""Results of jobs: the value that a callable returned, or the exception that it raised, in another process.
+"""Results of jobs: a callable's return value or exception, from another process.
 
-`resources/backends/programs/run_call.py` writes a result where the job ran, and its backend brings it here as bytes.
-They are signed with a key that went there with the call, follows from the user's, and signs the results of that job
-alone: nothing is unpickled here that another job, or another user, could have put in their place.
+`resources/backends/programs/run_call.py` writes a result where the job ran, and signs it with a key that was sent with
+the call, is derived from the user's key, and is valid only for that job: other results are never unpickled.
 """
 
 from __future__ import annotations
@@ -18,27 +17,23 @@ from resources.jobs.jobs import JobHandle, JobStatus
 from resources.jobs.logs import check_replica
 from resources.jobs.user_key import user_key
 
-_NONCE_BYTES, _PROOF_BYTES = 16, 32  # run_call.py knows both, too
+_NONCE_BYTES, _PROOF_BYTES = 16, 32  # run_call.py has the same constants
 
 
 class Raised(NamedTuple):
-    """An exception of another process; travels as a plain tuple, so that its reader needs none of its modules."""
+    """An exception of another process, sent as a plain tuple, so that reading it needs none of its modules."""
 
     pickled: bytes | None
-    """The exception; None where it could not be pickled."""
+    """The exception; None if it could not be pickled."""
     type_name: str
     text: str
     traceback: str
 
     def raise_here(self, unreadable: Callable[[str], AssayError]) -> NoReturn:
-        """Raises the exception with its traceback as the cause.
-
-        Args:
-            unreadable: makes the error to raise where the exception cannot be read here, from its type and text.
-        """
+        """Raises the exception, or `unreadable(text)` if it cannot be unpickled, caused by the remote traceback."""
         try:
             error = pickle.loads(self.pickled) if self.pickled is not None else None
-        except Exception:  # noqa: BLE001 - whatever the objects' own pickling code raises; what is known of it follows
+        except Exception:  # noqa: BLE001 - the objects' own pickling code can raise anything; type and text remain
             error = None
         if not isinstance(error, Exception):
             error = unreadable(f"{self.type_name}: {self.text}")
@@ -46,8 +41,6 @@ class Raised(NamedTuple):
 
 
 class _RemoteTraceback(Exception):
-    """Shows, as the cause of an exception, where in the other process it was raised."""
-
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._text = text
@@ -57,21 +50,21 @@ class _RemoteTraceback(Exception):
 
 
 def new_seal(job_id: str) -> bytes:
-    """Returns a nonce and the key that signs the results of a job alone; a random key if the user has none."""
+    """Returns a nonce and the key that signs this job's results; a random key if the user has no key."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
         return nonce + _key_of(nonce, job_id)
-    except StorageError:  # most callers want no result; who does is told then
+    except StorageError:  # most callers read no result; `result_of` reports the missing key to the others
         return nonce + secrets.token_bytes(_PROOF_BYTES)
 
 
 def result_of(
     job: JobHandle, timeout: float | None, *, replica: int, read: Callable[[], bytes | None], where: str
 ) -> Any:
-    """Implements `JobHandle.result` for every backend; `timeout` in seconds, None for no bound.
+    """Implements `JobHandle.result` for every backend; `timeout` in seconds, None for no limit.
 
-    `read` returns the bytes that the replica left in its last attempt, or None. `where` is a clause on what to do to
-    learn more, such as "read …/replica-*.log".
+    `read` returns the replica's result bytes of its last attempt, or None. `where` is a clause with advice, such as
+    "read …/replica-*.log".
     """
     details = job.details()
     if details.returns is False:
@@ -87,11 +80,11 @@ def result_of(
     if kind == "raised":
         Raised(*content).raise_here(_unsendable(job.job_id))
     if status is not JobStatus.SUCCEEDED:
-        job.wait(0)  # says why it failed
+        job.wait(0)  # raises with the reason
     if kind == "returned":
         try:
             return pickle.loads(content)
-        except Exception as error:  # whatever the objects' own pickling code raises
+        except Exception as error:  # the objects' own pickling code can raise anything
             raise _unreadable(job.job_id, f"{type(error).__name__}: {error}") from error
     if kind == "unreadable":
         raise _unreadable(job.job_id, content)
@@ -103,9 +96,9 @@ def result_of(
 
 
 def raised_by(job: JobHandle, read: Callable[[int], bytes | None]) -> Exception | None:
-    """Returns the exception of a failed job's callable, of the first replica that raised; None if it is not known.
+    """Returns the exception of a failed job's callable, from the first replica that raised; None if unknown.
 
-    `read` returns the bytes that a replica left in its last attempt, or None.
+    `read` returns a replica's result bytes of its last attempt, or None.
     """
     details = job.details()
     if details.returns is False or details.status is not JobStatus.FAILED:
@@ -113,12 +106,12 @@ def raised_by(job: JobHandle, read: Callable[[int], bytes | None]) -> Exception 
     for replica in range(details.replicas or 1):
         try:
             kind, content = _opened(read(replica), job.job_id, replica)
-        except AssayError:  # not ours to read, or its backend has forgotten it: the job has failed all the same
+        except AssayError:  # unreadable for this user, or forgotten by the backend: the job has failed all the same
             continue
         if kind == "raised":
             try:
                 Raised(*content).raise_here(_unsendable(job.job_id))
-            except Exception as error:  # noqa: BLE001 - whatever the callable raised
+            except Exception as error:  # noqa: BLE001 - the callable can raise anything
                 return error
     return None
 

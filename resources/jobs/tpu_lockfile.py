@@ -1,4 +1,4 @@
-"""The lock file that libtpu leaves behind: whoever finds it is told that the TPU is in use, by a process long gone."""
+"""The lock file that libtpu leaves behind, for which later processes report a TPU as in use by a dead process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SUDO_SECONDS = 20.0
 _log = logging.getLogger(__name__)
 
 
-class remove_tpu_lockfile_on_exit(ContextDecorator):  # called like a function
+class remove_tpu_lockfile_on_exit(ContextDecorator):  # lower case, as it is used like a function
     """Removes the lock file before and after a `with` block, or each call of a function that it decorates.
 
-    Only for whoever holds all chips of the host: the lock of a living process would be taken away too.
+    Only for the holder of all chips of the host: it would also remove the lock of a living process.
     """
 
     def __init__(self, *, path: Path = TPU_LOCKFILE) -> None:

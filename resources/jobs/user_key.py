@@ -1,4 +1,4 @@
-"""The secret by which processes of one user know each other's pickles: those of calls of actors, and of results."""
+"""The secret that authenticates pickles between processes of a user: calls of actors, and results."""
 
 from __future__ import annotations
 

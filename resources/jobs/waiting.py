@@ -1,4 +1,4 @@
-"""Parts that handles of all backends share: waiting, the error that says how a job ended."""
+"""Shared parts of all backends' handles: waiting, and the error for a failed job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN_LINES = 20
 
 
 def growing_pauses(longest_seconds: float = _LONGEST_PAUSE_SECONDS) -> Iterator[float]:
-    """Yields the seconds to wait between two looks at something: hardly any at first, then more and more."""
+    """Yields the seconds between two polls, from 0.05 s growing by half each time up to `longest_seconds`."""
     seconds = _FIRST_PAUSE_SECONDS
     while True:
         yield min(seconds, longest_seconds)
@@ -31,15 +31,10 @@ def wait_until_finished(
     cause: Callable[[], Exception | None],
     longest_pause_seconds: float = _LONGEST_PAUSE_SECONDS,
 ) -> JobStatus:
-    """Blocks until a job has finished, asking for its status less and less often.
+    """Blocks until a job has finished, for at most `timeout` seconds, with growing pauses between polls of its status.
 
-    Args:
-        job: what to wait for.
-        timeout: seconds; for ever when None.
-        raise_on_failure: whether a job that failed or was stopped is an error.
-        where: what to do to learn more, a clause such as "read …/replica-*.log".
-        cause: returns what the job's callable raised, if that is known; see `resources.jobs.results.raised_by`.
-        longest_pause_seconds: the longest pause between two looks.
+    `where` is a clause with advice for the error, such as "read …/replica-*.log"; `cause` returns the exception of the
+    job's callable, if known (see `resources.jobs.results.raised_by`).
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     pauses = growing_pauses(longest_pause_seconds)
@@ -59,7 +54,7 @@ def wait_until_finished(
 
 
 def failure_of(job: JobHandle, *, where: str) -> JobFailed:
-    """The error for a job that failed or was stopped, with the reason and its last lines."""
+    """Returns the error for a job that failed or was stopped, with the reason and its last log lines."""
     details = job.details()
     reason = f": {details.reason}" if details.reason else ""
     return JobFailed(
@@ -74,7 +69,11 @@ Job = TypeVar("Job", bound=JobHandle)
 
 
 def while_running(job: Job | None, *, adopt_existing: bool) -> Job | None:
-    """Returns the known job of a wanted name while it runs; None where there is none, or it has finished."""
+    """Returns `job` while it runs, for reuse of its name; None if there is none, or it has finished.
+
+    Raises:
+        JobAlreadyExists: it runs, and `adopt_existing` is False.
+    """
     if job is None or job.status().finished:
         return None
     if adopt_existing:

@@ -1,1 +1,1 @@
-"""Regions, their devices and prices, their work pools and their Ray clusters."""
+"""Regions: their devices and prices, their work pools and their Ray clusters."""

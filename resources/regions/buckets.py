@@ -1,4 +1,4 @@
-"""Answers of Google Cloud Storage about a bucket: its location, and the size of a folder in it."""
+"""Queries to Google Cloud Storage about a bucket: its location, and the size of a folder in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 
 _LOCATION_SECONDS = 15.0
-_PAGE = 1000  # objects, the most that one answer lists
+_PAGE = 1000  # objects: the limit of a listing page
 _DUAL_REGIONS = {
     "NAM4": ("us-central1", "us-east1"),
     "EUR4": ("europe-north1", "europe-west4"),
@@ -18,11 +18,11 @@ _DUAL_REGIONS = {
 
 @cache
 def bucket_location(bucket: str) -> tuple[str, ...]:
-    """The regions a bucket lies in, in lower case; a multi-region is `us`, `eu` or `asia`.
+    """Returns the regions of a bucket, in lower case; a multi-region is `us`, `eu` or `asia`.
 
     Raises:
-        PermissionError: it may not be looked at from here, or nobody could be asked.
-        FileNotFoundError: there is no such bucket.
+        PermissionError: access to the bucket is denied, or the query failed.
+        FileNotFoundError: the bucket does not exist.
     """
     found = _asked(f"b/{bucket}", _LOCATION_SECONDS)
     location = str(found.get("location", "")).upper()
@@ -34,7 +34,7 @@ def bucket_location(bucket: str) -> tuple[str, ...]:
 
 
 def size_of(uri: str, timeout_seconds: float) -> tuple[int, bool]:
-    """Bytes of what one page of a listing shows below a path, and whether that is all; 0 if it cannot be listed."""
+    """Returns the bytes on the first listing page below a path, and True if that is all; (0, False) if it fails."""
     bucket, _, prefix = uri.removeprefix("gs://").partition("/")
     try:
         fields = "items/size,nextPageToken"
@@ -46,9 +46,9 @@ def size_of(uri: str, timeout_seconds: float) -> tuple[int, bool]:
 
 def _asked(path: str, timeout_seconds: float, **parameters: Any) -> dict[str, Any]:
     try:
-        # gcsfs tries six times, 40 s where no name is resolved.
+        # gcsfs tries six times: 40 s if the name is not resolved.
         return fsspec.filesystem("gs").call("GET", path, json_out=True, timeout=timeout_seconds, **parameters)
     except FileNotFoundError:
         raise
-    except Exception as error:  # gcsfs has an error class of its own, google-auth and aiohttp theirs
+    except Exception as error:  # gcsfs, google-auth and aiohttp have error classes of their own
         raise PermissionError(f"{type(error).__name__}: {error}".splitlines()[0]) from error

@@ -1,8 +1,7 @@
-"""A region's Ray cluster as Ray's cluster launcher reads it: which machines there may be, and how each is set up.
+"""A region's cluster file for Ray's cluster launcher: the allowed machines, and the setup of each.
 
-The files in `deployments/ray/` are what `render` makes of `deployments/regions.yaml`. Node types name the
-resource `TPU-<type>-head` and the labels by which slices are claimed. Jobs bring their code along; machines get the
-pinned lists.
+`render` writes the files in `deployments/ray/` from `deployments/regions.yaml`. Node types have the resource
+`TPU-<type>-head` and the labels for claiming slices. Machines get the pinned lists; jobs bring their own code.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _HEADER = (
 )
 _LISTS = ("orchestrator.txt", "backends.txt")
 _ENVIRONMENT = "~/assay-environment"
-_PYTHON = "3.11"  # of the pinned lists; Ray's driver and nodes must agree on it
-_MOST_CHIPS = 128  # of a slice that the launcher may start by itself
+_PYTHON = "3.11"  # of the pinned lists; Ray's driver and nodes must have the same version
+_MOST_CHIPS = 128  # of a slice that the launcher may start
 _SLICES, _CPU_MACHINES = 32, 64
 _IDLE_MINUTES = 10
-_FOR_WORKERS = 0.7  # of a machine's memory; Ray keeps the rest for its object store and itself
+_FOR_WORKERS = 0.7  # of a machine's memory; the rest is for Ray and its object store
 _GIB = 2**30
 
 _RUNTIMES = {
@@ -37,12 +36,12 @@ _RUNTIMES = {
 
 
 def render(region: Region) -> str:
-    """The text of a region's cluster file."""
+    """Returns the text of a region's cluster file."""
     return _HEADER + yaml.safe_dump(cluster_content(region), sort_keys=False, width=120)
 
 
 def cluster_content(region: Region) -> dict[str, Any]:
-    """The content of a region's cluster file, as Ray's schema wants it."""
+    """Returns the content of a region's cluster file, in Ray's schema."""
     if region.ray_cluster is None:
         raise BadInput(
             expected=f"ray_cluster of {region.name} in the regions file",
@@ -77,7 +76,7 @@ def cluster_content(region: Region) -> dict[str, Any]:
             "head": _machine(
                 region, zone=zone, machine_type="n2-standard-8", cores=8, gib=32, preemptible=False, most=0
             )
-            # What asks for a machine that stays runs here; nothing else should.
+            # Runs the jobs that request a machine without preemption; no other job should.
             | {"resources": {"CPU": 8, "memory": _memory(32), "head_node": 1}},
             "cpu": _machine(
                 region,
@@ -100,7 +99,7 @@ def cluster_content(region: Region) -> dict[str, Any]:
 
 
 def slices_in(region: Region, zone: str) -> Iterator[TpuTopology]:
-    """The slices that the launcher may start in a zone, up to 128 chips."""
+    """Yields the slices that the launcher may start in a zone, up to 128 chips."""
     for topology in TPU_TOPOLOGIES.values():
         if zone in region.tpus.get(tpu_generation(topology.variant), ()) and topology.chips <= _MOST_CHIPS:
             yield topology
@@ -111,7 +110,7 @@ def _slice(region: Region, topology: TpuTopology, *, zone: str) -> dict[str, Any
     return {
         "min_workers": 0,
         "max_workers": _SLICES,
-        # Of one VM; the launcher leaves the head resource out on all VMs of a slice but the first.
+        # Per VM; the launcher sets the head resource only on the first VM of a slice.
         "resources": {
             "CPU": CORES_PER_CHIP[generation] * chips,
             "memory": _memory(GIB_PER_CHIP[generation] * chips),

@@ -1,7 +1,6 @@
-"""Ray clusters: the commands that start and end a region's, and a Ray head of this machine for trying things out.
+"""Ray clusters: the commands that start and end a region's cluster, and a local Ray head for experiments.
 
-The local one is a job of this machine that outlives its parent: `take_down_local` ends it with all its processes, and
-no other Ray of the machine, which `ray stop` would end too.
+The local head is a job that outlives its parent. `take_down_local` ends only its processes; `ray stop` would end all.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from resources.settings import settings
 from resources.storage.files import replace_text
 
 LOCAL = "local"
-"""The name of this machine's cluster, where others have a region's."""
+"""The name of this machine's cluster, in place of a region's name."""
 DASHBOARD_PORT, CLIENT_PORT = 8265, 10001
 _VARIABLES = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # stays on 127.0.0.1
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps Ray on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
-    "GRPC_ENABLE_FORK_SUPPORT": "0",  # else the server for Ray Clients dies now and then as it forks
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # else the server for Ray Clients sometimes crashes when it forks
 }
-_START_SECONDS = 120.0  # 8 s on two idle cores
+_START_SECONDS = 120.0  # it takes 8 s on two idle cores
 _PORTS: tuple[str, ...] = (
     "port",
     "ray-client-server-port",
@@ -42,7 +41,7 @@ _PORTS: tuple[str, ...] = (
     "dashboard-agent-listen-port",
     "metrics-export-port",
 )
-_GRACE_SECONDS = 3.0  # jobs of the cluster are told before; Ray itself has nothing to save
+_GRACE_SECONDS = 3.0  # the cluster's jobs are ended before; Ray itself has nothing to save
 _OBJECT_STORE_BYTES = 200 * 2**20
 
 
@@ -50,17 +49,17 @@ class LocalCluster(Config):
     """A Ray head of this machine that was started by `assay cluster up local`."""
 
     job_id: str
-    """The job that it is, on the local backend."""
+    """Its job on the local backend."""
     address: str
-    """Address for submitting jobs, as `ASSAY_JOBS` names it."""
+    """Address for submitting jobs, as in `ASSAY_JOBS`."""
     dashboard: str
-    """Its pages."""
+    """URL of its dashboard."""
     folder: Path
-    """Its temporary files."""
+    """Folder of its temporary files."""
 
 
 def ray_command() -> str:
-    """Ray's own command in the environment of this process."""
+    """Returns the path of Ray's own command in the environment of this process."""
     command = Path(sys.executable).with_name("ray")
     if not command.exists():
         raise BadInput(
@@ -72,31 +71,32 @@ def ray_command() -> str:
 
 
 def up_command(file: Path) -> list[str]:
-    """Starts a region's head, or updates it."""
+    """Returns the command that starts or updates a region's head."""
     return [ray_command(), "up", "--yes", str(file)]
 
 
 def down_command(file: Path) -> list[str]:
-    """Ends a region's head and all its workers."""
+    """Returns the command that ends a region's head and all its workers."""
     return [ray_command(), "down", "--yes", str(file)]
 
 
 def status_command(file: Path) -> list[str]:
-    """Shows what a region's head sees: nodes, demand, errors of the launcher."""
+    """Returns the command that shows the status of a region's head: nodes, demand, errors of the launcher."""
     return [ray_command(), "exec", str(file), "~/assay-environment/bin/ray status"]
 
 
 def tunnel_command(file: Path, *, port: int = DASHBOARD_PORT, client_port: int = CLIENT_PORT) -> list[str]:
-    """Forwards two local ports to a region's head, to its pages and to where jobs are submitted, until it is ended.
+    """Returns the command that forwards two local ports to a region's head, for its dashboard and its job server.
 
-    `ray dashboard` would forward the first one only. Ray forwards equal port numbers, so the head listens on these.
+    It runs until it is ended. `ray dashboard` would forward only the first port, and Ray only forwards equal port
+    numbers.
     """
     forwarded = ["--port-forward", str(port), "--port-forward", str(client_port)]
     return [ray_command(), "exec", *forwarded, str(file), "sleep infinity"]
 
 
 def start_local_command(ports: Mapping[str, int], *, folder: Path, cpus: int | None) -> list[str]:
-    """Starts a Ray head that listens on loopback only, in the foreground."""
+    """Returns the command that starts a Ray head on loopback only, in the foreground."""
     return [
         ray_command(),
         "start",
@@ -115,7 +115,7 @@ def start_local_command(ports: Mapping[str, int], *, folder: Path, cpus: int | N
 
 
 def checked_cluster_file(region: Region, file: Path) -> Path:
-    """The cluster file, if a cluster can be started from it."""
+    """Returns the cluster file, after checking that a cluster can be started from it."""
     if (line := region.unwritten().get("project")) is not None:
         raise BadInput(
             expected=f"the Google Cloud project that pays for the cluster in {region.name}",
@@ -128,7 +128,7 @@ def checked_cluster_file(region: Region, file: Path) -> Path:
 
 
 def local_cluster() -> LocalCluster:
-    """The cluster of this machine."""
+    """Returns the cluster of this machine."""
     known = find_local()
     if known is None:
         raise BadInput(
@@ -140,7 +140,7 @@ def local_cluster() -> LocalCluster:
 
 
 def find_local() -> LocalCluster | None:
-    """The cluster of this machine, if one was started and still runs."""
+    """Returns the cluster of this machine if it runs, else None."""
     try:
         known = LocalCluster.model_validate_json(_record().read_text())
         return known if not LocalClient().attach(known.job_id).status().finished else None
@@ -149,15 +149,14 @@ def find_local() -> LocalCluster | None:
 
 
 def start_local(*, cpus: int | None = None) -> LocalCluster:
-    """Starts the cluster of this machine, and returns once jobs can be submitted; does nothing where it is up.
+    """Starts the cluster of this machine, if it is not up, and returns once jobs can be submitted.
 
-    Args:
-        cpus: how many CPUs it claims to have; the machine's when None.
+    `cpus` limits the CPUs that Ray uses; all when None.
     """
     if known := find_local():
         return known
     ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
-    # Sockets below it have at most 107 bytes in their paths, too few for a cache folder that is deep.
+    # Paths of sockets in it have at most 107 bytes, too few for a deep cache folder.
     folder = Path(tempfile.mkdtemp(prefix="assay-ray-"))
     program, *arguments = start_local_command(ports, folder=folder, cpus=cpus)
     job = LocalClient(grace_seconds=_GRACE_SECONDS).submit(
@@ -183,7 +182,7 @@ def start_local(*, cpus: int | None = None) -> LocalCluster:
         _wait_until_up(job, [ports[name] for name in _PORTS[:3]])
         _record().parent.mkdir(parents=True, exist_ok=True)
         replace_text(_record(), cluster.model_dump_json())
-    except BaseException:  # Ctrl-C too: nobody would know of the head, which outlives this process
+    except BaseException:  # Ctrl-C too: without a record, the head would outlive this process unnoticed
         _end(cluster)
         raise
     return cluster

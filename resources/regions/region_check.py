@@ -1,7 +1,6 @@
-"""Refuses jobs that would read their data across regions, which is slow and is billed by the GB.
+"""Refuses jobs that would read their data across regions, which is slow and billed by the GB.
 
-`gs://` paths are found wherever they stand in a configuration. Google's access control decides what can be looked up:
-where it says no, a warning is all there is.
+`gs://` paths are found at any position of a configuration. Without access to a bucket, the check only logs a warning.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
 from resources.settings import MAX_EGRESS_VARIABLE, data_prefix, settings
 
-_METADATA = "http://169.254.169.254"  # of a VM at Google; by number, since looking the name up can hang elsewhere
+_METADATA = "http://169.254.169.254"  # of a VM at Google; by IP, since resolving the name can hang on other networks
 _METADATA_SECONDS = 1.0
-_SIZES_SECONDS = 5.0  # for all sizes together; without them the error names the price per GB
+_SIZES_SECONDS = 5.0  # for all sizes together; without sizes, the error contains the price per GB
 _GB = 10**9
 
 _log = logging.getLogger(__name__)
@@ -37,30 +36,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GcsPath:
-    """A path in an object store, and where in a configuration it stands, such as `data.sources[0].url`."""
+    """A path in an object store, and its position in a configuration, such as `data.sources[0].url`."""
 
     place: str
     uri: str
 
     @property
     def bucket(self) -> str:
-        """The bucket's name."""
         return self.uri.removeprefix("gs://").partition("/")[0]
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A path that is not in the region it is used from."""
+    """A path outside of the region that uses it."""
 
     path: GcsPath
     location: str
-    """The bucket's region, or multi-region."""
     price: Decimal
-    """USD for a GB, 10^9 bytes, that is read from there."""
+    """USD per GB (10^9 bytes) for reading from there."""
 
 
 PathChecker = Callable[[GcsPath, str], Elsewhere | None]
-"""Says what is wrong with a path used from a region, if anything."""
+"""Checks a path for a region that uses it; returns the mismatch, or None."""
 
 
 def check_gcs_paths_same_region(
@@ -74,21 +71,20 @@ def check_gcs_paths_same_region(
     resources: ResourceConfig | None = None,
     max_egress_usd: Decimal | None = None,
 ) -> str | None:
-    """Checks that every `gs://` path of a configuration lies in the region that uses it, or costs little to read there.
+    """Checks that all `gs://` paths of a configuration are in the region that uses them, or cheap to read from it.
+
+    Returns the region of all paths: the first allowed region that fits, or else the region with the fewest paths
+    outside; None if unknown.
 
     Args:
         obj: a configuration: mappings, sequences, sets, dataclasses, pydantic models and paths, in any nesting.
-        local_ok: whether it is no error if nobody knows which region this is.
-        region: the region; found out when None.
-        skip_if_prefix_contains: a path is left out if its place holds one of these.
-        region_getter: finds the region out; `region_of_this_machine` when None.
-        path_checker: looks at one path; `check_path` when None.
-        resources: whose `regions`, best first, override the machine's; `obj.resources` when None.
-        max_egress_usd: what reading all that lies elsewhere once may cost; nothing, whatever is allowed, when None.
-
-    Returns:
-        The region in which all paths lie, the first of those allowed, or in which the fewest lie elsewhere; None where
-        that is not known.
+        local_ok: accepts an unknown region with a warning, in place of an error.
+        region: the region; detected when None.
+        skip_if_prefix_contains: ignores paths with any of these in their position.
+        region_getter: detects the region; `region_of_this_machine` when None.
+        path_checker: checks a path; `check_path` when None.
+        resources: `regions` of these, best first, override the machine's region; `obj.resources` when None.
+        max_egress_usd: limit for reading all data of other regions once; when None, any such read is an error.
     """
     paths = [path for path in find_gcs_paths(obj) if not any(part in path.place for part in skip_if_prefix_contains)]
     if not paths:
@@ -119,12 +115,9 @@ def check_gcs_paths_same_region(
 
 
 def check_reads(uris: Sequence[str], resources: ResourceConfig, *, backend: str | None) -> None:
-    """Checks that what a pool or a job is to read lies in its region, or costs no more than `ASSAY_MAX_EGRESS_USD`.
+    """Checks that the reads of a pool or job stay in its region, or cost no more than `ASSAY_MAX_EGRESS_USD`.
 
-    Args:
-        uris: what it is to read.
-        resources: of the pool or job, which may name its regions.
-        backend: where it runs if they do not, as in `Client.url`; None is this machine.
+    The region is from `resources`, else of the backend (as in `Client.url`; None is this machine).
     """
 
     def region_of_backend() -> str | None:
@@ -142,18 +135,12 @@ def check_reads(uris: Sequence[str], resources: ResourceConfig, *, backend: str 
 
 
 def find_gcs_paths(obj: Any, place: str = "") -> list[GcsPath]:
-    """Every `gs://` path inside a value, each with its place; values that hold themselves are followed once."""
+    """Returns every `gs://` path inside a value, with its position; a value that contains itself is visited once."""
     return list(_found(obj, place, set()))
 
 
 def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> Elsewhere | None:
-    """Compares a bucket's region, as the regions file or the bucket itself says, with the one that uses it.
-
-    Args:
-        path: what is used.
-        region: from where.
-        regions: what is known of regions and buckets; `known_regions()` when None.
-    """
+    """Returns the mismatch, if any, of the using region and a bucket's region (regions file, else the bucket)."""
     known = regions or known_regions()
     described = known.of_bucket(path.bucket)
     all_names = ({entry.name, *entry.aliases} for entry in known.regions)
@@ -173,16 +160,16 @@ def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> El
 
 
 def region_of_this_machine(metadata_address: str = _METADATA) -> str | None:
-    """The region this machine is in: as the settings say, a VM's metadata, or else the data prefix; or None."""
+    """Returns the region of this machine: from the settings, else the VM's metadata, else the data prefix; or None."""
     zone = settings().region or vm_metadata("zone", metadata_address)
     if zone is not None:
         return settings().region or zone.rpartition("/")[2].rpartition("-")[0]  # projects/1/zones/us-east1-d
     return region_of_prefix(data_prefix(), known_regions())
 
 
-@cache  # a machine that is no VM at Google takes a second to say so
+@cache  # machines outside of Google Cloud take a second to fail
 def vm_metadata(name: str, metadata_address: str = _METADATA) -> str | None:
-    """Returns what the metadata of this VM at Google says of its instance; None where it is none, or says nothing."""
+    """Returns an instance value from this Google VM's metadata; None on other machines, or if it is missing."""
     request = urllib.request.Request(
         f"{metadata_address}/computeMetadata/v1/instance/{name}", headers={"Metadata-Flavor": "Google"}
     )
@@ -192,12 +179,12 @@ def vm_metadata(name: str, metadata_address: str = _METADATA) -> str | None:
             if answer.headers.get("Metadata-Flavor") == "Google":
                 return answer.read().decode().strip()
     except OSError:
-        pass  # not a VM at Google, or one that does not say
+        pass  # not a VM at Google, or no such value
     return None
 
 
 def region_of_prefix(prefix: str | None, regions: Regions) -> str | None:
-    """The region of a prefix such as gs://marin-us-central2: of its bucket, or the one its name ends in."""
+    """Returns the region of a prefix such as gs://marin-us-central2: of its bucket, else the end of its name."""
     if not prefix or not prefix.startswith("gs://"):
         return None
     bucket = GcsPath("", prefix).bucket
@@ -208,12 +195,7 @@ def region_of_prefix(prefix: str | None, regions: Regions) -> str | None:
 
 
 def region_of_data(uri: str, regions: Regions | None = None) -> str | None:
-    """The region, or multi-region, that a location lies in: its bucket's, or this machine's for a path; or None.
-
-    Args:
-        uri: the location.
-        regions: what is known of regions and buckets; `known_regions()` when None.
-    """
+    """Returns the region or multi-region of a location: of its bucket, or of this machine for a local path; or None."""
     if not uri.startswith("gs://"):
         return None if "://" in uri and not uri.startswith("file://") else region_of_this_machine()
     bucket = GcsPath("", uri).bucket
@@ -233,7 +215,7 @@ def _found(obj: Any, place: str, above: set[int]) -> Iterator[GcsPath]:
             return
         case str() | bytes() | None | int() | float():
             return
-        case PurePath():  # pathlib makes one slash of two
+        case PurePath():  # pathlib merges two slashes
             text = obj.as_posix()
             yield from _found(f"gs://{text[4:]}" if text.startswith("gs:/") else text, place, above)
             return
@@ -274,10 +256,9 @@ def _covers(location: str, region: str) -> bool:
 
 @dataclass(frozen=True)
 class _Read:
-    """One read from elsewhere; `is_whole` says that all of its bytes could be counted."""
-
     found: Elsewhere
     size_bytes: int
+    # True if all its bytes were counted
     is_whole: bool
 
     @property

@@ -1,4 +1,4 @@
-"""Content of a regions file: devices and buckets of each region, the place of its jobs, and prices."""
+"""Content of a regions file: devices and buckets of each region, the backend of its jobs, and prices."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfi
 from resources.errors import BadInput
 
 WorkPoolType = Literal["process", "kubernetes", "cloud-run-v2", "vertex-ai"]
-"""The types of Prefect work pools that there are templates for."""
+"""The types of Prefect work pools that have templates."""
 ImageKind = Literal["orchestrator", "cpu", "cuda", "tpu"]
 """The images of `deployments/images/`."""
 IMAGES_LINE = "images: {orchestrator: IMAGE, cpu: IMAGE, cuda: IMAGE, tpu: IMAGE}"
-"""The line that names the images of a region's work pool."""
+"""Template of the line with the images of a region's work pool."""
 ADDRESS_LINE = "ray_address: ray://HEAD:10001"
-"""The line that says where the Ray of a region is."""
+"""Template of the line with the Ray address of a region."""
 _GPU_NAMES = {"A100-40GB": "A100", "H100-80GB": "H100", "H100-MEGA-80GB": "H100"}
 
 
 class Price(Config):
-    """USD for one unit."""
+    """USD for a unit."""
 
     on_demand: Decimal = Field(gt=0)
-    """Price of what stays until it is given back."""
+    """Price on demand, without preemption."""
     preemptible: Decimal | None = Field(default=None, gt=0)
-    """Price of what can be taken away; unknown when unset."""
+    """Price of preemptible capacity; unknown when unset."""
 
 
 class EgressPrice(Config):
-    """USD for a GB, 10^9 bytes, that is read from another region."""
+    """USD per GB (10^9 bytes) that is read from another region."""
 
     same_continent: Decimal = Field(ge=0)
-    """Between two regions of one continent."""
+    """Between two regions of the same continent."""
     other_continent: Decimal = Field(ge=0)
     """Between continents."""
 
 
 class Prices(Config):
-    """Prices where a region says nothing else, in USD."""
+    """Default prices of all regions, in USD."""
 
     as_of: date
-    """Date at which the prices were true."""
+    """Date of the prices."""
     source: str = ""
-    """Place that they were taken from, such as the address of a price list or the name of a contract."""
+    """Source of the prices, such as the address of a price list or the name of a contract."""
     note: str = ""
-    """Remark on the prices, for people."""
+    """Remark on the prices, for readers."""
     chip_hour: dict[str, Price] = {}
     """By TPU generation or GPU model; a TPU's price includes its VM."""
     vcpu_hour: Price
-    """One CPU core for an hour."""
+    """A CPU core for an hour."""
     memory_gb_hour: Price
     """A GB of memory for an hour."""
     egress_gb: EgressPrice
@@ -63,27 +63,27 @@ class Prices(Config):
 
 
 class RayCluster(Config):
-    """The Ray cluster of a region, as Ray's cluster launcher describes one."""
+    """The Ray cluster of a region, for Ray's cluster launcher."""
 
     file: Path
-    """Its cluster file, from the folder of the regions file."""
+    """Its cluster file, relative to the folder of the regions file."""
     zone: str
-    """The zone that all its machines are in."""
+    """The zone of all its machines."""
     project: str | None = None
     """The Google Cloud project that pays for it."""
 
 
 class Region(Config):
-    """A place with compute and buckets."""
+    """A region with compute and buckets."""
 
     name: str
     """Its name at the cloud, such as us-central2."""
     aliases: tuple[str, ...] = ()
-    """Other names that people use for it."""
+    """Other accepted names of it."""
     cloud: str = "gcp"
-    """Whose it is."""
+    """Its cloud provider."""
     continent: str
-    """Continent, for the price of reading from elsewhere."""
+    """Continent, for the price of reads from other regions."""
     zones: tuple[str, ...] = ()
     """Its zones."""
     tpus: dict[str, tuple[str, ...]] = {}
@@ -91,16 +91,17 @@ class Region(Config):
     gpus: dict[str, tuple[str, ...]] = {}
     """GPU models, such as H100, each with the zones that have them."""
     buckets: tuple[str, ...] = ()
-    """Buckets that lie here, without gs://."""
+    """Buckets in this region, without gs://."""
     work_pool: str | None = None
-    """The Prefect work pool whose workers are here."""
+    """The Prefect work pool with workers in this region."""
     work_pool_type: WorkPoolType = "kubernetes"
-    """Place where that work pool runs flow runs."""
+    """Type of that work pool, which determines where flow runs execute."""
     work_pool_variables: dict[str, Any] = {}
     """Defaults of its job variables, such as image, namespace and service_account_name."""
     images: dict[ImageKind, str] = {}
-    """Images of its flow runs, each with its tag: cpu, cuda or tpu by their device, orchestrator for what sends jobs to
-    the region's cluster. Otherwise `image` of `work_pool_variables`."""
+    """Images of its flow runs, each with its tag: cpu, cuda or tpu by their device, orchestrator for flow runs that
+    submit jobs to the region's cluster. Default: `image` of `work_pool_variables`.
+    """
     ray_address: str | None = None
     """Address of its Ray, such as ray://10.0.0.2:10001."""
     ray_cluster: RayCluster | None = None
@@ -108,14 +109,14 @@ class Region(Config):
     iris_address: str | None = None
     """Address of its Iris controller, such as iris://10.0.0.2:10000."""
     chip_hour: dict[str, Price] = {}
-    """Prices that differ here, by TPU generation or GPU model."""
+    """Prices that differ in this region, by TPU generation or GPU model."""
     vcpu_hour: Price | None = None
-    """One CPU core for an hour, where it differs here."""
+    """A CPU core for an hour, if different in this region."""
     memory_gb_hour: Price | None = None
-    """A GB of memory for an hour, where it differs here."""
+    """A GB of memory for an hour, if different in this region."""
 
     def zones_for(self, device: Device) -> tuple[str, ...]:
-        """The zones that offer a device; none if the region does not."""
+        """Returns the zones that offer a device; empty if the region does not offer it."""
         match device:
             case TpuConfig(variant=variant):
                 return self.tpus.get(tpu_generation(variant), ())
@@ -127,7 +128,7 @@ class Region(Config):
                 return self.zones
 
     def offered(self, resources: ResourceConfig) -> ResourceConfig | None:
-        """The first choice of what is asked for that this region has, in the zone asked for; None if it has none."""
+        """Returns the first requested choice that this region offers, in the requested zone; None if it offers none."""
         for choice in resources.choices:
             zones = self.zones_for(choice.device)
             if resources.zone in zones if resources.zone else zones:
@@ -136,7 +137,7 @@ class Region(Config):
 
     @property
     def backend_url(self) -> str | None:
-        """Returns the address for jobs of this region, as `ASSAY_JOBS` names it; None if nothing is known of it."""
+        """Returns the address for jobs of this region, as in `ASSAY_JOBS`; None if unset."""
         return self.ray_address or self.iris_address
 
     @property
@@ -146,7 +147,7 @@ class Region(Config):
         return [*self.images.values(), *([usual] if isinstance(usual, str) else [])]
 
     def unwritten(self) -> dict[str, str]:
-        """Lines that the file lacks for work pool and Ray cluster of this region, each by the name of what it says."""
+        """Returns the lines that the file lacks for the work pool and Ray cluster of this region, by field."""
         cluster, lines = self.ray_cluster, {}
         if self.work_pool and self.work_pool_type != "process" and not self.named_images:
             lines["images"] = IMAGES_LINE
@@ -159,12 +160,12 @@ class Region(Config):
 
 
 class Regions(Config):
-    """Every region, and the prices that hold where one names no other."""
+    """All regions, and default prices."""
 
     prices: Prices
-    """Prices of everything."""
+    """Default prices."""
     regions: tuple[Region, ...] = Field(min_length=1)
-    """In the order in which they are tried."""
+    """Regions, in the order of preference."""
 
     @model_validator(mode="before")
     @classmethod
@@ -174,7 +175,7 @@ class Regions(Config):
                 common = {key: prices[key] for key in ("vcpu_hour", "memory_gb_hour") if key in prices}
                 chips = prices.get("chip_hour") or {}
                 if not isinstance(chips, Mapping):
-                    return values  # which is reported when the field itself is looked at
+                    return values  # pydantic reports it when it validates the field
                 filled = [
                     {**common, **region, "chip_hour": {**chips, **(region.get("chip_hour") or {})}}
                     if isinstance(region, dict) and isinstance(region.get("chip_hour") or {}, Mapping)
@@ -196,10 +197,10 @@ class Regions(Config):
         return self
 
     def named(self, name: str) -> Region:
-        """The region of a name or alias.
+        """Returns the region with a name or alias.
 
         Raises:
-            BadInput: none has it; the message offers the nearest ones.
+            BadInput: no region has the name; the message offers the nearest names.
         """
         known = {alias: region for region in self.regions for alias in (region.name, *region.aliases)}
         if name in known:
@@ -212,11 +213,10 @@ class Regions(Config):
         )
 
     def of_bucket(self, bucket: str) -> Region | None:
-        """The region that lists a bucket."""
         return next((region for region in self.regions if bucket in region.buckets), None)
 
     def continent_of(self, region: str) -> str | None:
-        """The continent of a region or of one that nobody described, by how Google Cloud begins its name."""
+        """Returns the continent of a region, or None; of an unlisted region, from the start of its name."""
         for known in self.regions:
             if region in (known.name, *known.aliases):
                 return known.continent
@@ -224,7 +224,7 @@ class Regions(Config):
         return beginnings.get(region.partition("-")[0])
 
     def egress_price(self, region: str, other: str) -> Decimal:
-        """USD for a GB, 10^9 bytes, between two regions; the higher price where a continent is unknown."""
+        """Returns USD per GB (10^9 bytes) between two regions; the higher price if a continent is unknown."""
         if region == other:
             return Decimal(0)
         continents = {self.continent_of(region), self.continent_of(other)}
@@ -233,11 +233,11 @@ class Regions(Config):
 
 
 def tpu_generation(variant: str) -> str:
-    """Returns the part of a slice's name that its chips have in common: v5litepod for v5litepod-16."""
+    """Returns the TPU generation of a slice name: v5litepod for v5litepod-16."""
     return variant.partition("-")[0]
 
 
 def gpu_model(name: str) -> str:
-    """The name of a GPU in the regions file: H100 for h100, T4 for nvidia-tesla-t4."""
+    """Returns the name of a GPU in the regions file: H100 for h100, T4 for nvidia-tesla-t4."""
     model = name.upper().removeprefix("NVIDIA-").removeprefix("TESLA-")
     return _GPU_NAMES.get(model, model)

@@ -1,7 +1,6 @@
-"""Choice of a region: the places that offer a device, and the price of an hour of it there.
+"""Choice of a region: the regions that offer a device, and its hourly price in each.
 
-Read from `deployments/regions.yaml`, or from the file that `ASSAY_REGIONS` names. All decisions are pure functions of
-its content.
+All decisions are pure functions of `deployments/regions.yaml`, or of the file in `ASSAY_REGIONS`.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ def load_regions(path: Path) -> Regions:
 
 
 def regions_file() -> Path:
-    """The file that describes the regions: the one in the settings, else Assay's own."""
+    """Returns the path of the regions file: from the settings, else Assay's own."""
     return settings().regions or deployment_data("regions.yaml")
 
 
 def where_to_write(region: str, line: str) -> str:
-    """Says where a line about a region is to be written: Assay's own file is a template, which updates replace."""
+    """Returns advice on where to add a line about a region: updates replace Assay's own file, which is a template."""
     own = settings().regions
     file = str(own) if own else f"a copy of {regions_file()}, which ASSAY_REGIONS names,"
     return f"write into {file} at {region}: {line}"
 
 
 def known_regions() -> Regions:
-    """The regions of this machine's settings, read once."""
+    """Returns the regions of this machine's settings, read once."""
     return _loaded(regions_file())
 
 
@@ -59,12 +58,7 @@ def _loaded(path: Path) -> Regions:
 
 
 def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> list[Region]:
-    """The regions that offer what is asked for: in the order of `resources.regions`, else in the file's.
-
-    Args:
-        resources: what is asked for; its `zone` must offer the device too.
-        regions: where to look; `known_regions()` when None.
-    """
+    """Returns the regions that offer the requested device and zone, in the order of `resources.regions` or the file."""
     known = regions or known_regions()
     searched = [known.named(name) for name in resources.regions] if resources.regions else list(known.regions)
     unique = {region.name: region for region in searched}.values()
@@ -79,10 +73,7 @@ def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> li
 
 
 def price_per_hour(region: Region, resources: ResourceConfig) -> Decimal | None:
-    """USD for an hour of all replicas in a region; None where the price of a part is not known there.
-
-    Of several TPU types, that of the first that the region offers.
-    """
+    """Returns USD per hour of all replicas in a region, for the first offered TPU type; None if a part has no price."""
     resources = region.offered(resources) or resources.choices[0]
 
     def rate(price: Price | None) -> Decimal | None:

@@ -1,4 +1,4 @@
-"""Price of an hour of one replica where it runs: its place, whether it can be taken away, and the list it is from."""
+"""Hourly price of a replica where it runs: its location, whether it is preemptible, and the source of the price."""
 
 from __future__ import annotations
 
@@ -12,37 +12,30 @@ from resources.regions.regions import known_regions, price_per_hour
 from resources.settings import settings
 
 STALE_DAYS = 180
-"""Age of a price list from which on `assay doctor` asks for a newer one; list prices move about once a year."""
+"""Age of a price list from which on `assay doctor` requests a newer list; list prices change about once a year."""
 
 
 class Tariff(Config):
-    """Price of one replica for an hour, as far as it is known."""
+    """Hourly price of a replica, as far as it is known."""
 
     usd_per_hour: float | None = None
-    """USD for an hour of one replica, at all of its hosts; empty where it is unknown."""
+    """USD per hour of a replica, for all of its hosts; empty if unknown."""
     region: str | None = None
     """Region that it runs in."""
     zone: str | None = None
-    """Zone that it runs in, where that is known."""
+    """Zone that it runs in, if known."""
     preemptible: bool | None = None
-    """True if the machine can be taken away, which is cheaper."""
+    """True if the machine can be preempted, which is cheaper."""
     as_of: date | None = None
     """Date of the price list."""
     source: str | None = None
     """Source of the price list."""
     why_unknown: str | None = None
-    """Reason that there is no price."""
+    """Reason for a missing price."""
 
 
 def tariff_in(region: Region, resources: ResourceConfig, regions: Regions, *, zone: str | None = None) -> Tariff:
-    """The tariff of one replica in a region.
-
-    Args:
-        region: where it runs.
-        resources: what it runs on.
-        regions: the table that has the price.
-        zone: where in the region, if that is known.
-    """
+    """Returns the tariff of a replica in a region, and in a zone if known."""
     hourly = price_per_hour(region, resources.model_copy(update={"replicas": 1}))
     place = {"region": region.name, "zone": zone or resources.zone, "preemptible": resources.preemptible}
     if hourly is None:
@@ -54,15 +47,10 @@ def tariff_in(region: Region, resources: ResourceConfig, regions: Regions, *, zo
 
 
 def tariff_of(resources: ResourceConfig, *, backend: str | None, regions: Regions | None = None) -> Tariff:
-    """The tariff of one replica of a job, as far as it is known where that runs.
+    """Returns the tariff of a replica of a job, as far as its region is known; `backend` is as in `Client.url`.
 
-    On this machine that is the region in the settings, or of the zone that the metadata of a VM at Google names;
-    elsewhere the region of the backend, or the only one that the job allows.
-
-    Args:
-        resources: what the job asks for.
-        backend: its address, as in `Client.url`; None is this machine.
-        regions: the table of prices; `known_regions()` when None.
+    Locally (None), the region comes from the settings, or from the zone in a Google VM's metadata; otherwise from the
+    backend, or from `resources.regions` if it lists a single region.
     """
     try:
         known = regions or known_regions()

@@ -1,4 +1,4 @@
-"""Names for the parts of a `ResourceConfig` in the job variables of each type of work pool."""
+"""Translation of a `ResourceConfig` to the job variables of each type of work pool."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _CPU_MACHINES = tuple(
     _Machine(f"n2-{family}-{cores}", cores, cores * per_core)
     for cores in (2, 4, 8, 16, 32, 48, 64, 80, 96, 128)
     for family, per_core in (("standard", 4), ("highmem", 8))
-    if (family, cores) != ("highmem", 128)  # has less memory per core than its family
+    if (family, cores) != ("highmem", 128)  # has less memory per core than the rest of its family
 )
+# By model and number of GPUs; cores and memory are fixed.
 _GPU_MACHINES: dict[str, dict[int, _Machine]] = {
     "A100": {
         **{count: _Machine(f"a2-highgpu-{count}g", 12 * count, 85 * count) for count in (1, 2, 4, 8)},
@@ -44,7 +45,6 @@ _GPU_MACHINES: dict[str, dict[int, _Machine]] = {
     "L4": {count: _Machine(f"g2-standard-{12 * count}", 12 * count, 48 * count) for count in (1, 2, 4, 8)},
     "T4": {count: _Machine(f"n1-standard-{8 * count}", 8 * count, 30 * count) for count in (1, 2, 4)},
 }
-"""By how many GPUs they have; cores and memory come with them."""
 _GPU_TYPES = {
     "A100": "NVIDIA_TESLA_A100",
     "A100-80GB": "NVIDIA_A100_80GB",
@@ -59,18 +59,14 @@ _TPU_MACHINES: dict[str, dict[int, str]] = {
 
 
 def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
-    """The variables with which a flow run gets what one replica asks for; the pool inside it runs on that machine.
+    """Returns the variables that give a flow run the resources of a replica; its pool runs on the same machine.
 
-    A slice of several VMs is more than one job of a work pool can hold: where the region has a cluster, the flow run
-    gets a machine without accelerators, and sends its replicas there. Of several TPU types, it is the first that the
-    region offers.
-
-    Args:
-        resources: what is asked for; `replicas` of one machine only.
-        region: where; its work pool's type decides what the variables are called.
+    A job of a work pool cannot hold a slice of several VMs: if the region has a cluster, the flow run gets a machine
+    without accelerators, and submits its replicas to the cluster. Of several TPU types, the first that the region
+    offers is taken. Several replicas of a single machine share it.
 
     Raises:
-        UnsatisfiableResources: jobs of that type cannot have it; the message names what comes nearest.
+        UnsatisfiableResources: jobs of that type cannot provide it; the message has the nearest possible request.
     """
     resources = region.offered(resources) or resources.choices[0]
     if _needs_a_cluster(resources):
@@ -113,7 +109,7 @@ def _on_one_machine(resources: ResourceConfig, region: Region, kind: ImageKind) 
 
 def _kubernetes(resources: ResourceConfig) -> dict[str, Any]:
     placed = placement(resources)
-    share = resources.replicas  # engines side by side on one node
+    share = resources.replicas  # engines that share a node
     variables: dict[str, Any] = {
         "cpu": str(resources.cpu * share),
         "memory": str(size_in_bytes(resources.ram) * share),

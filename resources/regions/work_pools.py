@@ -1,4 +1,4 @@
-"""Choice of the Prefect work pool that gives what a `ResourceConfig` asks for. Pure: all it knows is an argument."""
+"""Choice of the Prefect work pool for a `ResourceConfig`; a pure function of its arguments."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ _GB = 10**9
 
 @dataclass(frozen=True)
 class WorkPoolState:
-    """State of a work pool, as the Prefect server tells it."""
+    """State of a work pool, as the Prefect server reports it."""
 
     exists: bool = True
     paused: bool = False
     live_workers: int = 1
     limit: int | None = None
-    """Number of flow runs that it lets run at once; no limit when None."""
+    """Maximum number of concurrent flow runs, which `active` counts; no limit when None."""
     active: int = 0
-    """Number of flow runs that take part of that limit now."""
 
     @property
     def obstacle(self) -> str | None:
-        """Returns the reason that a flow run would not start there now; None if it would."""
+        """Returns the reason why a flow run would not start now; None if it would."""
         if not self.exists:
             return "does not exist"
         if self.paused:
@@ -45,29 +44,27 @@ class WorkPoolState:
 
 @dataclass(frozen=True)
 class Source:
-    """Place of the checkpoints of a run."""
+    """Location of the checkpoints of a run."""
 
     region: str
     size_bytes: int
-    """Size of all that is read, over all checkpoints of the flow run."""
+    """Bytes to read, over all checkpoints of the flow run."""
 
 
 @dataclass(frozen=True)
 class WorkPoolChoice:
-    """The work pool for a flow run, and with which variables."""
+    """The work pool for a flow run, with its job variables."""
 
     work_pool: str
     region: Region
     job_variables: dict[str, Any]
     egress_usd: Decimal = Decimal(0)
-    """Cost of reading the checkpoints from another region."""
     price_per_hour: Decimal | None = None
-    """USD for an hour of what is asked for; None where no price is known."""
+    """USD per hour for the requested resources; None without a price."""
     passed_over: Mapping[str, str] = field(default_factory=dict)
-    """Reasons that better regions were not taken, by their names."""
+    """Reasons why better regions were not chosen, by region name."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The choice for scripts."""
         return {
             "work_pool": self.work_pool,
             "region": self.region.name,
@@ -78,7 +75,7 @@ class WorkPoolChoice:
         }
 
     def described(self) -> str:
-        """One line: the work pool, what it costs, and why it is not a better one."""
+        """Returns a line with the work pool, its costs, and why better regions were not chosen."""
         price = f", {self.price_per_hour:.2f} USD an hour" if self.price_per_hour is not None else ""
         egress = f", {self.egress_usd:.2f} USD for reading from another region" if self.egress_usd else ""
         why = "; ".join(f"{region} {reason}" for region, reason in self.passed_over.items())
@@ -93,16 +90,15 @@ def choose_work_pool(
     source: Source | None = None,
     max_egress_usd: Decimal = Decimal(0),
 ) -> WorkPoolChoice:
-    """The work pool of the best region that offers the device, can express the request, and would start it now.
+    """Returns the work pool of the best region that offers the device, can express the request, and would start it now.
 
-    Regions come in the order of `resources.regions`, else the source's first, then in the order of the file.
+    Regions are tried in the order of `resources.regions`, else the source's region first, then in the order of the
+    file.
 
     Args:
-        resources: what is asked for.
-        regions: where to look; those of the settings when None.
-        states: what is known of work pools by name; one that is not mentioned is taken to be ready.
-        source: where the checkpoints lie; reading from another region costs egress.
-        max_egress_usd: a region where reading the checkpoints would cost more is refused.
+        states: states of work pools by name; a pool without a state counts as ready.
+        source: location of the checkpoints; reading from another region costs egress.
+        max_egress_usd: highest accepted cost of reading the checkpoints.
     """
     known = regions or known_regions()
     offering = regions_for(resources, known)
@@ -131,7 +127,7 @@ def choose_work_pool(
             passed_over[region.name] = f"would cost {egress:.2f} USD for reading the checkpoints from another region"
             continue
         environment = {REGION_VARIABLE: region.name, **variables.get("env", {})}
-        if egress:  # what begins there looks again
+        if egress:  # the job checks the limit again
             environment[MAX_EGRESS_VARIABLE] = str(max_egress_usd)
         variables |= {"env": environment}
         price = price_per_hour(region, resources)

@@ -1,1 +1,1 @@
-"""Files wherever they lie: reading, listing, copying, and replacing them without losing a race."""
+"""Files in any store: reading, listing, copying, and replacing them safely under concurrent writers."""

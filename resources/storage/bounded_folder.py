@@ -1,16 +1,16 @@
-"""A folder of large entries that several processes fill, use and empty, and that never outgrows its bound.
+"""A folder of large entries that concurrent processes fill, use and evict, with a bound on its total size.
 
-Beside each entry `<key>/` lie, named after the same key:
+An entry `<key>/` has these siblings:
 
-    <key>.lock       shared lock for as long as somebody uses the entry or fills it; who empties it takes it exclusively
-    <key>.copying    exclusive lock of the one who fills it
-    <key>.partial/   what was filled so far, with the bytes it will have in the end; kept over crashes
-    <key>.used       when it was last used, as a number that only grows
-    <key>.note       what its filler noted of it
-    <key>.evicted/   what is being removed
+    <key>.lock       shared lock of the users and the filler of the entry; exclusive lock of an evicting process
+    <key>.copying    exclusive lock of the filling process
+    <key>.partial/   the content so far, with its planned size in bytes; kept after crashes
+    <key>.used       last use, as a growing number
+    <key>.note       the filler's note about it
+    <key>.evicted/   content in removal
 
-The locks are `flock`'s: the kernel ends them with their process. Order of use is a counter and no time, since clocks
-jump, and a file system's access times may be off or rounded to a day.
+The locks are `flock`'s: the kernel releases them when their process ends. The order of use is a counter, not a time:
+clocks jump, and a file system's access times may be disabled or rounded to a day.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ _PLANNED = "planned_bytes"
 
 
 class Hold:
-    """The right to find an entry where it is. Ends with `release`, or with the process.
-
-    A child made by `fork` without `exec` shares it.
-    """
+    """Protects an entry from eviction until `release`, or until the process and its forks without `exec` end."""
 
     def __init__(self, path: Path, lock: IO[bytes], on_release: Callable[[], None]) -> None:
         self.path = path
@@ -46,7 +43,7 @@ class Hold:
         self._on_release = on_release
 
     def release(self) -> None:
-        """Lets the entry be evicted. May be called again."""
+        """Allows eviction of the entry; may be called again."""
         if not self._lock.closed:
             self._on_release()
             self._lock.close()
@@ -60,10 +57,9 @@ class _Entry:
 
 
 class BoundedFolder:
-    """Entries below `folder`, at most `max_bytes` of them together.
+    """Entries below `folder` with a total of at most `max_bytes`; other files are neither counted nor touched.
 
-    Keys are 32 hex digits. Whatever else lies in the folder is neither counted nor touched. Links have no size: entries
-    of links alone go as soon as nobody holds them and room is made for another one.
+    Keys are 32 hex digits. Links have no size: entries of links are evicted when they are unused and room is needed.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
@@ -71,15 +67,13 @@ class BoundedFolder:
         self.max_bytes = max_bytes
 
     def entry(self, key: str) -> Path:
-        """Returns the path of an entry, if it is whole."""
         return self.folder / key
 
     def partial(self, key: str) -> Path:
-        """Returns the path at which it grows, for the one who fills it."""
         return self.folder / f"{key}.partial"
 
     def hold(self, key: str) -> Hold:
-        """Keeps an entry, there or not yet there, from being evicted."""
+        """Protects an existing or future entry from eviction."""
         with self._reported("use"):
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = self._locked(key, fcntl.LOCK_SH)
@@ -89,11 +83,9 @@ class BoundedFolder:
 
     @contextmanager
     def filling(self, key: str, *, waiting: Callable[[], None]) -> Iterator[None]:
-        """The right to fill an entry that the caller holds, as the only one.
+        """Gives exclusive access for filling an entry that the caller holds.
 
-        Args:
-            key: the entry.
-            waiting: called again and again while another one fills it; waits a moment itself, and may raise.
+        While another process fills it, `waiting` is called in a loop; it must pause, and may raise.
         """
         with (self.folder / f"{key}.copying").open("ab") as lock:
             while not _flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -101,7 +93,7 @@ class BoundedFolder:
             yield
 
     def make_room(self, key: str, planned_bytes: int) -> None:
-        """Removes entries that nobody holds, the least recently used first, until `key` fits, and reserves its room."""
+        """Evicts unused entries, the least recently used first, until `key` fits, and reserves its room."""
         with self._reported("make room in"), self._accounting(), ExitStack() as locks:
             idle: list[_Entry] = []
             held: list[_Entry] = []
@@ -129,18 +121,17 @@ class BoundedFolder:
             storage.write_bytes(str(self.partial(key) / _PLANNED), str(planned_bytes).encode())
 
     def planned_bytes(self, key: str) -> int:
-        """Returns the size that an entry in the making will have; 0 if that is not known."""
+        """Returns the planned size of a partial entry; 0 if unknown."""
         return _read_number(self.partial(key) / _PLANNED)
 
     def note(self, key: str) -> bytes | None:
-        """Returns what was noted of an entry when it was published."""
         try:
             return read_cached(self.folder / f"{key}.note")
         except OSError:
             return None
 
     def publish(self, key: str, content: Path, *, note: bytes = b"") -> None:
-        """Makes `content`, a folder in the partial one, the entry. Only for the one who fills it."""
+        """Turns `content`, a folder inside the partial entry, into the entry. Only for the filling process."""
         with self._reported("complete a copy in"):
             _sync_folder(content)
             storage.write_bytes(str(self.folder / f"{key}.note"), note)
@@ -149,7 +140,7 @@ class BoundedFolder:
             shutil.rmtree(self.partial(key))
 
     def discard(self, key: str) -> None:
-        """Removes an entry that turned out to be damaged. Only for the one who fills it."""
+        """Removes a damaged entry. Only for the filling process."""
         with self._reported("remove a damaged copy from"), self._accounting():
             self._remove_tree(key)
 
@@ -171,7 +162,7 @@ class BoundedFolder:
             with suppress(FileNotFoundError):
                 if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                     return lock
-            lock.close()  # it was removed with its entry between opening and locking
+            lock.close()  # removed with its entry between opening and locking
 
     def _keys(self) -> set[str]:
         matches = (_OF_AN_ENTRY.fullmatch(path.name) for path in self.folder.iterdir())
@@ -181,7 +172,7 @@ class BoundedFolder:
         return _read_number(self.folder / f"{key}.used")
 
     def _note_use(self, key: str) -> None:
-        with suppress(OSError, StorageError), self._accounting():  # it matters for the order only
+        with suppress(OSError, StorageError), self._accounting():  # only the order of eviction depends on it
             latest = max(map(self._last_used, self._keys()), default=0)
             storage.write_bytes(str(self.folder / f"{key}.used"), str(latest + 1).encode())
 
@@ -218,7 +209,7 @@ class BoundedFolder:
 
 
 def size_text(size_bytes: int) -> str:
-    """A size for people, in decimal units."""
+    """Formats a size in decimal units."""
     size, units = float(size_bytes), ["B", "kB", "MB", "GB"]
     while abs(size) >= 1000 and units[1:]:
         size, units = size / 1000, units[1:]
@@ -234,11 +225,11 @@ def _flock(lock: IO[bytes], operation: int) -> bool:
 
 
 def tree_bytes(folder: Path) -> int:
-    """The sizes of all files below a folder; 0 if it is not there."""
+    """Returns the total size of the files below a folder; 0 if it does not exist."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            with suppress(FileNotFoundError):  # a partial file that just got its name
+            with suppress(FileNotFoundError):  # a partial file was just renamed
                 status = (Path(root) / name).lstat()
                 total += 0 if stat.S_ISLNK(status.st_mode) else status.st_size
     return total

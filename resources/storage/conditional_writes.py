@@ -1,7 +1,7 @@
-"""Replacing or deleting a file only if it is still what was read; finding out whether a store keeps such promises.
+"""Replacing or deleting a file only if it is unchanged since it was read; testing whether a store supports this.
 
-Local disk does it under a lock of the file's folder, `memory://` under a lock of the process, `gs://` by generation,
-`s3://` by entity tag. Any other store gets a plain one, which is right as long as nobody else writes at that moment.
+Local disk uses a lock of the file's folder, `memory://` a lock of the process, `gs://` the generation, `s3://` the
+entity tag. Other stores get an unconditional write, which is safe only without concurrent writers.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _PRECONDITION = "At least one of the pre-conditions"
 
 @dataclass(frozen=True)
 class Version:
-    """Content of a file when it was read. `tag` names that version where the store has names for them."""
+    """Content of a file when it was read; `tag` identifies the version in stores that have version tags."""
 
     content: bytes
     tag: str | None
 
 
 def read_version(uri: str) -> Version | None:
-    """A file's content and version; None where nothing is there."""
+    """Returns a file's content and version; None if the file does not exist."""
     try:
-        # The tag first: if the content is a newer one, the write that is conditional on the tag fails.
+        # The tag first: if the content is newer, the write that is conditional on the tag fails.
         tag = _tag(uri)
         return Version(storage.read_bytes(uri), tag)
     except FileNotFoundError:
@@ -48,14 +48,7 @@ def read_version(uri: str) -> Version | None:
 
 
 def replace_bytes(uri: str, content: bytes, *, standing: Version, mode: int = 0o644) -> bool:
-    """Replaces a file if it is still what was read; False if it is another one by now, or gone.
-
-    Args:
-        uri: its location.
-        content: its new content.
-        standing: the one that was read.
-        mode: its rights, where it is on a disk.
-    """
+    """Replaces a file if it still equals `standing`; returns False if it has changed or is gone."""
     protocol = uri.partition("://")[0] if "://" in uri else "file"
     if protocol in _GOOGLE and standing.tag is not None:
         return _replace_in_google(uri, content, generation=standing.tag)
@@ -72,7 +65,7 @@ def replace_bytes(uri: str, content: bytes, *, standing: Version, mode: int = 0o
 
 
 def delete_version(uri: str, *, standing: Version) -> None:
-    """Deletes a file if it is still what was read."""
+    """Deletes a file if it is unchanged."""
     protocol = uri.partition("://")[0] if "://" in uri else "file"
     if protocol in (*_GOOGLE, *_AMAZON) and standing.tag is not None:
         filesystem, path = _store(uri)
@@ -92,10 +85,10 @@ def delete_version(uri: str, *, standing: Version) -> None:
 
 @cache
 def creates_exclusively(folder: str) -> bool:
-    """Returns True if only one of several writers can create a file in a folder; stores are tried, once in a process.
+    """Returns True if only one of several concurrent writers can create a file; tests each store once per process.
 
-    Some stores that speak the language of `gs://` or `s3://` ignore the condition: the second of two writers replaces
-    what the first one wrote, and both believe that they were first.
+    Some stores with the API of `gs://` or `s3://` ignore the condition: a second writer replaces the content of the
+    first, and both report success.
     """
     if storage.is_local(folder):
         return True
@@ -103,7 +96,7 @@ def creates_exclusively(folder: str) -> bool:
     try:
         storage.create_bytes(probe, b"first")
         return not storage.create_bytes(probe, b"second")
-    except (NotImplementedError, ValueError):  # fsspec's words for a mode that a store does not know
+    except (NotImplementedError, ValueError):  # fsspec's errors for a mode that the store does not support
         return False
     finally:
         storage.delete(probe)
@@ -157,7 +150,7 @@ def _replace_in_google(uri: str, content: bytes, *, generation: str) -> bool:
                 headers={"Content-Type": "application/octet-stream"},
                 data=content,
             )
-        except (FileExistsError, FileNotFoundError):  # 412 and 404; a try of ours that got no answer leads to 412, too
+        except (FileExistsError, FileNotFoundError):  # 412 and 404; a retry after a lost answer leads to 412, too
             return _holds(uri, content)
         return True
 

@@ -1,7 +1,7 @@
-"""Files from any store to local disk: in ranges, continued after an interruption, verified while they come.
+"""Copies of files from any store to local disk: in ranges, resumable, verified on arrival.
 
-A file grows as `<name>.partial` and gets its name when it is whole and verified. Its size is its progress: a range is
-appended only after it arrived. A sidecar beside it says which remote content the bytes are of.
+The size of `<name>.partial` is its progress; it is renamed when complete and verified. A sidecar identifies the remote
+content.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from resources.storage import storage
 from resources.storage.storage import FileInfo
 
 RANGE_BYTES = 32 * 2**20
-"""Read at once: enough to hide a request's latency, little enough to lose, and to hold for each file in memory."""
+"""Bytes per read: enough to hide a request's latency, few enough to lose, and to hold in memory for each file."""
 _BLOCK_BYTES = 4 * 2**20
 
 
 class CopyStopped(Exception):
-    """The caller wanted the copy to end; what arrived is kept."""
+    """The caller stopped the copy; received bytes are kept."""
 
 
 class _Hasher(Protocol):
@@ -44,12 +44,9 @@ def copy_files(
     stopped: Callable[[], bool],
     on_bytes: Callable[[int], None],
 ) -> dict[str, str]:
-    """Copies files into one local folder, the largest first, `parallel` at a time. See `copy_file`.
+    """Copies files into a local folder, the largest first, `parallel` at a time; returns digests by file name.
 
-    After the first error the others stop where they are. Returns only when no file is being written any more.
-
-    Returns:
-        What `copy_file` returned, by file name.
+    After the first error all other copies stop; returns after all writing has ended.
     """
     waiting = deque(sorted(sources, key=lambda source: source.size, reverse=True))
     digests: dict[str, str] = {}
@@ -76,7 +73,7 @@ def copy_files(
                 errors.append(error)
                 ending.set()
 
-    # Not an executor: its threads would keep an interpreter that wants to exit until the last byte came.
+    # Not an executor: its threads would keep the interpreter from exiting until the last byte arrived.
     threads = [threading.Thread(target=copy_next, daemon=True) for _ in range(min(parallel, len(sources)))]
     try:
         for thread in threads:
@@ -102,19 +99,11 @@ def copy_file(
     stopped: Callable[[], bool],
     on_bytes: Callable[[int], None],
 ) -> str:
-    """Copies one file, going on where an earlier call ended if the remote file is still the same.
+    """Copies a file, and resumes an earlier copy if the remote file is unchanged; no other copy to `target` may run.
 
-    Args:
-        source: the remote file as listed.
-        target: where it appears when it is whole. Nobody else may be copying to it.
-        sidecar: where its origin is noted.
-        range_bytes: how much is read at once.
-        stopped: asked before every range.
-        on_bytes: told how many bytes were added, those of earlier calls first.
-
-    Returns:
-        A digest of the content in hex: by the store's kind of hash if it gives one, else 128 bits of blake2b over the
-        size (8 bytes, little-endian) and the content.
+    Returns a digest of the content in hex: of the store's kind of hash if it provides any, else 128 bits of blake2b
+    over the size (8 bytes, little-endian) and the content. `sidecar` stores the origin of the partial file. `stopped`
+    is polled before every range. `on_bytes` is called with the number of added bytes, first those of earlier calls.
     """
     origin = {"size": source.size, "modified": source.modified, "checksum": source.checksum}
     noted = _read_sidecar(sidecar)
@@ -168,7 +157,7 @@ def _size(path: Path) -> int | None:
 def _read_sidecar(sidecar: Path) -> dict[str, Any]:
     try:
         noted = json.loads(sidecar.read_bytes())
-    except (OSError, ValueError):  # none, or cut off by a power failure: the file is copied from its start
+    except (OSError, ValueError):  # missing, or cut off by a power failure: the copy starts over
         return {}
     return noted if isinstance(noted, dict) else {}
 
@@ -186,7 +175,7 @@ def _read_range(source: FileInfo, start: int, end: int) -> bytes:
     try:
         block = storage.read_bytes(source.uri, start=start, end=end)
         found = f"{len(block)} bytes"
-    except Exception as error:  # every store's client raises kinds of its own
+    except Exception as error:  # every store's client has exceptions of its own
         reason = error.found if isinstance(error, AssayError) else f"{type(error).__name__}: {error}"
         raise StorageError(
             expected=f"to read bytes {start} to {end} of {source.uri}",
@@ -206,7 +195,7 @@ def _hasher(source: FileInfo) -> _Hasher:
     kind = source.content_hash.kind if source.content_hash else None
     if kind in ("md5", "etag"):
         return hashlib.md5(usedforsecurity=False)
-    if kind == "crc32c" and importlib.util.find_spec("google_crc32c"):  # a dependency of gcsfs, not of ours
+    if kind == "crc32c" and importlib.util.find_spec("google_crc32c"):  # a dependency of gcsfs, not of Assay
         return _Crc32c()
     digest = hashlib.blake2b(digest_size=16)
     digest.update(source.size.to_bytes(8, "little"))
@@ -228,7 +217,7 @@ class _Crc32c:
 
 def _as_the_store_says(source: FileInfo, digest: str) -> bool:
     listed = source.content_hash
-    if listed is None or listed.value == digest or len(listed.value) != len(digest):  # of another kind: no crc32c here
+    if listed is None or listed.value == digest or len(listed.value) != len(digest):  # other kind: no google_crc32c
         return True
     return listed.kind == "etag" and not storage.etag_is_md5(source.uri)
 

@@ -1,4 +1,4 @@
-"""Files that are replaced at once, so that no reader sees half of one; the ends of those that grow."""
+"""Files that are replaced atomically, so that readers never see partial content; the ends of growing files."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _ABANDONED_SECONDS = 600.0
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON object in place of what the file held."""
+    """Replaces a file's content with a JSON object."""
     replace_text(path, json.dumps(content))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a text in place of what the file held."""
+    """Replaces a file's content with a text."""
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     unfinished.write_text(text)
     unfinished.replace(path)
 
 
 def tail(path: Path, max_lines: int) -> str:
-    """Returns the last lines of a file, a megabyte at most; nothing if it is not there yet, or is no regular file."""
+    """Returns the last lines of a file, at most 1 MB; empty if it is missing or no regular file."""
     try:
         with os.fdopen(open_within(path), "rb") as log:
             size = log.seek(0, os.SEEK_END)
@@ -47,7 +47,7 @@ def tail(path: Path, max_lines: int) -> str:
 
 @contextmanager
 def written_aside(path: Path, content: bytes, *, mode: int) -> Iterator[Path]:
-    """Provides the content, safely on disk next to `path` under a temporary name, which is gone afterwards."""
+    """Provides the content, synced to disk next to `path` under a temporary name that is removed afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     temporary = Path(name)
@@ -67,10 +67,10 @@ def written_aside(path: Path, content: bytes, *, mode: int) -> Iterator[Path]:
 
 @lru_cache(maxsize=1024)
 def _sweep(folder: Path) -> None:
-    now = folder.stat().st_mtime  # by the store's own clock: something was just begun in it
+    now = folder.stat().st_mtime  # the store's own clock: a file was just created in it
     for path in folder.iterdir():
         if _ASIDE.fullmatch(path.name):
             with suppress(OSError), path.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file.fileno()).st_mtime < now - _ABANDONED_SECONDS:  # else it may not be locked yet
+                if os.fstat(file.fileno()).st_mtime < now - _ABANDONED_SECONDS:  # a younger file may not be locked yet
                     path.unlink()

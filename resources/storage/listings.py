@@ -1,7 +1,7 @@
-"""Files below a place, in the few calls that a place allows: the raw rows behind listings and tree signatures.
+"""Listings of files in few calls: the raw entries for file lists and tree signatures.
 
-A local folder is walked once. Google's store is asked for pages of a thousand objects, of which it sends only what is
-used: a fifth of what it says otherwise. Where some names are known from before, pages are fetched side by side.
+A local folder is walked once. Google's store returns pages of 1,000 objects, restricted to the used fields, a fifth of
+the full answer. If some names are known in advance, pages are requested in parallel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import orjson
 from resources.storage.regular_files import leads_out
 
 PAGE = 1000
-"""Objects that Google's store lists in one answer at most."""
+"""Maximum number of objects in a page of Google's store."""
 _ASKED = "nextPageToken,items(name,size,updated,md5Hash,crc32c)"
 _AT_ONCE = 8
 _GOOGLE = frozenset({"gs", "gcs"})
@@ -32,10 +32,7 @@ _GOOGLE = frozenset({"gs", "gcs"})
 
 @dataclass(frozen=True)
 class ContentHash:
-    """A hash of a whole file that its reader can compute too; `value` is in lower-case hex.
-
-    An `etag` is an MD5 that may turn out to be none: see `etag_is_md5`.
-    """
+    """A hash of a whole file that readers can recompute, in lower-case hex; for `etag` see `etag_is_md5`."""
 
     kind: Literal["md5", "crc32c", "etag"]
     value: str
@@ -43,14 +40,13 @@ class ContentHash:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Facts that a store tells about one file without reading it.
+    """Metadata of a file from a store's listing.
 
-    `checksum` is the store's own over the content where it keeps one, else None; it changes with the content, and is
-    all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
-    since the epoch, 0.0 where the store does not say. What is not `regular` (a pipe, a device, a link to nothing or out
-    of the folder) has no content: opening it may hang. `changed` is a local disk's own time at which a file last
-    changed in any way in nanoseconds; programs cannot set it (of a link, both). `link` is the
-    file that a link led to.
+    `checksum` is the store's own, or None, and changes with the content. `content_hash` can be verified against the
+    bytes. `modified` is in seconds since the epoch, 0.0 if unknown. A file that is not `regular` (a pipe, a device, a
+    broken link, or a link that leaves the folder) has no content: opening it may hang. `changed` is a local disk's time
+    of any change in nanoseconds, which programs cannot set (for a link, the sum of both files'). `link` is the target
+    of a link.
     """
 
     uri: str
@@ -64,23 +60,23 @@ class FileInfo:
 
     @property
     def place(self) -> str:
-        """Location to read from, with a link resolved as it was when it was checked."""
+        """Returns the location to read from, with a link resolved as it was when it was checked."""
         return self.link or self.uri
 
 
 LocalFile = tuple[str, int, float, int, int, bool, str | None]
-"""Name, size, time in seconds and in nanoseconds, time of change of a file; True if regular; file behind a link.
+"""Name, size, mtime in s, mtime in ns, ctime in ns, True if regular, and target of a link.
 
-A link has the size of what it points to, 0 where there is nothing, and of both their times the later one: it says
-something else since it was made anew, or since what it points to was written.
+A link has the size of its target, 0 if it is broken, and the later mtime of both: its content changes when the link is
+replaced, or when its target is written.
 """
 
 
 def walk(path: str, *, within: str | None = None) -> Iterator[tuple[str, list[LocalFile]]]:
-    """Each folder at or below a local one, with the files directly in it; links to folders are left out.
+    """Yields each folder at or below a local folder with its direct files; links to folders are left out.
 
-    Temporary files of writes in progress are left out, and folders that vanish meanwhile. Links that lead out of
-    `within`, `path` if None, are not regular.
+    Temporary files of active writes, and folders that vanish during the walk, are left out. Links that lead out of
+    `within`, or of `path` if None, are not regular.
     """
     files, folders = [], []
     within = within or path
@@ -95,7 +91,7 @@ def walk(path: str, *, within: str | None = None) -> Iterator[tuple[str, list[Lo
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # gone since it was listed
+                except FileNotFoundError:  # deleted after it was listed
                     continue
                 regular = stat.S_ISREG(status.st_mode)
                 times = (status.st_mtime, status.st_mtime_ns, status.st_ctime_ns)
@@ -130,9 +126,9 @@ def _link(entry: os.DirEntry[str], within: str) -> list[LocalFile]:
 def bucket_objects(
     filesystem: fsspec.AbstractFileSystem, path: str, *, between: Sequence[str] = ()
 ) -> list[dict[str, Any]] | None:
-    """Lists the objects at or below a bucket's path in Google's store, as it describes them; None for other stores.
+    """Lists the objects at or below a bucket's path with Google's metadata; returns None for other stores.
 
-    `between` are names in the bucket, in order, between which the store is listed in parallel.
+    `between` are names in the bucket, in order, that split the listing into parallel ranges.
     """
     protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
     if _GOOGLE.isdisjoint(protocols):
@@ -151,7 +147,7 @@ def bucket_objects(
             found = list(chain.from_iterable(threads.map(listed, ranges)))
     if found or not folder:
         return found
-    exact = _page(filesystem, bucket, prefix=name, maxResults=1).get("items", ())  # a file: the first of its names
+    exact = _page(filesystem, bucket, prefix=name, maxResults=1).get("items", ())  # a file sorts before longer names
     return [item for item in exact if item["name"] == name]
 
 
@@ -176,12 +172,12 @@ def _page(filesystem: fsspec.AbstractFileSystem, bucket: str, **asked: Any) -> d
 
 
 def is_marker(name: str) -> bool:
-    """Returns True if an object only stands for a folder, as the store's own console and mounted buckets make them."""
+    """Returns True if an object only marks a folder, as the store's own console and mounted buckets create them."""
     return name.endswith("/")
 
 
 def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) -> list[FileInfo]:
-    """The files of a walk of a local folder, the first folder of which is that of the location."""
+    """Returns the files of a walk, with locations below `uri`; the first walked folder is `uri` itself."""
     files, start, root = [], None, uri.rstrip("/")
     for folder, held in folders:
         if start is None:
@@ -195,13 +191,13 @@ def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) 
 
 
 def files_of_bucket(uri: str, objects: Sequence[dict[str, Any]]) -> list[FileInfo]:
-    """The objects that were found below a location."""
+    """Returns the files of the objects found below a location."""
     name = uri.split("://", 1)[-1].partition("/")[2].rstrip("/")
     return described(uri, [(item["name"][len(name) :].lstrip("/"), item) for item in objects])
 
 
 def described(uri: str, found: Iterable[tuple[str, dict[str, Any]]]) -> list[FileInfo]:
-    """Files by their names relative to a location; an empty one is that of the location itself."""
+    """Returns files from their names relative to a location; an empty name is the location itself."""
     root = uri.rstrip("/")
     files = [
         _file_info(f"{root}/{name}" if name else uri, info)
@@ -228,7 +224,7 @@ def _content_hash(uri: str, info: dict[str, Any]) -> ContentHash | None:
         if crc32c := info.get("crc32c"):
             return ContentHash("crc32c", binascii.a2b_base64(crc32c, strict_mode=True).hex())
     etag = str(info.get("ETag") or "").strip('"').lower()
-    if uri.startswith(("s3://", "s3a://")) and re.fullmatch("[0-9a-f]{32}", etag):  # a part count follows a dash
+    if uri.startswith(("s3://", "s3a://")) and re.fullmatch("[0-9a-f]{32}", etag):  # multipart ETags have a dash
         return ContentHash("etag", etag)
     return None
 

@@ -1,7 +1,7 @@
-"""Artifacts of MLflow as files: where `runs:/…` and `models:/…` lie, and those that only its server can read.
+"""MLflow artifacts as files: resolves `runs:/…` and `models:/…`, and reads artifacts behind the tracking server.
 
-The tracking server is the one in `MLFLOW_TRACKING_URI`. Artifacts in a store that others read too are read there;
-those behind the server (`mlflow-artifacts:`) over its REST, by MLflow's own client, in ranges.
+The tracking server is in `MLFLOW_TRACKING_URI`. Artifacts in an ordinary store are read from it directly; artifacts
+behind the server (`mlflow-artifacts:`) over its REST API, with MLflow's own client, in ranges.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _CLIENT = {
 
 
 def in_mlflow(uri: str) -> bool:
-    """Returns True if a location is named as MLflow names artifacts."""
+    """Returns True if a location has a form of MLflow artifacts."""
     return _PLACE.match(uri) is not None
 
 
 def is_behind_server(uri: str) -> bool:
-    """Returns True if only MLflow's server can read a location, and no library of others."""
+    """Returns True if only MLflow's server can read a location, and no other library."""
     return uri.startswith(f"{PROTOCOL}://")
 
 
 def pinned(uri: str) -> str:
-    """Returns a location with the number of a model's version in place of an alias, or of `latest`."""
+    """Replaces an alias, or `latest`, in a model location by the version number."""
     if not uri.startswith("models:/") or _NUMBERED.match(uri):
         return uri
     named, slash, rest = uri.removeprefix("models:/").strip("/").partition("/")
@@ -65,7 +65,7 @@ def pinned(uri: str) -> str:
 
 
 def real_location(uri: str) -> str:
-    """Returns where an artifact of MLflow lies: in a store, or as `mlflow-artifacts://server/path` behind the server."""
+    """Returns the location of an MLflow artifact in a store, or `mlflow-artifacts://server/path` behind the server."""
     return _located(pinned(uri).rstrip("/"), mlflow_tracking_uri())
 
 
@@ -130,7 +130,7 @@ def _missing(uri: str, found: str, remedy: str = f"check the name, and {_VARIABL
 
 
 class MlflowArtifacts(AbstractFileSystem):
-    """Artifacts behind an MLflow server, as `mlflow-artifacts://server:port/path`, for reading."""
+    """Read access to artifacts behind an MLflow server, as `mlflow-artifacts://server:port/path`."""
 
     protocol = PROTOCOL
 
@@ -140,13 +140,11 @@ class MlflowArtifacts(AbstractFileSystem):
         self._streams: OrderedDict[tuple[str, int], Any] = OrderedDict()
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """Lists a folder; of a file, itself."""
         path = str(self._strip_protocol(path))
         found = self._listed(path) or [self.info(path)]
         return found if detail else [info["name"] for info in found]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Describes a file or folder, as the folder that it lies in lists it."""
         path = str(self._strip_protocol(path))
         folder, slash, _name = path.rpartition("/")
         if not slash:
@@ -157,7 +155,7 @@ class MlflowArtifacts(AbstractFileSystem):
         raise FileNotFoundError(f"{PROTOCOL}://{path}")
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Reads a file, or its bytes from `start` up to `end`, holding no more than those."""
+        """Reads a file, or its bytes from `start` up to `end`, with only these in memory."""
         path, start = str(self._strip_protocol(path)), start or 0
         if end is not None and end <= start:
             return b""

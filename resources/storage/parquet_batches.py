@@ -1,11 +1,11 @@
-"""Rows of Parquet in batches of bounded size: a dictionary repeats a value of megabytes for a few bits a row."""
+"""Parquet rows in batches of bounded size: a dictionary can repeat a value of megabytes at a few bits per row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
-if TYPE_CHECKING:  # it takes a quarter of a second
+if TYPE_CHECKING:  # importing it takes 0.25 s
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -17,7 +17,7 @@ _DICTIONARY_PAGE = 2
 def bounded_batches(
     table: parquet.ParquetFile, file: BinaryIO, *, rows: int, columns: Sequence[str] | None = None, group: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a row group, so many at a time, or fewer where their values might exceed 256 MiB.
+    """Yields the rows of a row group, `rows` at a time, or fewer if their values might exceed 256 MiB.
 
     Raises:
         pyarrow.ArrowInvalid: a column may hold a value of more than 256 MiB.

@@ -1,7 +1,7 @@
-"""Reading folders that other programs can write: regular files only, and no link at any level of a path.
+"""Safe reading of folders that other programs can write: only regular files, and no link at any level of a path.
 
-Each folder on the way is opened without following links, and the type of a file is taken from the open descriptor, so
-that a file which is exchanged meanwhile is not followed, and no FIFO, socket or device is waited for.
+Each folder on the way is opened without following links, and a file's type is read from the open descriptor, so that a
+file exchanged in the meantime is not followed, and no FIFO, socket or device blocks the reader.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NoReturn
 
 _log = logging.getLogger(__name__)
-LARGEST_COPY_BYTES = 1 << 28  # readers of results take up to 24 bytes of memory for each
+LARGEST_COPY_BYTES = 1 << 28  # readers of results take up to 24 bytes of memory per byte
 _MOST_FILES, _MOST_ENTRIES, _MOST_LEVELS = 10_000, 100_000, 12
 _BLOCK_BYTES = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -25,12 +25,12 @@ _NO_FOLLOW_ERRORS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, a file 
 
 
 class UnsafeFile(OSError):
-    """A file that is refused: reached by a link, not regular, of another user, or too large; `strerror` says which."""
+    """A refused file: reached by a link, not regular, of another user, or too large; `strerror` has the reason."""
 
 
 @dataclass
 class Copied:
-    """Outcome of `copy_regular_files`: files and bytes copied, and the number left behind by their kind."""
+    """Outcome of `copy_regular_files`: files and bytes copied, and the number left out by kind."""
 
     files: int = 0
     bytes: int = 0
@@ -47,11 +47,11 @@ def open_regular(root: Path, name: str, *, owned: bool = False, max_bytes: int |
         root: the folder.
         name: path of the file relative to it, with `/` between its parts.
         owned: also refuses a file that another user owns or can write, as for a cache.
-        max_bytes: also refuses a larger file; no bound when None.
+        max_bytes: also refuses a larger file; no limit when None.
 
     Raises:
-        UnsafeFile: it is refused.
-        OSError: there is no such file, or it cannot be read.
+        UnsafeFile: the file is refused.
+        OSError: the file does not exist, or cannot be read.
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
@@ -85,7 +85,7 @@ def read_cached(path: Path) -> bytes:
     """Returns the content of a file of the cache.
 
     Raises:
-        OSError: there is none that can be read, or it may be another user's, which is logged.
+        OSError: the file cannot be read, or may be another user's, which is logged.
     """
     try:
         with open_regular(path.parent, path.name, owned=True) as file:
@@ -98,14 +98,12 @@ def read_cached(path: Path) -> bytes:
 def open_within(path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> int:
     """Opens a regular file for reading, through links that stay in a folder; returns its descriptor.
 
-    Args:
-        path: the file, or a link to it.
-        within: folder that the file must lie in once all links are resolved; if None, only a link at `path` itself is
-            checked, and must stay in its own folder.
+    After resolving all links, the file must be in `within`; if None, only a link at `path` itself is checked, and must
+    stay in its own folder.
 
     Raises:
-        UnsafeFile: it is refused.
-        OSError: there is no such file, or it cannot be read.
+        UnsafeFile: the file is refused.
+        OSError: the file does not exist, or cannot be read.
     """
     name = real = os.fspath(path)
     try:
@@ -133,12 +131,12 @@ def leads_out(link: str, real: str, *, within: str | os.PathLike[str] | None = N
 def copy_regular_files(
     source: Path, target: Path, *, reserved: frozenset[str] = frozenset(), max_bytes: int = LARGEST_COPY_BYTES
 ) -> Copied:
-    """Copies the regular files below a folder that others wrote into a folder that only we write.
+    """Copies the regular files of a folder written by other programs into a folder that only Assay writes.
 
-    Files get mode 644, and replace files of the same name. Left behind and counted are links, files with several
-    names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, or start with a dot, or are
-    HEAD (settings of a repository name commands that git runs), the `reserved` names, in any case, directly in the
-    folder, and all beyond 10,000 files, 100,000 entries, 12 levels, or `max_bytes` together.
+    Files get mode 644, and replace files of the same name. The following are left out and counted: links, files with
+    several names, FIFOs, sockets, devices, unreadable entries, names that are not printable UTF-8, start with a dot, or
+    are HEAD (settings of a repository contain commands that git runs), the `reserved` names, in any case, directly in
+    the folder, and everything beyond 10,000 files, 100,000 entries, 12 levels, or `max_bytes` in total.
 
     Raises:
         OSError: the source cannot be listed, or the target cannot be written.
@@ -161,7 +159,7 @@ def copy_regular_files(
                     if entries > _MOST_ENTRIES:
                         copied.dropped[f"further entries, not counted beyond {_MOST_ENTRIES}"] = 1
                         return copied
-                    if not entry.name.isprintable():  # nor are the surrogates that stand for bytes outside UTF-8
+                    if not entry.name.isprintable():  # also excludes surrogates of bytes outside UTF-8
                         copied.dropped["names that are not printable"] += 1
                     elif entry.name.startswith(".") or entry.name.casefold() == "head":
                         copied.dropped["hidden names, or HEAD"] += 1
@@ -201,7 +199,7 @@ def _copy_file(folder: int, name: str, target: Path, *, copied: Copied, max_byte
             unfinished.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with os.fdopen(os.open(unfinished, flags, 0o644), "wb") as file:
-                left = status.st_size  # where namespaces are missing, a process may still be writing
+                left = status.st_size  # without namespaces, a process may still be writing
                 while block := source.read(min(left, _BLOCK_BYTES)):
                     left -= file.write(block)
             unfinished.replace(target / name)

@@ -1,7 +1,6 @@
-"""Files wherever they lie: a folder here, `memory://`, `gs://`, `s3://`, MLflow's artifacts, over fsspec.
+"""Files in any store: local folders, `memory://`, `gs://`, `s3://`, MLflow's artifacts, over fsspec.
 
-Writes are whole or not at all: on local disk through a temporary sibling and a rename, in object stores because
-an upload becomes visible only when it ends.
+Writes are atomic: by a temporary sibling and a rename on disk; uploads to object stores are only visible at their end.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from resources.storage.regular_files import UnsafeFile, leads_out, open_within
 
 fsspec.register_implementation(PROTOCOL, "resources.storage.mlflow_artifacts.MlflowArtifacts", clobber=True)
 _MEMORY_CREATE = threading.Lock()
-_READ_BYTES = 2**30  # a read of Linux returns no more than 2 GiB
+_READ_BYTES = 2**30  # on Linux, a read returns at most 2 GiB
 _log = logging.getLogger(__name__)
 _OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
 
@@ -44,43 +43,43 @@ def is_local(uri: str) -> bool:
 
 
 def has_whole_files(uri: str) -> bool:
-    """Returns True if a location is in an object store, where a file is not seen before it is whole."""
+    """Returns True if a location is in an object store, where only complete files are visible."""
     return uri.partition("://")[0] in _OBJECT_STORES and not is_local(uri)
 
 
 def local_path(uri: str) -> Path:
-    """The path behind a local location."""
+    """Returns the path of a local location."""
     return Path(uri.removeprefix("file://")).expanduser()
 
 
 def absolute(uri: str) -> str:
-    """Returns the location in a form for a process that works in another folder."""
+    """Returns the location in a form that is valid in another working directory."""
     return str(local_path(uri).absolute()) if is_local(uri) else uri
 
 
 def resolved(uri: str) -> str:
-    """Returns the location without any link in it, if it is local."""
+    """Returns the location with all links resolved, if it is local."""
     return os.path.realpath(local_path(uri)) if is_local(uri) else uri
 
 
 def behind_link(uri: str) -> str:
-    """Returns what a location shows if it is itself a link, or MLflow's name of something (see `real_location`)."""
+    """Returns the target of a location that is a link itself, or a name of MLflow (see `real_location`)."""
     uri = real_location(uri) if in_mlflow(uri) else uri
     return resolved(uri) if is_local(uri) and local_path(uri).is_symlink() else uri
 
 
 def join(uri: str, *parts: str) -> str:
-    """A location below another one."""
+    """Returns a location below another location."""
     return posixpath.join(uri.rstrip("/") or "/", *parts)
 
 
 def basename(uri: str) -> str:
-    """The last component of a location."""
+    """Returns the last component of a location."""
     return posixpath.basename(uri.rstrip("/"))
 
 
 def parent(uri: str) -> str:
-    """The location one level up."""
+    """Returns the parent of a location."""
     return posixpath.dirname(uri.rstrip("/"))
 
 
@@ -100,7 +99,7 @@ def _open(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 @contextmanager
 def reported(uri: str, doing: str) -> Iterator[None]:
-    """Turns what a store says goes wrong inside the block into a `StorageError`."""
+    """Turns an `OSError` inside the block into a `StorageError`."""
     try:
         yield
     except StorageError:
@@ -112,7 +111,7 @@ def reported(uri: str, doing: str) -> Iterator[None]:
 
 
 def exists(uri: str) -> bool:
-    """Returns True if a file or folder is there."""
+    """Returns True if a file or folder exists."""
     filesystem, path = _open(uri)
     filesystem.invalidate_cache()
     return filesystem.exists(path)
@@ -124,8 +123,8 @@ def read_bytes(uri: str, *, start: int | None = None, end: int | None = None, wi
     `within` is the local folder that a link may lead into: its own if None, "/" for a file that the user named.
 
     Raises:
-        FileNotFoundError: it is not there.
-        StorageError: it cannot be read; an `IrregularFile` if it is a pipe, a device, or a link that leads out.
+        FileNotFoundError: the file does not exist.
+        StorageError: the file cannot be read; an `IrregularFile` for a pipe, a device, or a link that leads out.
     """
     try:
         if is_local(uri):
@@ -145,7 +144,7 @@ def read_bytes(uri: str, *, start: int | None = None, end: int | None = None, wi
 
 @contextmanager
 def opened(uri: str) -> Iterator[BinaryIO]:
-    """A file that is read bit by bit, where it is too large to be had at once."""
+    """Opens a file for reading in parts, if it may be too large to read at once."""
     filesystem, path = _open(uri)
     with reported(uri, "read"):
         local = os.fdopen(open_within(path, within="/"), "rb") if is_local(uri) else None
@@ -154,14 +153,14 @@ def opened(uri: str) -> Iterator[BinaryIO]:
 
 
 def _read_local(uri: str, start: int | None, end: int | None, within: str | None) -> bytes:
-    # As fsspec would, in a tenth of its time: planning reads small files by the ten thousand.
+    # As fsspec would, in a tenth of its time: planning reads tens of thousands of small files.
     path = os.path.expanduser(uri.removeprefix("file://"))  # noqa: PTH111
     file = open_within(path, within=within and local_path(within))
     try:
         if start:
             os.lseek(file, start, os.SEEK_SET)
         wanted = end - (start or 0) if end is not None else sys.maxsize
-        parts, left = [], os.fstat(file).st_size + 1  # one more than there is, so that one read sees the end
+        parts, left = [], os.fstat(file).st_size + 1  # a byte more than the size, so that a single read sees the end
         while wanted > 0 and (part := os.read(file, min(wanted, max(left, 4096), _READ_BYTES))):
             parts.append(part)
             wanted, left = wanted - len(part), left - len(part)
@@ -173,10 +172,10 @@ def _read_local(uri: str, start: int | None, end: int | None, within: str | None
 
 
 def write_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> None:
-    """Writes a file, with these rights on a disk; a reader sees the old content or the new one, never a part.
+    """Writes a file, with this mode on a disk; readers see the old or the new content, never a part.
 
     Raises:
-        StorageError: the place is not writable, or full.
+        StorageError: the location is not writable, or full.
     """
     filesystem, path = _open(uri)
     with reported(uri, "write"):
@@ -188,12 +187,9 @@ def write_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def create_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> bool:
-    """Writes a file, with these rights on a disk, only if nothing is there: as one step where the store can do that.
+    """Creates a file, with this mode on a disk; returns False, without a change, if it already exists.
 
-    Local disk (hard link), `memory://` (a lock), `gs://` and `s3://` (conditional put) all can.
-
-    Returns:
-        False if something was there already; it is left as it was.
+    The creation is atomic on local disk (hard link), `memory://` (a lock), `gs://` and `s3://` (conditional put).
     """
     filesystem, path = _open(uri)
     with reported(uri, "create"):
@@ -213,10 +209,10 @@ def create_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> bool:
 
 
 def delete(uri: str) -> None:
-    """Deletes a file; one that is not there is no matter.
+    """Deletes a file; a missing file is no error.
 
     Raises:
-        StorageError: the place is not writable.
+        StorageError: the location is not writable.
     """
     filesystem, path = _open(uri)
     with reported(uri, "delete"), suppress(FileNotFoundError):
@@ -224,7 +220,7 @@ def delete(uri: str) -> None:
 
 
 def check_writable(uri: str) -> None:
-    """Proves early that files can be written below a location, by writing one and removing it."""
+    """Raises `BadInput` if files cannot be written below a location; it writes a file and removes it."""
     probe = join(uri, f".assay-write-probe-{os.getpid()}-{threading.get_ident()}")
     try:
         write_bytes(probe, b"")
@@ -239,7 +235,7 @@ def check_writable(uri: str) -> None:
 
 
 def content_digest(uri: str, *, length: int = 64) -> str | None:
-    """The first hex digits of the SHA-256 of a file; None where it is none or cannot be read, which others refuse."""
+    """Returns the first hex digits of a file's SHA-256; None if it cannot be read, which other checks report."""
     try:
         if is_local(uri):
             with os.fdopen(open_within(local_path(uri), within="/"), "rb") as file:
@@ -250,10 +246,10 @@ def content_digest(uri: str, *, length: int = 64) -> str | None:
 
 
 def list_files(uri: str, *, within: str | None = None) -> list[FileInfo]:
-    """Lists every file below a location, at any depth, sorted by location; empty if nothing is there.
+    """Lists every file below a location, at any depth, sorted by location; empty if nothing exists there.
 
-    One listing of the store, not a call per file. Temporary files of writes in progress are left out. `within` is the
-    local folder that links may lead into: the location itself if None; other links count as irregular.
+    It uses a single listing of the store, and leaves out temporary files of active writes. `within` is the local folder
+    that links may lead into: the location itself if None; other links count as irregular.
     """
     filesystem, path = _open(uri)
     filesystem.invalidate_cache()
@@ -275,23 +271,23 @@ def list_files(uri: str, *, within: str | None = None) -> list[FileInfo]:
 
 
 def matching_files(pattern: str) -> list[str]:
-    """Every file that a location with wildcards stands for; all below a folder. Links that lead nowhere count too.
+    """Returns every file that matches a location with wildcards, and all files below a folder; includes broken links.
 
     Raises:
-        StorageError: the place cannot be listed.
+        StorageError: the location cannot be listed.
     """
     filesystem, path = _open(pattern)
     filesystem.invalidate_cache()
     with reported(pattern, "list"):
         found = [str(name) for name in filesystem.glob(path)]
         files = {below for name in found for below in filesystem.find(name)}
-    if is_local(pattern):  # a pipe would be waited for
+    if is_local(pattern):  # opening a pipe would block
         return sorted(file for file in files if Path(file).is_file() or not Path(file).exists())
     return sorted(map(filesystem.unstrip_protocol, files))
 
 
 def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, Any]] | None:
-    """Returns the answer of Google's store about each object below a location; None for other stores."""
+    """Returns Google's metadata of each object below a location; None for other stores."""
     filesystem, path = _open(uri)
     with reported(uri, "list"):
         try:
@@ -302,9 +298,9 @@ def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, A
 
 
 def etag_is_md5(uri: str) -> bool:
-    """Returns True if the ETag of a file in `s3://` is the MD5 of its content, which a listing does not tell.
+    """Returns True if the ETag of a file in `s3://` is the MD5 of its content, which a listing does not show.
 
-    It is not where the store encrypts with a key of the customer's, nor in directory buckets. One request.
+    It is not if the store encrypts with a key of the customer, nor in directory buckets. Sends a single request.
     """
     filesystem, path = _open(uri)
     ask = getattr(filesystem, "call_s3", None)
@@ -325,10 +321,9 @@ def is_folder(uri: str) -> bool:
 
 
 def copy_to_local(uri: str, target: Path) -> list[str]:
-    """Copies a folder from any store to a local one; `target` appears only when the copy is whole.
+    """Copies a folder from any store to a local folder; `target` appears only when the copy is complete.
 
-    Returns:
-        Names that were left out of a local folder: pipes, devices, and links that lead out of it.
+    Returns the names that were left out of a local folder: pipes, devices, and links that lead out of it.
     """
     filesystem, path = _open(uri)
     left_out: list[str] = []
@@ -343,7 +338,7 @@ def copy_to_local(uri: str, target: Path) -> list[str]:
         else:
             try:
                 filesystem.get(path.rstrip("/") + "/", f"{partial}/", recursive=True)
-            except ValueError as error:  # as fsspec says of an object whose name leads out of the folder
+            except ValueError as error:  # from fsspec, for an object name that leads out of the folder
                 raise IrregularFile(expected=f"files below {uri}", found=str(error), remedy="remove it") from error
         with suppress(FileExistsError, OSError):  # another process finished the same copy first
             partial.rename(target)
@@ -353,7 +348,7 @@ def copy_to_local(uri: str, target: Path) -> list[str]:
 
 
 def copy_from_local(source: Path, uri: str) -> list[str]:
-    """Copies the regular files of a local folder to any store; returns the names of all others, which it logs."""
+    """Copies the regular files of a local folder to any store; returns and logs the names of all others."""
     filesystem, path = _open(uri)
     left_out: list[str] = []
     for file in list_files(str(source)):

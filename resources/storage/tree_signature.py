@@ -1,4 +1,4 @@
-"""One value for the state of a whole tree of files, as far as a listing tells it."""
+"""A single value for the state of a whole tree of files, from its listing."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from resources.storage.listings import FileInfo
 
 @dataclass(frozen=True)
 class Tree:
-    """The state of a tree: a value that changes with the name, size, checksum or time of any file, and its files.
-
-    The files are described when they are asked for: most often the value says that nothing changed.
-    """
+    """The files of a tree, on demand, and a value that changes with the name, size, checksum or time of any file."""
 
     signature: str
     files: Callable[[], Sequence[FileInfo]]
 
 
 def list_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
-    """The state of everything below a location, by one walk or one listing.
+    """Returns the state of all files below a location, with a single walk or listing.
 
-    Args:
-        uri: the location.
-        between: locations below it, in order, which make a listing of a store faster: see `bucket_objects`.
+    `between` are locations below it, in order, that speed up the listing of a store: see `bucket_objects`.
     """
     if storage.is_local(uri) and storage.local_path(uri).is_dir():
         with storage.reported(uri, "list"):
@@ -46,5 +41,5 @@ def list_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
 
 
 def _digest(uri: str, listed: list[Any]) -> str:
-    # Names on disk need not be UTF-8, as JSON would want. From version 3 on equal values need not be written alike.
+    # Names on disk need not be UTF-8, as JSON requires. From version 3 on, marshal may write equal values differently.
     return hashlib.blake2b(marshal.dumps((uri, listed), 2), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""YAML of others within bounds: aliases that multiply, long numbers and deep nesting are errors of one kind."""
+"""Bounded parsing of untrusted YAML: alias bombs, long numbers and deep nesting raise a single kind of error."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 
 import yaml
 
+# With all aliases expanded; the largest benchmark file has 40,000.
 _MOST_VALUES = 1_000_000
-"""Values of a document with every alias written out; the largest benchmark file has 40,000."""
 
 
 class YamlBeyondBounds(yaml.YAMLError):
-    """YAML that would take too much memory, or too deep a stack."""
+    """YAML that would need too much memory, or too deep a stack."""
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """Refuses documents whose aliases stand for more than a million values, or for themselves."""
+    """Refuses documents with aliases that expand to more than a million values, or to themselves."""
 
     def compose_document(self) -> Any:
-        """Composes a document and counts its values."""
         document = super().compose_document()
         if _values_of(document, {}) > _MOST_VALUES:
             raise YamlBeyondBounds(f"aliases for more than {_MOST_VALUES:,} values, or an alias within its own value")
@@ -31,7 +30,7 @@ def load_yaml(text: bytes | str, loader: type[yaml.SafeLoader] = BoundedLoader) 
     """Returns the content of a YAML document.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or has an impossible value.
+        yaml.YAMLError: the text is no YAML, or has an invalid value.
     """
     with _one_kind_of_error():
         return yaml.load(text, loader)
@@ -59,7 +58,7 @@ def _values_of(node: yaml.Node | None, known: dict[int, int]) -> int:
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if (count := known.get(id(node))) is None:
-        known[id(node)] = _MOST_VALUES + 1  # what holds itself has no end
+        known[id(node)] = _MOST_VALUES + 1  # a value that contains itself would be infinite
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
         count = known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
     return count

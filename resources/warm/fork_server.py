@@ -1,8 +1,6 @@
-"""Warm starts: a process that has a program imported, and forks it for every run.
+"""Warm starts: a server process imports a program once (see `programs/fork_server.py`), and forks it for every run.
 
-The program is a file with `preload(arguments)` and `main(arguments)`, see `programs/fork_server.py`. A run is a command
-like any other, so a job can hold it: it ends as the program ends, is ended with the program, and starts the program
-cold where the server is gone.
+A run is an ordinary command that can be a job: it lives as long as the program, which starts cold without the server.
 """
 
 from __future__ import annotations
@@ -27,28 +25,26 @@ _RESTARTS = 3
 
 @dataclass(frozen=True)
 class WarmProgram:
-    """A program that a server listening at `socket` keeps imported, as any process of the machine can run it."""
+    """A program that a server listening at `socket` keeps imported; every process of the machine can run it."""
 
     python: Path
     program: Path
     socket: Path
 
     def command(self, *arguments: str) -> Command:
-        """A command that runs it with these arguments; it runs it cold where the server is not there."""
+        """Returns a command that runs the program with these arguments; the start is cold if the server is gone."""
         stub = ("-I", "-S", "-u", str(_PROGRAMS / "run_forked.py"), str(self.socket), str(self.program))
         return Command(str(self.python), (*stub, *arguments))
 
 
 class ForkServer(AbstractContextManager["ForkServer"]):
-    """Keeps `program` imported by the interpreter `python`, and gives commands that run it in a fork.
+    """Keeps `program` imported by the interpreter `python`, and creates commands that run it in a fork.
 
     Args:
-        program: the file to import and run.
-        python: interpreter of the environment it needs.
-        client: runs the server, as a job that ends with this process; on the machine where the commands will run.
-        variables: environment of the import. Runs bring their own, which must agree in what is read at import.
-        inherited: names of the variables that it inherits beside those; all when None.
-        preload_arguments: given to the program's `preload`.
+        client: runs the server as a job that ends with this process, on the machine of the commands.
+        variables: environment of the import. Runs bring their own, with equal values of the variables read at import.
+        inherited: names of the variables that it inherits in addition; all when None.
+        preload_arguments: passed to the program's `preload`.
     """
 
     def __init__(
@@ -85,7 +81,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         self.close()
 
     def start(self) -> None:
-        """Starts the server and returns while it imports; runs that come before it is ready wait for it."""
+        """Starts the server and returns while it imports; earlier runs wait until it is ready."""
         self._folder = folder_for_a_socket()
         self._socket = self._folder / "socket"
         arguments = ("-I", "-u", str(_PROGRAMS / "fork_server.py"), str(self._socket), str(self._program))
@@ -105,20 +101,18 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         )
 
     def command(self, *arguments: str) -> Command:
-        """A command that runs the program with these arguments; see `WarmProgram.command`."""
         return self.warm.command(*arguments)
 
     @property
     def warm(self) -> WarmProgram:
-        """The program, for processes that do not end the server."""
+        """Returns the program, for processes that do not end the server."""
         return WarmProgram(self._python, self._program, self._socket or Path(os.devnull))
 
     def logs(self) -> str:
-        """Returns the server's log so far."""
         return self._job.logs() if self._job else ""
 
     def close(self) -> None:
-        """Ends the server and every run of it; safe to call twice."""
+        """Ends the server and all its runs; safe to call twice."""
         if self._job is not None:
             self._job.terminate()
         if self._folder is not None:

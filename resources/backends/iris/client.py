@@ -1,4 +1,4 @@
-"""Jobs on an Iris cluster: each replica is a task, run by a program of ours that keeps what our jobs promise."""
+"""Runs jobs on an Iris cluster: each replica is an Iris task that executes `programs/iris_replica.py`."""
 
 from __future__ import annotations
 
@@ -38,21 +38,19 @@ _PROGRAMS = Path(__file__).parents[1] / "programs"
 _SHIPPED = ("iris_replica.py", "iris_records.py", "supervise.py", "endings.py", "run_call.py")
 _FOLDER = ".assay"
 _COMMAND = f"exec $IRIS_PYTHON -S -u $IRIS_WORKDIR/{_FOLDER}/iris_replica.py $IRIS_WORKDIR/{_FOLDER}"
-_MAX_BUNDLE_BYTES = 25 * 2**20  # what Iris' controller takes
+_MAX_BUNDLE_BYTES = 25 * 2**20  # limit of Iris' controller
 _GROUPS_KNOWN_SECONDS = 10.0
 _ENDED_AT_ONCE = 16
-_PACKED_FOR_SECONDS = 5.0  # 0.3 s for a thousand files: jobs that are submitted together share one packing
+_PACKED_FOR_SECONDS = 5.0  # packing takes 0.3 s for a thousand files; jobs submitted together share the package
 
 
 class IrisClient:
     """Runs jobs on an Iris cluster.
 
     Args:
-        controller: of the cluster.
-        grace_seconds: what processes get between SIGTERM and SIGKILL.
-        poll_seconds: how often a replica asks the controller whether it is to end; the longest that a request to
-            terminate waits to be heard.
-        lease_seconds: how long jobs that do not outlive this process go on without news of it.
+        grace_seconds: time between SIGTERM and SIGKILL.
+        poll_seconds: interval at which a replica polls the controller; a stop request takes up to this long to arrive.
+        lease_seconds: time after which jobs that do not outlive this process end without a lease renewal.
     """
 
     def __init__(
@@ -73,25 +71,22 @@ class IrisClient:
         self._ends_with_us: list[IrisJob] = []
         self._packed: dict[Path, tuple[float, bytes]] = {}
         self._groups: tuple[float, list[Group]] = (-inf, [])
-        self._known_user: str | None = None  # a controller that asks who we are gives us its own name
+        self._known_user: str | None = None  # set by a launch: a controller may use another name for this user
 
     @property
     def url(self) -> str:
-        """See `Client.url`."""
         return f"iris://{self._controller.address.rpartition('://')[2]}"
 
     @property
     def description(self) -> str:
-        """See `Client.description`."""
         return self.url
 
     @property
     def is_local(self) -> bool:
-        """See `Client.is_local`."""
         return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> IrisJob:
-        """Hands a job to the controller; it starts when there is room for all of its replicas."""
+        """Submits a job to the controller; it starts when all of its replicas fit."""
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
@@ -107,14 +102,14 @@ class IrisClient:
         return job
 
     def attach(self, job_id: str) -> IrisJob:
-        """See `Client.attach`; any job of the cluster, also one that Iris' own tools have submitted."""
+        """Returns a handle on any job of the cluster, including jobs submitted with Iris' own tools."""
         seen = self._controller.job(job_id) if job_id.count("/") > 1 and job_id.startswith("/") else None
         if seen is None:
             raise unknown_job(self._controller, job_id)
         return self._handle(job_id, hosts=seen.hosts)
 
     def jobs(self) -> list[JobDetails]:
-        """See `Client.jobs`: those of our user; counted as Iris does, without ends on one machine."""
+        """Returns the jobs of our user with Iris' counts, which omit restarts on the same machine."""
         return [
             JobDetails(
                 job_id=seen.job_id,
@@ -130,7 +125,6 @@ class IrisClient:
         ]
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """See `Client.check_resources`."""
         asked_at, groups = self._groups
         if time.monotonic() - asked_at > _GROUPS_KNOWN_SECONDS:
             groups = self._controller.groups()
@@ -138,7 +132,6 @@ class IrisClient:
         check_groups(resources, groups)
 
     def shutdown(self) -> None:
-        """Terminates all jobs of this client that do not outlive their parent."""
         with self._lock:
             jobs, self._ends_with_us = self._ends_with_us, []
         jobs = [job for job in jobs if not job.status().finished]
@@ -154,13 +147,13 @@ class IrisClient:
         workspace = _workspace(environment)
         placed = placement(request.resources, replicas=request.replica_count)
         suffix = secrets.token_hex(4)
-        # Iris ends jobs with the one whose name theirs begins with.
+        # Iris ends a job together with the job above it in the id.
         parent = None if request.outlives_parent else self._parent()
         job_id = f"{parent or f'/{self._user()}'}/{request.name}-{suffix}"
         files = {f"{_FOLDER}/{name}": (_PROGRAMS / name).read_bytes() for name in _SHIPPED}
         if isinstance(request.entrypoint, Call):
             files[f"{_FOLDER}/call.pickle"] = pickled(request.entrypoint, job_id=job_id)
-            files[f"{_FOLDER}/assay.zip"] = own_code().content  # which Iris keeps once, however many jobs bring it
+            files[f"{_FOLDER}/assay.zip"] = own_code().content  # Iris stores equal files once
         files[f"{_FOLDER}/job.json"] = json.dumps(
             self._job(request, environment, workspace=workspace, hosts=placed.hosts)
         ).encode()

@@ -1,4 +1,4 @@
-"""The only module that knows Iris' package: calls of a cluster's controller, and their answers in our words."""
+"""Calls to the controller of an Iris cluster; the only module that imports Iris' package."""
 
 from __future__ import annotations
 
@@ -40,18 +40,17 @@ _CALL_SECONDS = 30.0
 _LAUNCH_SECONDS = 180.0  # a large workspace on a slow line
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 2.0
 _PASSING = {Code.UNAVAILABLE, Code.INTERNAL, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED}
-_PAGE = 500  # the most that it gives at once
+_PAGE = 500  # largest page that the controller returns
 Answer = TypeVar("Answer")
 _C = controller_pb2.Controller
 
 
 class IrisController:
-    """A cluster's controller, with an end to the waiting for it.
+    """Client of a cluster's controller that retries passing errors for a limited time.
 
     Args:
-        address: `host:port`, or a whole URL.
-        patience_seconds: how long a controller that does not answer is asked again; a restart takes a few.
-        page: jobs that are asked for at once.
+        address: `host:port` or a URL.
+        patience_seconds: time for which a call is retried; a restart of the controller takes a few seconds.
     """
 
     def __init__(self, address: str, *, patience_seconds: float = 20.0, page: int = _PAGE) -> None:
@@ -71,7 +70,6 @@ class IrisController:
         self._logs = LogServiceClientSync(url, timeout_ms=int(_CALL_SECONDS * 1000), interceptors=interceptors)
 
     def launch(self, launch: Launch) -> str:
-        """Submits a job; its id, which may differ in the user whom the controller takes us for."""
         resources = job_pb2.ResourceSpecProto(
             cpu_millicores=launch.placement.cpu_millicores,
             memory_bytes=launch.placement.memory_bytes,
@@ -98,7 +96,7 @@ class IrisController:
             max_retries_failure=launch.max_retries_failure,
             max_retries_preemption=launch.max_retries_preemption,
             preemption_policy=job_pb2.JOB_PREEMPTION_POLICY_TERMINATE_CHILDREN,
-            existing_job_policy=job_pb2.EXISTING_JOB_POLICY_KEEP,  # the id is ours alone: it is this very request
+            existing_job_policy=job_pb2.EXISTING_JOB_POLICY_KEEP,  # the id is random: it can only be this request
             task_image=launch.image or "",
             client_revision_date=client_revision_date(),
         )
@@ -127,12 +125,10 @@ class IrisController:
             raise self._refused(error) from error
 
     def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
-        """Iris' state of each job that it knows."""
         found = self.ask(lambda: self._calls.get_job_state(_C.GetJobStateRequest(job_ids=list(job_ids))))
         return {job_id: job_pb2.JobState.Name(state) for job_id, state in found.states.items()}
 
     def job(self, job_id: str) -> Seen | None:
-        """One job; None where the controller knows none of that name."""
         try:
             found = self._asked(lambda: self._calls.get_job_status(_C.GetJobStatusRequest(job_id=job_id)))
         except ConnectError as error:
@@ -142,8 +138,7 @@ class IrisController:
         return replace(_seen(found.job), command=tuple(found.request.entrypoint.run_command.argv))
 
     def jobs(self, prefix: str) -> list[Seen]:
-        """Every job whose id begins so, the newest first."""
-        found: dict[str, Seen] = {}  # one that is submitted meanwhile moves the others to the next page
+        found: dict[str, Seen] = {}  # by id: a job submitted meanwhile shifts the others to the next page
         offset = 0
         while True:
             query = _C.JobQuery(
@@ -160,22 +155,18 @@ class IrisController:
                 return list(found.values())
 
     def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Task]:
-        """The tasks of a job, in order; each with its last attempt, or with all of them, which costs more calls."""
         found = self.ask(lambda: self._calls.list_tasks(_C.ListTasksRequest(job_id=job_id)))
         listed = sorted(map(_task, found.tasks), key=lambda task: int(task.task_id.rpartition("/")[2]))
         return [self._whole(task) if every_attempt and task.attempt > 0 else task for task in listed]
 
     def terminate(self, job_id: str) -> None:
-        """Has Iris end a job and its children; returns before they have."""
         self.ask(lambda: self._calls.terminate_job(_C.TerminateJobRequest(job_id=job_id)))
 
     def records(self, name: str) -> dict[str, dict[str, str]]:
-        """Returns the metadata registered under a name, by the last part of its id."""
         found = self.ask(lambda: self._calls.list_endpoints(_C.ListEndpointsRequest(prefix=name, exact=True)))
         return {endpoint.endpoint_id.rpartition("#")[2]: dict(endpoint.metadata) for endpoint in found.endpoints}
 
     def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
-        """Registers metadata under a name, in place of what had the id; False where the attempt is not current."""
         request = _C.RegisterEndpointRequest(
             name=name, endpoint_id=record_id, address="-", task_id=task_id, attempt_id=attempt, metadata=dict(metadata)
         )
@@ -188,7 +179,6 @@ class IrisController:
         return True
 
     def log_lines(self, task_id: str, max_lines: int) -> list[tuple[int, str]]:
-        """The last lines of a task, each with the attempt that wrote it."""
         request = logging_pb2.FetchLogsRequest(
             source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, tail=True
         )
@@ -196,7 +186,6 @@ class IrisController:
         return [(entry.attempt_id, entry.data) for entry in entries]
 
     def log_lines_after(self, task_id: str, cursor: int, max_lines: int) -> tuple[list[tuple[int, str]], int]:
-        """The first lines of a task after a cursor, and the cursor after them; 0 is before all."""
         request = logging_pb2.FetchLogsRequest(
             source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, cursor=cursor
         )
@@ -204,7 +193,6 @@ class IrisController:
         return [(entry.attempt_id, entry.data) for entry in found.entries], found.cursor if found.entries else cursor
 
     def result(self, task_id: str, *, attempt: int) -> str | None:
-        """The result that a task has left in one attempt, in base64; None where there is none."""
         request = logging_pb2.FetchLogsRequest(
             source=f"{RESULTS}{task_id}:{attempt}", match_scope=logging_pb2.MATCH_SCOPE_EXACT, max_lines=1, tail=True
         )
@@ -212,7 +200,6 @@ class IrisController:
         return entries[-1].data if entries else None
 
     def groups(self) -> list[Group]:
-        """The kinds of machines that the cluster can start; empty where it starts none itself."""
         found = self.ask(lambda: self._calls.get_autoscaler_status(_C.GetAutoscalerStatusRequest()))
         return [_group(group.config) for group in found.status.groups]
 
@@ -221,7 +208,7 @@ class IrisController:
         return _task(self.ask(lambda: self._calls.get_task_status(request)).task)
 
     def ask(self, call: Callable[[], Answer]) -> Answer:
-        """The answer to a call that cannot be refused for what it asks."""
+        """Calls the controller and raises `BackendUnavailable` or `BadInput` if it refuses or does not answer."""
         try:
             return self._asked(call)
         except ConnectError as error:
@@ -254,7 +241,7 @@ class IrisController:
 
 
 def constraints_of(resources: ResourceConfig) -> list[Constraint]:
-    """Returns the workers that will do, where Iris would not see it from the resources themselves."""
+    """Returns the constraints on workers that Iris does not derive from the resources itself."""
     tpu = resources.device if isinstance(resources.device, TpuConfig) else None
     return [
         *([device_variant_constraint(tpu.types)] if tpu is not None and tpu.alternatives else []),

@@ -1,4 +1,4 @@
-"""The part of a controller that the Iris backend needs; `connection.py` gives it with Iris' own package."""
+"""Protocol of the Iris controller for this backend; `connection.py` implements it with Iris' package."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from resources.config import ResourceConfig
 
 RECORDS, RESULTS = "assay", "/assay/results"
 LEASE, STOP = "lease", "stop"
-"""Names that `resources/backends/programs/iris_records.py` knows too: it runs where it can import nothing of ours."""
+"""Names shared with `resources/backends/programs/iris_records.py`, which cannot import this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One job on its way to the controller."""
+    """Submission of a job to the controller."""
 
     job_id: str
     command: Sequence[str]
     files: Mapping[str, bytes]
-    """Written below the job's working directory on the worker."""
+    """Files to write below the job's working directory on the worker."""
     placement: Placement
     resources: ResourceConfig
     bundle: bytes
-    """A zip with the workspace; empty where there is none."""
+    """Zip of the workspace; empty without a workspace."""
     variables: Mapping[str, str] = field(repr=False)
     pip_packages: Sequence[str]
     extras: Sequence[str]
@@ -38,73 +38,69 @@ class Launch:
 
 
 class Controller(Protocol):
-    """Calls of a controller. All raise `BackendUnavailable` where it does not answer, or does not let us in."""
+    """Calls to a controller; each raises `BackendUnavailable` if the controller does not answer or denies access."""
 
     address: str
 
     def launch(self, launch: Launch) -> str:
-        """Submits a job; its id, which may differ in the user whom the controller takes us for."""
+        """Submits a job and returns its id, in which the controller may put its own name for the user."""
         ...
 
     def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
-        """Iris' state of each job that it knows."""
+        """Returns Iris' state of each known job; unknown ids are missing."""
         ...
 
     def job(self, job_id: str) -> Seen | None:
-        """One job; None where the controller knows none of that name."""
+        """Returns a job, or None if the controller has no job of this id."""
         ...
 
     def jobs(self, prefix: str) -> list[Seen]:
-        """Every job whose id begins so, the newest first."""
+        """Returns the jobs with this id prefix, newest first."""
         ...
 
     def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Task]:
-        """The tasks of a job, in order; each with its last attempt, or with all of them, which costs more calls."""
+        """Returns the tasks of a job in order, each with its last attempt or, for more calls, with all attempts."""
         ...
 
     def terminate(self, job_id: str) -> None:
-        """Has Iris end a job and its children; returns before they have."""
+        """Ends a job and its children; returns before they have ended."""
         ...
 
     def records(self, name: str) -> dict[str, dict[str, str]]:
-        """Returns the metadata registered under a name, by the last part of its id."""
+        """Returns the metadata registered under a name, keyed by the last part of the record id."""
         ...
 
     def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
-        """Registers metadata under a name, in place of what had the id; False where the attempt is not current."""
+        """Registers metadata under a name, replacing a record of the same id; False if the attempt is not current."""
         ...
 
     def log_lines(self, task_id: str, max_lines: int) -> list[tuple[int, str]]:
-        """The last lines of a task, each with the attempt that wrote it."""
+        """Returns the last lines of a task, each with the number of the attempt that wrote it."""
         ...
 
     def log_lines_after(self, task_id: str, cursor: int, max_lines: int) -> tuple[list[tuple[int, str]], int]:
-        """The first lines of a task after a cursor, and the cursor after them; 0 is before all."""
+        """Returns the first lines of a task after a cursor (0: start of the log), and the next cursor."""
         ...
 
     def result(self, task_id: str, *, attempt: int) -> str | None:
-        """The result that a task has left in one attempt, in base64; None where there is none."""
+        """Returns the result that a task wrote in an attempt, base64-encoded, or None."""
         ...
 
     def groups(self) -> list[Group]:
-        """The kinds of machines that the cluster can start; empty where it starts none itself."""
+        """Returns the kinds of machines that the cluster can start; empty if it starts none."""
         ...
 
 
 def tell(
     controller: Controller, job_id: str, record_name: str, metadata: Mapping[str, str], *, attempt: int = 0
 ) -> int | None:
-    """Leaves a record for the replicas of a job; it hangs on one of its tasks, and goes with that task's attempt.
+    """Registers a record for a job's replicas at a task; returns the task's attempt, or None if all tasks have ended.
+
+    The record is removed when that attempt ends.
 
     Args:
-        controller: of the job.
-        job_id: whose replicas are to read it.
         record_name: `LEASE` or `STOP`.
-        metadata: the record.
-        attempt: the one of the first task that is probably current, which saves a question.
-
-    Returns:
-        The attempt that was current; None where no task is left to hear.
+        attempt: probable current attempt of the first task; a correct value saves a call.
     """
     name, record_id = f"{job_id}/{RECORDS}", f"{job_id}#{record_name}"
     if controller.register(name, record_id=record_id, task_id=f"{job_id}/0", attempt=attempt, metadata=metadata):

@@ -1,4 +1,4 @@
-"""The entry to the Iris backend: a client for a cluster."""
+"""Entry point of the Iris backend."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from resources.errors import BadInput
 
 
 def client_from_address(host: str, path: str) -> IrisClient:
-    """Returns the client of a cluster.
-
-    Args:
-        host: host and port of its controller.
-        path: not used.
-    """
+    """Returns the client of the cluster with the controller `host` (`host:port`); ignores `path`."""
     if not host:
         raise BadInput(expected="iris://host:port", found=f"iris:{path}", remedy="Correct ASSAY_JOBS.")
     return IrisClient(IrisController(host))

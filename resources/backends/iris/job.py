@@ -1,4 +1,4 @@
-"""A handle on a job of Iris: asks the controller, and the replicas' own programs through it."""
+"""Handle on an Iris job: queries the controller, and reads the records and logs of the replicas there."""
 
 from __future__ import annotations
 
@@ -27,24 +27,22 @@ from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import wait_until_finished
 
 CALLABLE, COMMAND = "assay-callable", "assay-command"
-"""Last word of the command of its tasks: Iris tells whoever asks for a job no more of what it was given."""
+"""Last argument of a task's command; Iris returns no more of a job's entrypoint, so it marks calls and commands."""
 _AGAIN = f"{MARK}another attempt"
 _TAIL_BYTES = 1 << 20
 _PART_LINES = 10_000
-_LOG_END_SECONDS = 10.0  # a worker sends its lines when it has seen the end, which the controller may hear first
+_LOG_END_SECONDS = 10.0  # a worker sends its last lines after the end, which the controller may learn earlier
 _STOP_MARGIN_SECONDS = 20.0
 _CONFIRM_SECONDS = 15.0
 _CONTROLLER_POLL_SECONDS = 0.1
 
 
 class IrisJob:
-    """A job of an Iris cluster, submitted here or attached to.
+    """Handle on a job of an Iris cluster, submitted by this process or attached to.
 
     Args:
-        controller: of the job.
-        job_id: Iris' name of it, such as `/user/name-0123abcd`.
-        hosts: tasks that one replica is made of.
-        grace_seconds: what processes get between SIGTERM and SIGKILL.
+        job_id: Iris' id, such as `/user/name-0123abcd`.
+        hosts: number of tasks per replica.
     """
 
     def __init__(self, controller: Controller, job_id: str, *, hosts: int, grace_seconds: float) -> None:
@@ -52,15 +50,13 @@ class IrisJob:
         self._job_id = job_id
         self._hosts = hosts
         self._grace_seconds = grace_seconds
-        self._status: JobStatus | None = None  # once finished: it does not change any more
+        self._status: JobStatus | None = None  # set once finished: it is final
 
     @property
     def job_id(self) -> str:
-        """Iris' name of the job."""
         return self._job_id
 
     def status(self) -> JobStatus:
-        """Returns the job's state now."""
         if self._status is None:
             states = self._controller.job_states([self._job_id])
             if self._job_id not in states:
@@ -72,7 +68,7 @@ class IrisJob:
         return self._status
 
     def details(self) -> JobDetails:
-        """Returns the job's state now, with the reason and what its replicas say of themselves."""
+        """Returns the job's state with the reason and the restarts that its replicas report."""
         seen = self._controller.job(self._job_id)
         if seen is None:
             raise self._unknown()
@@ -95,7 +91,6 @@ class IrisJob:
         )
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        """See `JobHandle.wait`."""
         waiting = partial(wait_until_finished, self, where=self._where, cause=lambda: raised_by(self, self._left))
         status = waiting(timeout, raise_on_failure=False)
         if raise_on_failure and status is not JobStatus.SUCCEEDED:
@@ -109,20 +104,20 @@ class IrisJob:
         return waiting(0, raise_on_failure=raise_on_failure)
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """See `JobHandle.result`; it lies in the controller's log, as long as that is kept."""
+        """Returns the call's result from the controller's log, for as long as that log is kept."""
         return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """See `JobHandle.logs`; lines of several hosts of one replica follow each other, a second after they came."""
+        """Returns the last lines, up to a second old; the lines of a replica's hosts follow each other."""
         tasks = self._controller.tasks(self._job_id)
         count = max(len(tasks) // self._hosts, 1)
-        deadline = time.monotonic() + _LOG_END_SECONDS  # one for all: replicas of a lost machine say nothing more
+        deadline = time.monotonic() + _LOG_END_SECONDS  # shared: replicas of a lost machine write no more lines
         return logs_by_replica(
             lambda index: self._lines(tasks, index, max_lines, deadline=deadline), count, replica=replica
         )
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
-        """See `JobHandle.read_log`; lines come a second after they were written."""
+        """Returns the next part of a replica's log; lines appear about a second after they were written."""
         tasks = self._controller.tasks(self._job_id)
         check_replica(replica, max(len(tasks) // self._hosts, 1))
         deadline = time.monotonic() + _LOG_END_SECONDS
@@ -132,11 +127,11 @@ class IrisJob:
         )
 
     def announced(self, replica: int = 0) -> str | None:
-        """See `JobHandle.announced`; None once the job has finished, since Iris forgets it then."""
+        """Returns the replica's announcement; None once the job has finished, when Iris removes it."""
         return self._records().get(str(replica * self._hosts), {}).get("announcement")
 
     def terminate(self) -> None:
-        """Ends the job and those that were submitted inside it, and returns when nothing of them is left."""
+        """Ends the job and the jobs submitted inside it, and returns when all their processes have ended."""
         ids = [self._job_id, *self.request_stop()]
         deadline = time.monotonic() + self._grace_seconds + _STOP_MARGIN_SECONDS
         silent = [job_id for job_id in ids if not self._stops_until(deadline, job_id)]
@@ -149,7 +144,7 @@ class IrisJob:
         self.status()
 
     def request_stop(self) -> list[str]:
-        """Asks the job to end, and those inside it, whose ids are returned."""
+        """Requests the end of the job and of the jobs inside it, and returns the ids of the latter."""
         if self.status().finished:
             return []
         inside = [
@@ -187,7 +182,7 @@ class IrisJob:
         records = self._controller.records(f"{job_id}/{RECORDS}")
         for index, task in enumerate(self._controller.tasks(job_id)):
             if task.is_on_a_worker and records.get(str(index), {}).get("state") != "stopped":
-                if STOP not in records:  # no attempt had begun that could be told, or another one has since
+                if STOP not in records:  # registered before the first attempt, or lost with an earlier attempt
                     self._tell_to_stop(job_id)
                 return False
         return True
@@ -261,7 +256,7 @@ def _is_last(line: str) -> bool:
 
 
 def unknown_job(controller: Controller, job_id: str) -> BadInput:
-    """The error for an id that names no job of the cluster."""
+    """Returns the error for an id without a job on the cluster."""
     return BadInput(
         expected=f"the id of a job on the Iris cluster {controller.address}, such as /user/name-0123abcd",
         found=repr(job_id),

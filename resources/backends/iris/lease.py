@@ -1,4 +1,4 @@
-"""Jobs of Iris outlive whoever submitted them; those that are not to are told from time to time that we live."""
+"""Renewal of leases: an Iris job outlives its submitter, so jobs that must not do so end without regular renewals."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseRenewer:
-    """Renews what the replicas of this process' jobs wait for; a thread that ends with the process.
-
-    Args:
-        controller: of the jobs.
-        renew_seconds: how often; replicas wait for several times as long.
-    """
+    """Renews the leases of this process' jobs in a daemon thread; `renew_seconds` is a fraction of the lease."""
 
     def __init__(self, controller: Controller, *, renew_seconds: float) -> None:
         self._controller = controller
@@ -27,11 +22,10 @@ class LeaseRenewer:
         self._attempts: dict[str, int] = {}
         self._beat = 0
         self._lock = threading.Lock()
-        self._closed: threading.Event | None = None
-        """Of the thread that runs."""
+        self._closed: threading.Event | None = None  # close event of the running thread
 
     def add(self, job_id: str) -> None:
-        """Begins with a job, until it has finished."""
+        """Renews the lease of a job until it has finished."""
         with self._lock:
             self._attempts[job_id] = -1  # before its first attempt
             if self._closed is None:
@@ -39,7 +33,7 @@ class LeaseRenewer:
                 threading.Thread(target=self._keep, args=(self._closed,), name="iris-lease", daemon=True).start()
 
     def close(self) -> None:
-        """Renews nothing any more, until another job is added."""
+        """Stops all renewals until another job is added."""
         with self._lock:
             self._attempts.clear()
             if self._closed is not None:
@@ -48,7 +42,7 @@ class LeaseRenewer:
 
     def _keep(self, closed: threading.Event) -> None:
         while not closed.wait(self._renew_seconds):
-            with suppress(BackendUnavailable):  # the controller is away; replicas that cannot ask it wait on
+            with suppress(BackendUnavailable):  # the controller is away; replicas that cannot reach it keep running
                 self._renew()
 
     def _renew(self) -> None:
@@ -68,7 +62,7 @@ class LeaseRenewer:
     def _tell(self, job_id: str, attempt: int) -> None:
         try:
             current = tell(self._controller, job_id, LEASE, {"beat": str(self._beat)}, attempt=attempt)
-        except BadInput as error:  # this job's alone: the others must hear of us in time
+        except BadInput as error:  # an error of this job must not delay the renewal of the others
             _log.warning("the lease of %s could not be renewed: %s", job_id, error)
             return
         with self._lock:

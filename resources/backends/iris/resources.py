@@ -1,4 +1,4 @@
-"""Resources of a job as Iris counts them, and a check that some group of its machines can ever give them."""
+"""A job's resources in Iris' units, and a check that some group of the cluster's machines can provide them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from resources.errors import UnsatisfiableResources
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Machines of one kind that the cluster can start."""
+    """Machines of a kind that the cluster can start."""
 
     name: str
     device: str = "cpu"
     """`cpu`, `gpu` or `tpu`."""
     variant: str = ""
     device_count: int = 0
-    """Accelerators of one machine; 0 where the cluster does not say."""
+    """Accelerators per machine; 0 if the cluster does not specify it."""
     cpu_millicores: int = 0
     memory_bytes: int = 0
     disk_bytes: int = 0
@@ -29,20 +29,20 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One job, in Iris' numbers."""
+    """Resource request of a job in Iris' units."""
 
     cpu_millicores: int
     memory_bytes: int
     disk_bytes: int
     hosts: int
-    """Tasks that one replica is made of: the VMs of its TPU slice, else 1."""
+    """Tasks per replica: the number of VMs of its TPU slice, else 1."""
     tasks: int
     together_on: str | None
-    """Attribute that all tasks of one replica must share, where they are several."""
+    """Worker attribute that all tasks of a multi-host replica must share, else None."""
 
 
 def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
-    """Returns the request to Iris; each VM of a TPU slice is a task of its own there."""
+    """Returns the request to Iris, in which each VM of a TPU slice is a task."""
     hosts = resources.device.slice.vms if isinstance(resources.device, TpuConfig) else 1
     if hosts > 1 and replicas > 1:
         raise UnsatisfiableResources(
@@ -62,7 +62,7 @@ def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
 
 
 def check_groups(resources: ResourceConfig, groups: Sequence[Group]) -> None:
-    """Refuses what no group of machines can give; where a cluster names none, it is not known."""
+    """Raises `UnsatisfiableResources` if no group has such machines; without listed groups it accepts everything."""
     if not groups:
         return
     fitting = list(groups)

@@ -1,7 +1,4 @@
-"""States of a job and its tasks on Iris, translated into our words; pure, so that every row can be tested.
-
-Names are those of Iris' states, such as `JOB_STATE_RUNNING`.
-"""
+"""Translation of Iris' job and task states (such as `JOB_STATE_RUNNING`) into this package's; without I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from resources.jobs.jobs import JobStatus
 Ending = Outcome | Literal["stopped", "unsatisfiable"]
 
 MARK = "[assay] "
-"""Start of the line by which `iris_replica.py` says how it ended; Iris keeps it with the attempt, too."""
+"""Prefix of the line in which `iris_replica.py` reports how it ended; Iris also keeps it as the attempt's error."""
 UNSATISFIABLE = "JOB_STATE_UNSCHEDULABLE"
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _SAID = re.compile(re.escape(MARK) + r"(?P<reason>.*?)(?:; restarted here: (?P<restarts>\d+))?\s*$", re.DOTALL)
@@ -47,33 +44,32 @@ _ON_A_WORKER = {"TASK_STATE_ASSIGNED", "TASK_STATE_BUILDING", "TASK_STATE_RUNNIN
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a task by Iris."""
+    """An attempt of a task."""
 
     state: str
     error: str = ""
     ended: bool = False
-    """True once its worker has confirmed that nothing of it runs."""
+    """True once its worker has confirmed that none of its processes runs."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One replica, or one host of a replica, as Iris knows it."""
+    """A replica, or a host of a replica, in Iris' view."""
 
     task_id: str
     state: str
     attempt: int
-    """The current one; -1 before the first."""
+    """Number of the current attempt; -1 before the first."""
     attempts: tuple[Attempt, ...] = ()
     error: str = ""
 
     @property
     def is_on_a_worker(self) -> bool:
-        """Returns True if something of it may be running."""
+        """Returns True if processes of the task may be running."""
         return self.state in _ON_A_WORKER
 
     @property
     def has_succeeded(self) -> bool:
-        """Returns True if its last attempt has."""
         return self.state == "TASK_STATE_SUCCEEDED"
 
     @property
@@ -84,7 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Seen:
-    """One job, as Iris knows it."""
+    """A job in Iris' view."""
 
     job_id: str
     state: str
@@ -94,14 +90,14 @@ class Seen:
     failures: int = 0
     preemptions: int = 0
     hosts: int = 1
-    """Tasks that one replica is made of."""
+    """Tasks per replica."""
     command: tuple[str, ...] = ()
-    """Program and arguments of its tasks; empty in lists."""
+    """Program and arguments of its tasks; empty for jobs from a listing."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Attempts of a job over all replicas, as `JobDetails` counts them."""
+    """Attempts of a job over all replicas, counted as in `JobDetails`."""
 
     attempts: int
     failures: int
@@ -109,17 +105,15 @@ class Counts:
 
 
 def job_status(state: str) -> JobStatus:
-    """Returns a job's state; one that Iris adds some day counts as running."""
+    """Returns a job's status; a state that this version does not know counts as running."""
     return _JOBS.get(state, JobStatus.RUNNING)
 
 
 def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> Ending | None:
-    """Returns the kind of end of a task's attempt; None while it has not ended.
+    """Returns how a task's attempt ended, or None while it runs.
 
-    Args:
-        state: Iris' state of the attempt.
-        error: what Iris says of it, with the last line of its output.
-        job_stopped: whether the whole job was; a single attempt that is killed was taken away from it.
+    `error` is Iris' text, with the last line of the output. Unless the whole job was stopped, a killed attempt counts
+    as preempted.
     """
     ending = _ATTEMPTS.get(state)
     if ending == "failed" and end_reason(error).startswith(_GAVE_UP):
@@ -128,28 +122,24 @@ def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> E
 
 
 def end_reason(error: str) -> str:
-    """Returns the last words of the replica's own program, or Iris' where it said nothing; one line."""
+    """Returns the final message of the replica's program in a single line; without any, Iris' own message."""
     found = _SAID.search(error)
     text = found["reason"] if found else error.partition("Traceback")[0]
     return " ".join(text.split())[:_SHOWN_CHARACTERS]
 
 
 def restarts(error: str) -> int:
-    """Returns the times that the replica's program had begun again on the same worker before this end."""
+    """Returns how often the replica's program had restarted on the same worker before this end."""
     found = _SAID.search(error)
     return int(found["restarts"] or 0) if found else 0
 
 
 def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[int] = ()) -> Counts:
-    """Returns the number of starts of all replicas, and the ends of those attempts.
+    """Returns the number of attempts of a job and how many of them failed or were preempted.
 
-    A lost machine may hold several replicas, whose loss is one preemption; a failure is always one replica's own.
-
-    Args:
-        status: where the job stands.
-        tasks: of this job.
-        restarts_now: how often each replica has begun again in its present attempt; counted where that still runs or
-            has succeeded, since Iris keeps what another one has said at its end.
+    A lost machine may hold several replicas: their loss counts as a single preemption. Each failure counts separately.
+    `restarts_now` has the restarts of each replica in its current attempt; counted if that runs or has succeeded, since
+    Iris keeps the final message, with its number of restarts, for attempts that ended otherwise.
     """
     failures = preemptions_here = 0
     preemptions_of_tasks = [0]
@@ -166,7 +156,7 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[i
     here = zip(tasks, restarts_now or [0] * len(tasks), strict=True)
     restarted_now = sum(count for task, count in here if task.is_on_a_worker or task.has_succeeded)
     preemptions = max(preemptions_of_tasks) + preemptions_here + restarted_now
-    if status is JobStatus.RUNNING:  # as the job said it; its tasks were asked later, and may have ended meanwhile
+    if status is JobStatus.RUNNING:  # the job's status was read before its tasks, which may have ended meanwhile
         present = any(task.is_on_a_worker or task.has_succeeded for task in tasks)
     else:
         present = status in {JobStatus.SUCCEEDED, JobStatus.STOPPED} and any(task.attempts for task in tasks)
@@ -174,7 +164,7 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[i
 
 
 def reason(seen: Seen, tasks: Sequence[Task]) -> str | None:
-    """Returns the reason that a job ended as it did, or the thing that it waits for."""
+    """Returns the reason for a job's end or for its pending state."""
     match job_status(seen.state):
         case JobStatus.PENDING:
             return " ".join(seen.pending_reason.split()) or "waits for a worker"
@@ -188,5 +178,5 @@ def reason(seen: Seen, tasks: Sequence[Task]) -> str | None:
 
 
 def name_of(job_id: str) -> str:
-    """The name that a job was submitted under."""
+    """Returns the name under which a job was submitted."""
     return _SUFFIX.sub("", job_id.rpartition("/")[2])

@@ -1,7 +1,7 @@
-"""The owner's side of a job: starts attempts, counts how they ended, each way with a budget of its own.
+"""The owner's side of a Kubernetes job: starts attempts and counts their ends, with a budget for each kind of end.
 
-Each step looks at the cluster and does at most one thing. All that must not be forgotten is in the record, written
-before it is acted upon, so an owner that is started again goes on where the last one stopped.
+Each step reads the cluster's state and takes at most a single action. All persistent state is in the record, written
+before each action, so that a restarted owner continues where the last owner stopped.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ TERMINATED = "terminated"
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Times that an attempt may take to start."""
+    """Time limits for the start of an attempt."""
 
     stuck_seconds: float = 300.0
-    """An image that cannot be pulled, a container that cannot be made: a failure after this long."""
+    """An image that cannot be pulled or a container that cannot be created fails the attempt after this time."""
     gang_seconds: float = 600.0
-    """Pods that run while others still wait: given back after this long, which counts as a preemption."""
+    """If some pods run while others still wait, all are ended after this time, which counts as a preemption."""
 
 
 class OwnedJob:
-    """A job that this process looks after."""
+    """A job that this process owns and advances."""
 
     def __init__(
         self,
@@ -66,36 +66,35 @@ class OwnedJob:
         self._request, self._environment = request, environment
         self._image, self._files, self._where, self._owner, self._bounds = image, files, where, owner, bounds
         self._lock = threading.Lock()
-        self._ends = False  # what is gone of it from now on was not lost
+        self._ends = False  # pods that disappear from now on are not preempted
         self._started: set[int] = set()
-        self._begin_at = 0.0  # of the next attempt, by the monotonic clock
+        self._begin_at = 0.0  # monotonic start time of the next attempt
         self._since: dict[str, float] = {}
 
     @property
     def record(self) -> Record:
-        """Returns the record as it was written last."""
         return self._record
 
     def step(self) -> Record:
-        """Brings the job one step further; does nothing once it has finished, or is being ended."""
+        """Advances the job by a step; does nothing once it has finished or is being ended."""
         with self._lock:
             if not self._record.finished and not self._ends:
                 self._step()
             return self._record
 
     def begin_to_end(self) -> None:
-        """Asks the cluster to end the present attempt, and does not wait for that; `abandon` is to follow."""
+        """Deletes the current attempt without waiting for its end; call `abandon` next."""
         with self._lock:
             self._ends = True
             if not self._record.finished and self._record.attempts:
                 self._cluster.delete(self._record.kind, attempt_name(self._record.job_id, self._record.attempts))
 
     def abandon(self) -> None:
-        """Ends the job as its parent ends: as `step` after a request to stop, but the last logs are not kept."""
+        """Ends the job because its parent ends; unlike `step` after a stop request, it keeps no logs."""
         self._give_up(JobStatus.STOPPED, ORPHANED)
 
     def fail(self, reason: str) -> None:
-        """Ends a job that cannot be looked after any more."""
+        """Ends a job that cannot be advanced any more, and marks it failed."""
         self._give_up(JobStatus.FAILED, reason)
 
     def _give_up(self, status: JobStatus, reason: str) -> None:
@@ -130,7 +129,7 @@ class OwnedJob:
         )
         job = self._cluster.create(record.kind, manifest)
         self._cluster.create("secrets", secret_manifest(self._files, job=job))
-        if record.pods > 1 and record.kind == "jobs":  # a JobSet makes its own
+        if record.pods > 1 and record.kind == "jobs":  # a JobSet creates its own
             self._cluster.create("services", service_manifest(job=job))
         if self._owner.queue is None:
             self._cluster.patch(record.kind, attempt_name(record.job_id, record.attempts), {"spec": {"suspend": False}})
@@ -140,10 +139,10 @@ class OwnedJob:
     def _watch(self) -> None:
         record = self._record
         mine = selector(job=record.job_id, attempt=record.attempts)
-        pods = self._cluster.list("pods", mine)  # before the rest: Kueue may admit it in between
+        pods = self._cluster.list("pods", mine)  # before the Job: Kueue may admit it in between
         job = self._cluster.get(record.kind, attempt_name(record.job_id, record.attempts))
         if record.attempts not in self._started and (job is None or job["spec"].get("suspend")):
-            self._start()  # an owner before us died in the middle of it
+            self._start()  # an earlier owner died during the start
             return
         self._started.add(record.attempts)
         if job is None:
@@ -165,7 +164,7 @@ class OwnedJob:
     def _outcome(self, job: dict[str, Any], pods: list[dict[str, Any]], mine: str) -> PodState | None:
         states = self._states(job, pods, mine)
         outcome = attempt_outcome(states)
-        if outcome is None and (failure := given_up(job)):  # the pods have ended since they were listed
+        if outcome is None and (failure := given_up(job)):  # the pods have ended since the listing
             outcome = attempt_outcome(self._states(job, self._cluster.list("pods", mine), mine)) or failure
         outcome = outcome or self._overdue(states)
         if outcome is None:
@@ -182,7 +181,7 @@ class OwnedJob:
         record = self._record
         if record.returns and outcome.standing != "preempted":
             keep_results(self._cluster, record)
-        # A suspended Job would be admitted once more, and run beside the next attempt.
+        # Kueue would admit a suspended Job again, and it would run in parallel to the next attempt.
         if (job is not None and job["spec"].get("suspend")) or not self._all_ended():
             end_attempt(self._cluster, record)
         if outcome.standing == "succeeded":

@@ -1,7 +1,7 @@
-"""Jobs on a Kubernetes cluster: each attempt is a `batch/v1` Job, looked after by a thread of this process.
+"""Jobs on a Kubernetes cluster: each attempt is a `batch/v1` Job, controlled by a thread of the submitting process.
 
-Pods live as long as the process that submitted them: it rewrites a ConfigMap that they have mounted, and they end
-when it stays the same for a lease. A job that outlives its parent is looked after by a pod of its own, the keeper pod.
+Pods live as long as that process: it rewrites a ConfigMap that they mount, and they end if it does not change for the
+duration of a lease. A job that outlives its parent is controlled by its own keeper pod instead.
 """
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ _BEATS_PER_LEASE = 10
 
 
 class KubernetesClient:
-    """Runs jobs in one namespace of a cluster. A job ends when the process that submitted it has.
+    """Runs jobs in a namespace of a cluster. A job ends with its submitting process unless it outlives its parent.
 
     Args:
-        cluster: the namespace.
-        image: container image of jobs that name none.
-        queue: Kueue's queue that attempts wait in until Kueue admits them; without one they start at once.
-        grace_seconds: what processes get between SIGTERM and SIGKILL.
-        lease_seconds: how long pods go on without a sign of this process.
-        poll_seconds: how often each job of this process is looked at.
-        bounds: how long attempts may take to start.
+        image: default container image.
+        queue: Kueue queue in which attempts wait for admission; without a queue they start at once.
+        grace_seconds: time between SIGTERM and SIGKILL.
+        lease_seconds: time after which pods end without a heartbeat of this process.
+        poll_seconds: interval at which each job of this process is advanced.
+        bounds: time limits for the start of attempts.
     """
 
     def __init__(
@@ -103,22 +102,20 @@ class KubernetesClient:
 
     @property
     def url(self) -> str:
-        """See `Client.url`: in a pod, the cluster is the one around it."""
+        """Returns the address for use inside the cluster, which is the default there."""
         queue = f"?{urlencode({'queue': self._queue})}" if self._queue else ""
         return f"kubernetes:///{self._cluster.namespace}{queue}"
 
     @property
     def description(self) -> str:
-        """See `Client.description`."""
         return self.url
 
     @property
     def is_local(self) -> bool:
-        """See `Client.is_local`."""
         return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> KubernetesJob:
-        """Starts a job, whose code is in its image."""
+        """Starts a job; its image must contain its code."""
         with self._lock:
             if running := while_running(self._handles.get(request.name), adopt_existing=adopt_existing):
                 return running
@@ -162,11 +159,7 @@ class KubernetesClient:
         return handle
 
     def attach(self, job_id: str) -> KubernetesJob:
-        """A handle on a job that any process has submitted to this namespace.
-
-        Raises:
-            BadInput: there is no such job there.
-        """
+        """Returns a handle on a job of any process in this namespace; raises `BadInput` if there is none."""
         name = job_id if job_id.replace("-", "").isalnum() else ""
         found = read_record(self._cluster, name) if name else None
         if found is None:
@@ -179,11 +172,11 @@ class KubernetesClient:
         return self._handle(found[0], step=mine.step if mine else None)
 
     def jobs(self) -> list[JobDetails]:
-        """See `Client.jobs`; those of every process that uses this namespace."""
+        """Returns the jobs of all processes that use this namespace."""
         return [record.details() for record in all_records(self._cluster)]
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """See `Client.check_resources`. Where node pools may grow from nothing, the scheduler has the last word."""
+        """Raises if the cluster cannot run the job; if node pools may grow from zero, only the scheduler decides."""
         where = placement(resources)
         if where.vms > 1 and resources.replicas > 1 and not self._cluster.serves("jobsets"):
             raise UnsatisfiableResources(
@@ -197,12 +190,11 @@ class KubernetesClient:
             return
         try:
             nodes = self._cluster.list("nodes")
-        except BackendUnavailable:  # who may submit jobs need not be allowed to see nodes
+        except BackendUnavailable:  # users with the right to submit jobs may lack the right to list nodes
             return
         require_node(where, nodes, device=resources.device)
 
     def shutdown(self) -> None:
-        """Terminates all jobs of this client that do not outlive their parent."""
         with self._lock:
             jobs = [self._handle(job.record, step=job.step) for job in self._owned if not job.record.finished]
         problems: list[AssayError] = []
@@ -223,7 +215,7 @@ class KubernetesClient:
     def _require_queue(self, queue: str) -> None:
         try:
             found = self._cluster.get("localqueues", quote(queue, safe=""))
-        except BackendUnavailable:  # who may submit jobs need not be allowed to see queues
+        except BackendUnavailable:  # users with the right to submit jobs may lack the right to read queues
             return
         if found is None:
             raise BadInput(
@@ -262,7 +254,7 @@ class KubernetesClient:
         files: dict[str, bytes],
         owner: Owner,
     ) -> KubernetesJob:
-        request = replace(request, entrypoint=Command("true"))  # what is to run is in the files, once
+        request = replace(request, entrypoint=Command("true"))  # the entrypoint is already in the files
         content = {"keeper.pickle": cloudpickle.dumps((request, environment, image, files, owner, self._bounds))}
         kept = bounded(content)
         create_heartbeat(self._cluster, owner.name)
@@ -285,7 +277,7 @@ class KubernetesClient:
     def _start_beating(self) -> None:
         if self._beater is None:
             create_heartbeat(self._cluster, self._owner.name)
-            with suppress(AssayError):  # it can wait
+            with suppress(AssayError):  # pruning is not urgent
                 prune(self._cluster)
             self._closing.clear()
             self._beater = threading.Thread(target=self._beat, name="kubernetes-heartbeat", daemon=True)
@@ -294,7 +286,7 @@ class KubernetesClient:
 
     def _beat(self) -> None:
         while not self._closing.wait(self._owner.lease_seconds / _BEATS_PER_LEASE):
-            with suppress(AssayError):  # a cluster that is gone for a while does not end the jobs
+            with suppress(AssayError):  # a cluster that is temporarily unavailable does not end the jobs
                 beat(self._cluster, self._owner.name)
 
     def _look_after(self, job: OwnedJob) -> None:
@@ -302,9 +294,9 @@ class KubernetesClient:
         while not finished and not self._closing.wait(self._poll_seconds):
             try:
                 finished = job.step().finished
-            except AssayError:  # likewise
+            except AssayError:  # as above: temporarily unavailable
                 continue
-            except Exception as error:  # a fault of ours must not leave pods that nobody looks after
+            except Exception as error:  # after a bug, end the pods, which nothing would control
                 job.fail(f"looking after it failed: {type(error).__name__}: {error}")
                 raise
 
@@ -313,7 +305,7 @@ class KubernetesClient:
         jobs = [job for job in self._owned if not job.record.finished]
         for stop in (OwnedJob.begin_to_end, OwnedJob.abandon):
             for job in jobs:
-                with suppress(AssayError):  # then the lease ends it
+                with suppress(AssayError):  # otherwise the lease ends it
                     stop(job)
 
 

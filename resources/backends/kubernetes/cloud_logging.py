@@ -1,4 +1,4 @@
-"""Logs of a Job in Google's Cloud Logging, where they stay after its pods; the only module that imports its client."""
+"""Logs of a Job in Google's Cloud Logging, which outlive its pods; the only module that imports its client."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ _PAGE = 1000
 
 
 class CloudLogs:
-    """Logs of the containers of one namespace, in one project.
+    """Logs of a namespace's containers in a project, by default that of the credentials.
 
-    Args:
-        namespace: the namespace of the Jobs.
-        project: the project of the cluster; the one of the credentials when None.
-        options: further arguments of Cloud Logging's client, such as other credentials or another endpoint.
+    `options` are further arguments of Cloud Logging's client, such as other credentials or another endpoint.
     """
 
     def __init__(self, namespace: str, *, project: str | None = None, options: dict[str, Any] | None = None) -> None:
         self._namespace, self._project, self._options = namespace, project, options or {}
 
     def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
-        """See `JobLogs.read`; the oldest line first."""
+        """Yields the lines of a Job's containers, oldest first."""
         try:
             # Over HTTP: gRPC's threads do not survive a fork.
             client = logging.Client(project=self._project, _use_grpc=False, **self._options)
@@ -47,13 +44,13 @@ class CloudLogs:
 
 
 def log_filter(job: str, *, namespace: str, since: datetime | None) -> str:
-    """Returns the query for the lines of a Job's containers, in the words of Cloud Logging."""
+    """Returns Cloud Logging's query for the lines of a Job's containers."""
     parts = [
         'resource.type="k8s_container"',
         f"resource.labels.namespace_name={json.dumps(namespace)}",
         f'labels."k8s-pod/job-name"={json.dumps(job)}',
     ]
-    # Without a time Cloud Logging looks at the last day only.
+    # Without a time Cloud Logging searches the last day only.
     moment = (since or datetime.fromtimestamp(0, UTC)).astimezone(UTC)
     return " AND ".join([*parts, f'timestamp>="{moment:%Y-%m-%dT%H:%M:%SZ}"'])
 

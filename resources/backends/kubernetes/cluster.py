@@ -1,4 +1,4 @@
-"""Kubernetes clusters: the connection to one, and the only module that imports the `kubernetes` package."""
+"""Access to a namespace of a Kubernetes cluster; the only module that imports the `kubernetes` package."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _GROUPS: dict[Resource, tuple[str, ...]] = {
     "jobsets": ("apis/jobset.x-k8s.io/v1alpha2",),
     "localqueues": ("apis/kueue.x-k8s.io/v1beta2", "apis/kueue.x-k8s.io/v1beta1"),
 }
-"""Versions in which resources that are not of the core are looked for, the best first."""
+"""API versions for resources outside the core group, preferred first."""
 
 _CONNECT_SECONDS, _READ_SECONDS = 10.0, 60.0
-_PATIENCE_SECONDS = 120.0  # a regional control plane is upgraded without a pause, a zonal one is gone for minutes
+_PATIENCE_SECONDS = 120.0  # an upgrade takes a zonal control plane down for minutes, a regional control plane never
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 8.0
 _PAGE = 500
 _LATER = {429, 500, 502, 503, 504}
 
 
 class Cluster:
-    """One namespace of a cluster, as JSON: what is not there is None, and what exists already is not made again.
+    """A namespace of a cluster, as JSON: a missing object is None, and creating an existing object has no effect.
 
-    A request that the server turns down for the moment (429 and 503, after their `Retry-After`; 409 where others write
-    the same), and one that does not get through, is sent again, for two minutes.
+    Requests that the server temporarily rejects (429 and 503, after their `Retry-After`; 409 on a write conflict) or
+    that do not reach it are retried for two minutes.
     """
 
     def __init__(
@@ -47,11 +47,9 @@ class Cluster:
         self.namespace = namespace
 
     def get(self, resource: Resource, name: str) -> dict[str, Any] | None:
-        """One object, or None."""
         return self._json("GET", resource, name)
 
     def list(self, resource: Resource, selector: str = "") -> list[dict[str, Any]]:
-        """All objects with these labels."""
         found: list[dict[str, Any]] = []
         query = {"limit": str(_PAGE), **({"labelSelector": selector} if selector else {})}
         while True:
@@ -62,47 +60,41 @@ class Cluster:
             query = {**query, "continue": more}
 
     def serves(self, resource: Resource) -> bool:
-        """Returns True if there is that kind of object: some are installed on top of Kubernetes."""
+        """Returns True if the cluster has this kind of object: some are extensions of Kubernetes."""
         return self._json("GET", resource, query={"limit": "1"}) is not None
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes an object; one of that name that exists already is taken for the same, and returned."""
+        """Creates an object and returns it; an existing object of that name is taken as the same and returned."""
         made = self._json("POST", resource, body=manifest)
         return made or self.get(resource, manifest["metadata"]["name"]) or dict(manifest)
 
     def patch(self, resource: Resource, name: str, change: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Merges `change` into an object; None if there is none."""
+        """Merges `change` into an object and returns it; None if it does not exist."""
         return self._json("PATCH", resource, name, body=change)
 
     def delete(self, resource: Resource, name: str, *, grace_seconds: int | None = None) -> None:
-        """Deletes an object with all that it owns, and returns before that is done."""
+        """Deletes an object with all dependents; returns before they are gone."""
         options: dict[str, Any] = {"propagationPolicy": "Foreground"}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
         self._json("DELETE", resource, name, body=options)
 
     def log(self, pod: str, container: str, *, max_lines: int, max_bytes: int) -> str | None:
-        """The last lines that a container has written so far; None if it has not started, or its pod is gone."""
+        """Returns a container's last lines so far; None if it has not started, or its pod is gone."""
         query = {"container": container, "tailLines": str(max_lines), "limitBytes": str(max_bytes)}
         answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404})
         return None if answer is None else answer.data.decode(errors="replace")
 
     def stamped_log(self, pod: str, container: str, *, since: str | None = None) -> str | None:
-        """Lines that a container has written, each behind its time; None as for `log`.
-
-        Args:
-            pod: its pod.
-            container: the container.
-            since: a time as RFC 3339 has it, in whole seconds.
-        """
+        """Returns a container's lines since a time (RFC 3339, whole seconds), each after its time; None as in `log`."""
         query = {"container": container, "timestamps": "true", **({"sinceTime": since} if since else {})}
         answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404})
         return None if answer is None else answer.data.decode(errors="replace")
 
     def follow_log(self, pod: str, container: str, *, max_lines: int, connected: threading.Event) -> Iterator[bytes]:
-        """The last lines of a container and then what it writes, until it ends, each line behind its time.
+        """Yields a container's last lines, then new output until it ends; each line is prefixed with its time.
 
-        Nothing if it has not started. Sets `connected` once the server has begun to answer.
+        Yields nothing if it has not started. Sets `connected` when the server has begun to answer.
         """
         query = {"container": container, "tailLines": str(max_lines), "follow": "true", "timestamps": "true"}
         answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404}, stream=True)
@@ -162,12 +154,12 @@ class Cluster:
                     _preload_content=False,
                     _request_timeout=(_CONNECT_SECONDS, None if stream else _READ_SECONDS),
                 )
-                answer = found[0]  # a response of urllib3, since nothing is to be loaded
+                answer = found[0]  # a response of urllib3, because of `_preload_content=False`
                 if not stream:
                     answer.read(cache_content=True)
                 return answer
             except ApiException as error:
-                conflict = _field_of(error, "reason") == "Conflict"  # of two writers: quotas are counted so, too
+                conflict = _field_of(error, "reason") == "Conflict"  # also for quotas: their counters have many writers
                 if error.status in absent and not conflict:
                     return None
                 problem = f"{error.status} {_field_of(error, 'message') or error.reason}"
@@ -201,12 +193,9 @@ class Cluster:
 
 
 def connect(context: str, namespace: str) -> Cluster:
-    """The namespace of a cluster.
+    """Connects to a namespace (empty: `default`) of a cluster.
 
-    Args:
-        context: a context of the kubeconfig; when empty, the cluster that this process runs in, else the
-            kubeconfig's current one.
-        namespace: `default` when empty.
+    `context` is a context of the kubeconfig; empty means the cluster of this process's pod, else the current context.
     """
     configuration = kubernetes.client.Configuration()
     try:
@@ -223,8 +212,8 @@ def connect(context: str, namespace: str) -> Cluster:
             found=str(error),
             remedy="See `kubectl config get-contexts`, and name one: ASSAY_JOBS=kubernetes://context/namespace.",
         ) from error
-    configuration.retries = False  # pyright: ignore[reportAttributeAccessIssue]  # `Cluster` retries, and knows what
-    configuration.connection_pool_maxsize = 32  # logs of a whole gang are followed at once
+    configuration.retries = False  # pyright: ignore[reportAttributeAccessIssue]  # `Cluster` retries by its own rules
+    configuration.connection_pool_maxsize = 32  # logs of all pods of an attempt are followed at once
     return Cluster(kubernetes.client.ApiClient(configuration), namespace or "default")
 
 
@@ -238,5 +227,5 @@ def _field_of(error: ApiException, field: str) -> str:
 def _seconds(error: ApiException) -> float:
     try:
         return float((error.headers or {}).get("Retry-After", 0))
-    except ValueError:  # a date, which API servers do not send
+    except ValueError:  # a date; API servers send seconds
         return 0.0

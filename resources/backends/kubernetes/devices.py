@@ -1,4 +1,4 @@
-"""Placement of a replica: `ResourceConfig` in the words of Kubernetes and of GKE's node labels.
+"""Placement of a replica: translates `ResourceConfig` into Kubernetes requests and GKE's node labels.
 
 Source of the labels: GKE's documentation of GPUs, TPUs and Spot VMs.
 """
@@ -28,7 +28,7 @@ NODE_POOL_LABELS = frozenset(
         "kubernetes.azure.com/agentpool",
     }
 )
-"""On nodes of clusters that may grow: of GKE, EKS, Karpenter and AKS."""
+"""Labels of node pools, which may grow: of GKE, EKS, Karpenter and AKS."""
 _REGION_LABEL, _ZONE_LABEL = "topology.kubernetes.io/region", "topology.kubernetes.io/zone"
 _CHEAP_LABELS = ("cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible")
 
@@ -49,14 +49,14 @@ GPU_NAMES = {
     "gb200": "nvidia-gb200",
     "rtx-pro-6000": "nvidia-rtx-pro-6000",
 }
-"""GKE's name for each GPU model."""
+"""GKE's name of each GPU model."""
 TPU_NAMES = {
     "v4": "tpu-v4-podslice",
     "v5litepod": "tpu-v5-lite-podslice",
     "v5p": "tpu-v5p-slice",
     "v6e": "tpu-v6e-slice",
 }
-"""GKE's name for each TPU generation."""
+"""GKE's name of each TPU generation."""
 _FLAT_TOPOLOGIES = {
     1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",
 }  # fmt: skip
@@ -65,24 +65,24 @@ _CUBE_CHIPS = 4**3
 
 @dataclass(frozen=True)
 class Placement:
-    """Requests of the pods of one replica, and the nodes that will do."""
+    """Resource requests and node constraints of a replica's pods."""
 
     limits: dict[str, str]
-    """Requested and limited to the same amount, per pod."""
+    """Requests, equal to the limits, per pod."""
     vms: int = 1
-    """Pods per replica: a TPU slice has one for each of its VMs."""
+    """Pods per replica: the number of VMs of its TPU slice, else 1."""
     node_selector: dict[str, str] = field(default_factory=dict)
     affinity: dict[str, Any] = field(default_factory=dict)
     tolerations: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def node_resource(self) -> str | None:
-        """The extended resource that a node must have, or None."""
+        """Returns the extended resource that a node must have, or None."""
         return next((name for name in (GPU_RESOURCE, TPU_RESOURCE) if name in self.limits), None)
 
 
 def placement(resources: ResourceConfig) -> Placement:
-    """Returns the requests of a replica's pods."""
+    """Returns the requests and node constraints of a replica's pods."""
     limits = {
         "cpu": str(resources.cpu),
         "memory": str(size_in_bytes(resources.ram)),
@@ -118,12 +118,9 @@ def placement(resources: ResourceConfig) -> Placement:
 
 
 def gke_device(name: str | None, *, count: int | None = None, topology: str | None = None) -> Device:
-    """Returns the accelerator of one pod from GKE's name for it, a GPU's model, or the name of a TPU slice.
+    """Returns the device of a pod from a GPU's model, GKE's name, or the name of a TPU slice; a CPU without a name.
 
-    Args:
-        name: such as nvidia-tesla-t4, T4, tpu-v6e-slice or v6e-4; a CPU when None.
-        count: GPUs, or chips of the slice.
-        topology: arrangement of the slice's chips.
+    Names are such as nvidia-tesla-t4, T4, tpu-v6e-slice or v6e-4. `count` is that of GPUs, or of the slice's chips.
     """
     if name is None:
         return CpuConfig()
@@ -141,7 +138,7 @@ def gke_device(name: str | None, *, count: int | None = None, topology: str | No
 
 
 def accelerator_label(name: str) -> str:
-    """Returns GKE's name of a GPU, given that or its model; the name of a TPU or of its slice as it is."""
+    """Returns GKE's name of a GPU from its model or GKE's name; names of TPUs and of slices unchanged."""
     label = name.strip().lower().replace("_", "-").removeprefix("nvidia ").replace(" ", "-")
     known = [*GPU_NAMES.values(), *TPU_NAMES.values()]
     if label in known or canonical_variant(label) in TPU_TOPOLOGIES:
@@ -180,7 +177,7 @@ def _tpu_of(label: str, *, count: int | None, topology: str | None) -> TpuConfig
 
 
 def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device: Device) -> None:
-    """Nothing, if a node has the device, or if the cluster's nodes come in pools, which may grow from no node at all."""
+    """Raises if no node has the device, unless nodes come in pools, which may grow from zero nodes."""
     for node in nodes:
         tags, gives = node["metadata"].get("labels", {}), node.get("status", {}).get("allocatable", {})
         resource = where.node_resource
@@ -195,7 +192,7 @@ def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device
 
 
 def tpu_shape(tpu: TpuConfig) -> str:
-    """The topology of a slice as GKE's nodes are labelled: the one given, else the usual one for its size."""
+    """Returns the topology of a slice as in GKE's node labels: the given topology, else the usual for its size."""
     if tpu.topology:
         return tpu.topology
     chips = tpu.slice.chips
@@ -209,7 +206,7 @@ def tpu_shape(tpu: TpuConfig) -> str:
         return _FLAT_TOPOLOGIES[chips]
     if chips == 4:
         return "2x2x1"
-    # As near to a cube as it can be, the longer sides last; made of cubes once there are several.
+    # As near to a cube as possible, the longer sides last; composed of 4x4x4 cubes from 64 chips on.
     unit, count = (4, chips // _CUBE_CHIPS) if chips >= _CUBE_CHIPS else (1, chips)
     sides = [side for side in range(1, count + 1) if count % side == 0]
     shapes = [(a, b, count // (a * b)) for a in sides for b in sides if b >= a and count % (a * b) == 0]
@@ -220,7 +217,7 @@ def _gpu_name(variant: str) -> str:
     name = variant.strip().lower().replace("_", "-").removeprefix("nvidia ").replace(" ", "-")
     if name in GPU_NAMES:
         return GPU_NAMES[name]
-    if name.startswith("nvidia-"):  # a label's value already: clusters outside of GKE have models of their own
+    if name.startswith("nvidia-"):  # a label's value: clusters outside of GKE have their own models
         return name
     raise UnsatisfiableResources(
         expected=f"a GPU model that nodes are labelled with: {', '.join(GPU_NAMES)}, or a label's value nvidia-…",

@@ -1,4 +1,4 @@
-"""Ending an attempt, and keeping what its pods have written: a pod that is deleted takes its log along."""
+"""End of an attempt, with its logs and results, which Kubernetes deletes together with the pods."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
 
 LONGEST_LOG_BYTES = 1 << 20
-_KEPT_LOGS_BYTES = 900_000  # of all pods of an attempt: a ConfigMap holds 1 MiB
+_KEPT_LOGS_BYTES = 900_000  # over all pods of an attempt: a ConfigMap holds 1 MiB
 _KEPT_LINES = 20_000
-_RESULT_LINES = 100  # 87 for the largest, and the last announcement
+_RESULT_LINES = 100  # the largest result has 87 lines, plus the last announcement
 _LAST_WORDS_SECONDS = 1.0
-_NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace is not there any more
+_NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace time is gone
 _SHOWN_ATTEMPTS = 10
 
 
 def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> None:
-    """Ends the present attempt, keeps the last lines of its logs, and returns when no pod of it is left."""
+    """Ends the current attempt, stores the last lines of its logs, and returns when none of its pods is left."""
     name = attempt_name(record.job_id, record.attempts)
     pods = selector(job=record.job_id, attempt=record.attempts)
     present = cluster.list("pods", pods) if keep_logs else []
@@ -61,10 +61,10 @@ def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> 
 
 
 def keep_results(cluster: Cluster, record: Record) -> None:
-    """Copies what the replicas of the present attempt have left for `JobHandle.result`, while their pods are there."""
+    """Stores the results of the current attempt's replicas, while their pods still exist."""
     for pod in cluster.list("pods", selector(job=record.job_id, attempt=record.attempts)):
         replica, vm = divmod(pod_index(pod, vms=record.vms), record.vms)
-        with suppress(BackendUnavailable):  # a job whose result is refused still ends
+        with suppress(BackendUnavailable):  # a job must end even if its result is rejected
             if vm == 0 and (text := _result_in(cluster, pod["metadata"]["name"])):
                 tags = labels(record.job_id, "result", attempt=record.attempts)
                 name = result_name(record.job_id, record.attempts, replica)
@@ -72,13 +72,13 @@ def keep_results(cluster: Cluster, record: Record) -> None:
 
 
 def result_of_replica(cluster: Cluster, record: Record, replica: int) -> bytes | None:
-    """The file that a replica has left in the last attempt; None where there is none."""
+    """Returns the stored result of a replica in the last attempt, or None."""
     kept = cluster.get("configmaps", result_name(record.job_id, record.attempts, replica))
     return base64.b64decode(kept["data"]["result"]) if kept is not None else None
 
 
 def log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str:
-    """The last lines of one pod of each attempt, a megabyte at most, under headings from the second attempt on."""
+    """Returns a pod's last lines over the last 10 attempts, at most 1 MiB, with headings from the second attempt on."""
     lines: list[str] = []
     for attempt in range(record.attempts, max(0, record.attempts - _SHOWN_ATTEMPTS), -1):
         wanted = max_lines - len(lines)
@@ -91,10 +91,10 @@ def log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str
 
 
 def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> LogPart:
-    """The lines of a pod that come after a position, over all attempts.
+    """Returns the lines of a pod after a position, over all attempts.
 
-    A position is an attempt, the time of the last line, and the number of lines that have it: a log has no offsets. A
-    line is taken once it has ended; nothing says how many lines a node has removed, which it does from 10 MB on.
+    A position is an attempt, the time of the last line, and the number of lines at that time: a log has no offsets.
+    Only complete lines are returned. The number of lines that a node has removed, beyond 10 MB, is unknown.
     """
     attempt, time_of_last, count = after.split("/") if after else ("1", "", "0")
     output, dropped = b"", 0
@@ -121,7 +121,7 @@ def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> Lo
 
 
 def pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> str | None:
-    """The name of a pod that is still there."""
+    """Returns the name of an existing pod, or None."""
     for found in cluster.list("pods", selector(job=record.job_id, attempt=attempt)):
         if pod_index(found, vms=record.vms) == pod:
             return found["metadata"]["name"]
@@ -133,7 +133,7 @@ def _result_in(cluster: Cluster, pod: str) -> str | None:
     pieces: dict[int, bytes] = {}
     expected = 0
     for line in lines.splitlines():
-        with suppress(ValueError, TypeError, KeyError):  # announcements, or the traceback of a program that was killed
+        with suppress(ValueError, TypeError, KeyError):  # announcements, or the traceback of a killed program
             piece = json.loads(line)
             pieces[piece["piece"]] = base64.b64decode(piece["result"])
             expected = piece["pieces"]
@@ -142,7 +142,7 @@ def _result_in(cluster: Cluster, pod: str) -> str | None:
 
 
 def _lines_of(cluster: Cluster, record: Record, *, attempt: int, pod: int, max_lines: int) -> list[str]:
-    # The end of an attempt deletes the pods first and writes this last: whoever reads in between asks again.
+    # The end of an attempt deletes the pods before it stores the logs: in between, callers must read again.
     name = pod_name_of(cluster, record, attempt=attempt, pod=pod)
     text = _tail(cluster, name, max_lines) if name else None
     if text is None:
@@ -175,8 +175,6 @@ def _tail(cluster: Cluster, pod: str, max_lines: int) -> str | None:
 
 
 class _Follower:
-    """Reads a pod's log to its end, which is when its container ends, and keeps the last of it."""
-
     def __init__(self, cluster: Cluster, pod: str, index: int) -> None:
         self.index = index
         self._cluster, self._pod = cluster, pod
@@ -186,11 +184,11 @@ class _Follower:
         self._connected = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
-        self._connected.wait(_NODE_SECONDS)  # deleted before, the pod might be gone with its last words
+        self._connected.wait(_NODE_SECONDS)  # otherwise the pod might be deleted before its last lines are read
 
     def text(self, max_bytes: int) -> str:
         self._thread.join(_LAST_WORDS_SECONDS)
-        with self._lock:  # it goes on where the pod's node is gone, and nobody ends the connection
+        with self._lock:  # the thread keeps running if the pod's node is gone, and its connection stays open
             content = b"".join(self._chunks)
         is_whole = len(content) <= max_bytes and content.count(b"\n") < _KEPT_LINES
         if len(content) > max_bytes:

@@ -1,4 +1,4 @@
-"""A handle on a job in a cluster: reads its record, and asks its owner to end it."""
+"""Handle on a job in a cluster: reads its record, and requests its end from its owner."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ _ANNOUNCEMENT_BYTES = 64 * 1024
 
 
 class KubernetesJob:
-    """A handle on a job in a cluster, submitted here or attached to.
+    """Handle on a job in a cluster, submitted by this process or attached to.
 
     Args:
-        cluster: where it runs.
-        record: the record at this time.
-        step: brings the job further where this process is its owner; None elsewhere.
-        poll_seconds: the longest pause between two looks of whoever waits.
+        step: advances the job if this process is its owner; otherwise None.
+        poll_seconds: longest pause between two polls of a waiting method.
     """
 
     def __init__(
@@ -52,24 +50,21 @@ class KubernetesJob:
 
     @property
     def job_id(self) -> str:
-        """Name of its record in the cluster, and first part of the names of its Jobs and pods."""
+        """Returns the name of its record in the cluster, which is also the prefix of the names of its Jobs and pods."""
         return self._record.job_id
 
     @property
     def outlives_parent(self) -> bool:
-        """Returns True if it goes on when the process that submitted it ends."""
         return self._record.outlives_parent
 
     def details(self) -> JobDetails:
-        """Returns the job's state now, and why; stopped when its owner has given no sign for two leases."""
+        """Returns the job's state and reason; stopped if its owner has sent no heartbeat for two leases."""
         return self._now().details()
 
     def status(self) -> JobStatus:
-        """Returns the job's state now."""
         return JobStatus(self._now().status)
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        """See `JobHandle.wait`."""
         return wait_until_finished(
             self,
             timeout,
@@ -80,14 +75,14 @@ class KubernetesJob:
         )
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """See `JobHandle.result`; its owner keeps it in a ConfigMap, so it is lost with a pod that goes at once."""
+        """Returns the call's result, which the owner stores in a ConfigMap; lost if the pod is deleted at once."""
         return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def _left(self, replica: int) -> bytes | None:
         return result_of_replica(self._cluster, self._read(), replica)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """See `JobHandle.logs`; a replica that is a slice of several VMs has a heading for each of them."""
+        """Returns the last lines; a replica on a slice of several VMs has a section per VM."""
         record = self._now()
         if replica is not None:
             check_replica(replica, record.replicas)
@@ -102,7 +97,7 @@ class KubernetesJob:
         return "\n".join(found)
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
-        """See `JobHandle.read_log`; of what a pod writes between the last look and its end, the last lines are kept."""
+        """Returns the next part of a log; of output between the last read and the pod's end, only the end is kept."""
         record = self._now()
         check_replica(replica, record.replicas)
         first = replica * record.vms
@@ -113,15 +108,14 @@ class KubernetesJob:
         )
 
     def announced(self, replica: int = 0) -> str | None:
-        """See `JobHandle.announced`; of a slice of several VMs, the first one's."""
+        """Returns the announcement of a replica; of a slice of several VMs, that of its first VM."""
         record = self._now()
         pod = pod_name_of(self._cluster, record, attempt=record.attempts, pod=replica * record.vms)
         text = pod and self._cluster.log(pod, ANNOUNCER, max_lines=1, max_bytes=_ANNOUNCEMENT_BYTES)
         line = json.loads(text) if text and text.strip() else None
-        return line if isinstance(line, str) else None  # and no piece of a result
+        return line if isinstance(line, str) else None  # pieces of a result are not announcements
 
     def terminate(self) -> None:
-        """Ends the job with everything it started, and returns when nothing of it is left."""
         record = self._read()
         if record.finished:
             return
@@ -150,7 +144,7 @@ class KubernetesJob:
         return any(pod.get("status", {}).get("phase") == "Running" for pod in keeper_pods)
 
     def _end_for_owner(self, record: Record) -> None:
-        if record.outlives_parent:  # nor may a keeper pod begin meanwhile
+        if record.outlives_parent:  # also prevents the start of a keeper pod
             self._cluster.delete("jobs", keeper_pod_name(self.job_id))
             until = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
             while self._cluster.list("pods", selector(job=self.job_id, part="keeper")) and time.monotonic() < until:

@@ -1,7 +1,7 @@
-"""The pod that looks after a job which outlives its parent: `python -m resources.backends.kubernetes.keeper_pod`.
+"""Program of the keeper pod, which controls a job that outlives its parent.
 
-Arguments are the job's id and the file with the pickled request. It needs an image with Assay and its `kubernetes`
-extra, and a service account that may do what the submitting user did.
+`python -m resources.backends.kubernetes.keeper_pod <job id> <file with the pickled request>`. It needs an image with
+Assay and its `kubernetes` extra, and a service account with the rights of the submitting user.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def keep(
     owner: Owner,
     bounds: Bounds,
 ) -> None:
-    """Looks after a job until it has finished, from where its record says it stands."""
+    """Advances a job from its recorded state until it has finished."""
     found = read_record(cluster, job_id)
     if found is None:
         raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")
@@ -56,7 +56,7 @@ def keep(
     )
     beaten_at = 0.0
     while not job.record.finished:
-        with suppress(AssayError):  # a cluster that is gone for a while does not end the job
+        with suppress(AssayError):  # a cluster that is temporarily unavailable does not end the job
             if time.monotonic() - beaten_at >= owner.lease_seconds / _BEATS_PER_LEASE:
                 beat(cluster, owner.name)
                 beaten_at = time.monotonic()
@@ -65,8 +65,8 @@ def keep(
 
 
 def main(arguments: list[str]) -> None:
-    """Reads the request from its file, and keeps the job."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a pod ignores it otherwise
+    """Reads the request from its file, and controls the job until it has finished."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the first process of a pod ignores SIGTERM
     job_id, path = arguments
     request, environment, image, files, owner, bounds = cloudpickle.loads(Path(path).read_bytes())
     cluster = connect("", urlsplit(owner.jobs_url).path.strip("/"))

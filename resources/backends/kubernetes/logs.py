@@ -1,4 +1,4 @@
-"""Logs of a Job by its name: one protocol, whoever keeps them. Here by the cluster's API, while the pods are there."""
+"""Logs of a Job by its name: a protocol for all log stores, and the logs in the cluster's API while the pods exist."""
 
 from __future__ import annotations
 
@@ -19,36 +19,33 @@ class LogLine:
     """A line that a container wrote."""
 
     at: str
-    """Time as RFC 3339 has it, in UTC."""
+    """RFC 3339 time in UTC."""
     pod: str
     container: str
     text: str
 
     def as_values(self) -> dict[str, Any]:
-        """Returns the line as JSON has it."""
         return asdict(self)
 
 
 class JobLogs(Protocol):
-    """A place that keeps the logs of Jobs."""
+    """A store of Jobs' logs."""
 
     def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
-        """Yields what the pods of a Job have written so far, container by container or by time."""
+        """Yields the lines that the pods of a Job have written so far, container by container or by time."""
         ...
 
 
 class PodLogs:
-    """Logs as the kubelets of a cluster have them."""
+    """Logs from the kubelets of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def has(self, job: str) -> bool:
-        """Returns True if the cluster still has pods of a Job."""
         return bool(self._pods(job))
 
     def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
-        """See `JobLogs.read`."""
         for pod in self._pods(job):
             name, spec = pod["metadata"]["name"], pod["spec"]
             for container in (part["name"] for part in [*spec.get("initContainers", ()), *spec["containers"]]):
@@ -65,7 +62,7 @@ class PodLogs:
 def followed(
     logs: JobLogs, job: str, *, since: datetime | None, has_ended: Callable[[], bool], pause_seconds: float = 2.0
 ) -> Iterator[LogLine]:
-    """Yields lines as they come, each once, until the job has ended and its last line was seen."""
+    """Yields new lines, each once, until the job has ended and its last line was yielded."""
     seen: set[LogLine] = set()
     while True:
         ended = has_ended()
@@ -74,7 +71,7 @@ def followed(
         if ended:
             return
         if found:
-            # Clocks of nodes differ: lines of the last minute are asked for again.
+            # Clocks of nodes differ: lines of the last minute are read again.
             newest = datetime.fromisoformat(max(line.at for line in found)[:19] + "+00:00")
             since = max(since or newest - _OVERLAP, newest - _OVERLAP)
             seen = {line for line in seen.union(found) if line.at >= stamp_of(since)}
@@ -82,5 +79,5 @@ def followed(
 
 
 def stamp_of(moment: datetime) -> str:
-    """The time as logs have it, in whole seconds."""
+    """Returns a time in the format of log lines, in whole seconds."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

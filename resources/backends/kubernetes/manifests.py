@@ -1,9 +1,9 @@
-"""Objects of a job in a cluster, as data: pure functions from a request to manifests.
+"""Manifests of a job's objects in a cluster, as pure functions of the request.
 
-An attempt is one Indexed `batch/v1` Job, or for several slices of several VMs one JobSet of such Jobs. Neither restarts
-anything by itself (`backoffLimitPerIndex: 0`, `maxRestarts: 0`), so that each ending can be told apart and counted by
-`attempts.py`. Variables, callable and programs travel in a Secret that the Job or JobSet owns. The record of the job
-and its owner's heartbeat are ConfigMaps without anything secret.
+An attempt is an Indexed `batch/v1` Job, or for several multi-VM slices a JobSet of such Jobs. Neither restarts pods by
+itself (`backoffLimitPerIndex: 0`, `maxRestarts: 0`), so that `attempts.py` can classify and count each ending.
+Variables, callable and programs travel in a Secret that the Job or JobSet owns. The record of the job and its owner's
+heartbeat are ConfigMaps without secrets.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from resources.jobs.calls import pickled
 from resources.jobs.jobs import Call, EnvironmentConfig, JobRequest
 
 MAIN, ANNOUNCER = "replica", "announcer"
-"""The two containers of a pod; the log of the second holds nothing but announcements."""
+"""The two containers of a pod; the log of the second holds only announcements and the result."""
 LARGEST_SECRET_BYTES = 1_000_000
-"""Below the limit of etcd and the API server for one object, which is 1 MiB with names and labels."""
+"""Below the limit of etcd and the API server for an object, which is 1 MiB with names and labels."""
 KEPT_SECONDS = 24 * 3600
-"""Time that a finished Job stays, with its pods and their logs."""
+"""Time for which a finished Job is kept, with its pods and their logs."""
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 _JOB, _RUN, _HEARTBEAT = "/assay/job", "/assay/run", "/assay/heartbeat"
 _MESSAGE = "/dev/termination-log"
@@ -45,31 +45,31 @@ _NOT_ROOT: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "R
 NO_FAILURE_OF_THE_POD: dict[str, Any] = {
     "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
 }
-"""`podFailurePolicy` of Jobs that Kubernetes itself starts again: what a node does to a pod is not counted."""
+"""`podFailurePolicy` of Jobs that Kubernetes restarts itself: disruptions by nodes do not count."""
 _A_NODE_POOL_FOR_EACH_SLICE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 _ANNOUNCER_LIMITS = {"cpu": "50m", "memory": "64Mi", "ephemeral-storage": "64Mi"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The process that looks after a job, and the terms on which the job's pods live."""
+    """The process that controls a job, with the settings for the job's pods."""
 
     name: str
-    """Names the heartbeat that the pods watch."""
+    """Name of the heartbeat that the pods watch."""
     jobs_url: str
     """Value of `ASSAY_JOBS` in the job."""
     image: str | None
-    """Image of jobs that name none."""
+    """Default container image of jobs."""
     queue: str | None = None
-    """Kueue's queue for the attempts; Kueue lets them start then, and nobody else."""
+    """Kueue queue for the attempts; with a queue, only Kueue starts them."""
     grace_seconds: float
-    """Between SIGTERM and SIGKILL."""
+    """Time between SIGTERM and SIGKILL."""
     lease_seconds: float
-    """Time that pods go on without a heartbeat."""
+    """Time after which pods end without a heartbeat."""
 
 
 def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: str | None) -> str:
-    """The container image of a job."""
+    """Returns the container image of a job."""
     if environment.pip_packages or environment.extras:
         raise UnsatisfiableResources(
             expected="an image that holds all packages of the job; Kubernetes builds no environments",
@@ -89,11 +89,11 @@ def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: st
 def secret_content(
     request: JobRequest, environment: EnvironmentConfig, *, job_id: str, vms: int, owner: Owner
 ) -> dict[str, bytes]:
-    """The files that a pod finds in its job folder."""
+    """Returns the files in the job folder of a pod."""
     entrypoint = request.entrypoint
     own = {**device_variables(request.resources.device), **environment.env_vars}
     variables = {"ASSAY_JOB_LEASE_SECONDS": f"{owner.lease_seconds:g}", **own}
-    if owner.image:  # jobs that are submitted inside this one are treated alike
+    if owner.image:  # default image of jobs submitted inside this job
         variables.setdefault("ASSAY_JOB_IMAGE", owner.image)
     specification = {
         "argv": None if isinstance(entrypoint, Call) else [entrypoint.command, *entrypoint.args],
@@ -115,7 +115,7 @@ def secret_content(
 
 
 def bounded(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Returns the files unchanged if they fit into one Secret."""
+    """Returns the files unchanged if they fit into a Secret; otherwise raises `BadInput`."""
     if (size := sum(map(len, files.values()))) > LARGEST_SECRET_BYTES:
         largest = max(files, key=lambda name: len(files[name]))
         raise BadInput(
@@ -136,13 +136,13 @@ def attempt_manifest(
     where: Placement,
     owner: Owner,
 ) -> dict[str, Any]:
-    """The Job or JobSet of one attempt. It is created suspended, since its Secret, which it owns, comes after it."""
+    """Returns the Job or JobSet of an attempt, suspended until its Secret, which it owns, is created."""
     name = attempt_name(job_id, attempt)
     tags = labels(job_id, "attempt", attempt=attempt)
     annotations = {NAME_ANNOTATION: request.name}
     queued = {QUEUE_LABEL: owner.queue} if owner.queue else {}
     slices = request.replica_count if where.vms > 1 else 1
-    stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}  # or it would be moved to empty a node
+    stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}  # else the autoscaler may move it
     container: dict[str, Any] = {
         "name": MAIN,
         "image": image,
@@ -158,7 +158,7 @@ def attempt_manifest(
     }
     if request.working_directory is not None:
         container["workingDir"] = str(request.working_directory)
-    if slices > 1:  # the pod's own labels say which slice of which set it is
+    if slices > 1:  # the pod's own labels hold its slice and JobSet
         container["env"] = [
             {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
             for variable, label in (("ASSAY_JOBSET", JOBSET_LABEL), ("ASSAY_SLICE_INDEX", SLICE_LABEL))
@@ -168,18 +168,18 @@ def attempt_manifest(
         "image": image,
         "command": [*_program(environment), "announce", _RUN],
         "securityContext": _UNPRIVILEGED,
-        "restartPolicy": "Always",  # makes it a sidecar: it starts first, and does not keep the pod from ending
+        "restartPolicy": "Always",  # makes it a sidecar: it starts first, and does not delay the pod's end
         "resources": {"requests": _ANNOUNCER_LIMITS, "limits": _ANNOUNCER_LIMITS},
         "volumeMounts": [
             {"name": "job", "mountPath": _JOB, "readOnly": True},
-            {"name": "run", "mountPath": _RUN},  # it takes a result away once it has printed it
+            {"name": "run", "mountPath": _RUN},  # it deletes a result after printing it
         ],
     }
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "subdomain": name,
         "enableServiceLinks": False,
-        # A program of the user's may submit jobs; those of ours in a cluster do not.
+        # A user's program may submit jobs and so gets a token; Assay's own programs in a cluster submit none.
         "automountServiceAccountToken": environment.inherited is None,
         "securityContext": _NOT_ROOT,
         "terminationGracePeriodSeconds": max(1, round(owner.grace_seconds)),
@@ -191,7 +191,7 @@ def attempt_manifest(
         "volumes": [
             {"name": "job", "secret": {"secretName": name, "defaultMode": 0o444}},
             {"name": "run", "emptyDir": {}},
-            # Optional: a pod that starts after the owner's end ends by the lease, and does not hang.
+            # Optional: a pod that starts after the owner's end must not hang; the lease ends it.
             {"name": "heartbeat", "configMap": {"name": heartbeat_name(owner.name), "optional": True}},
         ],
     }
@@ -221,7 +221,7 @@ def attempt_manifest(
 
 
 def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> dict[str, Any]:
-    """The Job that looks after a job which outlives its parent: a pod may be lost, its work goes on in the next."""
+    """Returns the Job of the keeper pod for a job that outlives its parent; a lost pod is replaced and continues."""
     tags = labels(job_id, "keeper")
     container = {
         "name": "keeper",
@@ -245,7 +245,7 @@ def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> d
                 "spec": {
                     "restartPolicy": "Never",
                     "enableServiceLinks": False,
-                    "automountServiceAccountToken": True,  # it makes and deletes what the job consists of
+                    "automountServiceAccountToken": True,  # it creates and deletes the job's objects
                     "securityContext": _NOT_ROOT,
                     "containers": [container],
                     "volumes": [{"name": "job", "secret": {"secretName": name, "defaultMode": 0o444}}],
@@ -256,7 +256,7 @@ def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> d
 
 
 def secret_manifest(files: Mapping[str, bytes], *, job: Mapping[str, Any]) -> dict[str, Any]:
-    """The Secret of a Job or JobSet that exists already, and owns it: one goes with the other."""
+    """Returns the Secret of an existing Job or JobSet, which owns it: it is deleted with its owner."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -267,7 +267,7 @@ def secret_manifest(files: Mapping[str, bytes], *, job: Mapping[str, Any]) -> di
 
 
 def service_manifest(*, job: Mapping[str, Any]) -> dict[str, Any]:
-    """The headless Service that gives the pods of a TPU slice the host names under which they find each other."""
+    """Returns the headless Service that gives the pods of a TPU slice the host names to reach each other."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -281,7 +281,7 @@ def service_manifest(*, job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_map_manifest(name: str, tags: Mapping[str, str], content: Mapping[str, str]) -> dict[str, Any]:
-    """A ConfigMap: the record of a job, its kept logs, or an owner's heartbeat."""
+    """Returns a ConfigMap: the record of a job, its stored logs or results, or an owner's heartbeat."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

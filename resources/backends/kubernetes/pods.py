@@ -1,4 +1,4 @@
-"""States of pods: one table for how a replica ended, and the words for what a waiting one waits for."""
+"""States of pods: classification of a replica's end, and the reason that a pod waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DISRUPTIONS = {
 
 @dataclass(frozen=True)
 class PodState:
-    """State of one pod, with the reason."""
+    """State of a pod, with the reason."""
 
     standing: PodStanding
     reason: str | None = None
@@ -55,10 +55,10 @@ GONE = _end("place taken", "its pod was deleted")
 
 
 def classify_pod(pod: Mapping[str, Any]) -> PodState:
-    """Returns a pod's state, from its manifest as the API server gives it.
+    """Returns a pod's state from its manifest as in the API server.
 
-    Preempted is what came from outside: disruptions, evictions, lost nodes, deletion, and the exit codes that
-    `supervise.classify_exit` names. Exceeding a limit of its own is the replica's own doing.
+    Preempted are ends from outside: disruptions, evictions, lost nodes, deletion, and the exit codes that
+    `classify_exit` counts so. A replica that exceeds its own limit has failed.
     """
     status = pod.get("status", {})
     phase, reason, message = status.get("phase", "Pending"), status.get("reason", ""), status.get("message", "")
@@ -86,13 +86,9 @@ def classify_pod(pod: Mapping[str, Any]) -> PodState:
 def states_by_index(
     pods: Sequence[Mapping[str, Any]], *, count: int, vms: int, jobs: Sequence[Mapping[str, Any]]
 ) -> list[PodState]:
-    """Returns the state of each pod of an attempt, those included that are not there, or not any more.
+    """Returns the state of each of the `count` pods of an attempt, including pods that do not exist yet or any more.
 
-    Args:
-        pods: those that are there.
-        count: of all.
-        vms: pods of each slice.
-        jobs: the Job of the attempt, or those of its JobSet.
+    `vms` is the number of pods per slice; `jobs` are the Job of the attempt, or those of its JobSet.
     """
     present = {pod_index(pod, vms=vms): classify_pod(pod) for pod in pods}
     lost, done = (
@@ -111,14 +107,14 @@ def states_by_index(
 
 
 def pod_index(pod: Mapping[str, Any], *, vms: int) -> int:
-    """Returns the index of a pod among all of its attempt, slice by slice of so many VMs."""
+    """Returns the index of a pod in its attempt, over all slices of `vms` pods each."""
     metadata = pod["metadata"]
     labels, annotations = metadata.get("labels", {}), metadata.get("annotations", {})
     return _slice_index(pod) * vms + int(labels.get(INDEX_LABEL) or annotations.get(INDEX_LABEL) or 0)
 
 
 def without_collateral(found: Sequence[dict[str, Any]], job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the pods or Jobs that tell why a JobSet has ended: not those that it deletes since it has failed."""
+    """Returns the pods or Jobs that caused a JobSet's end, not those deleted by the JobSet because it has failed."""
     if given_up(job) is None:
         return list(found)
     return [
@@ -129,7 +125,7 @@ def without_collateral(found: Sequence[dict[str, Any]], job: Mapping[str, Any]) 
 
 
 def given_up(job: Mapping[str, Any]) -> PodState | None:
-    """Returns a failure where Kubernetes or JobSet has given an attempt up; only pods tell which kind of end it is."""
+    """Returns a failure if Kubernetes or JobSet has given the attempt up; only its pods reveal the kind of end."""
     failed = _condition(job.get("status", {}), "Failed", "True")
     return None if failed is None else _end("crashed", failed.get("message") or failed.get("reason"))
 
@@ -139,9 +135,9 @@ def _slice_index(found: Mapping[str, Any]) -> int:
 
 
 def attempt_outcome(states: Sequence[PodState]) -> PodState | None:
-    """Returns the end of an attempt, from the states of its pods; None while it goes on.
+    """Returns the end of an attempt from the states of its pods; None while it runs.
 
-    Losing one replica can make the others fail an instant later, so preemption wins.
+    The loss of a replica can make the others fail an instant later, so preemption wins.
     """
     if all(state.standing == "succeeded" for state in states):
         return _end("finished")

@@ -1,7 +1,7 @@
-"""The record of a job: what its owner has found out so far, for every process that holds a handle.
+"""The record of a job: its state as published by its owner for all processes with a handle.
 
-A ConfigMap with two keys and one writer each: the owner writes `record`, whoever wants the job to end writes `stop`.
-The heartbeat is a ConfigMap as well, which the pods have mounted, so that they see it without any right in the cluster.
+A ConfigMap with two keys: the owner writes `record`, requesters of a stop write `stop`. The heartbeat is a ConfigMap
+too, which the pods mount, so that they can read it without rights in the cluster.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 _KEPT_JOBS = 200
 _KEPT_HEARTBEAT_SECONDS = 24 * 3600
-_SILENT_LEASES = 2  # a heartbeat that is older than this many leases, by our own clock, will not come again
+_SILENT_LEASES = 2  # a heartbeat older than this many leases, by the local clock, counts as ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Everything that is known of a job."""
+    """Complete state of a job."""
 
     job_id: str
     name: str
     owner: str
-    """Names the heartbeat of whoever looks after the job."""
+    """Name of the heartbeat of the job's owner."""
     submitted_at: float
     replicas: int
     vms: int
@@ -53,27 +53,25 @@ class Record:
     reason: str | None = None
     attempts: int = 0
     counted: int = 0
-    """The last attempt whose ending is in the counts below."""
+    """The last attempt that the counts below include."""
     failures: int = 0
     preemptions: int = 0
 
     @property
     def finished(self) -> bool:
-        """Returns True if the job has ended, and nothing of it is left."""
+        """Returns True if the job has ended and no pod of it is left."""
         return JobStatus(self.status).finished
 
     @property
     def kind(self) -> Literal["jobs", "jobsets"]:
-        """Kind of each attempt: several slices of several VMs each are a JobSet, which keeps them apart."""
+        """Returns the kind of each attempt: a JobSet for several multi-VM slices, which it keeps apart, else a Job."""
         return "jobsets" if self.replicas > 1 and self.vms > 1 else "jobs"
 
     @property
     def pods(self) -> int:
-        """Pods of each attempt."""
         return self.replicas * self.vms
 
     def details(self) -> JobDetails:
-        """Returns the record in the words of every backend."""
         return JobDetails(
             job_id=self.job_id,
             name=self.name,
@@ -89,24 +87,24 @@ class Record:
 
 
 def create_record(cluster: Cluster, record: Record) -> None:
-    """Writes the first record of a job."""
+    """Creates the record of a job."""
     manifest = config_map_manifest(record.job_id, labels(record.job_id, "record"), {"record": _text(record)})
     manifest["metadata"]["annotations"] = {NAME_ANNOTATION: record.name}
     cluster.create("configmaps", manifest)
 
 
 def write_record(cluster: Cluster, record: Record) -> None:
-    """Replaces the record; only the owner does, or who takes over from an owner that is gone."""
+    """Replaces the record; only for the owner, or for a process that takes over from an owner that is gone."""
     cluster.patch("configmaps", record.job_id, {"data": {"record": _text(record)}})
 
 
 def request_stop(cluster: Cluster, job_id: str) -> None:
-    """Asks the owner, whoever it is, to end the job."""
+    """Requests the end of a job from its owner."""
     cluster.patch("configmaps", job_id, {"data": {"stop": "terminated"}})
 
 
 def read_record(cluster: Cluster, job_id: str) -> tuple[Record, bool] | None:
-    """The record and whether the job is to end; None if there is no such job."""
+    """Returns the record, and True if a stop was requested; None if there is no such job."""
     found = cluster.get("configmaps", job_id)
     if found is None or "record" not in found.get("data", {}):
         return None
@@ -114,37 +112,37 @@ def read_record(cluster: Cluster, job_id: str) -> tuple[Record, bool] | None:
 
 
 def record_in(config_map: Mapping[str, Any]) -> Record:
-    """The record that a ConfigMap holds."""
+    """Returns the record that a ConfigMap holds."""
     return Record(**json.loads(config_map["data"]["record"]))
 
 
 def create_heartbeat(cluster: Cluster, owner: str) -> None:
-    """The first beat of an owner."""
+    """Writes the first heartbeat of an owner."""
     tags = {**MANAGED_BY, PART_LABEL: "heartbeat"}
     cluster.create("configmaps", config_map_manifest(heartbeat_name(owner), tags, _beat()))
 
 
 def beat(cluster: Cluster, owner: str) -> None:
-    """Another beat."""
+    """Updates the heartbeat of an owner."""
     cluster.patch("configmaps", heartbeat_name(owner), {"data": _beat()})
 
 
 def is_silent(heartbeat: Mapping[str, Any] | None, *, lease_seconds: float) -> bool:
-    """Returns True if an owner is gone, as far as the ConfigMap of its heartbeat tells by our clock."""
+    """Returns True if an owner is gone, by the age of its heartbeat on the local clock."""
     if heartbeat is None:
         return True
     return time.time() - float(heartbeat["data"]["beat"]) > _SILENT_LEASES * lease_seconds
 
 
 def as_seen(record: Record, heartbeat: Mapping[str, Any] | None) -> Record:
-    """The record, corrected where its owner died before it could: then its pods have ended, or are about to."""
+    """Returns the record, as stopped if its owner has died: its pods have then ended, or are about to."""
     if record.finished or record.outlives_parent or not is_silent(heartbeat, lease_seconds=record.lease_seconds):
         return record
     return Record(**{**asdict(record), "status": JobStatus.STOPPED, "reason": ORPHANED})
 
 
 def all_records(cluster: Cluster) -> list[Record]:
-    """The records of every process that uses the namespace, as they are to be seen, the newest first."""
+    """Returns the records of all processes that use the namespace, corrected by `as_seen`, newest first."""
     beats = _heartbeats(cluster)
     records = [record_in(found) for found in cluster.list("configmaps", selector(part="record"))]
     seen = [as_seen(record, beats.get(heartbeat_name(record.owner))) for record in records]
@@ -152,7 +150,7 @@ def all_records(cluster: Cluster) -> list[Record]:
 
 
 def prune(cluster: Cluster) -> None:
-    """Removes the oldest records of jobs that have ended, and heartbeats nobody gives any more."""
+    """Removes the oldest records of ended jobs, and old heartbeats without a record."""
     records = all_records(cluster)
     for record in records[_KEPT_JOBS:]:
         if record.finished:

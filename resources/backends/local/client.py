@@ -1,7 +1,7 @@
-"""Jobs on this machine: each has a folder, and a supervisor process that leaves nothing of it behind.
+"""Jobs on this machine: each has a folder, and a supervisor process that ends all of its processes.
 
 The folder (`<jobs_dir>/<job id>`) holds the specification, the status and the logs; a handle only reads it, so any
-process can attach to a job by its id. Variables of a job travel in the supervisor's environment, never on disk.
+process can attach to a job by its id. Variables of a job are in the supervisor's environment, never on disk.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _KEPT_JOBS = 200
 
 
 class LocalClient:
-    """Runs jobs as processes of this machine. A job ends when its client and its handle are gone.
+    """Runs jobs as processes of this machine. A job ends with its client and its handle, unless it outlives its parent.
 
     Args:
-        jobs_dir: parent of the job folders; the one in the settings when None.
-        grace_seconds: what processes get between SIGTERM and SIGKILL.
-        device_root: where `dev` and `proc` show the devices of this machine.
+        jobs_dir: parent of the job folders; by default `settings().jobs_dir`.
+        grace_seconds: time between SIGTERM and SIGKILL.
+        device_root: root of the `dev` and `proc` folders that show this machine's devices.
     """
 
     def __init__(
@@ -70,21 +70,19 @@ class LocalClient:
 
     @property
     def url(self) -> str:
-        """See `Client.url`; names the folder of its jobs where that is not the usual one."""
+        """Returns `local`, or an address with the folder of its jobs if that is not the default."""
         return "local" if self._jobs_dir == settings().jobs_dir else f"local://{self._jobs_dir.absolute()}"
 
     @property
     def description(self) -> str:
-        """See `Client.description`."""
         return self.url
 
     @property
     def is_local(self) -> bool:
-        """See `Client.is_local`."""
         return True
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> LocalJob:
-        """Starts a job, after building its environment where it wants one of its own."""
+        """Starts a job after building its environment, if it needs its own."""
         if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
             return running
         self.check_resources(request.resources)
@@ -101,7 +99,7 @@ class LocalClient:
                 self._prune()
                 self._has_pruned = True
             for name in [name for name, job in self._jobs.items() if job.has_ended()]:
-                del self._jobs[name]  # each holds a pipe open
+                del self._jobs[name]  # each handle holds a pipe open
             folder = self._jobs_dir / job_id
             folder.mkdir(parents=True, mode=0o700)
             if payload is not None:
@@ -131,11 +129,7 @@ class LocalClient:
         return job
 
     def attach(self, job_id: str) -> LocalJob:
-        """A handle on a job that was submitted by any process of this machine.
-
-        Raises:
-            BadInput: this machine has no such job.
-        """
+        """Returns a handle on a job of any process of this machine; raises `BadInput` if there is none."""
         folder = self._jobs_dir / job_id
         if not re.fullmatch(r"[\w.-]+", job_id) or not (folder / "status.json").is_file():
             raise BadInput(
@@ -146,19 +140,17 @@ class LocalClient:
         return LocalJob(folder)
 
     def jobs(self) -> list[JobDetails]:
-        """See `Client.jobs`; those of every process of this machine."""
+        """Returns the jobs of all processes of this machine."""
         found: list[JobDetails] = []
         for status in self._jobs_dir.glob("*/status.json"):
-            with suppress(OSError, KeyError, ValueError):  # another process prunes them; or it is no job of ours
+            with suppress(OSError, KeyError, ValueError):  # another process prunes them, or it is not a job's
                 found.append(LocalJob(status.parent).details())
         return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """See `Client.check_resources`."""
         _check_device(resources.device, device_root=self._device_root)
 
     def shutdown(self) -> None:
-        """Terminates all jobs of this client that do not outlive their parent."""
         jobs = [job for job in self._jobs.values() if not job.outlives_parent]
         for job in jobs:
             job.request_stop()
@@ -168,7 +160,7 @@ class LocalClient:
     def _prune(self) -> None:
         finished_at: dict[Path, float] = {}
         for status in self._jobs_dir.glob("*/status.json"):
-            with suppress(OSError):  # another process prunes too
+            with suppress(OSError):  # another process may be pruning too
                 finished_at[status.parent] = status.stat().st_mtime
         for folder in sorted(finished_at, key=finished_at.__getitem__, reverse=True)[_KEPT_JOBS:]:
             with suppress(OSError, ValueError):
@@ -177,7 +169,7 @@ class LocalClient:
 
 
 def local_client() -> LocalClient:
-    """The client of this process; a forked child gets its own."""
+    """Returns the client of this process; a forked child gets its own."""
     return _client_of_process(os.getpid())
 
 

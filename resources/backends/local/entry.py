@@ -1,4 +1,4 @@
-"""The entry to the local backend: a client for a folder of jobs."""
+"""Entry point of the local backend."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from resources.errors import BadInput
 
 
 def client_from_address(host: str, path: str) -> LocalClient:
-    """Returns the client for the jobs in a folder of this machine, the usual one when it is empty.
-
-    Args:
-        host: empty, since it is this one.
-        path: the folder; how the jobs of a client with a folder of its own find it.
-    """
+    """Returns the client for the jobs in the folder `path` of this machine (empty: the default folder)."""
     if host:
         raise BadInput(
             expected="local, or local:///folder", found=f"local://{host}{path}", remedy="Correct ASSAY_JOBS."

@@ -1,4 +1,4 @@
-"""A handle on a job of this machine: reads the job's folder, and signals its supervisor."""
+"""Handle on a job of this machine: reads the job's folder, and signals its supervisor."""
 
 from __future__ import annotations
 
@@ -19,32 +19,30 @@ from resources.storage import storage
 from resources.storage.files import replace_json, tail
 
 CALL = "call.pickle"
-"""The file with the callable of a job, in its folder."""
+"""File name of a job's callable in its folder."""
 _SUPERVISOR_START_SECONDS = 60.0  # 0.05 s on an idle machine
 _TERMINATE_MARGIN_SECONDS = 40.0  # more than the supervisor itself waits for a process to die of SIGKILL
 
 
 class LocalJob:
-    """A handle on a job of this machine, submitted here or attached to."""
+    """Handle on a job of this machine, submitted by this process or attached to."""
 
     def __init__(self, folder: Path, *, supervisor: subprocess.Popen[bytes] | None = None) -> None:
         self._folder = folder
-        self._supervisor = supervisor  # kept: its standard input is what tells it that we live
+        self._supervisor = supervisor  # kept: the supervisor detects the end of this process by its standard input
         self._last: dict[str, Any] | None = None
         self._specification: dict[str, Any] = json.loads((folder / "specification.json").read_text())
 
     @property
     def job_id(self) -> str:
-        """Name of the job's folder."""
         return self._folder.name
 
     @property
     def outlives_parent(self) -> bool:
-        """Returns True if it goes on when the process that submitted it ends."""
         return self._specification["outlives_parent"]
 
     def details(self) -> JobDetails:
-        """Returns the job's state now, and why; failed when its supervisor was killed."""
+        """Returns the job's state and reason; failed if its supervisor was killed."""
         now = self.process_details()
         return JobDetails(
             job_id=self.job_id,
@@ -60,10 +58,10 @@ class LocalJob:
         )
 
     def process_details(self) -> dict[str, Any]:
-        """Its `status.json`, which also has the supervisor's process id, and id and exit code of each replica's."""
+        """Returns its `status.json`, with the supervisor's process id, and each replica's process id and exit code."""
         details = self._read()
         if not JobStatus(details["status"]).finished and not self._is_supervised(details):
-            details = self._read()  # it may have finished, and only then ended
+            details = self._read()  # it may have finished before it ended
             details = details if JobStatus(details["status"]).finished else self._bury(details)
         pipe = self._supervisor.stdin if self._supervisor is not None else None
         if pipe is not None and JobStatus(details["status"]).finished:
@@ -71,15 +69,13 @@ class LocalJob:
         return details
 
     def status(self) -> JobStatus:
-        """Returns the job's state now."""
         return JobStatus(self.process_details()["status"])
 
     def has_ended(self) -> bool:
-        """Returns True if it has finished, and its supervisor is gone; looks at files only then."""
+        """Returns True if it has finished and its supervisor is gone; reads files only after the supervisor's end."""
         return self._supervisor is not None and self._supervisor.poll() is not None and self.status().finished
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        """See `JobHandle.wait`."""
         return wait_until_finished(
             self,
             timeout,
@@ -90,7 +86,6 @@ class LocalJob:
         )
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """See `JobHandle.result`."""
         return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def _left(self, replica: int) -> bytes | None:
@@ -99,7 +94,6 @@ class LocalJob:
         return None
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """See `JobHandle.logs`."""
         return logs_by_replica(
             lambda index: tail(self._folder / f"replica-{index}.log", max_lines),
             self._specification["replicas"],
@@ -107,36 +101,33 @@ class LocalJob:
         )
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
-        """See `JobHandle.read_log`."""
         check_replica(replica, self._specification["replicas"])
         return part_of_file(self._folder / f"replica-{replica}.log", after)
 
     def announced(self, replica: int = 0) -> str | None:
-        """See `JobHandle.announced`."""
         try:
             return storage.read_bytes(str(self._folder / f"announced-{replica}")).decode()
         except FileNotFoundError:
             return None
 
     def terminate(self) -> None:
-        """Ends the job with everything it started, and returns when nothing of it is left."""
         self.request_stop()
         patience_seconds = self._specification["grace_seconds"] + _TERMINATE_MARGIN_SECONDS
         deadline = time.monotonic() + patience_seconds
         self.wait(patience_seconds, raise_on_failure=False)
         details = self.process_details()
         while details["supervisor_pid"] and self._is_supervised(details) and time.monotonic() < deadline:
-            time.sleep(0.005)  # it tells the end, and then goes itself
+            time.sleep(0.005)  # the supervisor writes the final status before it exits
 
     def request_stop(self) -> None:
-        """Asks the supervisor to end the job, and returns as soon as it has heard."""
-        self.wait_until_started()  # before it listens, a signal would kill it
+        """Signals the supervisor to end the job; waits only for the supervisor's start."""
+        self.wait_until_started()  # an earlier signal would kill the supervisor
         details = self.process_details()
         if not JobStatus(details["status"]).finished and details["supervisor_pid"] is not None:
             _send(details["supervisor_pid"], signal.SIGTERM)
 
     def wait_until_started(self) -> None:
-        """Blocks until the supervisor has taken over, so that whoever attaches finds it."""
+        """Blocks until the supervisor has started, so that other processes can attach."""
         deadline = time.monotonic() + _SUPERVISOR_START_SECONDS
         while time.monotonic() < deadline:
             details = self.process_details()
@@ -154,7 +145,7 @@ class LocalJob:
         except FileNotFoundError:
             if (details := self._last) is None:
                 raise
-            if not JobStatus(details["status"]).finished:  # its supervisor can tell nothing any more
+            if not JobStatus(details["status"]).finished:  # its supervisor cannot report any more
                 self._kill_processes()
                 details = {**details, "status": JobStatus.FAILED, "reason": f"{self._folder} was removed"}
         self._last = details
@@ -164,7 +155,7 @@ class LocalJob:
         if self._supervisor is not None:
             return self._supervisor.poll() is None
         pid = details["supervisor_pid"]
-        if pid is None:  # another process is submitting it just now, or has died of it
+        if pid is None:  # another process is submitting it, or died while submitting it
             return time.time() - self._specification["submitted_at"] < _SUPERVISOR_START_SECONDS
         try:
             if not Path("/proc/self").exists():

@@ -1,7 +1,4 @@
-"""Ends of processes, and the budget that each counts against: one table for all backends.
-
-Needs the standard library only: it runs beside `supervise.py`, also on nodes without Assay.
-"""
+"""Causes of process ends and their retry budgets; standard library only, since it also runs on nodes without Assay."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-_OOM_WINDOW_SECONDS = 60.0  # a large process takes that long to die of the kernel's SIGKILL
+_OOM_WINDOW_SECONDS = 60.0  # a large process takes up to that long to die after the kernel's SIGKILL
 
 _FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
 _FROM_OUTSIDE_IN_A_SHELL = {128 + signal.SIGKILL, 128 + signal.SIGTERM}
@@ -39,17 +36,12 @@ ENDINGS: dict[Cause, Outcome] = {
     "place taken": "preempted",
     "data lost": "preempted",
 }
-"""The budget that an ending counts against, on every backend; a backend only says which cause its signs mean."""
+"""Retry budget that each cause counts against on every backend; backends map their own signs to causes."""
 OUT_OF_MEMORY = "out of memory: killed for needing more than there was; ask for more with resources.ram, or need less"
 
 
 def cause_of_exit(returncode: int, *, out_of_memory: bool = False) -> Cause:
-    """Returns the reason that a process ended.
-
-    Args:
-        returncode: its exit code; negative ones are signals, as `subprocess` reports them.
-        out_of_memory: whether the kernel ended processes for want of memory at that time.
-    """
+    """Returns the cause of a process' end from its exit code (negative: signal) and from recent OOM kills."""
     if returncode == 0:
         return "finished"
     if out_of_memory and returncode in _KILLED:
@@ -65,9 +57,9 @@ def classify_exit(returncode: int, *, out_of_memory: bool = False) -> Outcome:
 
 
 def counters_of(cgroups: str) -> list[Path]:
-    """Returns the files that count processes killed for want of memory, the most exact one first.
+    """Returns the files that count OOM kills, the most specific first.
 
-    Those of a control group count its own processes, whichever limit was reached; `/proc/vmstat` those of the machine.
+    Those of a control group count its own processes, for all of its limits; `/proc/vmstat` counts the whole machine.
     """
     found: list[Path] = []
     for line in cgroups.splitlines():
@@ -76,12 +68,12 @@ def counters_of(cgroups: str) -> list[Path]:
             found.append(Path(f"/sys/fs/cgroup{path}/memory.events"))
         elif "memory" in controllers.split(","):
             found.append(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"))
-            found.append(Path("/sys/fs/cgroup/memory/memory.oom_control"))  # as a container sees its own
+            found.append(Path("/sys/fs/cgroup/memory/memory.oom_control"))  # path of its own group inside a container
     return [*found, Path("/proc/vmstat")]
 
 
 def kills_counted(counters: list[Path]) -> int:
-    """Returns the number of processes killed for want of memory so far, by the first counter that can be read."""
+    """Returns the number of OOM kills so far, from the first readable counter; 0 if none is readable."""
     for counter in counters:
         try:
             lines = counter.read_text().splitlines()
@@ -94,11 +86,9 @@ def kills_counted(counters: list[Path]) -> int:
 
 
 class OomWatch:
-    """Tells whether the kernel killed processes for want of memory of late, by counters that only grow.
+    """Detects recent OOM kills by the first readable of the `counters`, files with a line `oom_kill <count>`.
 
-    Args:
-        counters: files with a line `oom_kill <count>`, of which the first that can be read counts; those of this
-            process's control group, or the one that `ASSAY_OOM_COUNTER` names, when None.
+    By default it reads the file named by `ASSAY_OOM_COUNTER`, else the counters of this process's control group.
     """
 
     def __init__(self, counters: list[Path] | None = None) -> None:
@@ -107,7 +97,7 @@ class OomWatch:
         self._latest_at = time.monotonic()
 
     def has_struck(self) -> bool:
-        """Returns True if a process was killed so within the last one to two minutes, and since this was made."""
+        """Returns True if the OOM killer was active in the last 1 to 2 minutes and since this watch was created."""
         count = kills_counted(self._counters)
         if time.monotonic() - self._latest_at > _OOM_WINDOW_SECONDS:
             self._before, self._latest, self._latest_at = self._latest, count, time.monotonic()
@@ -124,7 +114,7 @@ def _counters_of_process() -> list[Path]:
 
 
 def end_marked(job_id: str, task: str) -> None:
-    """Ends what a killed supervisor has left, known by what only this attempt's processes have in their environment."""
+    """Kills the leftover processes of a killed supervisor, found by job id and Iris task id in their environment."""
     marks = {f"ASSAY_JOB_ID={job_id}".encode(), f"IRIS_TASK_ID={task}".encode()}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,8 +1,8 @@
-"""Records that replicas of a job on Iris, and the process that submitted it, pass each other through its controller.
+"""Records that the replicas of an Iris job and its submitting process exchange through the controller.
 
-Iris keeps addresses under names; each is a small record here. All records of a job have one name, so that one question
-brings all of them: one per replica, one that the submitting process renews, and one that asks the job to end. Needs
-the standard library only: it runs beside `iris_replica.py`.
+Iris stores addresses under names; each address is used as a small record. All records of a job share a name, so that a
+single call lists them: a record per replica, the lease that the submitting process renews, and the stop request. Needs
+the standard library only: it runs in the folder of `iris_replica.py`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from http.client import HTTPException
 from typing import Any
 
 NAME = "assay"
-"""Last part of the name of a job's records, below the job's own."""
+"""Last part of the name of a job's records; the job's id precedes it."""
 LEASE, STOP = "lease", "stop"
 WAITING, RUNNING, DONE, ENDING, STOPPED = "waiting", "running", "done", "ending", "stopped"
 RESULTS = "/assay/results"
-"""Start of the key below which the controller's log keeps the result of a task: no log of a job shows it."""
+"""Key prefix in the controller's log for the results of tasks; the logs of a job do not include it."""
 _CONTROLLER, _LOG = "iris.cluster.ControllerService", "finelog.logging.LogService"
 _TIMEOUT_SECONDS = 10.0
 _FAST_SECONDS = 0.2
 _SUCCEEDED = "TASK_STATE_SUCCEEDED"
 _LOST = {"TASK_STATE_WORKER_FAILED", "TASK_STATE_PREEMPTED", "TASK_STATE_COSCHED_FAILED"}
-"""States of a task that Iris starts no more, and that end no job while another task of it runs."""
+"""States of a task that Iris does not restart, and that do not end its job while another task of it runs."""
 
 
 def call_controller(controller: str, method: str, /, *, service: str = _CONTROLLER, **fields: Any) -> dict[str, Any]:
-    """One call of Iris' controller, as JSON over HTTP.
+    """Calls Iris' controller by JSON over HTTP and returns the decoded answer.
 
     Raises:
-        OSError: it cannot be reached, or refuses.
-        ValueError: what it answers is no JSON.
+        OSError: the controller is unreachable or refuses.
+        ValueError: the answer is not JSON.
     """
     base = controller if "://" in controller else f"http://{controller}"
     request = urllib.request.Request(
@@ -45,42 +45,31 @@ def call_controller(controller: str, method: str, /, *, service: str = _CONTROLL
         data=json.dumps(fields).encode(),
         headers={"Content-Type": "application/json"},
     )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's inside is behind no proxy
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy inside a cluster
     try:
         with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
             return json.load(answer)
-    except HTTPException as error:  # an answer that broke off, which is no OSError
+    except HTTPException as error:  # a truncated answer; HTTPException is not an OSError
         raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def hand_over(controller: str, task: str, *, attempt: int, result: bytes) -> None:
-    """Gives the controller's log the result of a task's attempt, for whoever has a handle on the job.
-
-    Raises:
-        OSError: it cannot be reached, or refuses.
-        ValueError: what it answers is no JSON.
-    """
+    """Writes the result of a task's attempt to the controller's log for job handles; raises as `call_controller`."""
     entry = {"data": base64.b64encode(result).decode()}
     call_controller(controller, "PushLogs", service=_LOG, key=f"{RESULTS}{task}:{attempt}", entries=[entry])
 
 
 def push_lines(controller: str, task: str, *, attempt: int, lines: Sequence[str]) -> None:
-    """Gives the controller's log lines of a task's attempt, as its worker does one by one.
-
-    Raises:
-        OSError: it cannot be reached, or refuses.
-        ValueError: what it answers is no JSON.
-    """
+    """Appends lines of a task's attempt to the controller's log, all in a single call; raises as `call_controller`."""
     now = {"epochMs": str(int(time.time() * 1000))}
     entries = [{"timestamp": now, "source": "stdout", "data": line, "attemptId": attempt} for line in lines]
     call_controller(controller, "PushLogs", service=_LOG, key=f"{task}:{attempt}", entries=entries)
 
 
 def seen_running(controller: str, task: str) -> bool:
-    """Returns True if the controller has seen the present attempt of a task run.
+    """Returns True if the controller has recorded the current attempt of a task as running.
 
-    Iris takes a failure before that for the machine's own, and gives the machine up after ten of them, with all that
-    runs there.
+    Iris attributes earlier failures to the machine, and after ten of them gives up the machine with everything on it.
     """
     try:
         seen = call_controller(controller, "GetTaskStatus", taskId=task)["task"]
@@ -90,7 +79,7 @@ def seen_running(controller: str, task: str) -> bool:
 
 
 def accelerator_of(controller: str, task: str) -> str | None:
-    """The kind of accelerator that a task's worker has; None where the controller cannot say."""
+    """Returns the accelerator type of a task's worker, or None if the controller does not report it."""
     try:
         worker_id = call_controller(controller, "GetTaskStatus", taskId=task)["task"]["workerId"]
         worker = call_controller(controller, "GetWorkerStatus", id=worker_id)["worker"]
@@ -100,7 +89,7 @@ def accelerator_of(controller: str, task: str) -> str | None:
 
 
 class Records:
-    """Publishes this replica's record and watches the others; a thread of its own does all the waiting."""
+    """Publishes this replica's record and polls those of the others in a background thread."""
 
     def __init__(
         self,
@@ -115,8 +104,7 @@ class Records:
     ) -> None:
         self.stop_reason: str | None = None
         self.asked_to_stop = False
-        self.lost: str | None = None
-        """The replica that has ended for good without success, and why; Iris lets the others wait for it."""
+        self.lost: str | None = None  # error of a replica that Iris lets the others wait for, but will not restart
         self._controller = controller
         self._job_id = job_id
         self._index = index
@@ -133,19 +121,19 @@ class Records:
         self._others: dict[int, dict[str, str]] = {}
 
     def start(self) -> None:
-        """Begins to publish and to look."""
+        """Starts the background thread."""
         self._changed.set()
         threading.Thread(target=self._keep, daemon=True).start()
 
     def say(self, **changes: Any) -> None:
-        """Changes what is published of this replica."""
+        """Changes this replica's published record."""
         with self._lock:
             if any(self._mine[name] != value for name, value in changes.items()):
                 self._mine.update(changes)
                 self._changed.set()
 
     def all_ready(self) -> bool:
-        """Returns True once every replica has said that it begins the round that we see; says so for this one."""
+        """Publishes the current round for this replica, and returns True once all replicas have published the same."""
         if (current := self._current_round()) is None:
             self.say(round="")
             return False
@@ -157,17 +145,17 @@ class Records:
         )
 
     def all_done(self) -> bool:
-        """Returns True if every other replica of our round has succeeded."""
+        """Returns True if every other replica of this round has succeeded."""
         return self._others_say((DONE,), self._mine["round"])
 
     def out_of_step(self) -> bool:
-        """Returns True if another replica is gone, is ending, or has begun again: then all begin again."""
+        """Returns True if another replica is gone, is ending, or has restarted: then all replicas restart."""
         others = dict(self._others)
         gone = len(others) < self._count - 1
         return gone or self._current_round() != self._mine["round"]
 
     def others_run(self) -> bool:
-        """Returns True if another replica has said that it runs, and not yet that it has stopped running."""
+        """Returns True if the record of another replica has the state "running"."""
         return any(record.get("state") == RUNNING for record in dict(self._others).values())
 
     def _others_say(self, states: tuple[str, ...], current: str) -> bool:
@@ -194,11 +182,11 @@ class Records:
             self._changed.wait(self._poll_seconds if calm else min(_FAST_SECONDS, self._poll_seconds))
             self._changed.clear()
             try:
-                with suppress(urllib.error.HTTPError):  # an attempt that Iris has given up is heard no more
+                with suppress(urllib.error.HTTPError):  # Iris refuses records of an attempt that it has given up
                     self._publish()
                 self._look()
             except (OSError, ValueError):
-                self._beat_at = time.monotonic()  # who submitted us may have found no way to it either
+                self._beat_at = time.monotonic()  # the submitter may not have reached it either
                 self._changed.wait(_FAST_SECONDS)
 
     def _publish(self) -> None:
@@ -226,7 +214,7 @@ class Records:
             for record in answer.get("endpoints", [])
         }
         if str(self._index) not in records:
-            self._published = None  # a controller that began anew has forgotten it, or has given this attempt up
+            self._published = None  # lost by a restart of the controller, or the attempt was given up
         others = {int(key): record for key, record in records.items() if key.isdigit() and int(key) != self._index}
         for index in range(self._count) if self._count > 1 else ():
             if index in others or index == self._index:

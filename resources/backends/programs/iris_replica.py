@@ -1,10 +1,10 @@
-"""Runs one replica of a job as a task of Iris: what Iris itself has no word for happens here.
+"""Runs a replica of a job as a task of Iris, and adds the features that Iris lacks.
 
     python -S -u iris_replica.py <folder with job.json, supervise.py, endings.py; for a call, run_call.py and assay.zip>
 
-Needs the standard library only. The replica's process tree belongs to `supervise.py`, which ends all of it in good
-order, also when this program is killed. This program passes its output on, tries again after an end from outside,
-keeps replicas that belong together in step, and stops when it is asked to or when the submitting process is gone.
+Needs the standard library only. `supervise.py` owns the replica's process tree and ends all of it in order, also if
+this program is killed. This program forwards the output, retries after an end from outside, restarts multi-host
+replicas together, and stops on request or when the submitting process is gone.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ GAVE_UP = "gave up: "
 _AGAIN = "another attempt"
 _REPLICA_POLL_SECONDS = 0.05
 _WAIT_SECONDS = 0.2
-_DRAIN_SECONDS = 0.05  # longest wait for a reader of our output; a slow one gets several lines at once then
+_DRAIN_SECONDS = 0.05  # longest wait for the reader of our output; after it, a slow reader gets several lines at once
 _LONGEST_LINE_BYTES = 1 << 16
 _PEERS_END_SECONDS = 15.0
-_UNASKED_SECONDS = 20.0  # who asks a job to end also ends its entry at the controller; after this time we do
+_UNASKED_SECONDS = 20.0  # the requester of a stop also ends the job at the controller; after this time the replica does
 _SEEN_SECONDS = 10.0
-_RESULT_SECONDS = 60.0  # a controller that starts again is away for a few
+_RESULT_SECONDS = 60.0  # a restart of the controller takes a few seconds
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 _BUILD_FAILED = 1
 
 
 class Replica:
-    """One task of Iris, in one attempt of it."""
+    """An attempt of an Iris task."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,7 +63,7 @@ class Replica:
         self._workspace = Path(os.environ["IRIS_WORKDIR"]).absolute()
         self._run_folder = Path(tempfile.mkdtemp(prefix="assay-"))
         self._restarts = 0
-        self._result: bytes | None = None  # of the call, in the last run of it
+        self._result: bytes | None = None  # of the call's last run
         self._unfinished = b""
         self._terminated = False
         self._controller = os.environ["IRIS_CONTROLLER_ADDRESS"]
@@ -81,7 +81,7 @@ class Replica:
             signal.signal(number, lambda *_: None)
 
     def run(self) -> int:
-        """The exit code for Iris, which counts it as the task's failure unless it is 0."""
+        """Runs the replica and returns the exit code for Iris, which counts any code but 0 as the task's failure."""
         earlier_preemptions, gave_up = self._earlier()
         if gave_up:
             return self._end(1, gave_up)
@@ -137,7 +137,7 @@ class Replica:
     def _run_once(self, argv: list[str]) -> tuple[Outcome, int, str]:
         folder = Path(tempfile.mkdtemp(dir=self._run_folder))
         os.mkfifo(folder / "replica-0.log")
-        # Open for writing too: the end of one writer is not the end of the output.
+        # Open for writing too: otherwise the first writer's end would be the end of the output.
         log = os.open(folder / "replica-0.log", os.O_RDWR | os.O_NONBLOCK)
         hosts = self._job["hosts"]
         specification = {
@@ -177,7 +177,7 @@ class Replica:
         finally:
             os.close(log)
         status = json.loads(_read(folder / "status.json") or '{"status": "pending", "replicas": [{}]}')
-        if status["status"] not in ("succeeded", "failed", "stopped"):  # somebody killed the supervisor
+        if status["status"] not in ("succeeded", "failed", "stopped"):  # the supervisor was killed
             end_marked(self._job_id, os.environ["IRIS_TASK_ID"])
             status["preemptions"] = 1 if classify_exit(ended) == "preempted" else 0
         code = status["replicas"][0].get("exit_code")
@@ -234,7 +234,7 @@ class Replica:
             deadline = time.monotonic() + _UNASKED_SECONDS
             while not self._terminated and time.monotonic() < deadline:
                 time.sleep(_WAIT_SECONDS)
-        while not self._terminated:  # asked again and again: the controller may be away
+        while not self._terminated:  # repeated: the controller may be unreachable
             with suppress(OSError, ValueError):
                 call_controller(self._controller, "TerminateJob", jobId=self._job_id)
             time.sleep(1.0)
@@ -278,7 +278,7 @@ class Replica:
         packages: list[str] = self._job["pip_packages"]
         if self._job["extras"]:
             packages = [*packages, f"{self._workspace}[{','.join(self._job['extras'])}]"]
-        # Containers have had their packages from Iris; its worker processes have nothing installed for a job.
+        # In containers, Iris has installed the packages; its worker processes have no packages of the job.
         if not packages or os.environ.get("ASSAY_IRIS_SETUP"):
             return (os.environ.get("ASSAY_IRIS_SETUP") and shutil.which("python")) or sys.executable
         folder = self._run_folder / "environment"
@@ -298,7 +298,7 @@ class Replica:
         if named.is_absolute():
             return named
         folder = self._workspace / named
-        folder.mkdir(parents=True, exist_ok=True)  # a folder without files is not packed
+        folder.mkdir(parents=True, exist_ok=True)  # empty folders are not in the package
         return folder
 
     def _clean(self) -> dict[str, str]:
@@ -371,7 +371,7 @@ def main(arguments: list[str]) -> None:
     """Runs the replica described in the folder named by the first argument."""
     code = Replica(Path(arguments[0]).absolute()).run()
     sys.stderr.flush()
-    os._exit(code)  # a thread may be waiting for a controller that is gone
+    os._exit(code)  # a thread may be blocked on an unreachable controller
 
 
 if __name__ == "__main__":

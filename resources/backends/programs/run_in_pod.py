@@ -1,11 +1,11 @@
-"""First process of a pod: runs one replica, or prints what that replica announces, and the result that it leaves.
+"""First process of a pod: runs a replica, or prints the replica's announcements and result.
 
     python3 -I -S run_in_pod.py run <job folder> <run folder> <heartbeat folder> <termination message>
     python3 -I -S run_in_pod.py announce <run folder>
 
 Needs the standard library only. The job folder is a mounted Secret: `pod.json`, and for a callable `call.pickle` and
-`run_call.py`. The heartbeat folder is a mounted ConfigMap that the job's owner keeps rewriting: when its content has
-not changed for `lease_seconds` by this pod's own clock, the owner is gone, and the replica is ended.
+`run_call.py`. The heartbeat folder is a mounted ConfigMap that the job's owner keeps rewriting: if its content has not
+changed for `lease_seconds` by this pod's clock, the owner is gone and the program ends the replica.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ORPHANED = "the process that submitted it has ended"
-_NOT_STARTED = 127  # what shells report for a command that cannot be executed
+_NOT_STARTED = 127  # exit code of shells for a command that cannot be executed
 _TERMINATED = 128 + signal.SIGTERM
 _LOOKS_PER_LEASE = 10
 _ANNOUNCEMENT_SECONDS = 0.2
 _POLL_SECONDS = 0.05
-_PRINTING_SECONDS = 60.0  # the other container may be starting anew
+_PRINTING_SECONDS = 60.0  # the announcer container may be restarting
 _MEGASCALE_PORT = 8081
-_PRINTED_BYTES = 6 * 1024  # of a result in one line: container runtimes split lines of 16 KiB
+_PRINTED_BYTES = 6 * 1024  # bytes of a result per printed line: container runtimes split lines at 16 KiB
 
 
 def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_folder: Path) -> dict[str, str]:
-    """The environment of a replica's process; what GKE says of its slices wins over what follows from their names."""
+    """Returns the environment of a replica's process; variables set by GKE override those derived from names."""
     replica, host = divmod(int(inherited.get("JOB_COMPLETION_INDEX", "0")), specification["vms"])
     slices: dict[str, str] = {}
     if jobset := inherited.pop("ASSAY_JOBSET", ""):
@@ -65,7 +65,7 @@ def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_f
 
 
 def run(job_folder: Path, run_folder: Path, heartbeat_folder: Path, message: Path) -> int:
-    """Runs the replica to its end; its exit code, 128 + n for one that died by signal n."""
+    """Runs the replica to its end and returns its exit code, which is 128 + n after signal n."""
     specification = json.loads((job_folder / "pod.json").read_text())
     argv = specification["argv"] or [
         sys.executable,
@@ -81,7 +81,7 @@ def run(job_folder: Path, run_folder: Path, heartbeat_folder: Path, message: Pat
         for process in replica:
             _send(process.pid, signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, stop)  # the first process of a pod ignores it otherwise
+    signal.signal(signal.SIGTERM, stop)  # otherwise the first process of a pod ignores SIGTERM
     try:
         process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
@@ -93,13 +93,13 @@ def run(job_folder: Path, run_folder: Path, heartbeat_folder: Path, message: Pat
     if specification["lease_seconds"]:
         lease = _Lease(heartbeat_folder, specification["lease_seconds"], specification["grace_seconds"])
         threading.Thread(target=_end_when_orphaned, args=(process, lease, orphaned, message), daemon=True).start()
-    while True:  # as the first process it is also the parent of whatever lost its own
+    while True:  # as PID 1 this process also reaps orphans
         pid, status = os.waitpid(-1, 0)
         if pid == process.pid:
             code = os.waitstatus_to_exitcode(status)
             process.returncode = code
             if code == 0 and (stopping.is_set() or orphaned.is_set()):
-                return _TERMINATED  # a program that cleans up and ends well when it is asked to end has not finished
+                return _TERMINATED  # a program that exits with 0 on request has not finished
             _wait_until_printed(run_folder / "result", stopping, orphaned)
             return code if code >= 0 else 128 - code
 
@@ -111,7 +111,7 @@ def _wait_until_printed(result: Path, *ended: threading.Event) -> None:
 
 
 def announce(run_folder: Path) -> None:
-    """Prints the announcement as a line of JSON whenever it changes, until the pod ends, and the result in pieces."""
+    """Prints the announcement as a JSON line on each change until the pod ends, and the result in pieces."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     printed: str | None = None
     while True:
@@ -122,7 +122,7 @@ def announce(run_folder: Path) -> None:
                 printed = text
         with suppress(FileNotFoundError):
             _print_result(run_folder / "result")
-            if printed is not None:  # the last line, as before
+            if printed is not None:  # keeps the announcement as the last line
                 print(json.dumps(printed), flush=True)
         time.sleep(_ANNOUNCEMENT_SECONDS)
 
@@ -156,7 +156,7 @@ def _end_when_orphaned(
     print(f"{ORPHANED}: no sign of it for {lease.lease_seconds:g} s", flush=True)
     _send(process.pid, signal.SIGTERM)
     time.sleep(lease.grace_seconds)
-    os._exit(_TERMINATED)  # and the kernel ends whatever else is in the pod
+    os._exit(_TERMINATED)  # the kernel then ends all other processes of the pod
 
 
 def _beat(folder: Path) -> str:
@@ -172,7 +172,7 @@ def _send(group: int, number: signal.Signals) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Does what the first argument says."""
+    """Runs the mode named by the first argument: `run` or `announce`."""
     if arguments[0] == "announce":
         announce(Path(arguments[1]))
     else:

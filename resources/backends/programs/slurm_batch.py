@@ -1,13 +1,13 @@
-"""Runs one job as a batch job of Slurm: starts its replicas with srun, tries again, and says how it ended.
+"""Runs a job as a batch job of Slurm: starts its replicas with srun, retries them, and writes its status.
 
-    python -E -s -S slurm_batch.py <folder of the job, which all nodes see>
+    python -E -s -S slurm_batch.py <folder of the job, visible to all nodes>
 
-Needs the standard library, and `endings.py` and `supervise.py` beside it. One `srun` starts all replicas, each below a
-supervisor of its own, which ends it in good order once its standard input is closed: that is a pipe from here, through
-Slurm. Signals: SIGUSR1 says that the time limit is near, SIGUSR2 that the job is to end, SIGTERM that Slurm takes the
-machines away. Slurm sends SIGTERM to all processes at once, and within a grace time to those of replicas alone, so they
-may have ended before this program hears of it: it asks Slurm what their ends mean. Slurm queues a job again that has
-lost its machines, and this program goes on counting where it was.
+Needs the standard library, and `endings.py` and `supervise.py` in the same folder. A single `srun` starts all replicas,
+each below its own supervisor, which ends the replica in order when its standard input is closed: a pipe from this
+program, through Slurm. Signals: SIGUSR1 reports that the time limit is near, SIGUSR2 requests the end of the job,
+SIGTERM reports that Slurm takes the machines away. Slurm sends SIGTERM to all processes at once, and within a grace
+time to those of replicas alone, so replicas may end before this program receives it: it queries Slurm to classify their
+ends. Slurm requeues a job that has lost its machines, and this program then continues with the previous counts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 
 from endings import ENDINGS, classify_exit
 
-_LATEST_CLOCK_SECONDS = 300.0  # munge lets no machines work together whose clocks differ by more
-_END_SECONDS = 45.0  # a supervisor takes 30 s to see that a process does not die of SIGKILL
+_LATEST_CLOCK_SECONDS = 300.0  # munge rejects machines with a larger clock difference
+_END_SECONDS = 45.0  # a supervisor takes 30 s to detect a process that survives SIGKILL
 _WATCH_SECONDS = 0.5
 _REQUEUE_SECONDS = 60.0
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
@@ -35,14 +35,14 @@ _TIME_LIMIT = "its time limit is near"
 _TAKEN_AWAY = "Slurm takes its machines away"
 _ASK_SECONDS = 60.0
 _RUNS = {"RUNNING", "SUSPENDED", "CONFIGURING", "RESIZING", "SIGNALING"}
-"""States of a batch job whose machines are its own; `scontrol` says COMPLETING from before its processes hear of it."""
+"""States of a batch job that still owns its machines; `scontrol` reports COMPLETING before the processes notice."""
 _FINISHED = ("succeeded", "failed", "stopped")
 _TASK = 'trap : TERM; "$1" -E -s -S "$2" "$3/task-$SLURM_PROCID"; cat "$3/task-$SLURM_PROCID/status.json"; echo'
-"""Started by srun: the supervisor, whose last words come here through Slurm, sooner than through a file system."""
+"""Command for srun: the supervisor, and its final status, which srun returns faster than a file system would."""
 
 
 class Batch:
-    """One job, from this start of its batch job on."""
+    """A job, from this start of its batch job on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,9 +67,9 @@ class Batch:
         signal.signal(signal.SIGUSR2, lambda *_: self._stop("terminated"))
 
     def run(self) -> int:
-        """Attempts the job until it has ended, and has said so, or loses its machines."""
+        """Attempts the job until it has ended and its status is published, or until it loses its machines."""
         if self._status["status"] in _FINISHED:
-            return 0  # somebody has queued it again
+            return 0  # requeued after its end
         if self._status["status"] == "running":  # an earlier start of this batch job was cut off
             self._preemptions += 1
         if self._is_orphan():
@@ -143,7 +143,7 @@ class Batch:
         statuses = [end["status"] for end in ends.values()]
         if len(statuses) == self._job["replicas"] and set(statuses) == {"succeeded"}:
             return "succeeded"
-        # Losing one replica can make the others fail an instant later, so preemption wins.
+        # The loss of a replica can make the others fail an instant later, so preemption wins.
         if any(end["preemptions"] for end in ends.values()):
             return "preempted"
         if failed := [end for end in ends.values() if end["failures"]]:
@@ -161,7 +161,7 @@ class Batch:
     def _prepare(self, index: int, replicas: int) -> None:
         task = self._folder / f"task-{index}"
         task.mkdir(exist_ok=True)
-        for name in ("status.json", "announced-0", "result-0"):  # what the last attempt said
+        for name in ("status.json", "announced-0", "result-0"):  # leftovers of the last attempt
             (task / name).unlink(missing_ok=True)
         if self._attempts > 1:
             with (task / "replica-0.log").open("ab") as log:
@@ -217,7 +217,7 @@ class Batch:
         if self._taken_away == _TIME_LIMIT:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             requeued = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
-            if requeued.returncode == 0:  # which ends us
+            if requeued.returncode == 0:  # the requeue ends this process
                 time.sleep(_REQUEUE_SECONDS)
         return 128 + signal.SIGTERM
 
@@ -277,7 +277,7 @@ def _end_of(line: bytes) -> tuple[int, dict[str, Any]] | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # a shared file system that is away for a while
+    except OSError:  # a shared file system that is temporarily unavailable
         return ""
 
 

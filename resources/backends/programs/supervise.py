@@ -1,11 +1,11 @@
-"""Runs one local job: starts its replicas, retries them, and leaves no process behind.
+"""Runs a local job: starts its replicas, retries them, and ends all of their processes.
 
     python -E -s -S supervise.py <job folder> [--outlives-parent]
 
-Needs the standard library and `endings.py` beside it. Reads `specification.json`, gets the job's environment as its
-own (so that no credential is written to disk), and keeps `status.json` and `replica-<i>.log` up to date. Ends the job
-on SIGTERM, and, unless it is to outlive its parent, when standard input, held open by the submitting process, is
-closed. The option only marks the process, for the supervisor of a job inside which this one was submitted.
+Needs the standard library and `endings.py` in the same folder. Reads `specification.json`, receives the job's
+environment as its own (so that no credential is written to disk), and updates `status.json` and `replica-<i>.log`.
+Ends the job on SIGTERM and, unless it outlives its parent, when standard input, held open by the submitting process,
+is closed. The option only marks this process for the supervisor of an enclosing job, which then leaves it running.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from typing import Any, Literal
 from endings import ENDINGS, OUT_OF_MEMORY, OomWatch, Outcome, cause_of_exit
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_WATCH_SECONDS = 0.5  # how often the parent is looked for; signals and a closed pipe wake us at once
+_WATCH_SECONDS = 0.5  # interval of the check for the parent; signals and a closed pipe wake the loop at once
 _SWEEP_SECONDS = 0.02
 _KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIGKILL until that returns
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 OUTLIVES = "--outlives-parent"
-_NOT_STARTED = 127  # what shells report for a command that cannot be executed
+_NOT_STARTED = 127  # exit code of shells for a command that cannot be executed
 
 
 class Supervisor:
-    """One job, from its first attempt to its final status."""
+    """A job, from its first attempt to its final status."""
 
     def __init__(self, folder: Path, libc: Any) -> None:
         self._folder = folder
         self._libc = libc
         self._specification = json.loads((folder / "specification.json").read_text())
         self._replicas: list[subprocess.Popen[bytes] | None] = []
-        self._groups: set[int] = set()  # the next best thing where there are no child subreapers
+        self._groups: set[int] = set()  # substitute for child subreapers, which only Linux has
         self._exit_codes: dict[int, int] = {}
         self._attempts = self._failures = self._preemptions = 0
         self._stop_reason: str | None = None
@@ -54,7 +54,7 @@ class Supervisor:
         signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: self._stop("terminated"))
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
-            # A handler that does nothing, not SIG_IGN: replicas would inherit that.
+            # A handler that does nothing instead of SIG_IGN, which replicas would inherit.
             signal.signal(number, lambda *_: None)
 
     def run(self) -> None:
@@ -107,7 +107,7 @@ class Supervisor:
             return "succeeded"
         if self._stop_reason:
             return "stopped"
-        # Losing one replica can make the others fail an instant later, so preemption wins.
+        # The loss of a replica can make the others fail an instant later, so preemption wins.
         return "preempted" if "preempted" in exits else "failed" if "failed" in exits else None
 
     def _codes(self) -> list[int | None]:
@@ -123,9 +123,9 @@ class Supervisor:
             "ASSAY_HOST_COUNT": "1",
             "ASSAY_ANNOUNCEMENT": str(self._folder / f"announced-{index}"),
             "ASSAY_RESULT": str(self._folder / f"result-{index}"),
-            **specification.get("variables", {}),  # which replica and host it is among those of other machines
+            **specification.get("variables", {}),  # index of replica and host among those on other machines
         }
-        for name in (f"announced-{index}", f"result-{index}"):  # what the last attempt said
+        for name in (f"announced-{index}", f"result-{index}"):  # leftovers of the last attempt
             (self._folder / name).unlink(missing_ok=True)
         with (self._folder / f"replica-{index}.log").open("ab", buffering=0) as log:
             if self._attempts > 1:
@@ -139,7 +139,7 @@ class Supervisor:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=self._die_with_supervisor,  # safe: this process has one thread
+                    preexec_fn=self._die_with_supervisor,  # safe: this process has a single thread
                 )
             except OSError as error:
                 log.write(f"could not be started: {error}\n".encode())
@@ -166,14 +166,14 @@ class Supervisor:
             for pid in left - asked:
                 _send(pid, signal.SIGTERM)
             asked |= left
-            self._pause(sweep_seconds)  # less often with time: it reads all of /proc
+            self._pause(sweep_seconds)  # increasing pauses: each sweep reads all of /proc
             sweep_seconds = min(sweep_seconds * 1.5, _WATCH_SECONDS)
         deadline = time.monotonic() + _KILL_SECONDS
         while (left := self._left()) and time.monotonic() < deadline:
             for pid in left:
                 _send(pid, signal.SIGKILL)
             self._pause(_SWEEP_SECONDS)
-        self._reap()  # the last of them may have ended since
+        self._reap()  # the last processes may have ended since
 
     def _left(self) -> set[int]:
         self._reap()
@@ -194,7 +194,7 @@ class Supervisor:
         ready, _, _ = select.select(sources, [], [], seconds)
         if self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
-        # A forked sibling of ours may hold the pipe open after the parent's death; then our parent has changed.
+        # A forked sibling may hold the pipe open after the parent's death; getppid() then differs.
         if self._watches_parent and (0 in ready or os.getppid() != self._parent_pid):
             self._watches_parent = False
             self._stop("the process that submitted it has ended")
@@ -243,7 +243,7 @@ def _process_table() -> dict[int, tuple[int, int]]:
             state, parent, group, threads = fields[0], int(fields[1]), int(fields[2]), int(fields[17])
         except (OSError, ValueError, IndexError):
             continue
-        if state not in (b"Z", b"X") or threads > 1:  # its main thread may have ended alone
+        if state not in (b"Z", b"X") or threads > 1:  # a process can outlive its main thread
             table[int(folder.name)] = (parent, group)
     return table
 

@@ -1,7 +1,7 @@
-"""Jobs on a Ray cluster: reserved all or nothing, supervised by a controller on its head, and gone with their driver.
+"""Jobs on a Ray cluster: reserved all or nothing, supervised by a controller on its head, and ended with their driver.
 
-A client asks an actor, the controller, and does nothing on the cluster itself, so it works through Ray's client
-protocol too. Each process of a job is a task of Ray that runs it under a supervisor of ours.
+A client only calls an actor, the controller, so it also works through Ray's client protocol. Each process of a job is
+a Ray task that runs the process under its own `supervise.py`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _END_SECONDS = 60.0
 
 
 class RayClient:
-    """Runs jobs on a Ray cluster. Names are unique among the jobs of a driver and those that outlive theirs.
+    """Runs jobs on a Ray cluster. Names are unique among a driver's jobs and all jobs that outlive their drivers.
 
     Args:
-        address: `auto`, host and port of the cluster's head, or `ray://host:port` of a Ray Client server. A Ray that
-            this process is connected to already is used as it is.
-        grace_seconds: what processes get between SIGTERM and SIGKILL.
+        address: `auto`, host and port of the cluster's head, or `ray://host:port` of a Ray Client server. If this
+            process is already connected to a Ray, that connection is used.
+        grace_seconds: time between SIGTERM and SIGKILL.
     """
 
     def __init__(self, address: str = "auto", *, grace_seconds: float = 10.0) -> None:
@@ -44,25 +44,24 @@ class RayClient:
 
     @property
     def url(self) -> str:
-        """See `Client.url`; processes of jobs have the cluster's address in `RAY_ADDRESS`."""
+        """Returns `ray://auto`: processes of jobs have the cluster's address in `RAY_ADDRESS`."""
         return "ray://auto"
 
     @property
     def is_local(self) -> bool:
-        """See `Client.is_local`."""
         return False
 
     @property
     def description(self) -> str:
-        """See `Client.description`; the URL names no cluster to people outside of it."""
+        """Returns the name of the cluster with its address, which the URL lacks."""
         return f"the Ray cluster at {self._connection().address}"
 
     def connect(self) -> None:
-        """Connects this process now, which submitting would do too."""
+        """Connects this process now instead of at the first use."""
         self._connection()
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> RayJob:
-        """See `Client.submit`; what cannot be found or built on a node makes the job fail, with the reason."""
+        """Submits a job; a file or package that is missing on a node, or cannot be built, fails the job."""
         connection = self._connection()
         if running := while_running(self._running(connection, request.name), adopt_existing=adopt_existing):
             return running
@@ -96,11 +95,7 @@ class RayClient:
         return self._handle(connection, controller, job_id, own=True)
 
     def attach(self, job_id: str) -> RayJob:
-        """A handle on a job of any driver that is still there, or on one that outlives its driver.
-
-        Raises:
-            BadInput: no controller of the cluster knows it.
-        """
+        """Returns a handle on a job of a running driver, or a job that outlives it; raises `BadInput` if unknown."""
         connection = self._connection()
         for controller in connection.controllers():
             try:
@@ -114,7 +109,7 @@ class RayClient:
         )
 
     def jobs(self) -> list[JobDetails]:
-        """See `Client.jobs`; those of every driver of the cluster."""
+        """Returns the jobs of all drivers of the cluster."""
         connection = self._connection()
         found: list[JobDetails] = []
         for controller in connection.controllers():
@@ -125,13 +120,12 @@ class RayClient:
         return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """See `Client.check_resources`; judges by the nodes that are there, unless others may come."""
+        """Raises `UnsatisfiableResources` if no current node is sufficient and the cluster has no autoscaler."""
         connection = self._connection()
         controller = self._own_controller(connection)
         connection.ask(controller, "check", resources=resources, replicas=resources.replicas)
 
     def shutdown(self) -> None:
-        """Terminates all jobs of this client that do not outlive their parent."""
         if not ray.is_initialized():
             return  # they have ended with the connection
         connection = self._connection()

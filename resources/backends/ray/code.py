@@ -1,4 +1,4 @@
-"""The folder of a job on its way to the nodes of a Ray cluster."""
+"""Transfer of a job's folder to the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from resources.settings import settings
 
 
 def this_machine() -> str:
-    """A word that processes of one machine share, and no other machine knows: the content of a file in its `/tmp`.
+    """Returns a random id of this machine, the content of a file in its `/tmp`, equal for all of its processes.
 
-    A name that somebody else has taken there, or that is no file, is passed over.
+    Names taken by other users, or by anything but a regular file, are skipped.
     """
     for number in count():
         path = Path(tempfile.gettempdir()) / f"assay-machine-{os.getuid()}{f'-{number}' if number else ''}"
@@ -28,7 +28,7 @@ def this_machine() -> str:
             unfinished.touch(mode=0o600)
             unfinished.write_text(secrets.token_hex(16))
             try:
-                os.link(unfinished, path)  # unlike a rename it leaves what another process has put there
+                os.link(unfinished, path)  # unlike a rename, a link does not overwrite another process' file
             except FileExistsError:
                 pass
             finally:
@@ -41,25 +41,24 @@ def this_machine() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SentFolder:
-    """A folder of the submitting machine, as a node gets it."""
+    """A folder of the submitting machine, as sent to a node."""
 
     path: Path
     machine: str
     inode: int
     digest: str | None
-    """Of the package to be used on other machines; None where none was sent."""
+    """Digest of the package for other machines; None if none was sent."""
 
     @classmethod
     def of(cls, path: Path, *, digest: str | None) -> SentFolder:
-        """Describes an existing folder of this machine."""
         return cls(path=path, machine=this_machine(), inode=path.stat().st_ino, digest=digest)
 
     def is_here(self) -> bool:
-        """Returns True if this machine is the one that the folder lies on, and the folder is still the same."""
+        """Returns True if the folder lies on this machine and is still the same (by inode)."""
         return self.machine == this_machine() and self.path.is_dir() and self.path.stat().st_ino == self.inode
 
     def brought_here(self, fetch: Callable[[], bytes]) -> Path:
-        """The folder itself where this is its machine, else its package, unpacked once."""
+        """Returns the folder itself on its own machine, else the folder of its unpacked package."""
         if self.is_here():
             return self.path
         if self.digest is None:
@@ -74,7 +73,7 @@ class SentFolder:
         return here if here.is_dir() else unpack(Package(digest=self.digest, content=fetch()), folders)
 
     def moved(self, paths: Sequence[str], *, to: Path) -> list[str]:
-        """Paths below the folder, as they are below `to`; others stay as they are."""
+        """Returns paths below the folder as paths below `to`; other paths are unchanged."""
         places = [Path(path) for path in paths]
         return [
             str(to / place.relative_to(self.path)) if place.is_relative_to(self.path) else str(place)

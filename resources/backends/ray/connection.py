@@ -1,7 +1,4 @@
-"""This process's connection to a Ray cluster, and questions to controllers that end in time whatever has died.
-
-The module `ray` comes as an argument: `resources/backends/ray/client.py` imports it.
-"""
+"""This process's connection to a Ray cluster, and calls to controllers that end in time even if the cluster dies."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ _ANSWER_POLL_SECONDS = 3.0
 _PROBE_SECONDS = 3.0
 _CONNECTING_TRIES = 3
 _LEAVING_SECONDS = 5.0
-_ANSWER_SECONDS = 90.0  # a controller's start takes 2 s; 30 s on two cores where all else starts too
+_ANSWER_SECONDS = 90.0  # a controller starts in 2 s, on two busy cores in 30 s
 _NOT_WITH_THE_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "31536000"}
-"""Else Ray ends this process, without unwinding anything, when the head has been away for 60 s."""
+"""Without it Ray kills this process, without unwinding, when the head has been unreachable for 60 s."""
 _HEAD = {"node:__internal_head__": 0.001}
-_MANY = 100_000  # questions that a controller may be asked at once; most of them wait in its loop
+_MANY = 100_000  # maximum of concurrent calls to a controller; most of them wait in its loop
 
 
 class ControllerGone(BackendUnavailable):
@@ -39,10 +36,10 @@ class ControllerGone(BackendUnavailable):
 
 
 class RayConnection:
-    """A connected driver, and the controllers that it knows.
+    """A connected driver with its handles on controllers.
 
     Args:
-        ray: the module.
+        ray: the module, imported by `resources/backends/ray/client.py`.
         address: `auto`, host and port of a cluster, or `ray://host:port` of a Ray Client server.
     """
 
@@ -57,46 +54,46 @@ class RayConnection:
 
     @property
     def address(self) -> str:
-        """Under which processes inside the cluster find it."""
+        """Returns the address of the cluster for processes inside it."""
         return self._gcs_address
 
     def is_open(self) -> bool:
-        """Returns True if this process is still connected as it was."""
+        """Returns True if this process still has the connection that it made."""
         return self._ray.is_initialized() and self._context_key() == self._key
 
     def is_replaced(self) -> bool:
-        """Returns True if another cluster answers at this one's address: its head was started anew, its jobs are gone.
+        """Returns True if another cluster now answers at the address: its head was restarted, and the jobs are gone.
 
-        Ray itself goes on asking the old one, and ends the process for some answers of the new one.
+        Ray itself keeps calling the old cluster, and kills the process after some answers of the new cluster.
         """
         if not (self._is_replaced or self._through_client):
             with suppress(BackendUnavailable, self._ray.exceptions.RpcError):
-                _probe(self._gcs_address, self._asked)  # the next line would try for 40 s
+                _probe(self._gcs_address, self._asked)  # fails fast: the next line would retry for 40 s
                 self._is_replaced = self._id_of_cluster() != self._cluster_id
         return self._is_replaced
 
     def is_on(self, addresses: list[str]) -> bool:
-        """Returns True if this process runs on the only machine that has one of these addresses."""
+        """Returns True if `addresses` consists of the address of this machine."""
         return not self._through_client and addresses == [self._ray.util.get_node_ip_address()]
 
     def own_controller(self) -> Any:
-        """The controller whose jobs end with this process, started on first use."""
+        """Returns the controller for jobs that end with this process; starts it on first use."""
         with self._lock:
             if self._own is None:
                 self._own = self._controller(f"controller-{self._key[1]}", lifetime=None)
             return self._own
 
     def detached_controller(self) -> Any:
-        """The controller whose jobs go on without us, shared by all who run this version of Assay."""
+        """Returns the controller for jobs that outlive their drivers, shared by drivers with equal code of Assay."""
         return self._controller(f"{DETACHED}-{own_code().digest[:12]}", lifetime="detached")
 
     def forget_own_controller(self) -> None:
-        """Makes the next use start another one."""
+        """Drops the handle, so that the next use starts a new controller."""
         with self._lock:
             self._own = None
 
     def controllers(self, *, detached_only: bool = False) -> list[Any]:
-        """Those of the whole cluster that are there, our own first."""
+        """Returns all controllers of the cluster, this process's own first."""
         self._probe()
         with _unavailable(self._ray, self._asked):
             actors = self._ray.util.list_named_actors(all_namespaces=True)
@@ -104,17 +101,17 @@ class RayConnection:
         wanted = DETACHED if detached_only else "controller-"
         found = []
         for name in sorted(names, key=lambda name: name != f"controller-{self._key[1]}"):
-            with suppress(ValueError):  # it has ended since
+            with suppress(ValueError):  # it has ended since the listing
                 if name.startswith(wanted):
                     found.append(self._ray.get_actor(name, namespace=NAMESPACE))
         return found
 
     def ask(self, controller: Any, method: str, **arguments: Any) -> Any:
-        """The answer of a controller, which may take the `seconds` among the arguments more than usual.
+        """Calls a method of a controller and returns its answer; waits 90 s, plus `seconds` if that is an argument.
 
         Raises:
-            ControllerGone: it has ended.
-            AssayError: what the method raises for users.
+            ControllerGone: the controller has ended.
+            AssayError: raised by the method for users.
         """
         reference: Any = None
         deadline = time.monotonic() + _ANSWER_SECONDS + arguments.get("seconds", 0.0)
@@ -130,7 +127,7 @@ class RayConnection:
                 self._probe()
                 if time.monotonic() > deadline:
                     raise self._unavailable("its controller does not answer") from error
-            except self._ray.exceptions.ActorUnavailableError as error:  # a lost connection: it may still be there
+            except self._ray.exceptions.ActorUnavailableError as error:  # lost connection: the controller may be alive
                 self._probe()
                 if time.monotonic() > deadline:
                     raise self._unavailable(str(error)) from error
@@ -170,8 +167,8 @@ class RayConnection:
     def _connect(self) -> None:
         if not self._ray.is_initialized():
             bootstrap_address = self._bootstrap_address()
-            _probe(bootstrap_address, self._asked)  # ray.init would try for minutes
-            # A head takes the user's token if there is one; `ray.init` gives it to the clusters that it finds only.
+            _probe(bootstrap_address, self._asked)  # fails fast: ray.init would retry for minutes
+            # A head with a user's token requires it; `ray.init` only sends it to clusters that it discovers itself.
             if self._through_client and is_loopback(_host(bootstrap_address)):
                 self._ray._private.worker.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             set_process_environment_defaults(_NOT_WITH_THE_HEAD)
@@ -199,7 +196,7 @@ class RayConnection:
                     address=self._asked, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
                 )
                 return
-            except ConnectionAbortedError:  # the Ray Client server starts a process for each of us, which may die
+            except ConnectionAbortedError:  # the Ray Client server starts a process per client, which may die
                 if left == 0:
                     raise
                 self._ray.shutdown()
@@ -236,7 +233,7 @@ class RayConnection:
 
 
 def unavailable(address: str, found: str) -> BackendUnavailable:
-    """The error for a cluster that cannot be used."""
+    """Returns the error for an unusable cluster."""
     return BackendUnavailable(
         expected=f"a Ray cluster at {address}, of the same version as ours",
         found=found,
@@ -254,8 +251,6 @@ def _probe(host_and_port: str, asked: str) -> None:
 
 
 class _unavailable:  # called like a function
-    """Turns what Ray raises for a cluster that does not answer into our error."""
-
     def __init__(self, ray: Any, address: str) -> None:
         self._kinds = (ConnectionError, RuntimeError, TimeoutError, ray.exceptions.RayError)
         self._address = address
@@ -276,7 +271,7 @@ def _leave_in_time(ray: Any) -> None:
         ending.wait()
         ray.shutdown()
 
-    leaving = threading.Thread(target=leave, name="leave-ray", daemon=True)  # none can be started at the end
+    leaving = threading.Thread(target=leave, name="leave-ray", daemon=True)  # no thread can be started at exit
     leaving.start()
 
     def at_the_end() -> None:
@@ -285,7 +280,7 @@ def _leave_in_time(ray: Any) -> None:
         if leaving.is_alive():
             atexit.unregister(ray._private.worker.shutdown)
 
-    atexit.register(at_the_end)  # after Ray's own, so called before it
+    atexit.register(at_the_end)  # registered after Ray's own handler, so called before it
 
 
 def _host(host_and_port: str) -> str:

@@ -1,4 +1,4 @@
-"""One job in its controller: attempts, budgets, what it waits for, and what its processes have said."""
+"""A job in its controller: attempts, budgets, the reason for waiting, and the output of its processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Outcome = Literal["succeeded", "failed", "preempted", "stopped", "refused"]
 
 
 class LogTail:
-    """The end of a process's output over all attempts, in memory: at least the last bytes of it, and a part more."""
+    """The end of a process's output over all attempts, in memory: the last `kept_bytes`, plus up to `PART_BYTES`."""
 
     def __init__(self, kept_bytes: int = PART_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -40,24 +40,23 @@ class LogTail:
         return len(self._content)
 
     def add(self, output: bytes) -> None:
-        """Appends output."""
         self._content += output
         if len(self._content) > self._kept_bytes + PART_BYTES:
             self._drop(len(self._content) - self._kept_bytes)
 
     def skip(self, lines: int) -> None:
-        """Leaves lines out, and drops what comes before them."""
+        """Records skipped lines, and drops all output before them."""
         self._drop(len(self._content))
         self._dropped_lines += lines
-        self._dropped_bytes += 1  # whoever has read all before them misses them too
+        self._dropped_bytes += 1  # a reader at the end of the dropped output misses the lines too
 
     def last(self, max_lines: int) -> str:
-        """The last lines, of a megabyte at most."""
+        """Returns the last lines, at most 1 MiB."""
         lines = self._content[-PART_BYTES:].decode(errors="replace").splitlines()
         return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
 
     def part(self, after: str, *, whole_lines: bool) -> LogPart:
-        """See `JobHandle.read_log`; a position is the bytes before it, and the lines that they are."""
+        """Returns the next part, see `JobHandle.read_log`; a position is the number of bytes and of lines before it."""
         known_bytes, known_lines = map(int, after.split(":")) if after else (0, 0)
         start = max(known_bytes - self._dropped_bytes, 0)
         output = bytes(self._content[start : start + PART_BYTES])
@@ -76,14 +75,12 @@ class LogTail:
 
 
 class ControlledJob:
-    """A job from its first wait for a place to its final status.
+    """A job, from its first wait for resources to its final status.
 
     Args:
-        ray: the module, connected to the cluster.
-        order: what to run.
-        turns: at asking for places, of all jobs of the controller.
-        sent: references to what lies in Ray's object store: the package of its `workspace`, a large `call`.
-        start: begins one process, given its place, a pickled `ProcessOrder` and `sent`; the result can be awaited.
+        turns: turns at requesting resources, shared by all jobs of the controller.
+        sent: references to objects in Ray's object store: the package of its `workspace`, a large `call`.
+        start: starts a process from its place, a pickled `ProcessOrder` and `sent`; the result can be awaited.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class ControlledJob:
         self._attempts = self._failures = self._preemptions = 0
         self._stopping = asyncio.Event()
         self._stop_reason = ""
-        self._ending = asyncio.Event()  # of the present attempt
+        self._ending = asyncio.Event()  # set at the end of the current attempt
         self._finished = asyncio.Event()
         self._started: set[tuple[int, int]] = set()
         self._expected = 0
@@ -113,39 +110,36 @@ class ControlledJob:
         self._hosts = device.slice.vms if isinstance(device, TpuConfig) else 1
         kept_bytes = max(PART_BYTES, KEPT_LOG_BYTES // (order.replicas * self._hosts))
         self._logs: dict[tuple[int, int], LogTail] = defaultdict(lambda: LogTail(kept_bytes))
-        self._reported: dict[tuple[int, int], int] = defaultdict(int)  # bytes of each process of the present attempt
+        self._reported: dict[tuple[int, int], int] = defaultdict(int)  # bytes per process of the current attempt
         self.announced: dict[int, str] = {}
-        """By replica, of the present attempt."""
+        """Announcement per replica of the current attempt."""
         self._results: dict[int, bytes] = {}
 
     @property
     def job_id(self) -> str:
-        """See `JobHandle.job_id`."""
         return self._order.job_id
 
     @property
     def name(self) -> str:
-        """See `JobRequest.name`."""
         return self._order.name
 
     @property
     def client(self) -> str | None:
-        """Whose end is the job's too; None where it outlives its parent."""
+        """Returns the client that the job ends with; None if the job outlives its parent."""
         return None if self._order.outlives_parent else self._order.client
 
     @property
     def digest(self) -> str | None:
-        """Of the package that its attempts need."""
+        """Returns the digest of the package that its attempts need."""
         return self._order.workspace.digest
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the memory that its logs, its results and its callable take."""
+        """Returns the bytes of memory that its logs, its results and its callable take."""
         call = self._order.entrypoint if isinstance(self._order.entrypoint, bytes) else b""
         return len(call) + sum(map(len, self._logs.values())) + sum(map(len, self._results.values()))
 
     def details(self) -> JobDetails:
-        """See `JobHandle.details`."""
         return JobDetails(
             job_id=self.job_id,
             name=self.name,
@@ -160,15 +154,14 @@ class ControlledJob:
         )
 
     def result(self, replica: int) -> bytes | None:
-        """Returns the file that a replica has left for `JobHandle.result` in the last attempt."""
+        """Returns the result file of a replica in the last attempt."""
         return self._results.get(replica)
 
     def logs(self, max_lines: int, *, replica: int | None) -> str:
-        """See `JobHandle.logs`; a replica of several hosts has a part for each of them."""
+        """Returns the last lines; a replica of several hosts has a section per host."""
         return logs_by_replica(lambda index: self._log_of(index, max_lines), self._order.replicas, replica=replica)
 
     def read_log(self, after: str, *, replica: int) -> LogPart:
-        """See `JobHandle.read_log`."""
         check_replica(replica, self._order.replicas)
         whole_lines = self._hosts > 1 and not self._finished.is_set()
         return part_of_hosts(
@@ -184,7 +177,7 @@ class ControlledJob:
         return "\n".join(f"==> host {host} <==\n{log.last(max_lines)}" for host, log in hosts.items())
 
     def stop(self, reason: str) -> float:
-        """Begins to end the job; how many seconds that may take."""
+        """Requests the end of the job, and returns the seconds that it may take."""
         if not self._stopping.is_set():
             self._stop_reason = reason
             self._stopping.set()
@@ -196,7 +189,7 @@ class ControlledJob:
             await asyncio.wait_for(self._finished.wait(), seconds)
 
     async def ends_within(self, attempt: int, seconds: float) -> bool:
-        """Returns True if the processes of an attempt are to end, now or within that many seconds."""
+        """Returns True if the processes of an attempt must end, now or within that many seconds."""
         if attempt == self._attempts and not self._finished.is_set():
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), seconds)
@@ -205,7 +198,7 @@ class ControlledJob:
     def report(
         self, attempt: int, process: tuple[int, int], *, output: Output, announcement: str | None, started: bool
     ) -> None:
-        """Takes what one process, a replica and its host, has written and announced since its last report."""
+        """Receives the output and the announcement of a process (replica, host) since its last report."""
         if attempt != self._attempts or self._finished.is_set():
             return
         known = self._reported[process]
@@ -226,13 +219,13 @@ class ControlledJob:
         status, reason = JobStatus.FAILED, "its controller failed"
         try:
             status, reason = await self._run()
-        except AssayError as error:  # what was asked for cannot be had
+        except AssayError as error:  # the request can never be satisfied
             reason = f"expected {error.expected}; found {error.found}. {error.remedy}"
-        except Exception:  # noqa: BLE001 the job must not hang, whatever is wrong with us
+        except Exception:  # noqa: BLE001 any error must end the job
             reason = f"its controller failed: {traceback.format_exc()}"
         finally:
             self.status, self._reason = status, reason
-            self._sent = {}  # finished jobs are remembered, and would keep it in Ray's memory
+            self._sent = {}  # else finished jobs would keep the objects in Ray's memory
             if isinstance(self._order.entrypoint, bytes):
                 self._order = replace(self._order, entrypoint=b"")
             self._finished.set()
@@ -321,7 +314,7 @@ class ControlledJob:
             self._ending.set()
             if left:
                 _, left = await asyncio.wait(left, timeout=self._order.grace_seconds + _END_MARGIN_SECONDS)
-            if left:  # its worker does not answer any more; the supervisor ends what is there when that is gone
+            if left:  # the worker does not respond; its supervisor ends the processes when the worker is gone
                 for reference in references:
                     self._ray.cancel(reference, force=True)
                 _, left = await asyncio.wait(left, timeout=_FORCED_SECONDS)
@@ -347,7 +340,7 @@ class ControlledJob:
             if end.refusal is not None:
                 refusal = end.refusal
                 return "refused", f"expected {refusal.expected}; found {refusal.found}. {refusal.remedy}"
-        # Losing one replica can make the others fail an instant later, so preemption wins.
+        # The loss of a replica can make the others fail an instant later, so preemption wins.
         worst: Outcome = "preempted" if "preempted" in outcomes else "failed"
         return worst, next((end.reason for end in ends if end.outcome == worst), None)
 
@@ -375,6 +368,6 @@ class ControlledJob:
 async def _ended(reference: Any) -> ProcessEnd:
     try:
         return pickle.loads(await reference)
-    except Exception as error:  # noqa: BLE001 what became of the worker, or what our code there raised
+    except Exception as error:  # noqa: BLE001 the worker's death, or any error raised there
         outcome, words = classify_ray(error)
         return ProcessEnd(outcome=outcome, reason=words)

@@ -1,7 +1,7 @@
-"""The controller: one actor per driver that supervises all its jobs, and one for the jobs that outlive theirs.
+"""The controller: an actor per driver that supervises its jobs, and a shared actor for jobs that outlive their drivers.
 
-A driver's controller dies with it, and Ray ends the workers that it had started, so nothing of the jobs is left. All
-methods run in one loop of the actor's process, so no state needs a lock.
+A driver's controller dies with it, and Ray ends the workers that it started, and so all processes of the jobs. All
+methods run in a single event loop of the actor's process, so no state needs a lock.
 """
 
 from __future__ import annotations
@@ -22,18 +22,13 @@ from resources.jobs.jobs import JobAlreadyExists, JobDetails, JobStatus
 from resources.jobs.logs import LogPart
 
 _KEPT_JOBS = 200
-_KEPT_BYTES = 64 << 20  # logs and results of finished jobs together
+_KEPT_BYTES = 64 << 20  # for the logs and results of all finished jobs
 _KEPT_PACKAGES = 4
-_LARGE_BYTES = 64 << 10  # of a callable, which is then put into Ray's object store, once for all processes
+_LARGE_BYTES = 64 << 10  # larger callables are put into Ray's object store, once for all processes
 
 
 class Controller:
-    """Jobs, their states and their logs.
-
-    Args:
-        ray: the module, connected to the cluster.
-        start: begins one process, see `ControlledJob`; the result can be awaited.
-    """
+    """Jobs, their states and their logs; `start` starts a process, see `ControlledJob`."""
 
     def __init__(self, ray: Any, *, start: Callable[[Any, bytes, Mapping[str, Any]], Any]) -> None:
         self._ray = ray
@@ -41,7 +36,7 @@ class Controller:
         self._turns = Turns()
         self._jobs: dict[str, ControlledJob] = {}
         self._packages: dict[str, Any] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # a loop keeps weak references only
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
         self._methods: dict[str, Callable[..., Any]] = {
             method.__name__: method
             for method in (
@@ -64,7 +59,7 @@ class Controller:
         }
 
     async def answer(self, method: str, arguments: bytes) -> bytes:
-        """The pickled result of a method, or the error that is meant for a user; other errors pass through."""
+        """Returns the pickled result of a method, or a pickled `AssayError`; other errors propagate."""
         try:
             result = await self._methods[method](**pickle.loads(arguments))
         except AssayError as error:
@@ -72,24 +67,24 @@ class Controller:
         return pickle.dumps(result)
 
     async def running(self, *, name: str) -> str | None:
-        """The id of the job of that name that has not finished."""
+        """Returns the id of the unfinished job of that name, or None."""
         return next((key for key, job in self._jobs.items() if job.name == name and not job.status.finished), None)
 
     async def check(self, *, resources: ResourceConfig, replicas: int) -> list[str]:
-        """Refuses what the cluster can never give; the addresses of its living nodes."""
+        """Raises if the cluster can never provide the resources; returns the addresses of its living nodes."""
         await asyncio.to_thread(ray_placement.check, self._ray, resources, replicas)
         nodes = await asyncio.to_thread(self._ray.nodes)
         return sorted({node["NodeManagerAddress"] for node in nodes if node["Alive"]})
 
     async def add_package(self, *, digest: str, content: bytes | None) -> bool:
-        """Keeps a package for jobs submitted later; says whether it is there, without content it only looks."""
+        """Stores a package for later jobs, or only looks it up without content; returns True if it is stored."""
         if content is not None and digest not in self._packages:
             self._packages[digest] = self._ray.put(content)
         return digest in self._packages
 
     async def submit(self, *, order: JobOrder, adopt_existing: bool) -> str:
-        """Starts a job, and returns its id, or with `adopt_existing` that of the running one of the same name."""
-        if order.job_id in self._jobs:  # asked again, since the first answer was lost on its way
+        """Starts a job and returns its id, or with `adopt_existing` the id of the running job of the same name."""
+        if order.job_id in self._jobs:  # a repeated call: the first answer was lost
             return order.job_id
         if (existing := await self.running(name=order.name)) is not None:
             if adopt_existing:
@@ -109,48 +104,41 @@ class Controller:
         return order.job_id
 
     async def details(self, *, job_id: str) -> JobDetails:
-        """See `JobHandle.details`."""
         return self._job(job_id).details()
 
     async def jobs(self) -> list[JobDetails]:
-        """See `Client.jobs`."""
         return [job.details() for job in self._jobs.values()]
 
     async def logs(self, *, job_id: str, max_lines: int, replica: int | None) -> str:
-        """See `JobHandle.logs`."""
         return self._job(job_id).logs(max_lines, replica=replica)
 
     async def read_log(self, *, job_id: str, after: str, replica: int) -> LogPart:
-        """See `JobHandle.read_log`."""
         return self._job(job_id).read_log(after, replica=replica)
 
     async def announced(self, *, job_id: str, replica: int) -> str | None:
-        """See `JobHandle.announced`."""
         return self._job(job_id).announced.get(replica)
 
     async def result(self, *, job_id: str, replica: int) -> bytes | None:
-        """The file that a replica has left for `JobHandle.result`; None where there is none."""
         return self._job(job_id).result(replica)
 
     async def stop(self, *, job_id: str) -> float:
-        """Begins to end a job; how many seconds that may take."""
         return self._job(job_id).stop("terminated")
 
     async def stop_client(self, *, client: str) -> list[str]:
-        """Begins to end all jobs of one client that do not outlive their parent, and says which they are."""
+        """Requests the end of all jobs of a client that do not outlive their parent, and returns their ids."""
         jobs = [job for job in self._jobs.values() if job.client == client and not job.status.finished]
         for job in jobs:
             job.stop("its client was shut down")
         return [job.job_id for job in jobs]
 
     async def finished(self, *, job_id: str, seconds: float) -> JobStatus:
-        """The status once the job has finished, or after that many seconds."""
+        """Returns the status once the job has finished, or after that many seconds."""
         job = self._job(job_id)
         await job.wait(seconds)
         return job.status
 
     async def until_end(self, *, job_id: str, attempt: int, replica: int, host: int, seconds: float) -> bool:
-        """Returns True if a process is to end now; answers no after that many seconds at the latest."""
+        """Returns True as soon as a process must end, or False after that many seconds."""
         job = self._jobs.get(job_id)
         return job is None or await job.ends_within(attempt, seconds)
 
@@ -165,7 +153,6 @@ class Controller:
         announcement: str | None,
         started: bool,
     ) -> None:
-        """Takes what a process has written and announced since its last report."""
         if (job := self._jobs.get(job_id)) is not None:
             job.report(attempt, (replica, host), output=output, announcement=announcement, started=started)
 

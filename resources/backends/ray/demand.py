@@ -1,4 +1,4 @@
-"""Request of a job to a Ray cluster: the nodes, its part of them, and why it does not get it, in words."""
+"""Resource requests of a job on a Ray cluster: eligible nodes, shares, and formatted reasons to wait or to refuse."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from resources.backends.ray.tpu import describe_slices, most_in_one_region, slic
 from resources.config import GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
 
-_TRACE = 0.001  # of a resource that only says which kind a node is of
+_TRACE = 0.001  # amount of a resource that only marks the kind of a node
 
 
 def share_of(nodes: Sequence[RayNode], resources: ResourceConfig) -> dict[str, float]:
-    """Returns the share of its node or, less the chips, of each of its hosts that a replica holds, by Ray's names.
+    """Returns the share of a node that a replica holds, by Ray's resource names; of each host, without chips, for TPUs.
 
-    A TPU slice is ours as a whole, so each host has to have the CPUs and the memory that are asked for.
+    A TPU slice belongs to the job as a whole, so each host must have the requested CPUs and memory.
     """
     share: dict[str, float] = {"CPU": float(resources.cpu), "memory": float(size_in_bytes(resources.ram))}
     if isinstance(resources.device, GpuConfig):
@@ -36,9 +36,9 @@ def share_of(nodes: Sequence[RayNode], resources: ResourceConfig) -> dict[str, f
 
 
 def allowed_nodes(nodes: Sequence[RayNode], resources: ResourceConfig) -> list[RayNode]:
-    """The nodes that are where the job is allowed to run, and that stay if it has to.
+    """Returns the nodes in the job's regions and zone and, for non-preemptible jobs, only nodes that stay.
 
-    A node that does not say where it is counts as being nowhere: what a job may cost or see depends on the region.
+    A node without a region label is in no region: costs and accessible data depend on the region.
     """
     return [
         node
@@ -52,9 +52,9 @@ def allowed_nodes(nodes: Sequence[RayNode], resources: ResourceConfig) -> list[R
 def best_selector(
     allowed: Sequence[RayNode], resources: ResourceConfig, *, share: Mapping[str, float], replicas: int
 ) -> dict[str, str]:
-    """The labels of the best nodes that have room for all replicas now, else of all that are allowed.
+    """Returns the labels of the best nodes with room for all replicas now, else of all allowed nodes.
 
-    Earlier regions are better, and for a job without accelerator nodes without one: it could be in a slice's way.
+    Earlier regions are better. Nodes without accelerators are better: a job without accelerators could block a slice.
     """
     for region in resources.regions or (None,):
         here = [node for node in allowed if region is None or node.region == region]
@@ -70,7 +70,7 @@ def best_selector(
 def selector_of(
     allowed: Sequence[RayNode], resources: ResourceConfig, *, region: str | None, avoided: Sequence[RayNode]
 ) -> dict[str, str]:
-    """The labels that a node must have."""
+    """Returns the labels that a node must have."""
     selector: dict[str, str] = {}
     names = [node.node_id for node in avoided]
     if resources.regions:
@@ -85,7 +85,7 @@ def selector_of(
 
 
 def reason_to_wait(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) -> str:
-    """Returns the things that a job waits for: how much of each is there, and how much of that is free."""
+    """Returns the reason that a job waits: the required resources, and how much of each the nodes have and is free."""
     allowed = allowed_nodes(nodes, resources)
     share = share_of(nodes, resources)
     if isinstance(resources.device, TpuConfig):
@@ -104,7 +104,7 @@ def reason_to_wait(nodes: Sequence[RayNode], resources: ResourceConfig, replicas
 
 
 def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) -> UnsatisfiableResources | None:
-    """Returns the reason that these nodes can never give what is asked for, however long one waits, or None."""
+    """Returns the error if these nodes can never satisfy the request, else None."""
     allowed = allowed_nodes(nodes, resources)
     if not allowed:
         return _refused_place(nodes, resources)
@@ -184,4 +184,4 @@ def _where(resources: ResourceConfig, *, before: str = "") -> str:
 
 
 def _any_of(values: Sequence[str]) -> str:
-    return f"in({','.join(values)})"  # Ray 2.60 takes a space after a comma for a part of the value
+    return f"in({','.join(values)})"  # Ray 2.60 treats a space after a comma as part of the value

@@ -1,4 +1,4 @@
-"""The entry to the Ray backend: a client for a cluster."""
+"""Entry point of the Ray backend."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from resources.backends.ray.client import RayClient
 
 
 def client_from_address(host: str, path: str) -> RayClient:
-    """Returns the client for the Ray that this process belongs to or that runs here, or for a Ray Client server.
-
-    Args:
-        host: `auto` or empty for the former; else host and port of the server.
-        path: not used.
-    """
+    """Returns the client for the Ray of this process or machine (`auto` or no host), or for a Ray Client server."""
     client = RayClient("auto" if host in ("", "auto") else f"ray://{host}")
     client.connect()
     return client

@@ -1,4 +1,4 @@
-"""Whose doing it was that a process of a job on Ray ended without an exit code of its own."""
+"""Causes of process ends on Ray without an exit code."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _CAUSES: dict[str, tuple[Cause, str]] = {
     "ActorPlacementGroupRemoved": ("place taken", "its place was taken away"),
     "TaskUnschedulableError": ("place taken", "its place is gone"),
 }
-"""By the name of the exception's class, or of one that it derives from: only the backend imports ray."""
+"""By name of the exception's class or of a base class, since only the backend imports ray."""
 
 
 def classify_ray(error: BaseException) -> tuple[Outcome, str]:
-    """Returns the budget that an error of a Ray task counts against, and why in words.
+    """Returns the budget that an error of a Ray task counts against, and a formatted reason.
 
-    What has no row, such as a runtime environment that cannot be set up, or an error of our own code on the node, is a
-    failure, since it would come again.
+    Errors without an entry, such as a runtime environment that cannot be set up, or an error in Assay's own code on the
+    node, are failures, since they would recur.
     """
     for kind in type(error).__mro__:
         if (row := _CAUSES.get(kind.__name__)) is not None:
             return ENDINGS[row[0]], row[1]
-    # Ray's text is a remote traceback, whose last line says what was raised.
+    # Ray's text is a remote traceback, which ends with the exception.
     return ENDINGS["crashed"], f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"

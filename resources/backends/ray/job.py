@@ -1,4 +1,4 @@
-"""A handle on a job of a Ray cluster: asks the job's controller."""
+"""Handle on a job of a Ray cluster: calls the job's controller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONG_POLL_SECONDS = 20.0
 
 
 class RayJob:
-    """A handle on a job, submitted here or attached to."""
+    """Handle on a job, submitted by this process or attached to."""
 
     def __init__(self, connection: RayConnection, controller: Any, details: JobDetails, *, own: bool) -> None:
         self._connection = connection
@@ -26,11 +26,10 @@ class RayJob:
 
     @property
     def job_id(self) -> str:
-        """See `JobHandle.job_id`."""
         return self._known.job_id
 
     def details(self) -> JobDetails:
-        """See `JobHandle.details`; of a job whose controller has ended, what became of it by that."""
+        """Returns the job's details; a job with an ended controller counts as failed or stopped."""
         if self._known.status.finished:
             return self._known
         try:
@@ -40,11 +39,9 @@ class RayJob:
         return self._known
 
     def status(self) -> JobStatus:
-        """See `JobHandle.status`."""
         return self.details().status
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        """See `JobHandle.wait`."""
         begun = time.monotonic()
         while not self._known.status.finished:
             left = _LONG_POLL_SECONDS if timeout is None else timeout - (time.monotonic() - begun)
@@ -67,32 +64,30 @@ class RayJob:
         )
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """See `JobHandle.result`; the job's controller keeps it, and takes it along when it ends."""
+        """Returns the call's result, which the controller keeps until it ends."""
         return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """See `JobHandle.logs`; empty when the job's controller has ended."""
+        """Returns the last lines; empty if the job's controller has ended."""
         try:
             return self._ask("logs", max_lines=max_lines, replica=replica)
         except ControllerGone:
             return ""
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
-        """See `JobHandle.read_log`; nothing more once the job's controller has ended."""
+        """Returns the next part of the log; empty if the job's controller has ended."""
         try:
             return self._ask("read_log", after=after, replica=replica)
         except ControllerGone:
             return LogPart(b"", after)
 
     def announced(self, replica: int = 0) -> str | None:
-        """See `JobHandle.announced`."""
         try:
             return self._ask("announced", replica=replica)
         except ControllerGone:
             return None
 
     def terminate(self) -> None:
-        """See `JobHandle.terminate`."""
         try:
             seconds: float = self._ask("stop")
         except ControllerGone:
@@ -129,7 +124,7 @@ class RayJob:
 
 
 def wait_for_all(connection: RayConnection, controller: Any, job_ids: list[str], *, seconds: float) -> None:
-    """Returns when all jobs have finished."""
+    """Returns when all jobs have finished; raises `JobTimeout` after that many seconds."""
     deadline = time.monotonic() + seconds
     for job_id in job_ids:
         left = max(0.1, deadline - time.monotonic())

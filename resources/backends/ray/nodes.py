@@ -1,7 +1,4 @@
-"""Nodes of a Ray cluster as plain values: resources, the free part of them, and the equal shares that fit.
-
-The module `ray` comes as an argument: one module of this floor imports it.
-"""
+"""Nodes of a Ray cluster as plain values: resources, their free part, and the number of equal shares that fit."""
 
 from __future__ import annotations
 
@@ -18,42 +15,41 @@ _GROUP_LABEL = "ray.io/node-group"
 _HEAD_RESOURCE = "node:__internal_head__"
 _GPU_TYPE_PREFIX = "accelerator_type:"
 _AUTOSCALER_STATUS = "__autoscaling_status"
-_STATIC_NODE_TYPE_PREFIX = "node_"  # how a cluster without an autoscaler names the types of its nodes
-_ROUNDING = 1e-6  # Ray counts in ten-thousandths; sums of them come back as floats
+_STATIC_NODE_TYPE_PREFIX = "node_"  # prefix of node types in clusters without an autoscaler
+_ROUNDING = 1e-6  # Ray counts in ten-thousandths; sums of them are floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayNode:
-    """One living node."""
+    """A living node."""
 
     node_id: str
     address: str
     labels: Mapping[str, str] = field(default_factory=dict)
     total: Mapping[str, float] = field(default_factory=dict)
-    """Resources by Ray's names: CPU, GPU, TPU, memory (bytes), and those of the cluster's own."""
+    """Resources by Ray's names: CPU, GPU, TPU, memory (bytes), and those defined by the cluster."""
     free: Mapping[str, float] = field(default_factory=dict)
-    """The part of them that nobody holds at the moment."""
+    """Currently unused part of the resources."""
     draining: bool = False
-    """True if it takes nothing new since it is about to go."""
+    """True if the node is about to be removed and takes no new work."""
 
     @property
     def region(self) -> str | None:
-        """Returns its region, as far as it says."""
         return self.labels.get(REGION_LABEL)
 
     @property
     def stays(self) -> bool:
-        """Returns True if nobody takes it away: the cluster's head, or labelled as bought on demand."""
+        """Returns True for nodes that are not preemptible: the cluster's head, and nodes labelled on-demand."""
         return _HEAD_RESOURCE in self.total or self.labels.get(_MARKET_LABEL) == "on-demand"
 
     @property
     def gpu_types(self) -> set[str]:
-        """Returns the names of its GPUs, by Ray's names such as H100."""
+        """Returns its GPU types by Ray's names, such as H100."""
         return {name.removeprefix(_GPU_TYPE_PREFIX) for name in self.total if name.startswith(_GPU_TYPE_PREFIX)}
 
 
 def read_nodes(ray: Any) -> list[RayNode]:
-    """The living nodes of the cluster, by their ids; through a Ray client all of them look free."""
+    """Returns the living nodes of the cluster by id; through a Ray client all their resources count as free."""
     connected = not ray.util.client.ray.is_connected()
     free = ray._private.state.available_resources_per_node() if connected else {}
     draining = ray._private.state.state.get_draining_nodes() if connected else {}
@@ -63,7 +59,7 @@ def read_nodes(ray: Any) -> list[RayNode]:
             address=node["NodeManagerAddress"],
             labels=node.get("Labels") or {},
             total=node["Resources"],
-            # A node that has just come is listed before it has reported for the first time.
+            # A new node is listed before its first report of free resources.
             free=free.get(node["NodeID"], node["Resources"]),
             draining=node["NodeID"] in draining,
         )
@@ -74,7 +70,7 @@ def read_nodes(ray: Any) -> list[RayNode]:
 
 
 def has_autoscaler(ray: Any, nodes: Iterable[RayNode]) -> bool:
-    """Returns True if nodes may come that are not there yet. Ray does not say so: groups of nodes and types do."""
+    """Returns True if the cluster may get more nodes, by labels of node groups and names of node types."""
     if any(_GROUP_LABEL in node.labels for node in nodes):
         return True
     status = ray.experimental.internal_kv._internal_kv_get(_AUTOSCALER_STATUS)
@@ -83,14 +79,14 @@ def has_autoscaler(ray: Any, nodes: Iterable[RayNode]) -> bool:
 
 
 def room(resources: Iterable[Mapping[str, float]], share: Mapping[str, float]) -> int:
-    """Returns the number of shares that fit into nodes with these resources, each share on one node."""
+    """Returns the number of shares that fit into nodes with these resources, each share on a single node."""
     return sum(
         min(int((have.get(name, 0.0) + _ROUNDING) / amount) for name, amount in share.items()) for have in resources
     )
 
 
 def gpu_type_resource(nodes: Iterable[RayNode], variant: str) -> str:
-    """The resource that stands for GPUs of this kind, in the spelling of the nodes if any has such."""
+    """Returns the resource name for GPUs of this type, spelled as on the nodes if any has it."""
     names = {name for node in nodes for name in node.gpu_types}
     wanted = variant.lower().removeprefix("nvidia-")
     return next(
@@ -100,17 +96,17 @@ def gpu_type_resource(nodes: Iterable[RayNode], variant: str) -> str:
 
 
 def in_words(share: Mapping[str, float]) -> str:
-    """A share as a person says it: `4 CPUs, 8 GiB of memory`."""
+    """Returns a formatted share: `4 CPUs, 8 GiB of memory`."""
     return ", ".join(_amount(name, f"{_scaled(name, amount):g}", amount) for name, amount in share.items())
 
 
 def total_in_words(node: RayNode, share: Mapping[str, float]) -> str:
-    """Returns the amounts on a node of what a share is made of: `8 CPUs, 23 GiB of memory`."""
+    """Returns a node's formatted totals of a share's resources: `8 CPUs, 23 GiB of memory`."""
     return in_words({name: node.total.get(name, 0.0) for name in share if not name.startswith(_GPU_TYPE_PREFIX)})
 
 
 def free_in_words(nodes: Sequence[RayNode], share: Mapping[str, float]) -> str:
-    """Returns the free part, over these nodes, of what a share is made of: `1 of 8 CPUs, 10 of 23 GiB of memory`."""
+    """Returns the nodes' formatted free amounts of a share's resources: `1 of 8 CPUs, 10 of 23 GiB of memory`."""
     amounts: list[str] = []
     for name in share:
         if not name.startswith(_GPU_TYPE_PREFIX):

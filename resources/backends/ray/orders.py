@@ -1,4 +1,4 @@
-"""Messages between the parts of the Ray backend: client to controller, controller to node, and back. Plain values."""
+"""Messages of the Ray backend between client, controller and node, as plain values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from resources.errors import AssayError
 from resources.jobs.jobs import Command, EnvironmentConfig
 
 DETACHED = "controller-detached"
-"""Prefix of the names of controllers whose jobs outlive their parent."""
+"""Name prefix of controllers for jobs that outlive their parent."""
 NAMESPACE = "assay"
-"""Of all actors of ours in a Ray cluster."""
+"""Namespace of all actors of Assay in a Ray cluster."""
 KEPT_LOG_BYTES = 8 << 20
-"""Part of a job's output that its controller keeps in memory, for all its processes; each has a part at least."""
+"""Bytes of a job's output that its controller keeps in memory, over all processes; each keeps at least a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOrder:
-    """One process of a job, as a node is to run it: a replica, or one host's part of one."""
+    """A process of a job for a node to run: a replica, or the part of a multi-host replica on a host."""
 
     job_id: str
     attempt: int
@@ -30,24 +30,24 @@ class ProcessOrder:
     host: int
     hosts: int
     entrypoint: Command | bytes
-    """A command, or a pickled call; empty for a large one, which is fetched apart."""
+    """A command, or a pickled call; empty for a large call, which is fetched from the object store."""
     environment: EnvironmentConfig
     device_variables: Mapping[str, str]
-    """Variables for the device; the environment's own win."""
+    """Variables for the device; variables of the environment override them."""
     given: Mapping[str, str]
-    """Variables of the backend; they win over the environment's own."""
+    """Variables of the backend; they override those of the environment."""
     is_tpu: bool
     workspace: SentFolder
     working_directory: str
-    """On the submitting machine."""
+    """Path on the submitting machine."""
     imports: tuple[str, ...]
-    """Folders of the submitting machine that a call's modules are looked for in."""
+    """Folders on the submitting machine with the call's modules."""
     grace_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrder:
-    """One job, as its controller is to run it."""
+    """A job for its controller to run."""
 
     job_id: str
     name: str
@@ -65,18 +65,18 @@ class JobOrder:
     grace_seconds: float
     submitted_at: float
     address: str
-    """Under which processes of the job find the cluster."""
+    """Address of the cluster for processes of the job."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """A piece of what a process has written."""
+    """A piece of a process's output."""
 
     content: bytes = b""
     start: int = 0
-    """Bytes that it had written before: a piece that is sent twice is known by it."""
+    """Number of bytes before this piece, by which a repeated piece is recognized."""
     skipped_lines: int = 0
-    """Lines before this piece that are not sent, since the process writes faster than can be reported."""
+    """Lines before this piece that were not sent, since the process writes faster than it can report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,9 @@ class ProcessEnd:
     outcome: Literal["succeeded", "failed", "preempted", "stopped", "refused"]
     reason: str | None = None
     output: Output = Output()
-    """The part of its output that was not reported yet."""
+    """Output that was not reported yet."""
     announcement: str | None = None
     result: bytes | None = None
-    """The file that the process has left for `JobHandle.result`."""
+    """File that the process wrote for `JobHandle.result`."""
     refusal: AssayError | None = None
-    """The reason that it could not be started, and never will be."""
+    """The reason that it could not be started and never will be."""

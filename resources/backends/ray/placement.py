@@ -1,8 +1,8 @@
 """Places of a job's processes on a Ray cluster: reserved all at once, or not at all.
 
-A replica is one share of one node, or one whole TPU slice (`tpu.py`). All shares of a job are the bundles of one
-placement group, which Ray creates only when it has room for all of them, so that two jobs cannot block each other
-with half of what each needs. The module `ray` comes as an argument: one module of this floor imports it.
+A replica is a share of a node, or a whole TPU slice (`tpu.py`). All shares of a job are the bundles of a placement
+group, which Ray creates only when it has room for all of them, so that two jobs cannot block each other with half of
+their resources.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from resources.backends.ray.tpu import choose_slices, head_resource, slice_varia
 from resources.config import ResourceConfig, TpuConfig
 from resources.tpu import TPU_TYPE_VARIABLE
 
-_QUIET_SECONDS = 1.0  # what every job waits is no news
-_LAST_LOOK_SECONDS = 10.0  # 200 waiting jobs then read the nodes 20 times a second, 3 ms each
-_LAST_SLICE_LOOK_SECONDS = 3.0  # a free slice is found by looking
-_SHOWN_SECONDS = 60.0  # of one type of slice to an autoscaler, before the next: it would start all that it sees
+_QUIET_SECONDS = 1.0  # a wait that every job has is not reported
+_LAST_LOOK_SECONDS = 10.0  # 200 waiting jobs then read the nodes 20 times per second, 3 ms each
+_LAST_SLICE_LOOK_SECONDS = 3.0  # free slices are only found by polling
+_SHOWN_SECONDS = 60.0  # request for a slice type before the next type: an autoscaler would start all requested types
 _NOT_GRANTED = {"NO_RESOURCES", "INFEASIBLE", "REMOVED", "FAILED_TO_COMMIT_RESOURCES"}
 _DECISION_SECONDS = 5.0  # Ray takes milliseconds, on a busy machine tenths of a second
 _DECISION_LOOK_SECONDS = 0.01
@@ -31,7 +31,7 @@ _DECISION_LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlace:
-    """Place of one process of a job: the options of its Ray task."""
+    """Place of a process of a job: the options of its Ray task."""
 
     strategy: Any
     """Scheduling strategy: a bundle of the job's placement group."""
@@ -39,30 +39,28 @@ class HostPlace:
     num_cpus: float
     num_gpus: float
     memory: int | None
-    """Bytes."""
+    """In bytes."""
     env_vars: Mapping[str, str]
-    """Variables for the device; the job's own win."""
+    """Variables for the device; variables of the job override them."""
     replica: int
     host: int
-    """Index among the replica's hosts; a replica has several where it is a TPU slice of several VMs."""
+    """Index among the replica's hosts; a replica on a multi-VM TPU slice has several."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Everything that a job holds on the cluster."""
+    """All resources that a job holds on the cluster."""
 
     hosts: list[HostPlace]
     _release: Callable[[], None] = field(repr=False)
 
     def release(self) -> None:
-        """Gives all of it back, and ends what still runs there; may be called again."""
+        """Releases the resources and ends the processes that still use them; may be called again."""
         self._release()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bundle:
-    """One share of one node, before it is reserved."""
-
     share: Mapping[str, float]
     selector: Mapping[str, str]
     replica: int
@@ -78,16 +76,11 @@ async def place(
     on_waiting: Callable[[str], None],
     since: float | None = None,
 ) -> Placement:
-    """Reserves the places of all replicas at once, and waits for them as long as it takes.
+    """Reserves the places of all replicas at once, waiting without a time limit. Cancelling releases the reservation.
 
     Args:
-        ray: the module, connected to the cluster.
-        resources: what one replica gets.
-        replicas: how many.
-        on_waiting: told after a second, and again whenever it has changed, what the job waits for.
-        since: on the monotonic clock, when it was asked for first; now when None.
-
-    Cancelling it gives back what was reserved.
+        on_waiting: called after a second, and on each change, with the reason that the job waits.
+        since: time of the first request on the monotonic clock; by default now.
     """
     started = time.monotonic() if since is None else since
     reported: str | None = None
@@ -124,7 +117,7 @@ async def place(
 
 
 def check(ray: Any, resources: ResourceConfig, replicas: int) -> None:
-    """Refuses what this cluster can never give, judging by the nodes it has; with an autoscaler others may come."""
+    """Raises if the current nodes can never satisfy the request, unless an autoscaler may add others."""
     nodes = read_nodes(ray)
     refused = refusal(nodes, resources, replicas)
     if refused is not None and not has_autoscaler(ray, nodes):
@@ -143,19 +136,19 @@ def _next_claim(
     if isinstance(resources.device, TpuConfig):
         for choice in resources.device.choices:
             if bundles := _slice_bundles(nodes, resources, choice, replicas):
-                # Hosts that looked free. If it is not granted soon, another was faster, and others are looked for.
+                # These hosts looked free. If not granted soon, another job was faster, and other hosts are tried.
                 return _Claim(ray, bundles, lasts=False)
-        if shown is not None:  # an autoscaler goes by what is asked for: it is shown the heads of the slices
+        if shown is not None:  # an autoscaler acts on requests: a claim on the slices' head resources
             wanted = [_head_bundle(shown, replica) for replica in range(replicas)]
             return _Claim(ray, wanted, lasts=False, is_real=False)
         return None
     allowed = allowed_nodes(nodes, resources)
     if not allowed and not resources.preemptible:
-        return None  # the nodes that stay are named one by one
+        return None  # non-preemptible nodes are selected by their ids
     share = share_of(nodes, resources)
     everywhere = selector_of(allowed, resources, region=None, avoided=())
     selector = everywhere if anywhere else best_selector(allowed, resources, share=share, replicas=replicas)
-    # A claim on the best nodes that had room is given up if others were faster; one on all that are allowed waits.
+    # A claim on the best nodes is withdrawn if not granted soon; a claim on all allowed nodes waits.
     env_vars = device_variables(resources.device)
     bundles = [
         _Bundle(share=share, selector=selector, replica=replica, host=0, env_vars=env_vars)
@@ -198,14 +191,8 @@ def _head_bundle(resources: ResourceConfig, replica: int) -> _Bundle:
 
 
 class _Claim:
-    """A placement group that Ray has been asked for.
-
-    Args:
-        ray: the module.
-        bundles: what is to be granted together.
-        lasts: whether to go on waiting for it.
-        is_real: whether it is what the job needs, and not only shown to an autoscaler.
-    """
+    # A requested placement group.
+    # `lasts`: keep waiting for it. `is_real`: False if it is only a request for the autoscaler.
 
     def __init__(self, ray: Any, bundles: Sequence[_Bundle], *, lasts: bool, is_real: bool = True) -> None:
         self.lasts = lasts

@@ -1,7 +1,7 @@
-"""One process of a job on its node: prepared, run under a supervisor of its own, and reported on to the controller.
+"""A process of a job on its node: prepares it, runs it under its own supervisor, and reports to the controller.
 
-The supervisor holds the reading end of a pipe into this worker: whatever ends the worker (its node's raylet, the end
-of the driver, the kernel) ends everything the job has started here.
+The supervisor holds the reading end of a pipe into this worker: when the worker ends (by its node's raylet, the end of
+the driver, or the kernel), the supervisor ends all processes of the job on this node.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from resources.jobs.waiting import growing_pauses
 
 _LONGEST_PAUSE_SECONDS = 0.3
 _UNTIL_END_SECONDS = 30.0
-_PREPARING_SECONDS = 2.0  # how long an order to end waits for a build of packages, which cannot be interrupted
+_PREPARING_SECONDS = 2.0  # how long a stop waits for a build of packages, which cannot be interrupted
 _LOST_CONTROLLER_SECONDS = 60.0
 
 Ask = Callable[..., Any]
 
 
 def run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes]) -> ProcessEnd:
-    """Runs the process to its end, and everything it started with it.
+    """Runs a process of a job, and returns when it and all of its children have ended.
 
-    Args:
-        order: what to run.
-        ask: calls a method of the controller by name.
-        fetch: gives what lies in Ray's object store: the package of the `workspace`, or a large `call`.
+    `ask` calls a method of the controller by name. `fetch` gets an object from Ray's object store by name: `workspace`
+    (the package) or `call` (a large pickled call).
     """
-    # A whole TPU host is ours, so what locks it is left from a process that has ended.
+    # The whole TPU host belongs to the job, so a lockfile is a leftover of an ended process.
     with remove_tpu_lockfile_on_exit() if order.is_tpu else nullcontext():
         return _run_process(order, ask=ask, fetch=fetch)
 
@@ -106,8 +104,6 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
 
 
 class _Run:
-    """The supervisor, and what of it the controller was told."""
-
     def __init__(self, order: ProcessOrder, ask: Ask) -> None:
         self._who = {
             "job_id": order.job_id,
@@ -148,7 +144,7 @@ class _Run:
             try:
                 ended = self._ask("until_end", **self._who, seconds=_UNTIL_END_SECONDS)
                 lost_at = None
-            except Exception as error:  # noqa: BLE001 ray's, when the controller is gone or cannot be reached
+            except Exception as error:  # noqa: BLE001 ray's errors, when the controller is gone or unreachable
                 verdict = type(error).__name__
                 lost_at = lost_at or time.monotonic()
                 ended = verdict == "ActorDiedError" or time.monotonic() - lost_at > _LOST_CONTROLLER_SECONDS
@@ -161,12 +157,12 @@ class _Run:
             self._told_to_end = True
             supervisor = self._supervisor
         if supervisor is not None and supervisor.stdin is not None:
-            supervisor.stdin.close()  # a signal would kill one that has only begun, as if from outside
+            supervisor.stdin.close()  # a signal would kill a starting supervisor, which counts as preempted
             return
         self._closed.wait(_PREPARING_SECONDS)
         with self._lock:
             if not self._closed.is_set():
-                os._exit(1)  # still building: the worker is all that there is to end
+                os._exit(1)  # still building: only the worker process must end
 
     def report_until_ended(self) -> ProcessEnd:
         assert self._supervisor is not None
@@ -190,7 +186,7 @@ class _Run:
                 outcome = "preempted"
             case "failed" if status["failures"]:
                 pass
-            case _:  # ended from outside, or its supervisor was
+            case _:  # the process or its supervisor was ended from outside
                 outcome = "preempted"
         code = next((replica["exit_code"] for replica in status.get("replicas", [])), None)
         return ProcessEnd(
@@ -217,7 +213,7 @@ class _Run:
         try:
             self._ask("report", **self._who, output=output, announcement=now[0], started=now[1])
             self._reported = now
-        except Exception:  # noqa: BLE001 ray's: the controller cannot be reached for a while; the thread sees its death
+        except Exception:  # noqa: BLE001 ray's: the controller is unreachable for now; the thread detects its death
             self._read_bytes = before
             return False
         return bool(output.content)

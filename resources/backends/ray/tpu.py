@@ -1,8 +1,8 @@
-"""TPU slices of a Ray cluster: which there are, which are whole and free, and what their hosts are told.
+"""TPU slices of a Ray cluster: their types, their states, and the environment variables of their hosts.
 
-A slice is claimed whole: all chips of all its hosts, and the resource `TPU-<type>-head` of its first host, by which
-others (Ray's own libraries too) claim it. Ray labels the hosts; a slice of one host may lack the slice's name, so the
-type is always looked at: a request for one host is never answered with a part of a larger slice.
+A slice is claimed whole: all chips of all its hosts, and the resource `TPU-<type>-head` of its first host, which other
+programs (including Ray's own libraries) claim too. Ray labels the hosts, but a single-host slice may lack the label
+with the slice's name, so the type is always checked: a request for a single host never gets a part of a larger slice.
 """
 
 from __future__ import annotations
@@ -37,41 +37,36 @@ class SliceState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TpuSlice:
-    """One slice as the nodes describe it."""
+    """A TPU slice as its nodes describe it."""
 
     name: str
     topology: TpuTopology
-    """Topology of its type by Google's tables."""
+    """Topology of the type by Google's tables."""
     hosts: tuple[RayNode, ...]
-    """Those that are there, in the order of their worker ids."""
+    """Living hosts, in the order of their worker ids."""
 
     @property
     def region(self) -> str | None:
-        """Returns its region, as far as its first host says."""
         return self.hosts[0].region
 
     @property
     def chips(self) -> int:
-        """Chips of the hosts that are there."""
         return round(sum(host.total.get("TPU", 0.0) for host in self.hosts))
 
     @property
     def whole(self) -> bool:
-        """Returns True if every host is there once, and they have the chips that the type has.
-
-        A host that came back may be listed beside its former self until Ray knows of that one's death.
-        """
+        """Returns True if all chips are present and each host is listed once; Ray may list a restarted host twice."""
         return self.chips == self.topology.chips and [_worker(host) for host in self.hosts] == list(
             range(len(self.hosts))
         )
 
     def claim(self, host: int) -> dict[str, float]:
-        """Returns the resources to hold of one host, besides CPU and memory."""
+        """Returns the resources to claim on a host in addition to CPU and memory."""
         node = self.hosts[host]
         return {"TPU": node.total["TPU"], **{name: 1.0 for name in node.total if _HEAD_RESOURCE.fullmatch(name)}}
 
     def state(self, share: Mapping[str, float]) -> SliceState:
-        """Returns True if it can be claimed now, with this share of CPU and memory on each of its hosts."""
+        """Returns FREE if it can be claimed now with this share of CPU and memory per host, else the obstacle."""
         if not self.whole or any(host.draining for host in self.hosts):
             return SliceState.INCOMPLETE
         for index, host in enumerate(self.hosts):
@@ -83,7 +78,7 @@ class TpuSlice:
 
 
 def slices_of(nodes: Iterable[RayNode], tpu: TpuConfig) -> list[TpuSlice]:
-    """All slices of the type asked for, in whatever state, by name."""
+    """Returns all slices of the requested type, in any state, by name."""
     return [
         TpuSlice(name=name, topology=tpu.slice, hosts=tuple(sorted(hosts, key=_worker)))
         for name, hosts in sorted(_by_slice(nodes).items())
@@ -95,9 +90,9 @@ def slices_of(nodes: Iterable[RayNode], tpu: TpuConfig) -> list[TpuSlice]:
 def choose_slices(
     nodes: Iterable[RayNode], tpu: TpuConfig, count: int, *, share: Mapping[str, float], regions: Sequence[str] = ()
 ) -> list[TpuSlice] | None:
-    """Free slices of one region, of the best one that has enough of them; None while there is no such region.
+    """Returns free slices in the best region that has enough of them, or None if no region has.
 
-    Slices of one job talk to each other over the data centre's network, which does not reach into other regions.
+    Slices of a job communicate over the data centre's network, which does not reach other regions.
     """
     by_region: dict[str | None, list[TpuSlice]] = defaultdict(list)
     for tpu_slice in slices_of(nodes, tpu):
@@ -111,12 +106,12 @@ def choose_slices(
 
 
 def most_in_one_region(slices: Iterable[TpuSlice]) -> int:
-    """Returns the largest number of slices that a job could have, in whatever state they are."""
+    """Returns the largest number of slices, in any state, that a region has."""
     return max(Counter(tpu_slice.region for tpu_slice in slices).values(), default=0)
 
 
 def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[str, float]) -> str:
-    """Returns the number of slices of the type, and their states: `2 slices in the cluster, both taken`."""
+    """Returns the formatted number and states of a type's slices: `2 slices in the cluster, both taken`."""
     slices = slices_of(nodes, tpu)
     if not slices:
         return "none in the cluster at present"
@@ -131,17 +126,17 @@ def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[
 
 
 def tpu_types(nodes: Iterable[RayNode]) -> Counter[str]:
-    """Returns the number of slices of each type that the nodes are hosts of."""
+    """Returns the number of slices in the cluster by type."""
     return Counter(next(iter(types)) for hosts in _by_slice(nodes).values() if len(types := _types(hosts)) == 1)
 
 
 def head_resource(variant: str) -> str:
-    """Returns the resource that the first host of each slice of this type has one of."""
+    """Returns the name of the resource that the first host of each slice of this type has once."""
     return f"TPU-{variant}-head"
 
 
 def slice_variables(slices: Sequence[TpuSlice], replica: int, host: int) -> dict[str, str]:
-    """Returns what tells libtpu its place on one host of these slices, which work together if they are several."""
+    """Returns libtpu's environment variables for a host of these slices; several slices work together."""
     own = slices[replica]
     variables: dict[str, str] = {}
     if len(own.hosts) > 1:

@@ -1,7 +1,7 @@
-"""Turns at asking Ray for places: of jobs that ask for the same, one at a time, in the order in which they came.
+"""Turns at requesting places from Ray: jobs with equal requests ask one at a time, in order of arrival.
 
-Ray looks at placement groups that wait once a second, and at a new one at once. So whoever's turn it is asks anew when
-another job has given its places back: 200 short jobs on two busy cores then take 50 s in place of 190 s.
+Ray checks waiting placement groups once per second, but new groups at once. So the job with the turn repeats its
+request when another job has released its places: 200 short jobs on two busy cores then take 50 s instead of 190 s.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from resources.backends.ray.placement import Placement
 
-_SETTLING_SECONDS = 0.2  # until all nodes have heard that something was given back
-_FIRST_UNDISTURBED_SECONDS, _LAST_UNDISTURBED_SECONDS = 0.05, 2.0  # a busy Ray grants late, and is to be let
+_SETTLING_SECONDS = 0.2  # until all nodes have registered a release
+_FIRST_UNDISTURBED_SECONDS, _LAST_UNDISTURBED_SECONDS = 0.05, 2.0  # a busy Ray grants late, and needs time to do so
 
 
 class Turns:
-    """Of the jobs of one controller. Use from one loop."""
+    """Turns of the jobs of a controller. Use from a single event loop."""
 
     def __init__(self) -> None:
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -26,7 +26,7 @@ class Turns:
         self._given_back_at = float("-inf")
 
     def given_back(self) -> None:
-        """Takes note that a job has released its places, and wakes those that wait."""
+        """Records that a job has released its places, and wakes the waiting jobs."""
         self._given_back_at = asyncio.get_running_loop().time()
         self._given_back.set()
         self._given_back = asyncio.Event()
@@ -38,12 +38,11 @@ class Turns:
         *,
         on_waiting: Callable[[str], None],
     ) -> Placement:
-        """The places of one job; cancelling it gives back what was reserved.
+        """Waits for a turn, requests places and returns them. Cancelling releases the reservation.
 
         Args:
-            shape: what is asked for; equal for jobs that ask for the same.
-            ask: asks Ray for it, for as long as it takes.
-            on_waiting: told if others have to be served first.
+            shape: equal for jobs with equal requests.
+            on_waiting: called with the reason if other jobs come first.
         """
         turn = self._turns[shape]
         if turn.locked():
@@ -60,7 +59,7 @@ class Turns:
                     asking.cancel()
                     asking.add_done_callback(_release)
                     raise
-                if not asking.cancelled():  # the answer, even one that came this moment
+                if not asking.cancelled():  # a result, even if it arrived during the cancellation
                     return asking.result()
                 undisturbed_seconds = min(undisturbed_seconds * 1.5, _LAST_UNDISTURBED_SECONDS)
 

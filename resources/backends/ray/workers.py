@@ -1,7 +1,7 @@
-"""Code that Ray's workers run: a shell for the controller, and one for a process of a job, sent by value.
+"""Code that Ray's workers run, sent by value: a shell for the controller, and a function for a process of a job.
 
-Both unpack the driver's own code before they import any of it, so a cluster needs the packages that we depend on, but
-not us, and never runs another version of us. Arguments and answers are pickled inside, to be read after that.
+Both unpack the driver's own code before they import any of it: a cluster needs Assay's dependencies, but not Assay, and
+never runs another version of it. Arguments and answers are pickled bytes, so that they are read only after that.
 """
 
 from __future__ import annotations
@@ -27,19 +27,14 @@ _GET_SECONDS = 10.0
 
 
 def bring_code(digest: str, content: bytes) -> None:
-    """Makes our packages importable in this worker.
-
-    Args:
-        digest: SHA-256 of the zip, as hexadecimal digits.
-        content: a zip that holds our packages.
-    """
+    """Makes the packages in the zip `content` importable in this worker; `digest` is its SHA-256 in hexadecimal."""
     if "resources.backends" in sys.modules and digest in sys.modules["resources.backends"].__path__[0]:
         return
     folder = Path(tempfile.gettempdir()) / f"assay-code-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        folder = Path(tempfile.mkdtemp(prefix="assay-code-"))  # somebody else could have put code there
+        folder = Path(tempfile.mkdtemp(prefix="assay-code-"))  # another user could have put code into the folder
     root = folder / digest
     if not root.is_dir():
         if hashlib.sha256(content).hexdigest() != digest:
@@ -55,16 +50,15 @@ def bring_code(digest: str, content: bytes) -> None:
 
 
 class ControllerShell:
-    """The actor that supervises jobs: `resources.backends.ray.controller.Controller` does the work."""
+    """Actor that supervises jobs, by `resources.backends.ray.controller.Controller`."""
 
     def __init__(self, digest: str, content: bytes) -> None:
-        """Unpacks `content`, see `bring_code`, and passes it on to nodes later."""
         bring_code(digest, content)
         from resources.backends.ray import workers as ray_workers
         from resources.backends.ray.controller import Controller
 
         cloudpickle.register_pickle_by_value(ray_workers)
-        code = [ray.put(content)]  # in a list: fetched where it is missing only
+        code = [ray.put(content)]  # in a list, Ray fetches the object only on demand
 
         def start(place: Any, order: bytes, sent: Mapping[str, Any]) -> Any:
             task = ray.remote(ray_workers.run_on_node).options(
@@ -81,20 +75,18 @@ class ControllerShell:
         self._controller = Controller(ray, start=start)
 
     async def call(self, method: str, arguments: bytes) -> bytes:
-        """Calls a method of the controller, with the pickled keyword arguments; see `Controller.answer`."""
+        """Calls a method of the controller with pickled keyword arguments; see `Controller.answer`."""
         return await self._controller.answer(method, arguments)
 
 
 def run_on_node(digest: str, code: list[Any], order: bytes, sent: dict[str, Any], controller: Any) -> bytes:
-    """Runs one process of a job in this worker, and returns the pickled `ProcessEnd`.
+    """Runs a process of a job in this worker, and returns the pickled `ProcessEnd`.
 
     Args:
-        digest: see `bring_code`.
-        code: holds a reference to the content of that digest.
+        code: list with a reference to the content of `digest`, see `bring_code`.
         order: a pickled `ProcessOrder`.
-        sent: references to what lies in Ray's object store, see `ControlledJob`; pickled by us, they would lose their
-            owner.
-        controller: handle on the actor that started this.
+        sent: references to objects in Ray's object store, see `ControlledJob`; inside a pickled `order` they would lose
+            their owner.
     """
     bring_code(digest, ray.get(code[0]))
     from resources.backends.ray.replica import run_process

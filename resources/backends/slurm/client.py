@@ -1,7 +1,7 @@
-"""Jobs on a Slurm cluster: each is a batch job, and a folder that all machines of the cluster see.
+"""Jobs on a Slurm cluster: each is a batch job with a folder that all machines of the cluster see.
 
-The folder (`<folder>/jobs/<job id>`) holds what is to run, status, logs, announcements and results. Variables of a job
-travel in the environment that Slurm keeps for it, never in that folder.
+The folder (`<folder>/jobs/<job id>`) holds specification, status, logs, announcements and results. Variables of a job
+are only in the environment that Slurm keeps for it, never in that folder.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ _KEPT_JOBS = 200
 
 
 class SlurmClient:
-    """Runs jobs on one partition of a Slurm cluster.
+    """Runs jobs on a partition of a Slurm cluster.
 
     Args:
-        slurm: the partition.
-        folder: that all machines of the cluster see; the one in the settings when None.
-        grace_seconds: what processes get between SIGTERM and SIGKILL.
-        poll_seconds: how often a job looks whether its submitter is still there.
-        lease_seconds: how long jobs that do not outlive this process go on without news of it.
+        folder: folder that all machines of the cluster see; by default `settings().slurm_dir`.
+        grace_seconds: time between SIGTERM and SIGKILL.
+        poll_seconds: interval at which a job checks that its submitter is alive.
+        lease_seconds: time after which jobs that do not outlive this process end without a lease renewal.
     """
 
     def __init__(
@@ -80,22 +79,19 @@ class SlurmClient:
 
     @property
     def url(self) -> str:
-        """See `Client.url`."""
         query = f"?{urlencode(self._slurm.options)}" if self._slurm.options else ""
         return f"slurm://{self._slurm.partition}{query}"
 
     @property
     def description(self) -> str:
-        """See `Client.description`."""
         return self.url
 
     @property
     def is_local(self) -> bool:
-        """See `Client.is_local`."""
         return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> SlurmJob:
-        """Queues a job, after building its environment where it wants one of its own."""
+        """Queues a job after building its environment, if it needs its own."""
         with self._lock:
             if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
@@ -114,7 +110,7 @@ class SlurmClient:
                 (folder / CALL).write_bytes(payload)
             imports = [str(_moved(Path(path), here, to=workspace)) for path in import_folders()]
             start_in = _moved(existing_folder(request.working_directory or here), here, to=workspace)
-            start_in.mkdir(parents=True, exist_ok=True)  # a folder without files is not packed
+            start_in.mkdir(parents=True, exist_ok=True)  # empty folders are not in the package
             specification = {
                 "name": request.name,
                 "submitted_at": time.time(),
@@ -147,11 +143,7 @@ class SlurmClient:
         return job
 
     def attach(self, job_id: str) -> SlurmJob:
-        """A handle on a job that any process has submitted with the same folder.
-
-        Raises:
-            BadInput: there is no such job.
-        """
+        """Returns a handle on a job of any process with the same folder; raises `BadInput` if there is none."""
         folder = self._folder / "jobs" / job_id
         if not re.fullmatch(r"\w[\w.-]*", job_id) or not (folder / "status.json").is_file():
             raise BadInput(
@@ -162,19 +154,17 @@ class SlurmClient:
         return SlurmJob(self._slurm, folder)
 
     def jobs(self) -> list[JobDetails]:
-        """See `Client.jobs`; those of every process that uses the same folder."""
+        """Returns the jobs of all processes that use the same folder."""
         found: list[JobDetails] = []
         for job in self._known():
-            with suppress(OSError, KeyError, ValueError):  # another process prunes them
+            with suppress(OSError, KeyError, ValueError):  # another process may be pruning them
                 found.append(job.details())
         return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """See `Client.check_resources`."""
         self._check(resources, image=None, replicas=resources.replicas * resources.hosts_per_replica)
 
     def shutdown(self) -> None:
-        """Terminates all jobs of this client that do not outlive their parent."""
         jobs = self._leases.running()
         for job in jobs:
             job.request_stop()
@@ -226,7 +216,7 @@ class SlurmClient:
 
     def _end_at_exit(self) -> None:
         for job in self._leases.running():
-            with suppress(AssayError, OSError):  # then the lease ends it
+            with suppress(AssayError, OSError):  # otherwise the lease ends it
                 job.request_stop()
 
     def _parent(self) -> str | None:

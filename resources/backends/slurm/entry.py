@@ -1,4 +1,4 @@
-"""The entry to the Slurm backend: a client for a partition."""
+"""Entry point of the Slurm backend."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from resources.errors import BadInput
 
 
 def client_from_address(host: str, path: str, **options: str) -> SlurmClient:
-    """Returns the client of a partition.
-
-    Args:
-        host: the partition; the cluster's default one when empty.
-        path: empty.
-        options: of `sbatch`, such as account and time.
-    """
+    """Returns the client of the partition `host` (empty: the cluster's default); `options` are options of `sbatch`."""
     if path.strip("/"):
         raise BadInput(expected="slurm://partition", found=f"slurm://{host}{path}", remedy="Correct ASSAY_JOBS.")
     return SlurmClient(Slurm(host, options=options))

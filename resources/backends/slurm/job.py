@@ -1,4 +1,4 @@
-"""A handle on a job of a Slurm cluster: reads the job's folder, which all machines see, and asks Slurm."""
+"""Handle on a job of a Slurm cluster: reads the job's folder, which all machines see, and queries Slurm."""
 
 from __future__ import annotations
 
@@ -23,18 +23,13 @@ CALL = "call.pickle"
 SLURM_ID = "slurm_id"
 STOP = "stop"
 _STOP, _UNTIL_HEARD_SECONDS = "USR2", 2.0
-_END_MARGIN_SECONDS = 60.0  # the program's own 45 s for processes that do not die, and Slurm's for the end of a job
+_END_MARGIN_SECONDS = 60.0  # 45 s of `slurm_batch.py` for processes that do not die, plus Slurm's time to end a job
 _UNSUBMITTED_SECONDS = 120.0
 _LONGEST_PAUSE_SECONDS = 2.0
 
 
 class SlurmJob:
-    """A handle on a job of a Slurm cluster, submitted here or attached to.
-
-    Args:
-        slurm: asks the cluster.
-        folder: of the job.
-    """
+    """Handle on a job of a Slurm cluster, submitted by this process or attached to."""
 
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self._slurm = slurm
@@ -43,25 +38,23 @@ class SlurmJob:
 
     @property
     def job_id(self) -> str:
-        """Name of the job's folder."""
         return self._folder.name
 
     @property
     def lease(self) -> Path:
-        """The file that its submitter writes again and again."""
+        """Returns the file that the submitter rewrites regularly."""
         return self._folder / "lease"
 
     @property
     def workspace(self) -> str:
-        """Name of the unpacked workspace that it runs in."""
+        """Returns the name of the unpacked workspace folder that the job runs in."""
         return self._specification["workspace"]
 
     def status(self) -> JobStatus:
-        """Returns the job's state now."""
         return self._look()[0]
 
     def details(self) -> JobDetails:
-        """Returns the job's state now, with what Slurm says of a job that waits."""
+        """Returns the job's state with, for a waiting job, Slurm's reason."""
         status, reason, counts = self._look()
         return JobDetails(
             job_id=self.job_id,
@@ -77,7 +70,6 @@ class SlurmJob:
         )
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        """See `JobHandle.wait`."""
         return wait_until_finished(
             self,
             timeout,
@@ -88,11 +80,9 @@ class SlurmJob:
         )
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """See `JobHandle.result`."""
         return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """See `JobHandle.logs`."""
         return logs_by_replica(
             lambda index: tail(self._task(index) / "replica-0.log", max_lines),
             self._specification["replicas"],
@@ -100,18 +90,15 @@ class SlurmJob:
         )
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
-        """See `JobHandle.read_log`."""
         check_replica(replica, self._specification["replicas"])
         return part_of_file(self._task(replica) / "replica-0.log", after)
 
     def announced(self, replica: int = 0) -> str | None:
-        """See `JobHandle.announced`."""
         with suppress(FileNotFoundError):
             return storage.read_bytes(str(self._task(replica) / "announced-0")).decode()
         return None
 
     def terminate(self) -> None:
-        """Ends the job with everything it started, and returns when nothing of it is left."""
         self.request_stop()
         asked_at = time.monotonic()
         deadline = asked_at + self._specification["grace_seconds"] + _END_MARGIN_SECONDS
@@ -131,13 +118,13 @@ class SlurmJob:
                     found=f"it is {seen.state if seen else 'not heard of'}",
                     remedy="Look with squeue at its nodes; an operator may have to end it.",
                 )
-            elif time.monotonic() - asked_at > _UNTIL_HEARD_SECONDS:  # a program that had only begun did not hear
+            elif time.monotonic() - asked_at > _UNTIL_HEARD_SECONDS:  # a program that had just started may miss it
                 self._slurm.signal(self._slurm_id, _STOP)
                 asked_at = time.monotonic()
             time.sleep(pause_seconds)
 
     def request_stop(self) -> None:
-        """Asks the job to end, and returns at once."""
+        """Requests the end of the job, and returns at once."""
         if self.status().finished:
             return
         (self._folder / STOP).touch()
@@ -156,7 +143,7 @@ class SlurmJob:
     def _slurm_id(self) -> str:
         with suppress(FileNotFoundError):
             return (self._folder / SLURM_ID).read_text().strip()
-        return ""  # another process is submitting it just now, or has died of it
+        return ""  # another process is submitting it, or died while submitting it
 
     def _task(self, replica: int) -> Path:
         return self._folder / f"task-{replica}"
@@ -181,11 +168,11 @@ class SlurmJob:
             )
         seen = seen or self._slurm.state(slurm_id)
         if seen is None or seen.has_ended:
-            known = self._read()  # it may have finished, and only then ended
+            known = self._read()  # it may have finished before it ended
             if JobStatus(known["status"]).finished:
                 return JobStatus(known["status"]), known["reason"], known
             return self._settle(slurm_id)
-        if seen.waits_after_requeue and known.get("all_ended"):  # else a copy may run where Slurm does not see it
+        if seen.waits_after_requeue and known.get("all_ended"):  # otherwise a copy may run on a lost node
             self._slurm.start_now(slurm_id)
         if seen.was_not_launched and not (self._folder / STOP).exists():
             return self._launch_again(slurm_id, known)
@@ -215,7 +202,7 @@ class SlurmJob:
         words = f"Slurm's job {slurm_id} ended as {seen.state}"
         ending = classify_slurm(seen)
         if known.get("left_machines") and ending in ("failed", "succeeded"):
-            ending = "preempted"  # Slurm shows it so for a moment while it is queued again
+            ending = "preempted"  # Slurm shows this state briefly during a requeue
         if seen.is_forgotten and ending in ("preempted", None):
             return self._bury(
                 "failed",

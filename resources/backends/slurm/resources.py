@@ -1,4 +1,4 @@
-"""Resources of a job as options of sbatch, and a check that the nodes of a partition can ever give them."""
+"""A job's resources as options of sbatch, and a check that a partition's nodes can provide them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,20 @@ SHORTEST_WARNING_SECONDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Nodes of one kind."""
+    """Nodes of a kind."""
 
     count: int
     cpus: int
     memory_mib: int
-    """At most 1 where the cluster does not count memory."""
+    """At most 1 if the cluster does not count memory."""
     disk_mib: int = 0
-    """0 where the cluster does not say."""
+    """0 if the cluster does not specify it."""
     gpus: dict[str, int] = field(default_factory=dict)
-    """By type, which is empty where the cluster names none."""
+    """GPUs per node by type; the type is empty if the cluster does not name it."""
 
 
 def nodes_of(listing: str, *, default_only: bool = False) -> list[Node]:
-    """Returns what `sinfo --exact --format=%D|%c|%m|%d|%P|%G` says.
-
-    Args:
-        listing: its output.
-        default_only: whether only nodes of the default partition are wanted, which `sinfo` marks.
-    """
+    """Parses `sinfo --exact --format=%D|%c|%m|%d|%P|%G`; with `default_only`, only nodes of the default partition."""
     found = []
     for line in listing.splitlines():
         count, cpus, memory, disk, partition, gres = line.strip().split("|", 5)
@@ -53,7 +48,7 @@ def nodes_of(listing: str, *, default_only: bool = False) -> list[Node]:
 
 
 def refuse_what_slurm_lacks(resources: ResourceConfig, *, image: str | None) -> None:
-    """Refuses what no Slurm cluster can be asked for."""
+    """Raises `UnsatisfiableResources` for requests that no Slurm cluster supports: TPUs, regions, zones and images."""
     if isinstance(resources.device, TpuConfig):
         raise UnsatisfiableResources(
             expected="CPUs or GPUs, which Slurm gives",
@@ -75,7 +70,7 @@ def refuse_what_slurm_lacks(resources: ResourceConfig, *, image: str | None) -> 
 
 
 def check_nodes(resources: ResourceConfig, nodes: Sequence[Node], *, replicas: int) -> None:
-    """Refuses what the nodes of a partition could not give even if nothing else ran."""
+    """Raises `UnsatisfiableResources` if the nodes of a partition could not run the replicas even when idle."""
     if sum(node.count * _replicas_on(node, resources) for node in nodes) >= replicas:
         return
     gpus = resources.device
@@ -88,14 +83,14 @@ def check_nodes(resources: ResourceConfig, nodes: Sequence[Node], *, replicas: i
 
 
 def sbatch_options(resources: ResourceConfig, nodes: Sequence[Node], *, replicas: int) -> list[str]:
-    """Returns the options that ask for all replicas at once: Slurm starts a job on all of its nodes, or not at all.
+    """Returns the options that request all replicas at once: Slurm starts a job on all of its nodes or on none.
 
-    Memory and disk are asked for only where the cluster counts them: elsewhere Slurm would refuse the job.
+    Memory and disk are requested only if the cluster counts them; otherwise Slurm would refuse the job.
     """
     options = [f"--ntasks={replicas}", f"--cpus-per-task={resources.cpu}"]
     memory_mib = math.ceil(size_in_bytes(resources.ram) / _MIB)
     if any(node.memory_mib > 1 for node in nodes):
-        # Per node or per core is all that Slurm knows; several replicas may share a node.
+        # Slurm counts memory per node or per core only, and several replicas may share a node.
         several = f"--mem-per-cpu={math.ceil(memory_mib / resources.cpu)}M"
         options.append(f"--mem={memory_mib}M" if replicas == 1 else several)
     if any(node.disk_mib for node in nodes):
@@ -111,10 +106,9 @@ def sbatch_options(resources: ResourceConfig, nodes: Sequence[Node], *, replicas
 
 
 def warning_seconds(time_limit: str | None) -> int:
-    """Returns the time before its limit at which a job is told; a tenth of a short limit.
+    """Returns how long before its time limit a job is signalled: 120 s, or a tenth of a short limit, at least 5 s.
 
-    Args:
-        time_limit: as `sbatch --time` takes it: minutes, or [days-]hours:minutes[:seconds]; None where it is not known.
+    `time_limit` is as in `sbatch --time`: minutes, or [days-]hours:minutes[:seconds]; None if unknown.
     """
     found = _TIME.fullmatch(time_limit or "")
     if not found:

@@ -1,4 +1,4 @@
-"""Slurm's own commands, which are all that a client asks a cluster with."""
+"""Slurm's command-line programs, the only interface of a client to a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from resources.backends.slurm.states import Seen, seen_by_sacct, seen_by_scontro
 from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
 from resources.settings import process_environment, variables_like
 
-_COMMAND_SECONDS = 120.0  # they try for a while themselves where the controller is away
+_COMMAND_SECONDS = 120.0  # the commands themselves retry for a while if the controller is away
 _NOT_ANSWERING = (
     *("Unable to contact slurm controller", "Connection refused", "Socket timed out", "timed out"),
     *("Unable to establish", "authentication plugin", "Munge", "munge", "fatal:"),
@@ -27,12 +27,11 @@ _NODES_KNOWN_SECONDS = 60.0
 
 
 class Slurm:
-    """One partition of the cluster that this machine's Slurm is set up for.
+    """A partition of the cluster that this machine's Slurm is configured for; an empty name is the default partition.
 
     Args:
-        partition: jobs go to; the cluster's default one when empty.
-        options: of `sbatch`, by name, such as account, qos and time.
-        known_seconds: how long states of jobs may be old.
+        options: options of `sbatch` by name, such as account, qos and time.
+        known_seconds: maximum age of cached job states.
     """
 
     def __init__(
@@ -48,14 +47,13 @@ class Slurm:
     def submit(
         self, arguments: Sequence[str], *, script: str, name: str, folder: Path, variables: Mapping[str, str]
     ) -> str:
-        """Returns Slurm's id of a new batch job, which is queued again when its machine is lost.
+        """Submits a batch job, which Slurm requeues if its machine is lost, and returns Slurm's id for it.
 
         Args:
-            arguments: of `sbatch`, for the resources.
+            arguments: options of `sbatch` for the resources.
             script: a line for a shell.
-            name: of the job in Slurm's lists.
-            folder: that it starts in, and writes its own output to.
-            variables: its whole environment; Slurm's controller keeps them.
+            folder: working directory of the job, which also gets its output, `batch.log`.
+            variables: its whole environment, which Slurm's controller stores.
         """
         mine = [f"--partition={self.partition}"] if self.partition else []
         mine += [f"--{option}={value}" for option, value in self.options.items()]
@@ -73,7 +71,7 @@ class Slurm:
         return answer.stdout.strip().partition(";")[0]
 
     def state(self, slurm_id: str) -> Seen | None:
-        """Returns the job as the last listing had it, or as Slurm knows it now; None where it knows it no more."""
+        """Returns the job's state from the cached listing, else from Slurm; None if Slurm has no such job any more."""
         with self._lock:
             asked_at, states = self._states
             if time.monotonic() - asked_at > self._known_seconds:
@@ -84,9 +82,9 @@ class Slurm:
         return seen if seen is not None and not seen.has_ended else self.state_now(slurm_id)
 
     def state_now(self, slurm_id: str) -> Seen | None:
-        """Returns the job as the controller knows it, for some minutes after its end, or the accounting.
+        """Returns the job's state from the controller, else from the accounting; None if neither has the job.
 
-        None where that knows nothing of it either, or there is none.
+        The controller keeps ended jobs for some minutes; a cluster may have no accounting.
         """
         answer = self._run("scontrol", "--oneliner", "show", "job", slurm_id)
         if seen := seen_by_scontrol(answer.stdout):
@@ -102,36 +100,35 @@ class Slurm:
         return seen_by_sacct(answer.stdout)
 
     def signal(self, slurm_id: str, number: str) -> None:
-        """Signals the program of a running batch job; nothing happens to one that does not run."""
+        """Signals the program of a running batch job; has no effect on other jobs."""
         self._run("scancel", "--batch", f"--signal={number}", slurm_id)
 
     def cancel(self, slurm_id: str) -> None:
-        """Ends a job, or takes it from the queue; Slurm gives its processes `KillWait` seconds."""
+        """Ends a job, or removes it from the queue; Slurm gives its processes `KillWait` seconds."""
         self._run("scancel", slurm_id)
         self.forget()
 
     def requeue(self, slurm_id: str) -> None:
-        """Queues a job again that has ended."""
         self._run("scontrol", "requeue", slurm_id)
         self.forget()
 
     def start_now(self, slurm_id: str) -> None:
-        """Has a job not wait for the time that Slurm has set for it."""
+        """Removes the delay that Slurm has set before a job's start."""
         self._run("scontrol", "update", f"JobId={slurm_id}", "StartTime=now")
         self.forget()
 
     def release(self, slurm_id: str) -> None:
-        """Has a job wait for a node again that is held."""
+        """Releases a held job, so that it waits for a node again."""
         self._run("scontrol", "release", slurm_id)
         self.forget()
 
     def forget(self) -> None:
-        """Has the next question about a job be asked anew."""
+        """Drops the cached states, so that the next query runs `squeue`."""
         with self._lock:
             self._states = (-inf, {})
 
     def nodes(self) -> list[Node]:
-        """Returns the nodes of the partition, as Slurm counts them."""
+        """Returns the nodes of the partition, cached for 60 s."""
         asked_at, nodes = self._nodes
         if time.monotonic() - asked_at > _NODES_KNOWN_SECONDS:
             mine = [f"--partition={self.partition}"] if self.partition else []
@@ -147,7 +144,6 @@ class Slurm:
         return nodes
 
     def preempts(self) -> bool:
-        """Returns True if jobs of the partition can be preempted by others."""
         name = self.partition or "--all"
         blocks = self._run("scontrol", "--oneliner", "show", "partition", name).stdout.splitlines()
         mine = [block for block in blocks if self.partition or " Default=YES " in block]
@@ -187,12 +183,12 @@ class Slurm:
 
 
 def is_of_an_allocation(variable: str) -> bool:
-    """Returns True for variables of the job that this process is in: Slurm would take them for another's options."""
+    """Returns True for variables of the enclosing Slurm job, which Slurm would take as options of the new job."""
     return variable.startswith(("SLURM_", "SLURMD_", "SRUN_")) and variable != _CONFIGURATION
 
 
 def limit_warning(seconds: int) -> str:
-    """Returns the option of `sbatch` that has the batch program signalled before the time limit."""
+    """Returns the option of `sbatch` that signals the batch program before the time limit."""
     return f"--signal=B:USR1@{seconds}"
 
 

@@ -2,13 +2,13 @@
 
     python -I -u fork_server.py SOCKET PROGRAM [PRELOAD ARGUMENT ...]
 
-PROGRAM is a file with `preload(arguments)` and `main(arguments) -> exit code or None`; in `READ_AT_IMPORT` it may name
-beginnings of variables that its libraries read when they are imported: a run for which one of them has another value
-than here is refused. `run_forked.py` asks for runs. Needs the standard library only.
+PROGRAM is a file with `preload(arguments)` and `main(arguments) -> exit code or None`. Its optional `READ_AT_IMPORT`
+lists prefixes of variables that its libraries read at import: a run with other values than the server's is refused.
+`run_forked.py` requests runs. Needs only the standard library.
 
-Connections queue up in the socket while `preload` works. For each, the server forks a subreaper, which forks the child
-and inherits everything that the child starts, so it finds all of it when the child has ended or its requester is gone.
-The server itself does nothing but accept and fork.
+Connections queue up in the socket during `preload`. For each connection, the server forks a subreaper, which forks the
+child and inherits all orphaned processes of the child. So it can end all of them when the child has ended or its
+requester is gone. The server itself only accepts and forks.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
+sys.path.insert(0, str(Path(__file__).parent))  # -I leaves the script's folder out of the path
 from forked_program import Program, become_fresh
 
 del sys.path[0]
 
-READY, REFUSED, ENDED = b"+", b"!", b"="  # the words of run_forked.py
+READY, REFUSED, ENDED = b"+", b"!", b"="  # as in run_forked.py
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _BACKLOG = 512
-_PARENT_POLL_SECONDS = 1.0  # how often the parent is looked for where the kernel does not tell
-_REQUEST_SECONDS = 30.0  # a requester sends at once what it wants
+_PARENT_POLL_SECONDS = 1.0  # interval of checks for the parent; the kernel may not signal its death
+_REQUEST_SECONDS = 30.0  # a requester sends its request at once
 _LARGEST_REQUEST = 64 << 20
 _SWEEP_SECONDS = 0.005
-_KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIGKILL until that returns
+_KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIGKILL until the call returns
 
 
 class ForkServer:
@@ -58,7 +58,7 @@ class ForkServer:
             signal.signal(number, self._stop)
 
     def serve(self) -> None:
-        """Forks until it is told to stop, or its parent is gone; then ends every run."""
+        """Forks until a stop signal, or until its parent is gone; then ends every run."""
         while not self._stopping and os.getppid() == self._parent:
             ready, _, _ = select.select([self._listener, self._wake_fd], [], [], _PARENT_POLL_SECONDS)
             if self._wake_fd in ready:
@@ -117,7 +117,7 @@ class ForkServer:
 
 
 class Subreaper:
-    """Runs one child for one requester, and leaves nothing of it behind."""
+    """Runs a child for a requester, and ends all processes that the child leaves behind."""
 
     def __init__(self, program: Program, connection: socket.socket) -> None:
         self._program = program
@@ -128,7 +128,7 @@ class Subreaper:
         self._told_to_end = False
 
     def keep(self) -> None:
-        """Forks the child, passes signals on to it, and tells how it ended."""
+        """Forks the child, forwards signals to it, and reports its exit code."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._connection.sendall(READY)
         self._connection.settimeout(_REQUEST_SECONDS)
@@ -139,7 +139,7 @@ class Subreaper:
         if unlike := self._program.unlike(request["env"]):
             self._connection.sendall(REFUSED + f"it was imported with other values of {', '.join(unlike)}".encode())
             return
-        # So that none that comes before the child is there is lost.
+        # Blocked until the child exists, so that no signal is lost.
         blocked = {signal.SIGTERM, signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         subreaper = os.getpid()
@@ -181,13 +181,13 @@ class Subreaper:
             try:
                 os.killpg(self._child, number)
             except (ProcessLookupError, PermissionError):
-                _send(self._child, number)  # it has not made a group of its own yet
+                _send(self._child, number)  # the child has not created its process group yet
 
     def _end_everything(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
         while time.monotonic() < deadline:
             left = _descendants(os.getpid())
-            self._reap()  # behind the look: what has ended before it, and so is not found, is no zombie either
+            self._reap()  # after the listing: a process that ended before it, and so is not listed, is reaped too
             if not left:
                 return
             for pid in left:
@@ -273,7 +273,7 @@ def _parents() -> dict[int, int]:
             state, parent, threads = fields[0], int(fields[1]), int(fields[17])
         except (OSError, ValueError, IndexError):
             continue
-        if state not in (b"Z", b"X") or threads > 1:  # its main thread may have ended alone
+        if state not in (b"Z", b"X") or threads > 1:  # the main thread may have ended alone
             parents[int(folder.name)] = parent
     return parents
 
@@ -325,16 +325,16 @@ def main(arguments: list[str]) -> None:
         listener.bind(str(unfinished))
         os.umask(mask)
         listener.listen(_BACKLOG)
-        unfinished.replace(path)  # also that of a server that was killed
+        unfinished.replace(path)  # also replaces the socket of a killed server
         began = time.monotonic()
         program = Program.load(program_path, arguments[2:])
         print(f"{program_path.name} preloaded in {time.monotonic() - began:.2f} s", file=sys.stderr, flush=True)
         ForkServer(program, listener).serve()
-        with suppress(OSError):  # whoever asked for the server may have been killed
+        with suppress(OSError):  # the requester of the server may have been killed
             path.unlink()
             path.parent.rmdir()
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)  # taking apart what an engine imports keeps whoever ends it waiting for half a second
+    os._exit(0)  # a normal exit would tear down an engine's modules for half a second

@@ -1,7 +1,6 @@
-"""A program imported by `fork_server.py`, and what makes a fork of it like a process of its own.
+"""A program imported by `fork_server.py`, and the steps that make a fork of it equivalent to a new process.
 
-A fork has only the thread that forked: a lock that another one held, or the work it did, is gone for good. So nothing
-here starts a thread, and a program whose import did is reported.
+A fork has only the thread that forked: locks and work of other threads are lost, so threads of an import are reported.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+# Settings that keep libraries from starting threads at import.
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Settings that keep libraries from starting threads when they are imported."""
 
 
 class Program:
-    """A program that was imported and is ready to be run in forks of this process."""
+    """An imported program, ready to run in forks of this process."""
 
     def __init__(self, path: Path, module: ModuleType, variables: dict[str, str]) -> None:
         self.path = path
@@ -33,23 +32,23 @@ class Program:
 
     @classmethod
     def load(cls, path: Path, arguments: list[str]) -> Program:
-        """Imports the file under its own name, and lets it do what every run needs.
+        """Imports the file under its own name, and calls its `preload`.
 
-        What that allocates is shared by all runs, as long as nobody writes to it.
+        Memory that it allocates is shared by all runs until it is written to.
         """
         for name, value in _NO_THREADS.items():
             os.environ.setdefault(name, value)
-        variables = dict(os.environ)  # before libraries add to it
+        variables = dict(os.environ)  # before libraries add variables
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"expected a Python file, found {path}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
-        gc.disable()  # imports leave next to no garbage, and looking for it took a quarter of vLLM's import
+        gc.disable()  # imports leave almost no garbage, and collections took a quarter of vLLM's import
         spec.loader.exec_module(module)
         module.preload(arguments)
         gc.collect()
-        gc.freeze()  # a collection in a run would write into every page that it shares
+        gc.freeze()  # a collection in a run would write to all shared pages
         gc.enable()
         _warn_of_threads()
         return cls(path, module, variables)
@@ -58,13 +57,13 @@ class Program:
         return {name: value for name, value in variables.items() if name.startswith(self._read_at_import)}
 
     def unlike(self, variables: dict[str, str]) -> list[str]:
-        """Names of variables that were read when the program was imported and differ now."""
+        """Returns the names of variables that were read at import and differ now."""
         wanted = self._read(variables)
         names = wanted.keys() | self._variables.keys()
         return sorted(name for name in names if wanted.get(name) != self._variables.get(name))
 
     def run(self, arguments: list[str]) -> NoReturn:
-        """Runs it as an interpreter of its own would, and ends this process without taking the modules apart."""
+        """Runs the program as a new interpreter would, and ends this process without tearing down modules."""
         sys.argv = [str(self.path), *arguments]
         code = 1
         try:
@@ -91,7 +90,7 @@ class Program:
 
 
 def exit_code(result: object) -> int:
-    """Returns the exit code that the interpreter makes of the argument of `sys.exit`."""
+    """Returns the exit code that the interpreter derives from the argument of `sys.exit`."""
     if result is None:
         return 0
     if isinstance(result, int):
@@ -101,7 +100,7 @@ def exit_code(result: object) -> int:
 
 
 def become_fresh(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Makes this process what a new interpreter would be, but for the modules: streams, environment, signals, seeds."""
+    """Resets this process to the state of a new interpreter, except modules: streams, environment, signals, seeds."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
@@ -117,7 +116,7 @@ def become_fresh(request: dict[str, Any], descriptors: list[int]) -> None:
     os.umask(request["umask"])
     os.chdir(request["cwd"])
     if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed()  # Python's own does so itself, and torch starts from a constant in every process
+        numpy_random.seed()  # Python reseeds itself after a fork, and torch starts from a constant in every process
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 

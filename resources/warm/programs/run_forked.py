@@ -1,10 +1,10 @@
-"""Runs a program in a fork of a server that has it imported already, and ends as the program ended.
+"""Runs a program in a fork of a server that has imported it, and ends with the same exit code or signal.
 
     python -I -S -u run_forked.py [--wait SECONDS] SOCKET PROGRAM [ARGUMENT ...]
 
-Stands for the run: it lends the child its streams, environment and working directory, passes signals on, and takes
-the child with it when it is killed. Where `fork_server.py` does not answer at SOCKET, this process becomes the program
-itself, which takes longer and gives the same result. Needs the standard library only.
+Represents the run: it passes its streams, environment and working directory to the child, forwards signals, and when it
+is killed, the child is killed too. If `fork_server.py` does not answer at SOCKET, this process becomes the program
+itself, which is slower and gives the same result. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-READY, REFUSED, ENDED = b"+", b"!", b"="  # the words of fork_server.py
-_WAIT_SECONDS = 300.0  # importing an engine for the first time, from a cold disk
-_BIND_SECONDS = 20.0  # a server opens its socket before it imports anything; its folder is there before it starts
+READY, REFUSED, ENDED = b"+", b"!", b"="  # as in fork_server.py
+_WAIT_SECONDS = 300.0  # for the first import of an engine, from a cold disk
+_BIND_SECONDS = 20.0  # a server opens its socket before it imports anything; its folder exists before it starts
 _SOCKET_POLL_SECONDS = 0.01
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Unavailable(Exception):
-    """The server is not there, or cannot do this; nothing has been run."""
+    """The server is gone, or cannot run this; nothing has been executed."""
 
 
 def main(arguments: list[str]) -> None:
-    """Asks for a fork, or runs the program cold."""
+    """Requests a fork, or runs the program cold."""
     wait_seconds = _WAIT_SECONDS
     if arguments[0] == "--wait":
         wait_seconds = float(arguments[1])
@@ -51,10 +51,10 @@ def main(arguments: list[str]) -> None:
 
 
 def connect(path: str, wait_seconds: float) -> socket.socket:
-    """A connection to a server that has everything imported.
+    """Connects to a server that has finished its imports.
 
     Raises:
-        Unavailable: there is none, or it was not ready in time.
+        Unavailable: there is no server, or it was not ready in time.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -76,14 +76,14 @@ def connect(path: str, wait_seconds: float) -> socket.socket:
 
 
 def run(connection: socket.socket, arguments: list[str]) -> int:
-    """Runs the program in a fork; its return code, a signal's number negated.
+    """Runs the program in a fork; returns its exit code, or the negated number of the signal that ended it.
 
     Raises:
-        Unavailable: the server refused.
+        Unavailable: the server refused the run.
     """
 
     def pass_on(number: int, frame: object) -> None:
-        with contextlib.suppress(OSError):  # it is over, and `recv` says so
+        with contextlib.suppress(OSError):  # the run has ended, and `recv` returns
             connection.send(bytes([number]))
 
     for number in _FORWARDED:
@@ -109,7 +109,7 @@ def run(connection: socket.socket, arguments: list[str]) -> int:
 
 
 def end_as(returncode: int) -> NoReturn:
-    """Ends this process the way the child ended."""
+    """Ends this process with the exit code or signal of the child."""
     if returncode < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         number = -returncode
