@@ -1,1 +1,1 @@
-"""The retried, observed Prefect steps that flows chain; evaluators; records."""
+"""Retried and observed Prefect steps that flows chain; evaluators; records."""

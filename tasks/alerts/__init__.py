@@ -1,1 +1,1 @@
-"""Drops of scores that neither questions nor training explain, and what people say of them."""
+"""Drops of scores beyond the noise of questions and training, and their acknowledgements."""

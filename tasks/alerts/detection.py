@@ -1,4 +1,4 @@
-"""Alerts: checkpoints at which a metric of a run fell below what came before, found in records alone."""
+"""Alerts: checkpoints at which a metric of a run fell below its earlier level, computed from records alone."""
 
 from __future__ import annotations
 
@@ -29,42 +29,37 @@ class _Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Alert:
-    """A drop in one metric of one run: the checkpoint at which it was certain, and what was expected there."""
+    """A drop in a metric of a run: the checkpoint at which it became certain, and the value expected there."""
 
     id: str
     """Digest over series and checkpoint."""
     run: str
-    """The training run."""
     checkpoint: str
-    """Name of the checkpoint at which the sum of shortfalls went over its threshold."""
+    """Name of the checkpoint at which the sum of shortfalls exceeded its threshold."""
     step: int
-    """Its training step."""
     evaluator: str
-    """The harness."""
     benchmark: str
-    """Name it is published under."""
+    """Name that the benchmark is published under."""
     metric: str
-    """Metric as the harness calls it."""
     evaluation_hash: str
-    """Hash of the settings that the curve was measured with."""
+    """Hash of the settings of the curve."""
     since: int
-    """Step of the first checkpoint that fell short; the same step, or an earlier one."""
+    """Step of the first checkpoint that fell short; at most `step`."""
     before: int
     """Step of the last checkpoint at the level before."""
     expected: float
-    """Value that the checkpoints before gave reason to expect."""
+    """Value expected from the checkpoints before."""
     found: float
-    """Value that was measured."""
+    """Measured value."""
     question_noise: float | None
-    """Standard error of what was found over draws of questions; empty where none is known."""
+    """Standard error of the measured value over draws of questions; empty if unknown."""
     training_noise: float | None
-    """Standard deviation of the curve from checkpoint to checkpoint until the drop; empty where none is known."""
+    """Standard deviation of the curve between checkpoints until the drop; empty if unknown."""
     checkpoints_between_false_alarms: int
-    """Mean distance of two false alarms in all curves of the run together."""
+    """Mean distance of two false alarms over all curves of the run together."""
     higher_is_better: bool
-    """Direction of improvement."""
     merged_by: str = ""
-    """Kind of merge, where the curve is one of merged checkpoints."""
+    """Kind of merge, if the curve is of merged checkpoints."""
 
     @property
     def lost(self) -> float:
@@ -83,16 +78,13 @@ def alerts_in(
     qualifications: Sequence[Qualification] = (),
     checkpoints_between_false_alarms: int = CHECKPOINTS_BETWEEN_FALSE_ALARMS,
 ) -> list[Alert]:
-    """Returns the alerts that records give rise to, by run and step: the same records give the same alerts.
+    """Returns the alerts of records, by run and step; a deterministic function of the records.
 
-    Each metric with a direction has a series for each run and evaluation hash; parts of a group have none beside it. A
-    change of versions that nothing qualifies ends a series, and the next begins. Merged checkpoints have series of
-    their own, of those that share no input: neighbours that do waver together.
-
-    Args:
-        records: all that there are; of several for one cell, the newest counts.
-        qualifications: verdicts on changes of versions.
-        checkpoints_between_false_alarms: mean distance of two false alarms in all curves of a run together.
+    Each metric with a direction has a series per run and evaluation hash; parts of a group have none if the group has.
+    A change of versions without a qualification ends a series and starts the next. Merged checkpoints have series of
+    their own, restricted to checkpoints that share no input, since the scores of overlapping averages move together. Of
+    several records for the same cell, the newest counts. `checkpoints_between_false_alarms` is the mean distance of two
+    false alarms over all curves of a run together.
     """
     apart = told_apart([record.checkpoint for record in records])
     runs: dict[str, dict[tuple[int, str], CheckpointReference]] = defaultdict(dict)

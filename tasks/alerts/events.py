@@ -1,4 +1,4 @@
-"""The event `alert.raised`: Prefect's server is told that a curve has raised an alert, for its automations."""
+"""The event `alert.raised`, sent to Prefect's server for its automations."""
 
 from __future__ import annotations
 
@@ -24,15 +24,9 @@ _SENT_WITHIN_SECONDS = 30.0
 
 
 def tell_server(news: Sequence[News], *, run_folder: str, report: str) -> None:
-    """Sends an event for each alert; nothing where there is no server that stays.
-
-    Alerts that the server does not take lose their files, so that the next look finds them again.
-
-    Args:
-        news: the alerts.
-        run_folder: `<evaluation_path>/<run>`.
-        report: address of the report over the run, as a browser opens it.
-    """
+    """Sends an event for each alert; does nothing without a permanent server. If the server does not accept them, their
+    files are deleted, so that the next pass finds the alerts again. `report` is the address of the run's report for a
+    browser."""
     if not news or (address := server_address()) is None:
         return
     try:
@@ -50,7 +44,7 @@ def tell_server(news: Sequence[News], *, run_folder: str, report: str) -> None:
 
 
 def event_of(news: News, *, run_folder: str, report: str) -> Event:
-    """The event of an alert: about the run, with the checkpoint, the benchmark, the policy and the flow run."""
+    """Returns the event of an alert: resource is the run; related are checkpoint, benchmark, policies and flow run."""
     alert = news.known.alert
     resource = {
         "prefect.resource.id": f"assay.run.{storage.absolute(run_folder)}",

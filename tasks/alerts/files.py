@@ -1,6 +1,6 @@
-"""Files about alerts: that one was found and announced, and what a person said of it. That it is one, records say.
+"""Files of alerts: that an alert was found, announced or acknowledged. The alert itself follows from records.
 
-<evaluation_path>/<run>/alerts/<id>.json      made by whoever finds it first, who alone tells others
+<evaluation_path>/<run>/alerts/<id>.json      created by the first process that finds it, which alone notifies others
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SETTLE_SECONDS = 2.0
 
 
 class Acknowledgement(Config):
-    """The word of a person that an alert is known."""
+    """A user's acknowledgement of an alert."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -35,44 +35,39 @@ class Acknowledgement(Config):
     at: Timestamp
     """Time, seconds since the epoch."""
     note: str | None = None
-    """A few words about it."""
+    """A short note."""
 
     @property
     def words(self) -> str:
-        """The person, the day, and what was said, for people."""
         return f"by {self.by}, {datetime.fromtimestamp(self.at, UTC):%Y-%m-%d}" + (
             f": {self.note}" if self.note else ""
         )
 
 
 class KnownAlert(Config):
-    """An alert with what was made of it; fields of a newer version are ignored."""
+    """An alert and its status; fields of a newer version are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     alert: Alert
-    """The alert as it was found."""
+    """The alert as found."""
     found_at: Timestamp
     """Time it was found, seconds since the epoch."""
     announced: bool
-    """True if it was news, so that others were told; False for one that was found in old records."""
+    """True if it was new and was announced; False if it was found in old records."""
     acknowledged: Acknowledgement | None = None
     """Empty while it is open."""
     finder: str = Field(default_factory=lambda: secrets.token_hex(8))
-    """Made up by whoever found it, who knows the file by it."""
+    """Random id of the finder, which recognises its own file by it."""
 
 
 def alerts_on_file(run_folder: str) -> set[str]:
-    """Ids of the alerts of a run that have a file; one listing."""
+    """Returns the ids of a run's alerts that have a file; 1 listing."""
     return {storage.basename(uri).removesuffix(".json") for uri in _files(run_folder)}
 
 
 def read_alerts(run_folder: str) -> dict[str, KnownAlert]:
-    """The alerts of a run that have a file, by id; one listing, and a read for each.
-
-    Raises:
-        StorageError: the folder cannot be read.
-    """
+    """Returns the alerts of a run that have a file, by id; 1 listing, and a read per alert. Raises StorageError."""
     found: dict[str, KnownAlert] = {}
     for uri in _files(run_folder):
         with suppress(FileNotFoundError, ValidationError):
@@ -82,18 +77,16 @@ def read_alerts(run_folder: str) -> dict[str, KnownAlert]:
 
 
 def read_acknowledgements(run_folder: str) -> Mapping[str, Acknowledgement]:
-    """Acknowledgements of a run's alerts by the id of the alert; open ones have none."""
+    """Returns the acknowledgements of a run's alerts by alert id; open alerts have none."""
     return {key: known.acknowledged for key, known in read_alerts(run_folder).items() if known.acknowledged}
 
 
 def write_first(run_folder: str, known: KnownAlert, *, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Writes the file of an alert that has none; False if somebody else did.
-
-    Where a store lets two writers make one file, the last one has it, once both can be seen: best effort.
-    """
+    """Creates the file of an alert; returns False if another process did. Without exclusive creation in the store, the
+    last writer wins once both files are visible: best effort."""
     uri, content = _uri(run_folder, known.alert.id), _content(known)
     if creates_exclusively(storage.join(run_folder, _FOLDER)):
-        # A write whose answer was lost is tried again by the client, and then finds its own file.
+        # If the response to a write is lost, the client retries and finds its own file.
         return storage.create_bytes(uri, content) or _held(uri) == content
     if _held(uri) is not None:
         return False
@@ -103,10 +96,8 @@ def write_first(run_folder: str, known: KnownAlert, *, sleep: Callable[[float], 
 
 
 def forget(run_folder: str, known: KnownAlert) -> None:
-    """Deletes the file of an alert that nobody could be told of, for the next look to find it; one that changed stays.
-
-    A mark stays, by which that look knows that it is to be told, however late it comes.
-    """
+    """Deletes the file of an alert that could not be announced, unless it changed, so that the next pass finds it
+    again. A marker file remains, so that the next pass announces it at any later time."""
     uri = _uri(run_folder, known.alert.id)
     standing = read_version(uri)
     if standing is not None and standing.content == _content(known):
@@ -115,7 +106,7 @@ def forget(run_folder: str, known: KnownAlert) -> None:
 
 
 def take_untold(run_folder: str, alert: Alert) -> bool:
-    """True if an alert was found before and nobody could be told of it; its mark is removed."""
+    """Returns True if an alert was found before but could not be announced; removes its marker."""
     mark = _untold(run_folder, alert.id)
     if not storage.exists(mark):
         return False
@@ -124,7 +115,7 @@ def take_untold(run_folder: str, alert: Alert) -> bool:
 
 
 def acknowledge(run_folder: str, alert: Alert, *, note: str | None) -> KnownAlert:
-    """Says that an alert is known, by the user of this process. What was said first stands."""
+    """Acknowledges an alert in the name of this process's user; an earlier acknowledgement is kept."""
     word = Acknowledgement(by=acting_user(), at=time.time(), note=note)
     uri = _uri(run_folder, alert.id)
     while True:

@@ -1,4 +1,4 @@
-"""The alerts of some runs, from their records and from the files about them, and which of them a text means."""
+"""Lists the alerts of runs from their records and alert files, and selects alerts by id."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ _ORDER: tuple[State, ...] = ("open", "acknowledged", "gone")
 
 @dataclass(frozen=True)
 class ListedAlert:
-    """An alert, the folder of its run's records, and its file, where it has one.
-
-    One that was found once is `gone` if the records do not show it any more: a checkpoint was written again, say.
-    """
+    """An alert, the folder of its run's records, and its file, if any; `shown` if the records still show it."""
 
     alert: Alert
     run_folder: str
@@ -36,25 +33,23 @@ class ListedAlert:
 
     @property
     def state(self) -> State:
-        """Its state; one that a person has acknowledged stays so."""
+        """`acknowledged` permanently once acknowledged; `gone` if the records no longer show it, as after a rewrite."""
         if self.known is not None and self.known.acknowledged is not None:
             return "acknowledged"
         return "open" if self.shown else "gone"
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         known = self.known.model_dump(include={"announced", "acknowledged"}) if self.known else {}
         return {"state": self.state, **asdict(self.alert), "announced": False, "acknowledged": None, **known}
 
     @property
     def words(self) -> str:
-        """Its state for people: who acknowledged it, and what they said."""
         word = self.known.acknowledged if self.known is not None else None
         return self.state if word is None else f"acknowledged {word.words}"
 
 
 def list_alerts(paths: Iterable[str]) -> list[ListedAlert]:
-    """The alerts of the records below some folders: open ones first, then those of the latest steps."""
+    """Returns the alerts of the records below some folders: open alerts first, then by latest step."""
     records: dict[str, list[Any]] = defaultdict(list)
     for path in paths:
         for found in find_records(path):
@@ -70,7 +65,7 @@ def list_alerts(paths: Iterable[str]) -> list[ListedAlert]:
 
 
 def alerts_table(listed: Sequence[ListedAlert]) -> Table:
-    """The alerts for a terminal, one line each."""
+    """Returns the alerts for a terminal, a line each."""
     table = Table("Id", "Run", "Step", "Metric", "Found", "Expected", "State")
     for each in listed:
         alert = each.alert
@@ -81,7 +76,7 @@ def alerts_table(listed: Sequence[ListedAlert]) -> Table:
 
 
 def chosen(listed: Sequence[ListedAlert], texts: Sequence[str]) -> list[ListedAlert]:
-    """The alerts that some texts mean, each an id or the beginning of one."""
+    """Returns the alerts with the given ids or unique beginnings of ids."""
     found: dict[str, ListedAlert] = {}
     for text in texts:
         meant = [each for each in listed if text and each.alert.id.startswith(text)]

@@ -1,4 +1,4 @@
-"""A look at a run after some of its cells were evaluated: alerts that have no file get one, and news come back."""
+"""Looks for new alerts of a run after some of its cells were evaluated, and creates their files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tasks.records.index import record_stamps
 from tasks.records.record import FoundRecord, now, read_record
 from tasks.statistics.question_scores import QuestionScores
 
+# Age of a record that is still announced if an earlier pass wrote it, which may have died before it found the alert.
 _RECENT = timedelta(hours=1)
-"""Age of a record that is news although this pass did not write it: the pass that did may have died before its look."""
 _READ_AT_ONCE = 16  # from an object store; each read waits for the network
 
 
 @dataclass(frozen=True)
 class News:
-    """An alert that others are to be told of, with its record, and how many questions were lost, if that is known."""
+    """An alert to announce, with its record and the number of questions lost, if known."""
 
     known: KnownAlert
     record: FoundRecord
@@ -35,11 +35,11 @@ class News:
 
 
 def find_news(run_folder: str, *, since: datetime) -> list[News]:
-    """Looks at the curves of a run, and makes a file of each alert that has none; one listing, and a read per record.
+    """Creates a file for each alert of a run that has none; returns those to announce. 1 listing, a read per record.
 
-    News is the latest alert of a curve if its record was written since the pass began, or shortly before: what is found
-    in a run that was evaluated long ago, or at earlier ones of many checkpoints that were evaluated at once, is listed,
-    and nobody is told. Of several who look at the same time, one finds it.
+    To announce is the latest alert of a curve, if its record was written since the pass began or shortly before. Alerts
+    in runs that were evaluated long ago, and earlier alerts when many checkpoints are evaluated at once, are only
+    listed. Of several concurrent passes, a single pass finds each alert.
     """
     cells = [storage.join(run_folder, cell) for cell, _ in record_stamps(run_folder)]
     with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
@@ -65,7 +65,7 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
             before = _record_at(alert.before, alert, by_run[alert.run])
             try:
                 changes = improvements(alert, before, record, scores=scores)
-            except StorageError as error:  # the alert is told without the number of questions
+            except StorageError as error:  # the alert is announced without the number of questions
                 changes = error.found
             lost = None if isinstance(changes, str) else sum(change < 0 for change in changes.values())
             news.append(News(found, record, lost))

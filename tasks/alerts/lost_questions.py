@@ -1,4 +1,4 @@
-"""Questions that a checkpoint answered worse than the one before an alert's drop."""
+"""Questions that a checkpoint answered worse than the checkpoint before an alert's drop."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ from tasks.records.record import FoundRecord
 from tasks.statistics.question_scores import QuestionScores
 
 QuestionName = tuple[str, str]
-"""A benchmark that asks questions itself, and the id of one of them."""
+"""A benchmark that has questions of its own, and the id of a question."""
 
 
 def improvements(
     alert: Alert, before: FoundRecord, after: FoundRecord, *, scores: QuestionScores
 ) -> dict[QuestionName, float] | str:
-    """The changes of the questions that two records have in common, below zero where worse; or why they are not known.
-
-    Args:
-        alert: whose curve they are on.
-        before: the record at the last checkpoint before the drop.
-        after: the record that it was found at.
-        scores: where samples are looked up.
-
-    Raises:
-        StorageError: samples are damaged, or cannot be read.
-    """
+    """Returns the score changes of the questions that two records share, negative if worse; or the reason why unknown.
+    `before` is the last checkpoint before the drop, `after` the alert's checkpoint. Raises StorageError if samples are
+    damaged or unreadable."""
     asked = []
     for found in (before, after):
         metric = next(m for m in found.record.metrics if (m.benchmark, m.name) == (alert.benchmark, alert.metric))

@@ -1,20 +1,20 @@
-"""Words about an alert, the same wherever it is told."""
+"""Texts about an alert, shared by all outputs."""
 
 from __future__ import annotations
 
 from tasks.alerts.detection import Alert
 
 SHORT_ID = 8
-"""Characters of an alert's id that people see; more where two begin alike."""
+"""Characters of an alert's id in outputs; more where two ids begin alike."""
 
 
 def title(alert: Alert) -> str:
-    """The checkpoint and what became worse there, in a few words."""
+    """Returns the checkpoint, the metric and its direction in a few words."""
     return f"{alert.checkpoint}: {alert.benchmark} {alert.metric} {_went(alert)}"
 
 
 def sentence(alert: Alert) -> str:
-    """The alert as a person is told it: found and expected, with both noises."""
+    """Returns the alert as a sentence, with measured and expected value and both noises."""
     noises = {"standard error of questions": alert.question_noise, "deviation of training": alert.training_noise}
     known = ", ".join(f"{name} {value:.2g}" for name, value in noises.items() if value is not None)
     return (
@@ -25,7 +25,7 @@ def sentence(alert: Alert) -> str:
 
 
 def acknowledging(alert: Alert, evaluation_path: str) -> str:
-    """The command by which a person says that an alert is known."""
+    """Returns the command that acknowledges an alert."""
     return f"assay alerts {evaluation_path} --acknowledge {alert.id[:SHORT_ID]}"
 
 

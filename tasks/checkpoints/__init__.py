@@ -1,1 +1,1 @@
-"""Checkpoints of a run: found, ordered, chosen."""
+"""Discovery, ordering and selection of a run's checkpoints."""

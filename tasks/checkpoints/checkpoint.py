@@ -1,4 +1,4 @@
-"""A checkpoint as it was found."""
+"""A discovered checkpoint."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import Literal
 from pools.weights.model_files import ModelFolder
 
 Kind = Literal["huggingface", "levanter", "dcp", "megatron"]
-"""Layouts of checkpoints: Hugging Face's, which engines serve too, Levanter's own, and those of other trainers."""
+"""Layouts of checkpoints: Hugging Face's, which alone engines serve, Levanter's own, and those of other trainers."""
 SERVED: tuple[Kind, ...] = ("huggingface",)
 LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
-"""Kinds that an engine serves, and kinds that the native evaluation loads."""
+"""Kinds that engines serve, and kinds that the native evaluation loads."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as found, complete or not. `problems` says why it is not.
-
-    Of a merged one, `uri` is its name, and `inputs` are the checkpoints in it.
-    """
+    """A discovered checkpoint; `problems` lists why it is incomplete. If merged, it has `inputs`; `uri` is a name."""
 
     uri: str
     run: str
@@ -33,5 +30,4 @@ class Checkpoint:
 
     @property
     def complete(self) -> bool:
-        """Returns whether it can be evaluated."""
         return not self.problems

@@ -1,7 +1,5 @@
-"""Discovery: which checkpoints a run holds, and which of them are complete.
-
-A checkpoint that is still being written is never selected: files are judged by their own headers, not by age.
-"""
+"""Discovery of a run's checkpoints. Completeness is read from the files' headers, not from their age, so a checkpoint
+that is still being written is never selected."""
 
 from __future__ import annotations
 
@@ -28,32 +26,31 @@ from tasks.spec.names import how_many, name_of, step_of
 from tasks.spec.suites import SuiteRequest
 
 Request = TypeVar("Request", EvaluationConfig, SuiteRequest)
-"""An evaluation, or a request to a suite."""
 
 _MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
 _INCOMPLETE_POLL_SECONDS = 1.0
-_SHARDED = "sharded"  # what torchtitan's ranks write before it is put together in the checkpoint above it
-_ARCHIVE = "checkpoints"  # where training scripts put native checkpoints, beside hf/
+_SHARDED = "sharded"  # torchtitan's per-rank files, before they are consolidated in the parent folder
+_ARCHIVE = "checkpoints"  # folder of native checkpoints in training scripts, next to hf/
 
 
 def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: str | None = None) -> list[Checkpoint]:
-    """Every checkpoint at or below a location, complete or not, by step and then by time of writing.
+    """Returns every checkpoint at or below a path, complete or not, by step and then by modification time.
 
-    `<path>` and `<path>/hf` mean the same run; of a link, what it shows is found. One listing of the store, then one
-    look at each folder's headers.
+    `<path>` and `<path>/hf` mean the same run; a link is resolved first. Lists the store once and reads each folder's
+    headers.
 
     Args:
-        path: a checkpoint, or a run; or the name of a merged checkpoint, which is made of those in Hugging Face layout.
-        kinds: layouts that can be evaluated; others are incomplete. An export replaces the native one of its step.
-        reference: folder with config and tokenizer for native checkpoints; an export beside them when None.
+        path: a checkpoint, a run, or the name of a merged checkpoint of inputs in Hugging Face layout.
+        kinds: layouts that can be evaluated; others are incomplete. An export hides the native checkpoint of its step.
+        reference: folder with config and tokenizer for native checkpoints; when None, an export next to them.
 
     Raises:
-        BadInput: the location is not there, or is a file.
-        CheckpointError: the checkpoints of a merged one do not belong together.
+        BadInput: the path does not exist, or is a file.
+        CheckpointError: the inputs of a merged checkpoint do not match.
     """
     if (merge := merge_of(path)) is not None:
         return [merged_checkpoint(merge, find_checkpoints)]
-    path = storage.behind_link(path)  # a link may show elsewhere by the time that an engine starts
+    path = storage.behind_link(path)  # the link may point elsewhere by the time an engine starts
     files = checkpoint_files(path) if step_of(storage.basename(path)) is not None else storage.list_files(path)
     if [file.uri for file in files] == [path] and not storage.is_folder(path):
         raise BadInput(
@@ -96,10 +93,7 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
 
 
 def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoint | None:
-    """The checkpoint that a folder is, complete or not; None where it is none, is a file, or is not written yet.
-
-    An export in `hf/` stands for the folder that it lies in.
-    """
+    """Returns the checkpoint in a folder, complete or not, or None. An export in `hf/` counts as the folder's."""
     try:
         found = find_checkpoints(folder, kinds=kinds)
     except BadInput:
@@ -112,7 +106,7 @@ def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoin
 def exports_in(
     folders: Mapping[str, list[FileInfo]], *, native: Collection[str], states: Sequence[TrainingState]
 ) -> Iterator[tuple[str, list[FileInfo]]]:
-    """Yields folders, with the files directly in them, that are to be looked at as Hugging Face's."""
+    """Yields the folders to inspect as Hugging Face checkpoints, with the files directly in them."""
     of_states = {state.folder for state in states}
     for folder, held in folders.items():
         part = (native and within(folder, native)) or (of_states and only_state(folder, held, of_states))
@@ -121,7 +115,7 @@ def exports_in(
 
 
 def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
-    """Returns whether a folder with these files directly in it is a checkpoint by its name or by them."""
+    """Returns True if a folder is a checkpoint by its name or by the files directly in it."""
     place, _, last = folder.rpartition("/")
     if step_of(last) is not None:
         return True
@@ -132,7 +126,7 @@ def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
 
 
 def native_folders(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
-    """Native checkpoints with all their files, by folder."""
+    """Returns native checkpoints with all their files, by folder."""
     marked = {
         folder
         for folder, held in folders.items()
@@ -151,7 +145,7 @@ def native_folders(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[File
 
 
 def within(folder: str, others: Collection[str]) -> bool:
-    """Returns whether a folder is one of some others, or lies in one."""
+    """Returns True if a folder is among some others, or lies in one of them."""
     return any(outer in others for outer in _upwards(folder))
 
 
@@ -180,7 +174,7 @@ def _not_served(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
 
 
 def native_name(folder: str) -> tuple[str, str, int]:
-    """As for other checkpoints: `$RUN/checkpoints/step-N` is of the run `$RUN`, too."""
+    """Returns run, checkpoint name and step as `name_of` does; `$RUN/checkpoints/step-N` belongs to `$RUN` too."""
     parent, last = storage.parent(folder), storage.basename(folder)
     if step_of(last) is not None and storage.basename(parent) == _ARCHIVE:
         return name_of(storage.join(storage.parent(parent), last))
@@ -204,11 +198,9 @@ def discover(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Checkpoint]:
-    """The checkpoints to evaluate: complete, and selected. Those left out because they are incomplete are reported.
-
-    Waits, if the selection says so, for incomplete ones to be finished; folders are looked at anew every second.
-    `kinds` and `reference` are those of `find_checkpoints`.
-    """
+    """Returns the complete and selected checkpoints, and reports incomplete checkpoints as events. Waits for them up
+    to `wait_for_incomplete_seconds`, with a listing every second. `kinds` and `reference` are those of
+    `find_checkpoints`."""
     deadline = clock() + selection.wait_for_incomplete_seconds
     while True:
         found = find_checkpoints(path, kinds=kinds, reference=reference)
@@ -224,7 +216,7 @@ def discover(
 def discover_one(
     path: str, *, latest: bool, kinds: Collection[Kind] = SERVED, reference: str | None = None
 ) -> Checkpoint:
-    """The one checkpoint at a location or, with `latest`, the newest complete one below it."""
+    """Returns the single checkpoint at a path or, with `latest`, the newest complete checkpoint below it."""
     found = discover.fn(path, CheckpointSelection(), kinds=kinds, reference=reference)
     if len(found) > 1 and not latest:
         raise BadInput(
@@ -236,7 +228,7 @@ def discover_one(
 
 
 def with_pinned_model(config: Request) -> Request:
-    """Returns a request in which a model of MLflow's registry has its version's number in place of an alias."""
+    """Returns a request in which aliases of models in MLflow's registry are replaced by version numbers."""
     path = with_each_location(config.model_path, pinned)
     if path == config.model_path:
         return config
@@ -256,7 +248,7 @@ def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
 
 
 def complete_among(found: Sequence[Checkpoint], path: str, *, on_left_out: Callable[[str], object]) -> list[Checkpoint]:
-    """The complete ones among the checkpoints found at a location; of each other one it is told why it is left out."""
+    """Returns the complete checkpoints among those of a path; calls `on_left_out` with the problems of each other."""
     incomplete = [checkpoint for checkpoint in found if not checkpoint.complete]
     for checkpoint in incomplete:
         on_left_out(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
@@ -274,7 +266,7 @@ def complete_among(found: Sequence[Checkpoint], path: str, *, on_left_out: Calla
 
 
 def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:
-    """The wanted ones among complete checkpoints in order of step."""
+    """Returns the selected checkpoints; `complete` must be in order of step."""
     if selection.which != "all":
         return [complete[-1] if selection.which == "latest" else complete[0]]
     if selection.steps:

@@ -1,14 +1,14 @@
-"""Traces of training frameworks: marks that say when a checkpoint is whole, and states that only trainers load.
+"""Files by which training frameworks mark complete checkpoints, and training states that only trainers load.
 
-A mark is a rule on top of the look into the files: it makes no broken checkpoint complete, but one whose framework
-leaves a mark is not complete before it is there. Read in these sources:
+A mark is checked on top of the files: it never makes a broken checkpoint complete, but if the framework writes a mark,
+a checkpoint without it is incomplete. Sources:
 
 - prime-rl (PrimeIntellect-ai/prime-rl 559b447, v0.8.1.dev67): `STABLE`, after all files, in every `broadcasts/step_N`;
   up to v0.8.1.dev56 also in every `weights/step_N`;
-- miles (radixark/miles 31f1ca9): `.complete`, after all files, in every Hugging Face export since 3 August 2026; it is
-  taken away before an export is written anew;
+- miles (radixark/miles 31f1ca9): `.complete`, after all files, in every Hugging Face export since 3 August 2026;
+  removed before an export is rewritten;
 - Megatron-LM (NVIDIA/Megatron-LM d98e8a6) and Megatron-Bridge (NVIDIA-NeMo/Megatron-Bridge 067f987, 0.7.0):
-  `latest_checkpointed_iteration.txt` beside `iter_N`, once all ranks have written, an export in `iter_N/hf` too;
+  `latest_checkpointed_iteration.txt` next to `iter_N`, once all ranks have written; valid for `iter_N/hf` too;
 - torch.distributed.checkpoint (PyTorch 2.13.0): `.metadata`, or `__0.metadata` where each rank writes its own, moved
   into place after all files. torchtitan (pytorch/torchtitan b5bcd76) resumes from no folder without it;
 - accelerate 1.15.0: the same in `pytorch_model_fsdp_N`, merged by `accelerate merge-weights`.
@@ -32,8 +32,8 @@ _WITHOUT_MARK = "is not there, which {framework} writes when a checkpoint is who
 _BARE = "prime-rl broadcasts weights alone: deployments/hooks/assay_prime_rl.py puts config and tokenizer beside them"
 _TRACKED = f"{_TRACKER} names"
 _SHARD = ".distcp"
-_FSDP = "pytorch_model_fsdp_"  # a folder for each model of accelerate's
-_LEGACY = "/model_optim_rng.pt"  # of Megatron's `torch` format, one in each `mp_rank_…`
+_FSDP = "pytorch_model_fsdp_"  # accelerate writes a folder for each model
+_LEGACY = "/model_optim_rng.pt"  # Megatron's `torch` format, a file in each `mp_rank_…`
 
 Folders = Mapping[str, Sequence[FileInfo]]
 """Folders of a run, each with the files directly in it."""
@@ -41,18 +41,16 @@ Folders = Mapping[str, Sequence[FileInfo]]
 
 @dataclass(frozen=True)
 class Marks:
-    """Marks that a listing shows: for each place, the first step that has one, and the last whole iteration."""
+    """Marks in a listing: first marked step by (parent folder, mark), Megatron's last complete iteration by folder."""
 
     first: Mapping[tuple[str, str], int]
     latest: Mapping[str, int]
 
     def missing(self, folder: str, files: Sequence[FileInfo]) -> tuple[str, ...]:
-        """Returns what is to be said of a checkpoint that waits for its framework's mark; nothing of most others.
-
-        A framework that left a mark once leaves it with every later checkpoint: earlier ones may be of an older
-        version. prime-rl's broadcasts are known by their place.
-        """
-        if not self.first and not self.latest and _BROADCASTS not in folder:  # as of most runs, of any size
+        """Returns the problems of a checkpoint that lacks its framework's mark. After the first mark in a folder, every
+        later checkpoint there must have it; earlier checkpoints may come from an older version of the framework.
+        prime-rl's broadcasts are recognised by their path."""
+        if not self.first and not self.latest and _BROADCASTS not in folder:  # true for most runs
             return ()
         place, name = storage.parent(folder), storage.basename(folder)
         step = step_of(name)
@@ -82,7 +80,7 @@ class Marks:
 
 
 def marks_in(folders: Folders) -> Marks:
-    """Finds the marks in a listing; the one of Megatron, which lies beside its checkpoints, is read where it lies."""
+    """Finds the marks in a listing; reads Megatron's, which lies next to its checkpoints."""
     first: dict[tuple[str, str], int] = {}
     iterations: set[str] = set()
     for folder, files in folders.items():
@@ -102,7 +100,7 @@ def marks_in(folders: Folders) -> Marks:
 
 
 def is_about_marks(problem: str) -> bool:
-    """Returns whether a problem is one that `Marks` tells, which depends on more than a checkpoint's own files."""
+    """Returns True if a problem comes from `Marks`, so that it depends on more than the checkpoint's own files."""
     return (
         problem == _BARE
         or _TRACKED in problem
@@ -118,13 +116,13 @@ def _place_of_iterations(folder: str) -> list[str]:
 def _latest_iteration(place: str) -> int | None:
     try:
         return int(storage.read_bytes(storage.join(place, _TRACKER)))
-    except (FileNotFoundError, ValueError, StorageError):  # a mark that cannot be read says nothing
+    except (FileNotFoundError, ValueError, StorageError):  # an unreadable mark counts as absent
         return None
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A checkpoint that only trainers load: where it lies, all its files, whose it is, and what to do about it."""
+    """A checkpoint that only trainers load: its folder, all its files, its framework, and how to export it."""
 
     folder: str
     files: Sequence[FileInfo]
@@ -133,7 +131,7 @@ class TrainingState:
 
 
 def training_states(folders: Folders) -> list[TrainingState]:
-    """Checkpoints of torch.distributed.checkpoint and of Megatron in a listing, whole or not."""
+    """Returns the checkpoints of torch.distributed.checkpoint and of Megatron in a listing, complete or not."""
     parts: dict[str, list[str]] = {}
     for folder, files in folders.items():
         if any(file.uri.endswith((_SHARD, _LEGACY)) for file in files):
@@ -218,7 +216,7 @@ def _run_of(root: str) -> str:
 def not_exported(
     states: Sequence[TrainingState], candidates: Collection[str], exported: Collection[int]
 ) -> Iterator[TrainingState]:
-    """Yields the states to speak of: no export lies in them, none of their step is whole elsewhere."""
+    """Yields the states to report: no export lies in them, and no other checkpoint of their step is complete."""
     holding = {*candidates, *map(storage.parent, candidates)}
     for state in states:
         if state.folder not in holding and step_of(storage.basename(state.folder)) not in exported:
@@ -226,7 +224,7 @@ def not_exported(
 
 
 def only_state(folder: str, files: Sequence[FileInfo], states: Collection[str]) -> bool:
-    """Returns whether a folder is a state, or a part of one, and no export: that has weights, or is called `hf`."""
+    """Returns True if a folder belongs to a training state and is no export, which has weights or is called `hf`."""
     if folder not in states and storage.parent(folder) not in states:
         return False
     return storage.basename(folder) != "hf" and not any(file.uri.endswith(".safetensors") for file in files)

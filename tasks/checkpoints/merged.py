@@ -1,4 +1,4 @@
-"""Merged checkpoints, which nobody wrote: found among those that runs hold, by their names."""
+"""Merged checkpoints: averages that no training wrote, resolved by name to the checkpoints of runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ _COPIED_BYTES = 2**24
 
 
 def merged_checkpoint(merge: Merge, find: Callable[[str], Sequence[Checkpoint]]) -> Checkpoint:
-    """The checkpoint that a merge stands for now; it is complete if each of those in it is.
-
-    Args:
-        merge: the merge, of checkpoints or of steps of runs.
-        find: lists the checkpoints at a location, by step.
-    """
+    """Returns the checkpoint that a merge currently resolves to; `find` lists the checkpoints at a path, by step."""
     inputs = [checkpoint for source in merge.sources for checkpoint in _chosen(source, find(source.location))]
     if len(inputs) < 2:
         raise BadInput(
@@ -45,7 +40,7 @@ def merged_checkpoint(merge: Merge, find: Callable[[str], Sequence[Checkpoint]])
 
 
 def merge_reference(checkpoint: Checkpoint) -> MergeReference | None:
-    """The way that a complete merged checkpoint is made, for its records; None for one that was written."""
+    """Returns how a complete merged checkpoint is computed, for its records; None for other checkpoints."""
     if (merge := merge_of(checkpoint.uri)) is None:
         return None
     weights = merge.weights(len(checkpoint.inputs))
@@ -57,7 +52,7 @@ def merge_reference(checkpoint: Checkpoint) -> MergeReference | None:
 
 
 def write_merged(checkpoint: Checkpoint, target: Path) -> None:
-    """Writes a merged checkpoint into a folder, with tokenizer and config; the folder appears when it is whole."""
+    """Writes a merged checkpoint into a folder, with tokenizer and config; the folder appears once it is complete."""
     if merge_of(checkpoint.uri) is None:
         raise BadInput(
             expected="the name of a merged checkpoint, such as mean(runs/a@last:5)",
@@ -76,7 +71,7 @@ def write_merged(checkpoint: Checkpoint, target: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
             content = Path(aside) / target.name
             content.mkdir()
-            for file in sorted(staged.path.iterdir(), key=lambda file: file.name == CONFIG_FILES[0]):  # it is last
+            for file in sorted(staged.path.iterdir(), key=lambda file: file.name == CONFIG_FILES[0]):  # config last
                 with (content / file.name).open("wb") as written, file.open("rb") as computed:
                     shutil.copyfileobj(computed, written, _COPIED_BYTES)
                     written.flush()

@@ -1,4 +1,4 @@
-"""Merged checkpoints of a run as a listing tells of them: by what goes into them. Pure: values in, values out."""
+"""Merged checkpoints of a run, derived from a listing of their inputs. Pure functions of values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ _MEAN = re.compile(r".+-(\d+)-to-(\d+)-mean([2-9]|\d{2,})(-[0-9a-f]{6})?")
 
 
 def with_means(checkpoints: Sequence[SeenCheckpoint], wanted: Iterable[Inputs]) -> list[SeenCheckpoint]:
-    """Returns the checkpoints of a run by step, with the means of some of them: each whole once all its inputs are.
-
-    Args:
-        checkpoints: as they are listed.
-        wanted: the inputs of each mean, by their steps; those of one step are no mean.
-    """
+    """Returns the checkpoints of a run by step, with a mean for each entry of `wanted`, the steps of its inputs. A mean
+    is complete once all inputs are; entries with a single step are ignored."""
     by_step: dict[int, list[SeenCheckpoint]] = defaultdict(list)
     for checkpoint in sorted(checkpoints, key=lambda seen: (seen.kind not in SERVED, not seen.complete)):
         by_step[checkpoint.step].append(checkpoint)
@@ -56,7 +52,7 @@ def _mean(found: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
 
 
 class RecordedMean(NamedTuple):
-    """A mean as a record's name tells of it: its last step, the number of its inputs, and steps that are among them."""
+    """A mean parsed from a record's name: last step, number of inputs, and the input steps that are known."""
 
     last: int
     inputs: int
@@ -64,25 +60,22 @@ class RecordedMean(NamedTuple):
 
 
 def recorded_mean(name: str) -> RecordedMean | None:
-    """The mean that a name in records is of; None for other checkpoints."""
+    """Returns the mean that a checkpoint name in a record refers to; None for other checkpoints."""
     if (matched := _MEAN.fullmatch(name)) is None:
         return None
     first, last, count = map(int, matched.group(1, 2, 3))
-    between = range(count) if matched[4] is None else (0, count - 1)  # uneven ones are told apart by a digest
+    between = range(count) if matched[4] is None else (0, count - 1)  # names of unevenly spaced means end in a digest
     return RecordedMean(last, count, tuple(first + (last - first) * number // (count - 1) for number in between))
 
 
 def past_means(
     recorded: Mapping[str, Sequence[Evaluated]], listed: Sequence[SeenCheckpoint]
 ) -> dict[tuple[int, int], list[frozenset[str]]]:
-    """Hashes of the evaluations of means that were recorded and have lost an input since, by last step and number.
+    """Returns the evaluation hashes of recorded means that lost an input since, by last step and number of inputs.
 
-    Where old checkpoints are deleted, others take their place among the last so many, and nobody wants the mean of
-    those: the one that is recorded stands. Of uneven steps only the first and the last are known.
-
-    Args:
-        recorded: the states of each checkpoint with a succeeded record, by its name.
-        listed: the checkpoints of the run.
+    After old checkpoints are deleted, "the last N" covers other checkpoints; the recorded mean is kept instead of a
+    mean over those. Of unevenly spaced steps, only the first and the last are known. `recorded` has the states of each
+    checkpoint with a succeeded record, by its name.
     """
     if not any(checkpoint.merged for checkpoint in listed):
         return {}
@@ -96,7 +89,7 @@ def past_means(
 
 
 def past_steps(records: RunRecords, run: str, listed: Sequence[SeenCheckpoint]) -> set[int]:
-    """Returns steps of a run that have a record, of any status, and no checkpoint any more."""
+    """Returns the steps of a run that have a record, of any status, but no checkpoint any more."""
     names = {*records.done, *(record.checkpoint for record in records.others)}
     names -= {checkpoint.name for checkpoint in listed}
     return {int(step) for name in names if (step := name.removeprefix(f"{run}-")).isdecimal()}

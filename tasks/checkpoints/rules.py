@@ -1,4 +1,4 @@
-"""Rules for the checkpoints of a run that a policy wants."""
+"""Rules that select the checkpoints of a run for a policy."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pydantic import Field, model_validator
 from resources.config import Config
 
 Inputs = tuple[int, ...]
-"""A checkpoint of a run by the steps of its inputs: one for a checkpoint that was written, several for a merged one."""
+"""A checkpoint of a run as the steps of its inputs: 1 step for a trained checkpoint, several if it is merged."""
 
 
 class CheckpointRule(Config):
-    """One rule that takes checkpoints; `latest` alone, in YAML, means `{which: latest}`."""
+    """A rule that selects checkpoints; `latest` alone, in YAML, means `{which: latest}`."""
 
     which: Literal["all", "latest", "first", "final"] | None = None
-    """Every checkpoint, the one with the highest or lowest step, or that of final_step."""
+    """Every checkpoint, the checkpoint with the highest or lowest step, or the checkpoint of final_step."""
     every_n_steps: int | None = Field(default=None, ge=1)
-    """The first step at or past each multiple of this; not also the last one, as in a selection."""
+    """The first step at or past each multiple of this number; unlike in a selection, the last step is not added."""
     steps: tuple[int, ...] = ()
-    """These steps, whether they are written yet or not."""
+    """These steps, also before they are written."""
     merged: str | None = Field(default=None, pattern=r"^last ([2-9]|[1-9][0-9]+)$")
-    """`last 5` wants, in place of each of these checkpoints, the mean of its weights and those of the four before it,
-    once all five are whole; none where there are fewer."""
+    """`last 5` replaces each selected checkpoint by the mean of its weights and those of the four checkpoints before
+    it, once all five are complete; with fewer checkpoints there is no mean."""
 
     @model_validator(mode="before")
     @classmethod
@@ -44,7 +44,7 @@ class CheckpointRule(Config):
 
     @property
     def merges(self) -> int | None:
-        """Number of checkpoints that are merged into each; None where each is taken as it is."""
+        """Number of checkpoints that are averaged into each; None if checkpoints are taken as they are."""
         return None if self.merged is None else int(self.merged.removeprefix("last "))
 
 
@@ -66,14 +66,13 @@ def eligible(
     past: Iterable[int] = (),
     final_step: int | None,
 ) -> set[Inputs]:
-    """The checkpoints that any of some rules takes: complete ones, and merged ones, with inputs complete or not.
+    """Returns the checkpoints that any rule selects; inputs of merged checkpoints may be incomplete.
 
     Args:
-        rules: the rules.
         complete: steps with a complete checkpoint.
-        listed: steps with a checkpoint, complete or not; only merged ones need them.
-        past: steps that have a record and no checkpoint any more, so that the next is not the first past a multiple.
-        final_step: last training step, where it is known.
+        listed: steps with a checkpoint, complete or not; used for merged checkpoints only.
+        past: steps that have a record but no checkpoint any more; they count as the first past their multiple.
+        final_step: last training step, if known.
     """
     taken: set[Inputs] = {(step,) for step in _steps(_plain(rules), complete, past, final_step=final_step)}
     in_order = sorted({*listed, *complete})
@@ -91,7 +90,7 @@ def eligible(
 def might_be_eligible(
     rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
 ) -> bool:
-    """Returns whether an incomplete checkpoint will be wanted, by the steps that are or were complete, in order."""
+    """Returns True if an incomplete checkpoint will be selected; `complete`: sorted steps that are or were complete."""
     plain = _plain(rules)
     below = complete[: bisect_left(complete, step)][-1:] or [0]
     passes = any(_passes(rule.every_n_steps, below[0], step) for rule in plain if rule.every_n_steps)

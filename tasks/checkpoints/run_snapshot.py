@@ -1,9 +1,6 @@
-"""The checkpoints of a run as a listing tells them, with verdicts on completeness that are remembered.
-
-One listing per run. A verdict needs a look into files, so it is kept in the user's cache by what the listing said of
-the folder: the names, sizes, and checksums or times of its files. Nothing here is a truth of its own: a lost memory
-costs the looks.
-"""
+"""The checkpoints of a run from a single listing. Verdicts on completeness require reading files, so they are cached
+per user under the listing of the folder (names, sizes, checksums or times); without the cache, the files are read
+again."""
 
 from __future__ import annotations
 
@@ -48,22 +45,19 @@ from tasks.checkpoints.rules import Inputs
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import name_of
 
-_LOOKS_AT_ONCE = 16  # into an object store, each of which waits for the network
-_RANGES = 8  # of names, in which a run that is known from before is listed at once
+_LOOKS_AT_ONCE = 16  # each read of an object store waits for the network
+_RANGES = 8  # ranges of names, in which a known run is listed in parallel
 _FILES_OF_A_CHECKPOINT = 4  # at least
-_SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json"})  # only whether they are there matters
-_ALIKE = frozenset({"config.json", INDEX_NAME})  # judged by what they say, which most often is the same all along
+_SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json"})  # only their presence matters
+_ALIKE = frozenset({"config.json", INDEX_NAME})  # judged by their content, which usually is the same in all checkpoints
 _FORMAT = 3
 _GLOB = frozenset("*?[")
 
 
 @dataclass(frozen=True, slots=True)
 class SeenCheckpoint:
-    """A checkpoint as a listing shows it.
-
-    `listing` changes with any of its files. `problems` say why it cannot be evaluated. `digest` is known where it was
-    asked for: see `with_digests`. `merged` are the steps of what it is merged of; none for one that was written.
-    """
+    """A checkpoint as a listing shows it: `listing` changes with any of its files, `problems` lists why it is
+    incomplete, `digest` is set by `with_digests` only, `merged` are the steps of a merged checkpoint's inputs."""
 
     uri: str
     name: str
@@ -76,21 +70,18 @@ class SeenCheckpoint:
 
     @property
     def inputs(self) -> Inputs:
-        """Steps of what it is made of: its own alone, unless it is merged."""
+        """Steps of its inputs: its own step, unless it is merged."""
         return self.merged or (self.step,)
 
     @property
     def complete(self) -> bool:
-        """Returns whether it can be evaluated."""
         return not self.problems
 
 
 def listing_digest(folder: str, files: Iterable[FileInfo], *, reference: ModelFolder | None = None) -> str:
-    """Over what a listing tells of the files of a folder: the same as long as none was written again.
-
-    On a local disk, size and time of a file can be put back, but not its time of change; its inode would be another
-    each time on some mounted stores. Of a native checkpoint, what its reference gives counts too.
-    """
+    """Returns a digest over the listing of a folder's files and its reference's; it stays the same until a file is
+    rewritten. On a local disk, size and modification time can be restored, but not the change time, which is used;
+    inodes are not, since some mounted stores change them between listings."""
     start = len(folder.rstrip("/")) + 1
     held = [(file.uri[start:], file) for file in files]
     held += [(f"reference/{name}", file) for name, file in small_files(reference).items()] if reference else []
@@ -99,7 +90,7 @@ def listing_digest(folder: str, files: Iterable[FileInfo], *, reference: ModelFo
 
 
 def listing_of(checkpoint: Checkpoint) -> str:
-    """The same of a checkpoint that was found complete; of a merged one over those of its inputs."""
+    """Returns the listing digest of a complete checkpoint; for a merged checkpoint, over the digests of its inputs."""
     if checkpoint.inputs:
         return listing_of_inputs(checkpoint.uri, map(listing_of, checkpoint.inputs))
     assert checkpoint.folder is not None, "only complete checkpoints are evaluated"
@@ -107,19 +98,18 @@ def listing_of(checkpoint: Checkpoint) -> str:
 
 
 def listing_of_inputs(uri: str, listings: Iterable[str]) -> str:
-    """Over how a merged checkpoint is made, and what listings tell of its inputs: another once one is written again."""
+    """Returns a digest over a merge's recipe and the listing digests of its inputs; a rewritten input changes it."""
     merge = merge_of(uri)
     assert merge is not None, "only merged checkpoints have inputs"
     return digest_of([merge.recipe, *listings])
 
 
 def expand_runs(patterns: Sequence[str]) -> list[str]:
-    """The folders behind locations and patterns such as `gs://bucket/runs/llama-*`, each once, in order.
-
-    Those that MLflow names are where their artifacts lie.
+    """Returns the folders that match paths and patterns such as `gs://bucket/runs/llama-*`, each once, in order. MLflow
+    URIs are resolved to the location of their artifacts.
 
     Raises:
-        BadInput: a pattern matches nothing, or two runs have one name.
+        BadInput: a pattern matches nothing, or two runs have the same name.
     """
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -152,21 +142,21 @@ def _folders(pattern: str) -> list[str]:
 def snapshot_run(
     uri: str, *, reference: str | None = None, evaluated: Callable[[str, str], bool] = lambda name, listing: False
 ) -> list[SeenCheckpoint]:
-    """Every checkpoint of a run, by step; none where the run has written none yet.
-
-    Native checkpoints whose step has a complete export are left out.
+    """Returns every checkpoint of a run, by step; empty before the first is written. Native checkpoints are left out if
+    their step has a complete export.
 
     Args:
         uri: the run.
         reference: as in `find_checkpoints`.
-        evaluated: whether a checkpoint of some name was evaluated in the state that a listing shows, and so was whole.
+        evaluated: returns True if the checkpoint of that name was evaluated with that listing, and so was complete.
     """
     remembered = _read_memory(uri, "checkpoints")
     rows = remembered.get("checkpoints", ())
     tree = list_tree(uri, between=_marks(rows))
     signature = f"{tree.signature} {listing_digest(reference, storage.list_files(reference)) if reference else ''}"
     began = time.time()
-    elsewhere = any(row[3] == "levanter" and (row[5] or not reference) for row in rows)  # what a native one refers to
+    # a native checkpoint's reference may lie outside of this listing
+    elsewhere = any(row[3] == "levanter" and (row[5] or not reference) for row in rows)
     if remembered.get("signature") == signature and not elsewhere:
         return [_from_row(row) for row in rows]
     known = {(row[0], row[4]): tuple(row[5]) for row in rows if not any(map(is_about_marks, row[5]))}
@@ -243,8 +233,6 @@ def _judged(
 
 
 class _Listed(NamedTuple):
-    """A checkpoint in Hugging Face's layout, before it is judged."""
-
     folder: str
     files: Sequence[FileInfo]
     name: str
@@ -296,11 +284,9 @@ def _verdicts(
 
 
 def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: str | None) -> list[SeenCheckpoint]:
-    """Returns checkpoints with digests; without checksums in the store their weights are read, once, then remembered.
-
-    A checkpoint that changes meanwhile gets none. Those in Levanter's own layout are read each time, since a part of
-    what they are lies elsewhere, and so are merged ones.
-    """
+    """Returns checkpoints with digests, None if a checkpoint changes meanwhile. Where the store has no checksums,
+    weights are read once and the digest is cached; for merged checkpoints and Levanter's layout they are read each
+    time, since part of the content lies in other folders."""
     remembered = _read_memory(run, "digests")
     known: dict[str, str] = remembered.get("digests", {})
     keys = [_key(checkpoint) for checkpoint in checkpoints]
@@ -320,9 +306,8 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
 
 def _key(checkpoint: SeenCheckpoint) -> str:
     uri, known = storage.absolute(checkpoint.uri), checkpoint.listing
-    if (
-        storage.is_local(uri) and not checkpoint.merged
-    ):  # whose listing is the same where size and time of a file were put back
+    # A local listing stays the same if size and time of a file are restored.
+    if storage.is_local(uri) and not checkpoint.merged:
         files = (path for path in sorted(storage.local_path(uri).iterdir()) if path.is_file())
         known = hashlib.blake2b(repr([known, *map(file_identity, files)]).encode(), digest_size=12).hexdigest()
     return f"{known} {uri}"

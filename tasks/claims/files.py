@@ -1,4 +1,4 @@
-"""The files that claims are made of: what stands in them, where they lie, and which one stands for a cell."""
+"""The files of claims: content, location, and which claim of a cell is current."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from resources.storage import storage
 from tasks.claims.process_marks import ProcessMark
 
 LEASE_SECONDS = 120.0
-"""Time that a claim holds after the last sign of life of its holder."""
+"""Time that a claim is valid after its holder's last heartbeat."""
 CLOCKS_DIFFER_SECONDS = 10.0
-"""Difference between the clocks of two machines that is taken for none."""
+"""Tolerated difference between the clocks of two machines."""
 _FOLDER = "claims"
 _HOLDERS = "holders"
 Timestamp = Annotated[float, Field(ge=0, lt=253402300800)]
@@ -27,73 +27,69 @@ _Kind = TypeVar("_Kind", bound=Config)
 
 
 class _Written(Config):
-    """The content of a file; fields of a newer version are ignored."""
-
     model_config = ConfigDict(extra="ignore")
 
 
 class Subject(_Written):
-    """A cell in words that need no look at the checkpoint: for lists of claims."""
+    """A cell, described without reading the checkpoint: for lists of claims."""
 
     key: str
     """The cell: its step and the name of its folder."""
     checkpoint: str
     """Name of the checkpoint."""
     evaluation_hash: str
-    """Of the evaluation that was planned."""
+    """Hash of the planned evaluation."""
     listing: str | None = None
-    """The checkpoint's state, as a listing tells it."""
+    """Listing digest of the checkpoint's files."""
 
 
 class Claim(_Written):
-    """One holder's claim of one cell."""
+    """A holder's claim of a cell."""
 
     subject: Subject
     """The cell."""
     number: int
-    """One more than the claim that it succeeds."""
+    """The number of the claim that it succeeds, plus 1."""
     holder: str
     """Name of its holder."""
     flow_run: str | None = None
-    """Flow run at the Prefect server that it was made by: known when the file of its holder is gone too."""
+    """Prefect flow run that made it; remains known after the holder's file is deleted."""
     succeeds: str | None = None
-    """Holder of the claim with the number before, which was found dead."""
+    """Holder of the previous claim, which was found dead."""
     deaths: int = 0
-    """Holders in a row that died with the cell in their hands."""
+    """Consecutive holders that died while evaluating the cell."""
     released: bool = False
-    """True once it was given up, so that the next one may have the cell at once."""
+    """True once it was given up, so that the cell can be claimed at once."""
     at: Timestamp
     """Time it was made, seconds since the epoch."""
 
 
 class Holder(_Written):
-    """A process that claims, and when it was last heard of."""
+    """A process that claims, with its last heartbeat."""
 
     name: str
-    """Name of its file, made up at the start."""
+    """Name of its file, random."""
     user: str
     """Account that it runs under."""
     process: ProcessMark
-    """Machine and process, by which others on the same machine see that it has ended."""
+    """Machine and process, by which others on the same machine detect that it has ended."""
     flow_run: str | None = None
-    """Its flow run at the Prefect server, where it is one."""
+    """Its Prefect flow run, if any."""
     renewed: Timestamp
-    """Last sign of life, seconds since the epoch."""
+    """Last heartbeat, seconds since the epoch."""
     lease_seconds: float
-    """Time that this holds."""
+    """Time that a heartbeat is valid."""
 
     def until(self) -> float:
-        """Time at which its claims end if nothing more is heard, on a clock that may differ from its own."""
+        """Returns when its claims expire without another heartbeat, with tolerance for differing clocks."""
         return self.renewed + self.lease_seconds + CLOCKS_DIFFER_SECONDS
 
 
 @dataclass(frozen=True)
 class SeenClaim:
-    """A claim and its holder, as found; the holder is None where its file is gone.
-
-    `heard` is when the store had the holder's last sign of life, by the store's time; 0.0 where it does not say. One
-    that is not `readable` stands for a file that is no claim; its time is that of the file.
-    """
+    """A claim and its holder as read; the holder is None if its file is gone. `heard` is when the store received the
+    last heartbeat, by its own clock, or 0.0. If not `readable`, the file is no valid claim, and the time is the
+    file's."""
 
     claim: Claim
     uri: str
@@ -102,19 +98,14 @@ class SeenClaim:
     readable: bool = True
 
     def until(self) -> float:
-        """Time at which it ends if nothing more is heard: by its holder's clock, but not later than by the store's."""
+        """Returns when it expires without another heartbeat: by its holder's clock, or earlier by the store's."""
         if self.holder is None:
             return self.claim.at + LEASE_SECONDS + CLOCKS_DIFFER_SECONDS
         latest = self.heard + self.holder.lease_seconds + CLOCKS_DIFFER_SECONDS
         return min(self.holder.until(), latest) if self.heard else self.holder.until()
 
     def live(self, now: float, *, store_now: float | None = None) -> bool:
-        """Tells if its holder still counts as being at work.
-
-        Args:
-            now: time, by this machine's clock.
-            store_now: time by the store's clock, where it is known. It decides where a sign of life is of the future.
-        """
+        """Returns True if its holder still counts as running; `store_now` is used for heartbeats in the future."""
         at_store = now if store_now is None else store_now
         if not self.readable:
             return self.claim.at <= at_store + CLOCKS_DIFFER_SECONDS and at_store < self.until()
@@ -127,24 +118,23 @@ class SeenClaim:
         return self.holder.process.is_here()
 
     def died(self, now: float) -> bool:
-        """Tells if its holder is gone and has not given it up."""
         return not self.claim.released and not self.live(now)
 
 
 def claims_folder(evaluation_path: str, run: str) -> str:
-    """The folder with the claims of a run's cells."""
+    """Returns the folder with the claims of a run's cells."""
     return storage.join(evaluation_path, run, _FOLDER)
 
 
 def read_claims(folder: str, keys: Iterable[str] | None = None) -> list[SeenClaim]:
-    """The standing claim of each cell that has one, of some cells or of all; one listing, and a read for each."""
+    """Returns the current claims of some cells, or of all; 1 listing, and a read per claim."""
     return standing_claims(folder, *listed_claims(folder), keys)
 
 
 def standing_claims(
     folder: str, by_key: Mapping[str, Sequence[ClaimFile]], heard: Mapping[str, float], keys: Iterable[str] | None
 ) -> list[SeenClaim]:
-    """The last claim of each cell of a listing, of some cells or of all, with its holder; a read for each."""
+    """Returns the current claims in a listing, of some cells or of all, with their holders; a read per claim."""
     holders: dict[str, Holder | None] = {}
     found = []
     for key in by_key if keys is None else (key for key in keys if key in by_key):
@@ -153,7 +143,7 @@ def standing_claims(
         if claim is None:
             found.append(_unreadable(key, file))
             continue
-        # A copied or renamed file stands for what its name says, else none could ever succeed it.
+        # The name of a copied or renamed file counts; otherwise no claim could ever succeed it.
         subject = claim.subject.model_copy(update={"key": key})
         claim = claim.model_copy(update={"subject": subject, "number": file.number})
         if claim.holder not in holders:
@@ -163,18 +153,14 @@ def standing_claims(
 
 
 def _unreadable(key: str, file: ClaimFile) -> SeenClaim:
-    there = storage.exists(file.uri)  # else it was removed just now, or is a link that leads nowhere
+    there = storage.exists(file.uri)  # else it was just removed, or is a dangling link
     subject = Subject(key=key, checkpoint="", evaluation_hash="")
     claim = Claim(subject=subject, number=file.number, holder="nobody", released=not there, at=file.modified)
     return SeenClaim(claim, file.uri, None, readable=not there)
 
 
 def end_claim(seen: SeenClaim) -> bool:
-    """Takes a cell away from whoever has it, who notices with its next sign of life, and publishes nothing.
-
-    Returns:
-        False if its holder changed meanwhile.
-    """
+    """Ends a claim, which its holder detects at its next heartbeat; returns False if it was succeeded meanwhile."""
     claim = seen.claim
     ended = Claim(
         subject=claim.subject,
@@ -190,7 +176,7 @@ def end_claim(seen: SeenClaim) -> bool:
 
 @dataclass(frozen=True, order=True)
 class ClaimFile:
-    """A claim's file by its name: the last in order is the one that stands."""
+    """A claim's file by its name; the last in order is the current claim."""
 
     number: int
     loses_to: tuple[int, ...]
@@ -199,12 +185,12 @@ class ClaimFile:
 
 
 def claims_by_key(folder: str) -> dict[str, list[ClaimFile]]:
-    """Files of claims by cell, the one that stands last."""
+    """Returns the files of claims by cell, the current claim last."""
     return listed_claims(folder)[0]
 
 
 def listed_claims(folder: str) -> tuple[dict[str, list[ClaimFile]], dict[str, float]]:
-    """Files of claims by cell, the one that stands last; and when the store heard of each holder, by its own time."""
+    """Returns the files of claims by cell, the current claim last, and last heartbeats by holder in store time."""
     found: dict[str, list[ClaimFile]] = defaultdict(list)
     heard: dict[str, float] = {}
     holders = storage.join(folder, _HOLDERS)
@@ -218,13 +204,13 @@ def listed_claims(folder: str) -> tuple[dict[str, list[ClaimFile]], dict[str, fl
         holder = parts.pop() if len(parts) == 3 and not parts[2].isdecimal() else ""
         key, _, number = ".".join(parts).rpartition(".")
         if number.isdecimal():
-            # Of two with one number, which only a store without exclusive writes lets stand, the first name wins.
+            # If two claims have the same number, possible only without exclusive creation, the first name wins.
             found[key].append(ClaimFile(int(number), tuple(-ord(letter) for letter in holder), file.uri, file.modified))
     return {key: sorted(files) for key, files in found.items()}, heard
 
 
 def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:
-    """Reads a file; None where it is gone, or cannot be understood."""
+    """Returns the content of a file; None if it is gone or invalid."""
     try:
         return kind.model_validate_json(storage.read_bytes(uri))
     except (FileNotFoundError, IrregularFile, ValidationError):
@@ -232,11 +218,11 @@ def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:
 
 
 def claim_uri(folder: str, claim: Claim, *, exclusive: bool) -> str:
-    """The file of a claim; its name says whose it is where the store cannot keep two from making it."""
+    """Returns the file of a claim; its name includes the holder where the store has no exclusive creation."""
     holder = "" if exclusive else f".{claim.holder}"
     return storage.join(folder, f"{claim.subject.key}.{claim.number}{holder}.json")
 
 
 def holder_uri(folder: str, name: str) -> str:
-    """The file in which a holder shows signs of life."""
+    """Returns the file of a holder's heartbeats."""
     return storage.join(folder, _HOLDERS, f"{name}.json")

@@ -1,13 +1,12 @@
-"""Claims: who is evaluating a cell, as files beside the records, so that several who want a cell evaluate it once.
+"""Claims as files next to the records: of several runs that need a cell, only the claim's holder evaluates it.
 
-    <evaluation_path>/<run>/claims/<cell>.<number>.json      made only if it is not there; its maker marks it released
-    <evaluation_path>/<run>/claims/holders/<holder>.json     rewritten by its holder alone, as a sign of life
+    <evaluation_path>/<run>/claims/<cell>.<number>.json      created exclusively; its maker marks it released
+    <evaluation_path>/<run>/claims/holders/<holder>.json     heartbeat, rewritten by its holder only
 
-A claim holds for as long as its holder shows signs of life. One that is released, or whose holder is dead, is succeeded
-by one with the next number, which again only one can make. Whoever was succeeded has lost the cell and publishes
-nothing. Released claims stay for an hour: a number that could come again would let one who looked long ago take or
-remove the claim of another. On a store that lets two writers make one file, claims bear their holders' names, and after
-a while in which both become visible the first in order stays: best effort, and said so.
+A claim is valid while its holder sends heartbeats. Once it is released or its holder is dead, it can be succeeded by a
+claim with the next number; the former holder then publishes nothing. Released claims are kept for an hour: if numbers
+were reused, a process with an old listing could remove another's claim. Without exclusive creation in the store, claims
+are named after their holders, and after a delay the first in order stays: best effort, reported as such.
 """
 
 from __future__ import annotations
@@ -45,20 +44,15 @@ _RELEASED_KEPT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Acquired:
-    """The keys that are ours now, and the claims of those who are at work on others.
-
-    A cell may be in neither: somebody was quicker a moment ago.
-    """
+    """The acquired keys, and the live claims of other holders; a cell that was just claimed elsewhere is in neither."""
 
     ours: frozenset[str]
     others: Sequence[SeenClaim]
 
 
 class Claims:
-    """One holder's claims, renewed in the background for as long as the `with` block lasts, and given up at its end.
-
-    `now` is a clock in seconds since the epoch; without `in_background`, `renew` is to be called instead.
-    """
+    """A holder's claims, renewed in the background in a `with` block and released at its end; without `in_background`,
+    call `renew`. `now` returns seconds since the epoch."""
 
     def __init__(
         self,
@@ -101,20 +95,17 @@ class Claims:
             self._thread.join()
         for key in list(self._held):
             self.release(key)
-        with suppress(AssayError):  # it ends by itself once the lease is over
+        with suppress(AssayError):  # expires with the lease
             storage.delete(holder_uri(self._folder, self._me.name))
 
     @property
     def exclusive(self) -> bool:
-        """True if the store sees to it that only one gets a cell."""
+        """True if the store guarantees a single holder per cell."""
         return self._exclusive
 
     def acquire(self, subjects: Sequence[Subject]) -> Acquired:
-        """Claims as many cells as can be had.
-
-        Two listings in all, and a write for each cell. Whoever gets a cell is to look at its record again: another
-        may have finished it in between.
-        """
+        """Claims as many cells as possible, with 2 listings and a write per cell. The caller must read the record of
+        each acquired cell again: another run may have finished it in between."""
         listed, heard = listed_claims(self._folder)
         keys = [subject.key for subject in subjects]
         before = {seen.claim.subject.key: seen for seen in standing_claims(self._folder, listed, heard, keys)}
@@ -122,7 +113,7 @@ class Claims:
         standing = [seen for seen in before.values() if self._is_live(seen, heard)]
         others = [seen for seen in standing if seen.claim.holder != self._me.name]
         live = {seen.claim.subject.key for seen in standing}
-        # Ours already: made before the store failed, in a call that ended with its error.
+        # Already acquired: created in an earlier call that failed with the store's error.
         made = {s.claim.subject.key: (s.claim, s.uri) for s in standing if s.claim.holder == self._me.name}
         for subject in subjects:
             if subject.key not in live:
@@ -145,14 +136,14 @@ class Claims:
         return Acquired(frozenset(ours), others)
 
     def raise_if_lost(self, key: str) -> None:
-        """Raises ClaimLost where that is known already; asks nobody."""
+        """Raises ClaimLost if the claim is known to be lost; does not access the store."""
         with self._lock:
             lost = key in self._lost or key not in self._held
         if lost or self._now() > self._me.renewed + self._me.lease_seconds:
             raise _lost(key, self._folder)
 
     def prove(self, key: str) -> None:
-        """Raises ClaimLost unless the cell is ours as the store has it at this moment."""
+        """Raises ClaimLost unless the store confirms the claim."""
         self.raise_if_lost(key)
         claim, uri = self._held[key]
         if read_file(uri, Claim) != claim or self._succeeded(uri, claims_by_key(self._folder).get(key, [])):
@@ -161,7 +152,7 @@ class Claims:
         self.raise_if_lost(key)
 
     def release(self, key: str) -> None:
-        """Gives a cell up. Where the store fails, the lease ends it."""
+        """Releases a cell; if the store fails, the claim expires with its lease."""
         with self._lock:
             claim, uri = self._held.pop(key, (None, ""))
         if claim is not None:
@@ -173,7 +164,7 @@ class Claims:
         storage.write_bytes(uri, released.model_dump_json().encode())
 
     def renew(self) -> None:
-        """Shows a sign of life, and notices which cells were lost."""
+        """Sends a heartbeat, and detects lost cells."""
         me = self._me.model_copy(update={"renewed": self._now()})
         storage.write_bytes(holder_uri(self._folder, me.name), me.model_dump_json().encode())
         self._me = me
@@ -185,7 +176,7 @@ class Claims:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._me.lease_seconds / _BEATS_PER_LEASE):
-            with suppress(AssayError):  # tried again; `raise_if_lost` knows when it was too long ago
+            with suppress(AssayError):  # retried; `raise_if_lost` detects an expired lease
                 self.renew()
 
     def _next(self, subject: Subject, standing: SeenClaim | None) -> Claim:
@@ -215,7 +206,7 @@ class Claims:
         if not self._exclusive:
             storage.write_bytes(uri, content)
             return True
-        # A write whose answer was lost is tried again by the client, and then finds its own file.
+        # If the response to a write is lost, the client retries and finds its own file.
         return storage.create_bytes(uri, content) or read_file(uri, Claim) == claim
 
     def _succeeded(self, uri: str, files: Sequence[ClaimFile]) -> bool:
@@ -223,7 +214,7 @@ class Claims:
         if position is None:
             return True
         if any(file.number == files[position].number for file in files[position + 1 :]):
-            return True  # of two with one number, the last in order stays
+            return True  # of two claims with the same number, the last in order stays
         later = [read_file(file.uri, Claim) for file in files[position + 1 :]]
         return any(claim is not None and claim.succeeds == self._me.name for claim in later)
 
@@ -243,7 +234,7 @@ class Claims:
             if any(
                 other is not None and other.succeeds == claim.holder and at.number > file.number for at, other in read
             ):
-                continue  # its holder sees that too
+                continue  # its holder detects that too
             holder = read_file(holder_uri(self._folder, claim.holder), Holder)
             if self._is_live(SeenClaim(claim, file.uri, holder, heard.get(claim.holder, 0.0)), heard):
                 return False

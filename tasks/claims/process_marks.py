@@ -1,4 +1,4 @@
-"""Telling whether a process that left its name somewhere is still there, as far as this machine can know."""
+"""Identities of processes, to detect whether a process is still running, as far as this machine can tell."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from resources.config import Config
 
 
 class ProcessMark(Config):
-    """A process by what identifies it for good: machine and boot, process id, and when it started."""
+    """A process, identified permanently by machine and boot, process id, and start time."""
 
     model_config = ConfigDict(extra="ignore")
 
     machine: str
-    """Host name, boot and, on Linux, the process-id namespace: in a container the same ids mean others."""
+    """Host name, boot and, on Linux, the process-id namespace: in a container the same ids are other processes."""
     pid: int
-    """Process id there."""
+    """Process id on that machine."""
     started: str | None
-    """Start, in the kernel's ticks; empty where the system does not tell."""
+    """Start time in kernel ticks; empty where the system has none."""
 
     @classmethod
     def of_this_process(cls) -> ProcessMark:
-        """The mark of the calling process."""
         return cls(machine=_machine(), pid=os.getpid(), started=_started(os.getpid()))
 
     def is_here(self) -> bool:
-        """Tells if it is certainly running, on this machine."""
+        """Returns True if it is certainly running, on this machine."""
         return self.machine == _machine() and self.started is not None and _started(self.pid) == self.started
 
     def has_ended(self) -> bool:
-        """Tells if it has certainly ended; False where only time can tell, as for another machine."""
+        """Returns True if it has certainly ended; False where only time can tell, as on another machine."""
         if self.machine != _machine() or self.started is None:
             return False
         return _started(self.pid) != self.started
@@ -51,7 +50,7 @@ def _machine() -> str:
 
 def _started(pid: int) -> str | None:
     try:
-        # The name in brackets may hold anything; the state comes after it, and the start is the 22nd field.
+        # The name in brackets is arbitrary text; the state follows it, and the start time is the 22nd field.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -59,7 +58,7 @@ def _started(pid: int) -> str | None:
 
 
 def acting_user() -> str:
-    """The name of the account that this process runs under."""
+    """Returns the name of the account that this process runs under."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # an account without a name, as in many containers

@@ -1,7 +1,7 @@
-"""Flags per question, in files beside the records: which questions a search has found in training texts, or not.
+"""Flags per question: which questions a search has found in training texts.
 
-`<evaluation_path>/contamination/<name>.jsonl.gz`, gzipped lines of JSON: first what was searched, by what and when,
-then a line for each question that was looked for. A question without a line was not looked for, which is not clean.
+Stored in `<evaluation_path>/contamination/<name>.jsonl.gz`: a line of JSON about the search, then a line per question
+that was searched for. A question without a line was not searched for, which does not mean clean.
 """
 
 from __future__ import annotations
@@ -27,67 +27,67 @@ FOLDER = "contamination"
 _END = ".jsonl.gz"
 _SHOWN_WORDS = 50
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+# Ids of lm-eval and AlpacaEval hold a digest of the question; HELM's are positions in its data.
 _NAMED_BY_CONTENT = re.compile(r"(?:\d+-)?[0-9a-f]{12,}(?:-\d+)?")
-"""Ids that hold a digest of the question, of lm-eval and AlpacaEval; those of HELM are places in its data."""
 
 Tool = Literal["assay", "decon", "marin", "list"]
 Status = Literal["clean", "flagged", "not scanned"]
 
 
 class Evidence(Part):
-    """The place in a training text where the longest part of a question was found."""
+    """The location in a training text of the longest matching part of a question."""
 
     place: Annotated[str, AfterValidator(encodable)]
-    """File, and line or document in it, as the search tells it."""
+    """File, and line or document in it, as reported by the search."""
     text: Annotated[str, AfterValidator(encodable)]
-    """The words that were found, lower case; the first fifty."""
+    """The first 50 matching words, lower case."""
 
 
 def evidence_of(place: str, text: str) -> Evidence:
-    """Evidence with the first words of what was found."""
+    """Returns evidence with the first words of the match."""
     return Evidence(place=place, text=" ".join(text.split()[:_SHOWN_WORDS]))
 
 
 class QuestionFlag(Part):
-    """The finding about one question."""
+    """The finding about a question."""
 
     benchmark: str
-    """Name its metrics are published under."""
+    """Name that its metrics are published under."""
     id: str
     """Name of the question in samples."""
     text: str
-    """Digest of its own words, by which it is known under other names and behind other examples."""
+    """Digest of its own words, which identifies it under other names and after other examples."""
     flagged: bool
     """True if the search found it."""
     score: float | None = None
     """Share of its n-grams that were found, or the tool's own score; from 0 to 1."""
     longest: int | None = None
-    """Words of its longest part that was found in one text."""
+    """Words of its longest part found in a single text."""
     answer: bool | None = None
-    """True if its answer follows there; empty where that is unknown."""
+    """True if its answer follows in that text; empty if unknown."""
     evidence: Evidence | None = None
-    """One place where it was found."""
+    """A location where it was found."""
 
 
 class Search(Part):
-    """Provenance of flags: what was searched for what, by what, when."""
+    """Provenance of flags: parameters and inputs of the search."""
 
     schema_version: Literal[1] = 1
     """Version of this layout."""
     name: str
     """Name of the file, without its ending."""
     tool: Tool
-    """assay if training texts were scanned here, else the tool whose output was imported."""
+    """assay if training texts were scanned by Assay, else the tool that wrote the imported output."""
     version: str
     """Version of Assay that wrote the flags."""
     created: AwareDatetime
     """Time it was written, UTC."""
     texts: tuple[str, ...]
-    """Training texts that were searched, or the files that were imported."""
+    """Searched training texts, or imported files."""
     text_files: int | None = None
-    """Files of training texts; empty where the tool does not say."""
+    """Number of training text files; empty if the tool does not report it."""
     text_bytes: int | None = None
-    """Bytes of these files as they lie there."""
+    """Stored size of these files in bytes."""
     documents: int | None = None
     """Texts in them."""
     words: int | None = None
@@ -95,26 +95,26 @@ class Search(Part):
     n: int | None = None
     """Words of an n-gram."""
     shortest: int | None = None
-    """Words that a question needs to be looked for."""
+    """Minimum words of a question to search for."""
     threshold: float | None = None
-    """Share of a question's n-grams from which on it is flagged."""
+    """Minimum share of a question's n-grams to flag it."""
     too_short: int = 0
-    """Questions that were not looked for since they have too few words."""
+    """Questions that were skipped because they have too few words."""
     unknown: int = 0
-    """Imported findings about questions that no record asked."""
+    """Imported findings about questions that are in no record."""
     not_read: tuple[str, ...] = ()
-    """Parts of the training's data that could not be searched, and why."""
+    """Parts of the training data that could not be searched, and why."""
     unreadable: int = 0
     """Lines of training texts that are no JSON, or have no text."""
     questions: int = Field(ge=0)
-    """Questions that were looked for."""
+    """Questions that were searched for."""
     flagged: int = Field(ge=0)
     """Questions that were found."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """A file of flags: what was searched, what was found, and the file with its SHA-256."""
+    """A file of flags: the search, its findings, and the file with its SHA-256."""
 
     search: Search
     questions: Mapping[tuple[str, str, str], QuestionFlag]
@@ -124,7 +124,7 @@ class Flags:
 
     @cached_property
     def by_name(self) -> dict[tuple[str, str], QuestionFlag]:
-        """Findings by benchmark and name; of several, asked in other words, one that is flagged."""
+        """Findings by benchmark and name; of several with different words, preferably a flagged finding."""
         found: dict[tuple[str, str], QuestionFlag] = {}
         for question in self.questions.values():
             if question.flagged or (question.benchmark, question.id) not in found:
@@ -133,7 +133,7 @@ class Flags:
 
     @cached_property
     def by_text(self) -> dict[str, QuestionFlag]:
-        """Findings by the digest of a question's words; of several about the same words, one that is flagged."""
+        """Findings by the digest of a question's words; of several with equal words, preferably a flagged finding."""
         found: dict[str, QuestionFlag] = {}
         for question in self.questions.values():
             if question.text and (question.flagged or question.text not in found):
@@ -141,10 +141,8 @@ class Flags:
         return found
 
     def about(self, question: AskedQuestion) -> QuestionFlag | None:
-        """The finding about a question of a record; None if it was not looked for.
-
-        A name that says nothing about the content fits only the words that it had when it was looked for.
-        """
+        """Returns the finding about a question of a record; None if it was not searched for. A name that does not
+        depend on the content matches only the words that it had in the search."""
         own = self.questions.get((question.benchmark, question.id, question.digest))
         if own is not None:
             return own
@@ -155,13 +153,13 @@ class Flags:
 
 
 def status_of(question: AskedQuestion, every: Sequence[Flags]) -> Status:
-    """Status by several searches: flagged if any found the question, clean if any looked and none found it."""
+    """Returns a question's status over several searches: flagged if any found it, clean if it was only searched for."""
     found = [flag for flags in every if (flag := flags.about(question)) is not None]
     return "flagged" if any(flag.flagged for flag in found) else "clean" if found else "not scanned"
 
 
 def flags_uri(evaluation_path: str, name: str) -> str:
-    """The file of a search."""
+    """Returns the file of a search."""
     if not _NAME.fullmatch(name):
         raise BadInput(
             expected="a name of letters, digits, dots, hyphens and underscores",
@@ -172,7 +170,7 @@ def flags_uri(evaluation_path: str, name: str) -> str:
 
 
 def write_flags(evaluation_path: str, search: Search, questions: Iterable[QuestionFlag]) -> Flags:
-    """Writes what a search found beside the records; an earlier file of this name is replaced."""
+    """Writes the findings of a search next to the records; replaces an earlier file of this name."""
     uri = flags_uri(evaluation_path, search.name)
     every = _by_key(questions)
     lines = [search.model_dump_json(), *(question.model_dump_json(exclude_none=True) for question in every.values())]
@@ -182,7 +180,7 @@ def write_flags(evaluation_path: str, search: Search, questions: Iterable[Questi
 
 
 def read_flags(evaluation_path: str) -> tuple[Flags, ...]:
-    """Every file of flags beside some records, the oldest first; none is the usual case."""
+    """Returns every file of flags next to the records, oldest first; usually there is none."""
     listed = storage.list_files(storage.join(evaluation_path, FOLDER))
     found = [_read(file.uri) for file in listed if file.uri.endswith(_END)]
     return tuple(sorted(found, key=lambda flags: flags.search.created))

@@ -1,4 +1,4 @@
-"""Flags from elsewhere: allenai/decon's reports, the attributes of Marin's datakit, plain lists."""
+"""Flags of other tools: allenai/decon's reports, the attributes of Marin's datakit, plain lists."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 
 class Asked:
-    """The questions of records, to be found by benchmark, by name, by place in their data and by their words."""
+    """The questions of records, searchable by benchmark, name, position in their data, and words."""
 
     def __init__(self, questions: Sequence[AskedQuestion]) -> None:
         self.questions = questions
@@ -52,7 +52,7 @@ class Asked:
         self._joined: dict[str | None, tuple[str, list[int], list[AskedQuestion]]] = {}
 
     def of(self, benchmark: str | None) -> list[AskedQuestion]:
-        """Those of a benchmark, of its parts (`mmlu` has `mmlu_anatomy`), or of a pattern; every one for None."""
+        """Returns the questions of a benchmark, of its parts (`mmlu` has `mmlu_anatomy`), or of a pattern; or all."""
         if benchmark is None:
             return list(self.questions)
         return [
@@ -63,7 +63,7 @@ class Asked:
         ]
 
     def named(self, name: str, *, benchmark: str | None) -> list[AskedQuestion]:
-        """Those of a name, or of a place in their data, which lm-eval's names begin with."""
+        """Returns the questions with a name, or with a position in their data, with which lm-eval's names begin."""
         return [
             question
             for question in self.of(benchmark)
@@ -71,7 +71,7 @@ class Asked:
         ]
 
     def holding(self, text: str, *, benchmark: str | None) -> list[AskedQuestion]:
-        """Those in which some words stand in a row."""
+        """Returns the questions that contain the words of `text` consecutively."""
         if benchmark not in self._joined:
             among = self.of(benchmark)
             starts = list(accumulate((len(question.text) + 3 for question in among), initial=0))
@@ -96,17 +96,17 @@ def import_flags(
     benchmark: str | None = None,
     covers: Sequence[str] = (),
 ) -> Flags:
-    """Writes what another tool found beside the records.
+    """Writes the findings of another tool next to the records.
 
     Args:
-        evaluation_path: where the records lie.
-        name: of the file of flags.
+        evaluation_path: folder of the records.
+        name: name of the file of flags.
         files: the tool's output: files, patterns or folders.
-        questions: every question that records asked.
+        questions: every question in the records.
         tool: the tool that wrote them.
-        benchmark: the benchmark that a plain list is about.
-        covers: benchmarks, or patterns, whose questions the tool looked for without naming those that it did not find:
-            they are clean. Others without a finding were not looked for.
+        benchmark: the benchmark of a plain list.
+        covers: benchmarks or patterns of which the tool reports matches only: their other questions are clean. All
+            other questions without a finding were not searched for.
     """
     asked = Asked(questions)
     read = {"decon": _decon, "marin": _marin, "list": _list}[tool]

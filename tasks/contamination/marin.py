@@ -1,8 +1,8 @@
-"""Reads what Marin's datakit found: `decon.py` there marks training documents, by hashes of their n-grams.
+"""Reads the findings of Marin's datakit: its `decon.py` marks training documents by hashes of their n-grams.
 
-A document has the hashes that stand in evaluation texts (`matched_hashes`); beside it lies which hashes were looked for
-(`eval_hash_index.parquet`). The names of its evaluation records are not those of questions here, so the n-grams of the
-questions are hashed in its way: words between white space, as they are written, within paragraphs.
+A document lists its hashes that occur in evaluation texts (`matched_hashes`); `eval_hash_index.parquet` lists the
+hashes that were searched for. Its names of evaluation records differ from question names in Assay, so the questions'
+n-grams are hashed in datakit's way: words between white space, unchanged, within paragraphs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,16 @@ from tasks.contamination.questions import AskedQuestion
 N = 13
 """Words of an n-gram."""
 SHARE = 0.5
-"""Share of n-grams from which on datakit calls a paragraph contaminated; here, a question."""
-_SHORT = 3
-"""Words of the shortest paragraph that is looked for whole."""
+"""Minimum share of n-grams at which datakit calls a paragraph contaminated; used for questions in Assay."""
+_SHORT = 3  # minimum words of a paragraph
 _ROWS = 4096
 
 
 def found_by_hashes(
     files: Sequence[str], questions: Sequence[AskedQuestion]
 ) -> Iterator[tuple[AskedQuestion, float, str]]:
-    """Each question that was looked for, with the share of its n-grams in contaminated documents, and one of these.
-
-    Args:
-        files: Parquet files of datakit, attributes and the index of hashes; others are passed over.
-        questions: the questions.
-    """
+    """Yields each searched question with the share of its n-grams in contaminated documents, and such a document.
+    `files` are datakit's Parquet files, attributes and the index of hashes; other files are ignored."""
     hashes = [features(question.raw) for question in questions]
     wanted = set().union(*hashes)
     looked_for: set[int] = set()
@@ -64,7 +59,7 @@ def found_by_hashes(
 
 
 def features(text: str) -> set[int]:
-    """Hashes of the n-grams of a text; a paragraph of three words and more that has none is one whole."""
+    """Returns the hashes of a text's n-grams; paragraphs of at least 3 words, but less than an n-gram, count whole."""
     found = set()
     for paragraph in text.split("\n\n"):
         words = paragraph.split()

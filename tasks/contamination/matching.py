@@ -1,7 +1,7 @@
-"""Finds questions in texts: seeds of a few words by their numbers, then word by word, then as text.
+"""Finds questions in texts: by hashes of seeds (a few words), then word by word, then as text.
 
-Of every run of n words of a question at least one seed is kept, so nothing that long is missed; the memory that it
-takes goes by the questions. What only looks alike as numbers is dropped when the texts are compared.
+At least 1 seed of every n consecutive words of a question is kept, so no match of that length is missed; memory grows
+with the number of questions. Hash collisions are dropped when the texts are compared.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from tasks.contamination.words import Words, runs_of, words_of
 if TYPE_CHECKING:
     import numpy as np
 
-_ANSWER_WORDS = 13
-"""Of a long answer so many words have to follow."""
-_WINDOW = 50
-"""Words after the question among which its answer is looked for, as in decon."""
+_ANSWER_WORDS = 13  # of a long answer, so many words must follow
+_WINDOW = 50  # words after the question in which its answer is searched, as in decon
 _SHOWN_WORDS = 50
 _SLOTS_PER_SEED = 64
 _SLOT_BITS = 16, 24
 
 
 class Match(NamedTuple):
-    """Words of a question in a text: where they begin in the question and in the text, and how many they are."""
+    """Words of a question in a text: start in the question, start in the text, and number of words."""
 
     question: int
     first: int
@@ -37,17 +35,17 @@ class Match(NamedTuple):
 
 @dataclass
 class Finding:
-    """All that was found of one question: its n-grams as bits, the longest run, and where that stands."""
+    """The findings about a question: its n-grams as bits, the longest match, and its location."""
 
     seen: int = 0
     longest: int = 0
     place: tuple[str, int, int] = ("", 0, 0)
-    """File, byte at which the part of it begins, number of the document there."""
+    """File, start byte of the file's part, number of the document in it."""
     text: str = ""
     answer: bool = False
 
     def add(self, other: Finding) -> None:
-        """Takes in what was found elsewhere; of equal runs the first place in order stays, whoever comes first."""
+        """Merges another finding; of equal lengths, the first location in order wins, in any order of calls."""
         self.seen |= other.seen
         self.answer |= other.answer
         if (-other.longest, other.place) < (-self.longest, self.place):
@@ -56,16 +54,14 @@ class Finding:
 
 @dataclass
 class QuestionIndex:
-    """Seeds of questions, sorted; `n` words make an n-gram, a question of fewer is looked for whole.
-
-    `shortest` is the length of a seed, and the fewest words that a question needs.
-    """
+    """Sorted seeds of questions; `n` words make an n-gram, shorter questions are searched for as a whole. `shortest` is
+    the number of words of a seed, and the minimum of a question."""
 
     questions: Sequence[AskedQuestion]
     n: int
     shortest: int
     lengths: list[int] = field(init=False)
-    """Words of each question; 0 where they are too few."""
+    """Words of each question; 0 if too few."""
 
     def __post_init__(self) -> None:
         import numpy as np
@@ -90,16 +86,16 @@ class QuestionIndex:
         self._slots[self._values >> self._shift] = True
 
     def gram(self, question: int) -> int:
-        """Words of an n-gram of a question: n, or all that a shorter one has."""
+        """Returns the words of a question's n-grams: n, or all words of a shorter question."""
         return min(self.n, self.lengths[question])
 
     def grams(self, question: int) -> int:
-        """Number of n-grams of a question; 0 where it is too short."""
+        """Returns the number of a question's n-grams; 0 if it is too short."""
         length = self.lengths[question]
         return length - self.gram(question) + 1 if length else 0
 
     def search(self, texts: Sequence[str], found: dict[int, Finding], *, places: Sequence[tuple[str, int, int]]) -> int:
-        """Adds what is found of all questions in some texts, and says how many words these have."""
+        """Adds the findings of all questions in some texts to `found`, and returns the texts' number of words."""
         import numpy as np
 
         words = words_of(texts)

@@ -1,4 +1,4 @@
-"""Questions that records asked, with the text that is theirs alone: without examples, labels and instructions."""
+"""Questions of records, with their own text: without few-shot examples, labels and instructions."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from tasks.contamination.words import words_of
 from tasks.records.record import FoundRecord, Record
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 
-_FEW = 8
-"""Fewer questions than this can begin alike by chance, so nothing is taken off them."""
-_STEM_WORDS = 13
-"""A stem of as many words says by itself which question it is."""
+_FEW = 8  # fewer questions may begin alike by chance, so nothing is removed from them
+_STEM_WORDS = 13  # a stem of this length identifies its question without the choices
 _CHOICES = re.compile(r"\n[ \t]*\(?A[.):][ \t].*?\n[ \t]*\(?B[.):][ \t]", re.DOTALL)
 _BLOCKS = ("\n\n", "\n")
-_PER_CALL = 2**20
-"""Characters of questions whose words are told apart in one call."""
+_PER_CALL = 2**20  # characters of questions per call of words_of
 
 
 class AskedQuestion(NamedTuple):
-    """A question: its name, its own words between single spaces, the words of its answer, a digest of its words.
-
-    `answer` is empty where there is none, or only the letter of a choice. `raw` is its text as it was asked.
-    """
+    """A question: its name, own words separated by single spaces, words of its answer, digest of its words. `answer` is
+    empty if there is none, or if it is only a choice's letter. `raw` is the unnormalized text."""
 
     benchmark: str
     id: str
@@ -39,11 +34,7 @@ class AskedQuestion(NamedTuple):
 
 
 def samples_of(found: FoundRecord) -> dict[str, list[Sample]]:
-    """The samples of a record by benchmark; none where none were kept.
-
-    Raises:
-        StorageError: they are damaged, or cannot be read.
-    """
+    """Returns the samples of a record by benchmark, empty if not kept. Raises StorageError if they are unreadable."""
     samples: dict[str, list[Sample]] = {}
     try:
         for sample in read_samples(storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)):
@@ -54,7 +45,7 @@ def samples_of(found: FoundRecord) -> dict[str, list[Sample]]:
 
 
 def asked_in(record: Record, samples: Mapping[str, Sequence[Sample]]) -> Iterator[AskedQuestion]:
-    """The questions of a record, each once."""
+    """Returns the questions of a record, without duplicates."""
     shots = _shots(record.evaluation)
     for benchmark, asked in samples.items():
         once = {sample.id: sample for sample in reversed(asked)}
@@ -64,7 +55,7 @@ def asked_in(record: Record, samples: Mapping[str, Sequence[Sample]]) -> Iterato
 
 
 def every_question(found: Sequence[FoundRecord]) -> list[AskedQuestion]:
-    """Every question that some records asked, once; of the records of one evaluation, the newest is read."""
+    """Returns the questions of some records, without duplicates; reads the newest record of each evaluation."""
     newest: dict[tuple[str, tuple[str, ...]], FoundRecord] = {}
     for item in sorted(found, key=lambda item: item.record.created):
         if item.record.succeeded and item.record.samples:
@@ -78,13 +69,8 @@ def every_question(found: Sequence[FoundRecord]) -> list[AskedQuestion]:
 
 
 def questions_of(benchmark: str, samples: Sequence[Sample], *, shots: int | None) -> list[AskedQuestion]:
-    """The questions of one benchmark in one record.
-
-    Args:
-        benchmark: its name.
-        samples: all of it, since what they have in common is no question's own.
-        shots: examples in front of each; None if that is not known.
-    """
+    """Returns the questions of a benchmark in a record. `samples` must be complete, since their common text belongs to
+    no question; `shots` is the number of few-shot examples, None if unknown."""
     texts = own_texts([sample.asked for sample in samples], shots=shots)
     answers = [_answer(sample.target) for sample in samples]
     words = words_in([*texts, *answers])
@@ -95,16 +81,15 @@ def questions_of(benchmark: str, samples: Sequence[Sample], *, shots: int | None
 
 
 def own_texts(prompts: Sequence[str], *, shots: int | None) -> list[str]:
-    """Text that is each question's own in the prompts of a benchmark.
+    """Returns the text that belongs to each question alone, from the prompts of a benchmark.
 
-    Of a conversation that is the user's last turn. Examples in front go by their number, or where that is not known by
-    the words before the answer, which stand after each of them. What all begin with, up to a colon or a line's end, and
-    the line that all end with, are labels and instructions. Choices by letter belong to the question only where what
-    stands above them is short.
+    Of a conversation, this is the last user turn. Few-shot examples are removed by their number or, if that is unknown,
+    by the cue before the answer, which follows each example too. The common beginning, up to a colon or line end, and
+    the common last line are labels and instructions. Lettered choices are kept only if the text above them is short.
     """
     conversations = [_turns(prompt) for prompt in prompts]
     texts = [turns[-1] for turns in conversations]
-    if all(len(turns) == 1 for turns in conversations):  # else examples are turns of their own
+    if all(len(turns) == 1 for turns in conversations):  # else examples are separate turns
         texts = _without_examples(texts, shots=shots)
     if len(texts) >= _FEW:
         texts = _without_labels(texts)
@@ -112,7 +97,7 @@ def own_texts(prompts: Sequence[str], *, shots: int | None) -> list[str]:
 
 
 def words_in(texts: Sequence[str]) -> list[str]:
-    """The words of each text between single spaces."""
+    """Returns the words of each text, separated by single spaces."""
     found: list[str] = []
     for batch in _batches(texts):
         words = words_of(batch)

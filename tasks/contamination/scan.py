@@ -1,4 +1,4 @@
-"""Scans training texts for questions, in several processes; a scan that was ended goes on where it was."""
+"""Scans training texts for questions, in several processes; an interrupted scan resumes by parts."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tasks.records.record import now
 DEFAULT_N = 13
 """Words of an n-gram, as for GPT-3 and in Marin's datakit."""
 DEFAULT_SHORTEST = 8
-"""Words that a question needs to be looked for, the least that was taken for GPT-3."""
+"""Minimum words of a question to search for, the smallest used for GPT-3."""
 DEFAULT_THRESHOLD = 0.5
-"""Share of a question's n-grams from which on it is flagged, as in Marin's datakit."""
+"""Minimum share of a question's n-grams to flag it, as in Marin's datakit."""
 _BATCH_CHARACTERS = 2**20
 _PARTS = ".parts"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The way questions are looked for: words of an n-gram, words that a question needs, share that flags it."""
+    """Parameters of a scan: words of an n-gram, minimum words of a question, minimum share to flag it."""
 
     n: int = DEFAULT_N
     shortest: int = DEFAULT_SHORTEST
     threshold: float = DEFAULT_THRESHOLD
 
     def check(self) -> None:
-        """Refuses what can find nothing."""
+        """Raises BadInput if nothing could be found."""
         if not 1 <= self.shortest <= self.n or not 0 < self.threshold <= 1:
             raise BadInput(
                 expected="1 ≤ --shortest ≤ --n, and a --threshold above 0 and up to 1",
@@ -50,21 +50,21 @@ class Settings:
 
 @dataclass
 class PartResult:
-    """Yield of one part of the texts: findings by question, and what was read."""
+    """Result of a part of the texts: findings by question, and reading statistics."""
 
     findings: dict[int, Finding] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
     words: int = 0
 
     def as_json(self) -> bytes:
-        """As it is kept until the whole scan is done."""
+        """Returns the form that is kept until the whole scan is done."""
         findings = {number: {**asdict(found), "seen": hex(found.seen)} for number, found in self.findings.items()}
         return json.dumps({"findings": findings, "reading": asdict(self.reading), "words": self.words}).encode()
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A scan under way: parts that are done, all parts, and their bytes."""
+    """Progress of a scan: finished parts and all parts, with their bytes."""
 
     parts: int
     of: int
@@ -83,17 +83,12 @@ def scan(
     processes: int | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Flags:
-    """Looks for questions in training texts, and writes what was found beside the records.
+    """Searches training texts for questions, and writes the findings next to the records, as flags called `name`.
 
     Args:
-        evaluation_path: where the records lie.
-        name: of the file of flags.
-        sources: the training texts.
-        questions: what to look for.
-        settings: the way it is looked for.
-        not_read: parts of the training's data that cannot be searched, to be said.
-        processes: so many read at once; as many as there are cores unless given.
-        on_progress: is told after each part.
+        not_read: parts of the training data that cannot be searched, for the report.
+        processes: number of parallel readers; the number of cores by default.
+        on_progress: called after each part.
     """
     settings.check()
     index = QuestionIndex(questions, n=settings.n, shortest=settings.shortest)
@@ -133,7 +128,7 @@ def scan(
 
 
 def scan_part(index: QuestionIndex, part: Part) -> PartResult:
-    """Looks for questions in one part of the texts."""
+    """Searches a part of the texts for questions."""
     result = PartResult()
     batch: list[str] = []
     places: list[tuple[str, int, int]] = []
@@ -185,7 +180,7 @@ def _scanned(
     try:
         futures = {workers.submit(_work, part): part for part in parts}
         for future in as_completed(futures):
-            part = futures.pop(future)  # a result is kept no longer than it is read
+            part = futures.pop(future)  # frees each result after it is read
             yield part, future.result()
     finally:
         workers.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""Scores whole, over the questions that no search found, and over those that it found, with the difference.
+"""Scores over all, clean and flagged questions, with the difference between the latter two.
 
-The two are taken over different questions, so the interval of the difference is an unpaired one: from the intervals of
-both, which hold for few questions and for clusters (MOVER, Newcombe 1998, Zou and Donner 2008). Questions of one
-cluster that stand on both sides count as apart, which errs on the side of caution.
+Clean and flagged questions are different samples, so the interval of the difference is unpaired, built from both
+intervals, which are valid for few questions and for clusters (MOVER, Newcombe 1998, Zou and Donner 2008). Questions of
+a cluster on both sides are treated as independent, which is conservative.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Statuses = Mapping[tuple[str, str], Status]
 
 
 class Side(NamedTuple):
-    """A score over some questions, with its 95 % interval where one is known."""
+    """A score over some questions, with its 95 % interval if known."""
 
     value: float
     low: float | None
@@ -32,10 +32,10 @@ class Side(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One metric of a record: over all questions, the clean ones, the flagged ones; `difference` is clean − flagged.
+    """A metric of a record over all, clean and flagged questions; `difference` is clean − flagged.
 
-    `reason` says why a score, or the interval of its difference, is not given. Of a group of which some parts have no
-    question on one side, the difference is taken over the `parts` that have both; empty where all have.
+    `reason` explains a missing score or interval. If parts of a group lack clean or flagged questions, the difference
+    is taken over the `parts` (number, total) that have both; empty if all have.
     """
 
     metric: Metric
@@ -49,7 +49,6 @@ class Split(NamedTuple):
     reason: str | None = None
 
     def as_row(self) -> dict[str, float | int | str | None]:
-        """For scripts and exports, by the names of their columns."""
         clean, flagged = self.clean or _NONE, self.flagged or _NONE
         return {
             "clean_value": clean.value,
@@ -73,14 +72,14 @@ _NONE = _Nothing()
 
 
 class Splits:
-    """Splits scores of records; which questions are flagged is found out once for each evaluation."""
+    """Splits scores of records; caches the questions' status per evaluation."""
 
     def __init__(self, flags: Sequence[Flags]) -> None:
         self._flags = flags
         self._statuses: dict[str, _Statuses] = {}
 
     def of(self, found: FoundRecord) -> list[Split]:
-        """Every score of a record that a search has to do with; none where no question of it was looked for."""
+        """Returns a record's scores that a search affects; empty if none of its questions was searched for."""
         if not self._flags or not found.record.succeeded:
             return []
         try:

@@ -1,4 +1,4 @@
-"""Training texts as they lie in files, in any store, read in bounded memory: JSON lines, Parquet, plain text."""
+"""Reads training texts from files in any store, in bounded memory: JSON lines, Parquet, plain text."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ _FORMS: dict[str, Form] = {
 }
 _PACKED = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_PART_BYTES = 2**28
-"""A file of lines that is not packed is read in parts of so many bytes, by several processes."""
+_PART_BYTES = 2**28  # size of the parts in which processes read an uncompressed file of lines
 _BLOCK_BYTES = 2**20
 _LONGEST_LINE_BYTES = 2**29
 _PIECE_CHARACTERS = 2**20
-_OVERLAP_CHARACTERS = 2**16
-"""Pieces of a long text overlap by so much: what is found can be as long."""
+_OVERLAP_CHARACTERS = 2**16  # of the pieces of a long text; the longest match across pieces
 _ROWS = 256
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Training texts of one kind: a location that may have wildcards or braces, and where a document has its text."""
+    """Training texts of a kind: a location, possibly with wildcards or braces, and the field with a document's text."""
 
     location: str
     field: str = "text"
@@ -41,7 +39,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class Part:
-    """A share of the texts that one process reads: a file, or the lines of it that begin within some of its bytes."""
+    """A share of the texts for a single process: a file, or the lines of it that begin in a range of bytes."""
 
     uri: str
     form: Form
@@ -53,13 +51,12 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the file that belong to it."""
         return (self.size if self.end is None else self.end) - self.start
 
 
 @dataclass
 class Reading:
-    """Counts while a part was read: `unreadable` lines are no JSON, `without_text` have no text in the field."""
+    """Statistics of reading a part: `unreadable` lines are no JSON, `without_text` have no text in the field."""
 
     documents: int = 0
     unreadable: int = 0
@@ -68,7 +65,7 @@ class Reading:
 
 
 def parts_of(sources: Iterable[TextSource]) -> list[Part]:
-    """The parts of all files that sources stand for, each file once."""
+    """Returns the parts of all files in the sources, without duplicates."""
     found: dict[tuple[str, str], list[Part]] = {}
     listed: dict[str, dict[str, FileInfo]] = {}
     for source in sources:
@@ -79,7 +76,7 @@ def parts_of(sources: Iterable[TextSource]) -> list[Part]:
 
 
 def texts_in(part: Part, reading: Reading) -> Iterator[str]:
-    """The texts of a part; those longer than a mebibyte in pieces that overlap."""
+    """Yields the texts of a part; texts longer than 1 MiB in overlapping pieces."""
     match part.form:
         case "lines":
             documents = _from_lines(part, reading)
@@ -193,7 +190,7 @@ def _from_lines(part: Part, reading: Reading) -> Iterator[str]:
 
 def _lines(file: BinaryIO, part: Part) -> Iterator[bytes]:
     at = part.start
-    if part.start > 0:  # the line that goes on here belongs to the part before, unless it begins just here
+    if part.start > 0:  # a line that continues here belongs to the part before
         file.seek(part.start - 1)
         at -= 1
     begun = part.start == 0

@@ -1,4 +1,4 @@
-"""Splits and searches in words, for the page and for tables."""
+"""Splits and searches formatted for the page and for tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DECIMALS = 3
 
 
 class Shown(NamedTuple):
-    """A score, or a difference, in three texts: the value, its interval, the number of questions."""
+    """A score, or a difference, as three texts: value, interval, number of questions."""
 
     value: str
     interval: str
@@ -31,7 +31,7 @@ _NOTHING = Shown("–", "", "")
 
 
 class SplitRow(NamedTuple):
-    """One score, as a reader sees it; `newest` is the last checkpoint of its run that has it."""
+    """A formatted score; `newest` if it is at the last checkpoint of its run that has this score."""
 
     record: Record
     split: Split
@@ -39,18 +39,15 @@ class SplitRow(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Benchmark and metric."""
         metric = self.split.metric
         return f"{metric.benchmark} · {metric.name}"
 
     @property
     def evaluator(self) -> str:
-        """The harness, by its title."""
         return evaluator_title(self.record.evaluator)
 
     @property
     def as_row(self) -> dict[str, Any]:
-        """The row for scripts."""
         checkpoint, metric = self.record.checkpoint, self.split.metric
         return {
             "run": checkpoint.run,
@@ -68,7 +65,6 @@ class SplitRow(NamedTuple):
 
     @property
     def cells(self) -> tuple[Shown, ...]:
-        """Whole, clean, flagged, and the difference."""
         metric, split = self.split.metric, self.split
         whole = Side(metric.value, metric.low, metric.high, metric.n)
         if split.difference is None:
@@ -79,7 +75,7 @@ class SplitRow(NamedTuple):
 
     @property
     def note(self) -> str:
-        """The reason for what is missing, questions that were not scanned, and parts that do not take part."""
+        """The reason for missing values, unscanned questions, and excluded parts."""
         split = self.split
         notes = [f"{how_many(split.not_scanned, 'question')} not scanned"] if split.not_scanned else []
         if split.parts is not None:
@@ -88,7 +84,7 @@ class SplitRow(NamedTuple):
 
 
 class ContaminationView(NamedTuple):
-    """All that the page shows: scores, the searches behind them, and the questions that were found."""
+    """Content of the page: scores, the searches behind them, and the questions that were found."""
 
     rows: list[SplitRow]
     flags: Sequence[Flags]
@@ -99,7 +95,7 @@ class ContaminationView(NamedTuple):
 def contamination_view(
     records: Iterable[Record], flags: Sequence[Flags], *, evaluation_path: str
 ) -> ContaminationView | None:
-    """The view of some records below a folder; None where nothing was searched."""
+    """Returns the view of some records below a folder; None if there was no search."""
     if not flags:
         return None
     rows = split_rows(records, flags, evaluation_path=evaluation_path)
@@ -109,7 +105,7 @@ def contamination_view(
 
 
 def split_rows(records: Iterable[Record], flags: Sequence[Flags], *, evaluation_path: str) -> list[SplitRow]:
-    """A row for each score that the searches have to do with, in the order of the records."""
+    """Returns a row for each score that the searches affect, in the order of the records."""
     splits = Splits(flags)
     found = [(record, split) for record in records for split in splits.of(found_below(evaluation_path, record))]
     last = {_column(record, split): record.checkpoint.step for record, split in found}
@@ -121,7 +117,7 @@ def _column(record: Record, split: Split) -> tuple[str, ...]:
 
 
 def searched(search: Search) -> list[str]:
-    """Facts about a search, a short text each."""
+    """Returns facts about a search, a short text each."""
     facts = [f"{how_many(search.flagged, 'question')} flagged of {search.questions:,} looked for"]
     if search.text_files is not None and search.text_bytes is not None:
         size, documents, words = in_bytes(search.text_bytes), search.documents or 0, search.words or 0
@@ -138,7 +134,7 @@ def searched(search: Search) -> list[str]:
 
 
 def in_bytes(size: int) -> str:
-    """A size in the unit that leaves it a number below a thousand."""
+    """Returns a size in the unit in which it is below 1000."""
     number, units = float(size), ["bytes", "kB", "MB", "GB"]
     while number >= 1000 and len(units) > 1:
         number, units = number / 1000, units[1:]

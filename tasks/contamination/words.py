@@ -1,10 +1,9 @@
-"""Words of texts as numbers, a mebibyte at a time: what the questions' texts and the training texts are compared by.
+"""Hashes the words of texts, 1 MiB at a time, to compare questions with training texts.
 
-HTML entities and escapes such as \\u00e9 are decoded once, characters are in Unicode's form NFKC, and invisible ones
-(soft hyphens, zero-width spaces, direction marks, variation selectors) are dropped. Letters are lower case; everything
-but letters and digits stands between words, and so does punctuation beyond ASCII (general, Latin-1, Chinese and
-Japanese). A Chinese or Japanese character is a word of its own. Both sides go through the same function, so a word is
-the same wherever it stands.
+HTML entities and escapes such as \\u00e9 are decoded once, characters are normalized to NFKC, and invisible characters
+(soft hyphens, zero-width spaces, direction marks, variation selectors) are dropped. Words are lower case, separated by
+everything but letters and digits, including punctuation beyond ASCII (general, Latin-1, Chinese and Japanese). Each
+Chinese or Japanese character is a word. Questions and training texts go through the same function.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # it takes 0.15 s, which is for nothing in most processes
+if TYPE_CHECKING:  # the import takes 0.15 s, unneeded in most processes
     import numpy as np
 
 SEPARATOR = "\x01"
-"""Stands between texts as a word of its own, which no question has, so that nothing is found across two texts."""
+"""A word that no question contains, put between texts, so that no match spans two texts."""
 _SPACE, _PAD = 0x20, 16
 _KEPT = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyz\x01")
 _TABLE = bytes(byte if byte in _KEPT or byte >= 0x80 else _SPACE for byte in range(256))
-_MIX, _FOLD, _STEP = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F  # odd, so that nothing is lost
+_MIX, _FOLD, _STEP = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F  # odd: multiplication is invertible
 _WHOLE = 2**64
 _ESCAPES = re.compile(r"(?:\\u[0-9a-fA-F]{4})+")
-_INVISIBLE = r"[\p{Cf}\x{34f}\x{fe00}-\x{fe0f}\x{e0100}-\x{e01ef}]+"  # and a joiner, and selectors of variants
+_INVISIBLE = r"[\p{Cf}\x{34f}\x{fe00}-\x{fe0f}\x{e0100}-\x{e01ef}]+"  # and a joiner, and variation selectors
 
 
 class Words(NamedTuple):
-    """The words of some texts, one after another: where each begins and ends in the text, and a number for each."""
+    """The words of some texts, concatenated: start and end of each in the text, and a hash for each."""
 
     text: np.ndarray
     starts: np.ndarray
@@ -38,7 +37,7 @@ class Words(NamedTuple):
     hashes: np.ndarray
 
     def between(self, first: int, last: int) -> list[bytes]:
-        """The words from one to before another, as they are compared."""
+        """Returns the normalized words from index `first` to before `last`."""
         return [
             self.text[start:end].tobytes()
             for start, end in zip(self.starts[first:last], self.ends[first:last], strict=True)
@@ -46,14 +45,14 @@ class Words(NamedTuple):
 
 
 def words_of(texts: Sequence[str]) -> Words:
-    """Returns the words of texts, a separator between each two."""
+    """Returns the words of texts, with a separator between texts."""
     import numpy as np
     import pyarrow
     from pyarrow import compute
 
     joined = f" {SEPARATOR} ".join(_decoded(text).replace(SEPARATOR, " ") for text in texts)
     if not joined.isascii():
-        joined = unicodedata.normalize("NFKC", joined)  # Arrow's own leaves accents apart
+        joined = unicodedata.normalize("NFKC", joined)  # Arrow's normalization keeps accents separate
     try:
         whole = pyarrow.array([joined], pyarrow.large_string())
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -80,7 +79,7 @@ def words_of(texts: Sequence[str]) -> Words:
 
 
 def runs_of(hashes: np.ndarray, length: int) -> np.ndarray:
-    """A number for each run of so many words, by where it begins; shorter than `hashes` by `length` - 1."""
+    """Returns a hash for each window of `length` words, by its start; shorter than `hashes` by `length` - 1."""
     import numpy as np
 
     total, covered = None, 0
@@ -102,7 +101,7 @@ def runs_of(hashes: np.ndarray, length: int) -> np.ndarray:
 
 
 def _decoded(text: str) -> str:
-    if "\\u" in text:  # first, as such escapes may stand for an ampersand
+    if "\\u" in text:  # first, since such escapes can encode an ampersand
         text = _ESCAPES.sub(
             lambda found: bytes.fromhex(found[0].replace("\\u", "")).decode("utf-16-be", "replace"), text
         )

@@ -1,1 +1,1 @@
-"""Evaluation jobs: one YAML file, rendered to manifests for GKE, run in a container or here."""
+"""Evaluation jobs: a YAML file, rendered to manifests for GKE, run in a container or locally."""

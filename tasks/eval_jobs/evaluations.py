@@ -1,4 +1,4 @@
-"""The evaluation of a job in our own terms, once its model is a folder."""
+"""The evaluation configuration of a job, once its model is a folder."""
 
 from __future__ import annotations
 
@@ -30,16 +30,11 @@ def evaluation_of(
     entries: Sequence[RunEntry] = (),
     sinks: tuple[Sink, ...] = (),
 ) -> EvaluationConfig | SuiteRequest:
-    """Returns the evaluation of a job; a request where `job.wanted` is a suite.
+    """Returns the evaluation of a job; a suite request if `job.wanted` is a suite.
 
     Args:
-        job: the job.
-        model_path: folder of the model.
-        evaluation_path: where records go if the job does not say it.
-        device: the device that is there, if it is not the job's own.
-        helm_config: the file of run entries, where HELM needs it.
-        entries: what stands in it.
-        sinks: places where results are announced, beside the job's own.
+        device: the local device if it differs from the job's.
+        sinks: sinks in addition to the job's own.
     """
     wanted, compute = job.wanted, job.compute_config
     resources = ResourceConfig(
@@ -79,7 +74,7 @@ def evaluation_of(
 
 
 def _scenarios(entries: Sequence[RunEntry], options: Mapping[str, Any]) -> list[str]:
-    if "groups" in options:  # HELM alone knows what is in them
+    if "groups" in options:  # only HELM can resolve groups
         return [ALL_ENTRIES]
     priority = options.get("priority")
     wanted = [entry for entry in entries if priority is None or (entry.priority or 0) <= priority]

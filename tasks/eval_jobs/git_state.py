@@ -1,4 +1,4 @@
-"""The state of the repository that a job's files lie in: what a tag in MLflow can be trusted to mean."""
+"""The git state of a job's files, for the tags in MLflow."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ CLEAN = "clean"
 
 @dataclass(frozen=True)
 class GitState:
-    """A commit, and what lies beside it."""
+    """A commit, and the differences of the working tree from it."""
 
     root: Path | None
-    """Folder of the repository; None outside of one."""
+    """Folder of the repository; None outside of a repository."""
     commit: str | None
     changed: tuple[str, ...] = ()
-    """Files that differ from the commit, or that it lacks."""
+    """Files that differ from the commit, or are not in it."""
     pushed: bool = False
-    """A branch of some remote has the commit."""
+    """True if a remote branch has the commit."""
 
     @property
     def words(self) -> str:
-        """Its state in words, for a tag: `clean`, or what is wrong."""
+        """The state for a tag: `clean`, or the problems."""
         if self.commit is None:
             return "no commit"
         changes = [f"uncommitted: {', '.join(self.changed[:5])}" + ("…" if self.changed[5:] else "")]
@@ -34,19 +34,14 @@ class GitState:
         return "; ".join(problems) or CLEAN
 
     def path_of(self, file: Path) -> str:
-        """Returns the path of a file within the repository; outside of one, as it was given."""
+        """Returns the path of a file within the repository, else the path as given."""
         absolute = file.resolve()
         inside = self.root is not None and absolute.is_relative_to(self.root)
         return str(absolute.relative_to(self.root)) if inside and self.root is not None else str(file)
 
 
 def git_state_of(files: Collection[Path], *, but: Path | None = None) -> GitState:
-    """Returns the state of the repository of the first file.
-
-    Args:
-        files: the files that a job is made of; one that git does not have counts as changed.
-        but: a file that is being written, and may differ.
-    """
+    """Returns the state of the first file's repository, without `but`; files not tracked by git count as changed."""
     first, *_ = files
     root = _git(first.resolve().parent, "rev-parse", "--show-toplevel")
     if root is None:
@@ -55,7 +50,7 @@ def git_state_of(files: Collection[Path], *, but: Path | None = None) -> GitStat
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     listed = _git(folder, "status", "--porcelain=v1", "--untracked-files=all", "-z") or ""
     changed = [entry[3:] for entry in listed.split("\0") if entry[2:3] == " "]
-    for file in files:  # those that git ignores, and those of elsewhere
+    for file in files:  # files that git ignores, or outside of the repository
         if _git(folder, "ls-files", "--error-unmatch", "--", str(file.resolve())) is None:
             changed.append(GitState(folder, None).path_of(file))
     written = GitState(folder, None).path_of(but) if but is not None else None
@@ -64,7 +59,7 @@ def git_state_of(files: Collection[Path], *, but: Path | None = None) -> GitStat
 
 
 def require_clean(state: GitState, *, allow_dirty: bool) -> None:
-    """Nothing, if the files can be found again by the commit, or need not be."""
+    """Raises BadInput if the files differ from a pushed commit, unless `allow_dirty`."""
     if state.words != CLEAN and not allow_dirty:
         raise BadInput(
             expected="job files that are committed and pushed, so that config_git_sha names what ran",
@@ -74,4 +69,4 @@ def require_clean(state: GitState, *, allow_dirty: bool) -> None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    return git_output(folder, *arguments, timeout_seconds=60)  # a large repository takes its time over its status
+    return git_output(folder, *arguments, timeout_seconds=60)  # git status is slow in a large repository

@@ -1,4 +1,4 @@
-"""Arguments of `helm-run` in our words."""
+"""Arguments of `helm-run` as options of the HELM evaluator."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HelmArguments:
-    """Meaning of arguments of `helm-run`."""
+    """Parsed arguments of `helm-run`."""
 
     options: dict[str, Any]
-    """Options of our HELM evaluator."""
+    """Options of the HELM evaluator."""
     max_eval_instances: int | None
 
 
@@ -23,7 +23,7 @@ _SERVED = ("--enable-local-huggingface-models", "--enable-huggingface-models")
 
 
 def helm_arguments(arguments: Sequence[str]) -> HelmArguments:
-    """Reads arguments of `helm-run`; a ValueError names the first that has no meaning here."""
+    """Parses arguments of `helm-run`; raises ValueError for the first unsupported argument."""
     parser = argparse.ArgumentParser("known", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-m", "--max-eval-instances", type=int)
     parser.add_argument("-n", "--num-threads", type=int)

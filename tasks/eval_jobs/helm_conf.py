@@ -1,4 +1,4 @@
-"""HELM's file of run entries, read before a job is sent: HELM itself reads it in the container."""
+"""Reads HELM's file of run entries before a job is submitted; HELM itself reads it in the container."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from resources.errors import BadInput
 from resources.storage import storage
 
 HELM_CONFIGURATION = "run_specs.conf"
-"""Its name beside the job's file, and in the container."""
+"""Its name next to the job's file, and in the container."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class RunEntry:
     name: str
     """The scenario, such as mmlu."""
     arguments: dict[str, str]
-    """Its arguments, without the model's name: the pool serves the model."""
+    """Its arguments except the model, which the pool serves."""
     priority: int | None
 
 

@@ -1,4 +1,4 @@
-"""A job on this machine, which a container's is too: its device, its scratch folder, and what must be so at the end."""
+"""Runs a job on this machine, as the container does: its device, its scratch folder, and the checks at the end."""
 
 from __future__ import annotations
 
@@ -24,28 +24,24 @@ from tasks.spec.suites import SuiteRequest
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """A job whose model is here."""
+    """A job with its model fetched."""
 
     evaluation: EvaluationConfig | SuiteRequest
     suite: str | None
-    """The suite, where the evaluation is a request for one."""
+    """The suite, if the evaluation is a suite request."""
     origin: Origin
     sink: MlflowSink
 
     @property
     def run_name(self) -> str:
-        """The run's name in records."""
         return str(self.evaluation.model_name)
 
 
 def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[[str], None]) -> PreparedJob:
-    """Reaches the tracking server, then fetches the model.
+    """Connects to the tracking server, then fetches the model; with `local` the CPU replaces a missing accelerator.
 
     Args:
-        read: the job.
-        local: whether it runs here because somebody tries it, and may do so without its accelerator.
-        scratch: folder for the model and the records; the container's, or one of the cache, when None.
-        note: told of what happens.
+        scratch: folder for model and records; when None, the container's, or a cache folder if `local`.
     """
     state = read.git_state()
     otherwise = read.origin(state, job_name=read.name_here(state))
@@ -69,10 +65,7 @@ def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[
 
 
 def fetch_to(scratch: Path | None, job: JobFile, *, note: Callable[[str], None]) -> str:
-    """Returns the folder of a job's model, fetched to a scratch folder, the container's when None.
-
-    For errors see `fetch_model`.
-    """
+    """Fetches a job's model to a scratch folder, the container's when None; returns the model's folder."""
     set_tracking_server(job.mlflow_config.tracking_uri)
     folder = _whole(scratch)
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +77,7 @@ def _whole(scratch: Path | None) -> Path:
 
 
 def require_tracked(records: Sequence[Record], sink: MlflowSink) -> None:
-    """Nothing, if MLflow has every record that succeeded."""
+    """Raises SinkFailed if MLflow lacks a succeeded record."""
     states = [record.sinks.get(sink.name) for record in records if record.succeeded]
     missing = [state for state in states if state is None or state.status != "published"]
     if missing:

@@ -1,4 +1,4 @@
-"""The file of an evaluation job: what is evaluated, of which model, on what, and where it is tracked."""
+"""The file of an evaluation job: evaluation, model, resources and tracking."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _NEVER_SET = ("model_path", "pool_name", "base_url", "served_model_name")
 UNSET_MODEL = "/model-of-the-job"
-"""Stands for the model in an evaluation until the job has fetched it."""
+"""Placeholder for the model's path until the job has fetched it."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ class ComputeConfig(Config):
     accelerator: str | None = None
     """GKE's name of a GPU or TPU (nvidia-tesla-t4, nvidia-l4, tpu-v6e-slice), a model (T4), or a slice (v6e-4)."""
     count: int | None = Field(default=None, ge=1)
-    """GPUs, or chips of the TPU slice; 1 GPU, or the chips that slice or topology have, when unset."""
+    """GPUs, or chips of the TPU slice; when unset, 1 GPU, or the chips of the slice or topology."""
     topology: str | None = None
     """Arrangement of a TPU's chips, such as 2x4."""
     cpu: int = Field(default=4, ge=1)
@@ -57,7 +57,7 @@ class ComputeConfig(Config):
     compute_class: str | None = None
     """Compute class of Autopilot, such as Performance or Accelerator."""
     spot: bool = False
-    """Take a Spot node, which is cheaper and can be taken away."""
+    """Use a Spot node, which is cheaper and may be preempted."""
 
     @field_validator("accelerator")
     @classmethod
@@ -89,13 +89,12 @@ class ComputeConfig(Config):
 
     @property
     def device(self) -> Device:
-        """The accelerator of one pod; a ValueError where GKE has none such."""
+        """The accelerator of a pod; raises ValueError if GKE has no such accelerator."""
         with _as_value_errors():
             return gke_device(self.accelerator, count=self.count, topology=self.topology)
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of the scratch volume."""
         return size_in_bytes(self.disk)
 
 
@@ -110,15 +109,15 @@ class MlflowArtifact(Config):
     """A model that was logged to a run in MLflow."""
 
     run_id: str
-    """The run."""
+    """Id of the run."""
     artifact_path: str
-    """The artifact within the run: a folder."""
+    """Path of the artifact within the run: a folder."""
     model_directory: str | None = None
     """Folder within the artifact with config and weights; the artifact itself when unset."""
     tokenizer_directory: str | None = None
-    """Folder within the artifact with the tokenizer, where that is another one."""
+    """Folder within the artifact with the tokenizer, if that is elsewhere."""
     tokenizer_hf_repo: str | None = None
-    """Repository of the Hugging Face hub with the tokenizer, where the artifact has none."""
+    """Repository of the Hugging Face hub with the tokenizer, if the artifact has none."""
 
     @field_validator("artifact_path", "model_directory", "tokenizer_directory")
     @classmethod
@@ -135,7 +134,7 @@ class MlflowArtifact(Config):
 
 
 class ModelSource(Config):
-    """The model: from MLflow, from a bucket, or from any other place that holds checkpoints."""
+    """The model: from MLflow, from a bucket, or from any other location of checkpoints."""
 
     mlflow_artifact: MlflowArtifact | None = None
     """A model that was logged to a run in MLflow."""
@@ -161,14 +160,14 @@ class ModelSource(Config):
 
     @property
     def uri(self) -> str:
-        """Location of the model: of an artifact, the folder that is downloaded."""
+        """The model's URI; for an artifact, of the folder that is downloaded."""
         if (artifact := self.mlflow_artifact) is not None:
             return f"runs:/{artifact.run_id}/{artifact.artifact_path.strip('/')}"
         return str(self.gs_uri or self.path)
 
     @property
     def is_local(self) -> bool:
-        """Tells if it is a folder of the machine that runs the job."""
+        """True if the model is a local folder of the machine that runs the job."""
         return self.path is not None and storage.is_local(self.path)
 
 
@@ -176,30 +175,30 @@ class TrackingConfig(Config):
     """The run in MLflow."""
 
     experiment_name: str
-    """The experiment; made if it is not there."""
+    """Name of the experiment; created if it does not exist."""
     run_name: str | None = None
     """Name of the run; the evaluation's when unset."""
     description: str | None = None
-    """Shown with the run."""
+    """Text that MLflow shows with the run."""
     tags: JsonObject = {}
-    """Tags of any depth: what lies deeper is joined by dots, and lists are written as JSON."""
+    """Tags of any depth: nested keys are joined by dots, and lists are written as JSON."""
 
 
 class HelmRun(Config):
-    """HELM with a file of run entries, `run_specs.conf` beside this file unless the command names another."""
+    """HELM with a file of run entries, by default `run_specs.conf` next to this file."""
 
     args: tuple[str, ...] = ()
     """Arguments of `helm-run`."""
     suite: str | None = None
-    """HELM's suite, which becomes a tag."""
+    """Name of HELM's suite, written as a tag."""
     engine_kwargs: JsonObject = {}
     """Engine arguments as vLLM names them, such as max_model_len."""
     evaluation_path: str | None = None
-    """Folder for records, gs:// or s3://; the pod's scratch volume when unset, and then only MLflow keeps them."""
+    """Folder for records, gs:// or s3://; the pod's scratch volume when unset: only MLflow keeps the results."""
 
     @property
     def options(self) -> HelmArguments:
-        """The arguments, read; a ValueError where there is one that has no meaning here."""
+        """The parsed arguments; raises ValueError for an unsupported argument."""
         return helm_arguments(self.args)
 
     @model_validator(mode="after")
@@ -216,19 +215,19 @@ class HelmEvaluation(Config):
 
 
 class JobEvaluation(EvaluationConfig):
-    """An evaluation by one evaluator, as in EvaluationConfig, less the model and whoever serves it."""
+    """An evaluation by a single evaluator, as in EvaluationConfig without the model and its server."""
 
     model_path: str = UNSET_MODEL
-    """The job's model; never set here."""
+    """The job's model; do not set."""
 
 
 class JobSuite(SuiteRequest):
-    """A suite, as in SuiteRequest, less the model and whoever serves it."""
+    """A suite, as in SuiteRequest without the model and its server."""
 
     suite: SuiteName
-    """Name of a suite, or a YAML file with one that the container has."""
+    """Name of a suite, or a YAML file with a suite in the container."""
     model_path: str = UNSET_MODEL
-    """The job's model; never set here."""
+    """The job's model; do not set."""
 
 
 def _kind_of(content: Any) -> str:
@@ -239,24 +238,24 @@ def _kind_of(content: Any) -> str:
 
 
 class KubernetesConfig(Config):
-    """The cluster's side of the job."""
+    """The cluster's settings of the job."""
 
     namespace: str = "default"
-    """The namespace."""
+    """Namespace of the Job."""
     service_account: str = "kubernetes"
-    """Service account of the pod, which may read the model."""
+    """Service account of the pod, which must be able to read the model."""
     workload_identity: bool = False
-    """Run only on nodes with workload identity; all of Autopilot's have it, without being asked."""
+    """Run only on nodes with workload identity; not needed on Autopilot, where all nodes have it."""
     ttl_seconds: int = Field(default=1800, ge=0)
-    """Time that the finished Job stays, with its pods and their logs."""
+    """Time that the finished Job is kept, with its pods and their logs."""
     backoff_limit: int = Field(default=3, ge=0)
-    """Number of failed pods after which the Job has failed; a pod whose node was taken away or drained is none."""
+    """Number of failed pods after which the Job fails; pods of preempted or drained nodes do not count."""
     queue_name: str | None = None
-    """Kueue's queue that the Job waits in until Kueue admits it; it starts at once when unset."""
+    """Kueue queue in which the Job waits for admission; it starts at once when unset."""
     storage_class: str = "standard-rwo"
-    """Storage class of the scratch volume; premium-rwo is GKE's faster one."""
+    """Storage class of the scratch volume; premium-rwo is GKE's faster class."""
     secrets: dict[str, str] = {}
-    """Variables from Secrets of the cluster: MLFLOW_TRACKING_PASSWORD: secret/key."""
+    """Environment variables from Secrets of the cluster: MLFLOW_TRACKING_PASSWORD: secret/key."""
 
     @field_validator("namespace", "service_account", "storage_class", "queue_name")
     @classmethod
@@ -270,7 +269,7 @@ class KubernetesConfig(Config):
     def _are_references(cls, secrets: dict[str, str]) -> dict[str, str]:
         for variable, reference in secrets.items():
             if not _VARIABLE.fullmatch(variable) or not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):
-                # Without the reference: somebody may have put the key itself there.
+                # The reference is left out: it may be the key itself, entered by mistake.
                 raise ValueError(f"{variable}: expected a variable, and secret/key, such as mlflow/password")
         return secrets
 
@@ -279,11 +278,11 @@ class JobFile(Config):
     """An evaluation job."""
 
     version: str
-    """Version of this file, which its author chooses."""
+    """Version of this file, chosen by its author."""
     image: str
     """Container image without its tag."""
     image_tag: str
-    """Tag or digest (sha256:…) of the image; `latest` is another image tomorrow."""
+    """Tag or digest (sha256:…) of the image; `latest` may be a different image tomorrow."""
     compute_config: ComputeConfig = ComputeConfig()
     """Resources of the job's pod."""
     helm: HelmRun | None = None
@@ -305,9 +304,9 @@ class JobFile(Config):
     tracking_config: TrackingConfig
     """The run in MLflow."""
     sinks: Sinks = ()
-    """Further places where results are announced."""
+    """Further sinks for the results."""
     kubernetes_config: KubernetesConfig = KubernetesConfig()
-    """The cluster's side of the job."""
+    """The cluster's settings of the job."""
 
     @field_validator("image")
     @classmethod
@@ -344,19 +343,18 @@ class JobFile(Config):
 
     @property
     def wanted(self) -> HelmRun | JobSuite | JobEvaluation:
-        """The evaluation, wherever it stands."""
+        """The evaluation: `helm`, or that of `evaluation`."""
         found = self.helm or self.evaluation
         assert found is not None
         return found.helm if isinstance(found, HelmEvaluation) else found
 
     @property
     def image_reference(self) -> str:
-        """The image with its tag or digest."""
         return f"{self.image}{'@' if self.image_tag.startswith('sha256:') else ':'}{self.image_tag}"
 
 
 def advice(job: JobFile) -> list[str]:
-    """Returns what is allowed and yet likely to be regretted."""
+    """Returns warnings about valid settings that are probably mistakes."""
     found = []
     if job.image_tag == "latest":
         found.append("image_tag: latest is another image tomorrow; name a commit or a digest (sha256:…)")
@@ -368,13 +366,13 @@ def advice(job: JobFile) -> list[str]:
 
 
 def keeps_records(job: JobFile) -> bool:
-    """Tells if the records outlive the pod."""
+    """Returns True if the records outlive the pod."""
     path = job.wanted.evaluation_path
     return "evaluation_path" in job.wanted.model_fields_set and path is not None and not storage.is_local(path)
 
 
 def only_here(job: JobFile) -> str | None:
-    """Returns what a pod could not reach, the model's folder or the tracking store; None where it can run in one."""
+    """Returns the model's folder or tracking store that a pod cannot reach; None if the job can run in a pod."""
     if job.model.is_local:
         return f"model_config.path: {job.model.path} is a folder"
     if not job.mlflow_config.tracking_uri.startswith(("http://", "https://")):

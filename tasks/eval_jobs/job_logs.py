@@ -1,4 +1,4 @@
-"""The log of an evaluation job: from its pods while they are there, from Cloud Logging afterwards."""
+"""The log of an evaluation job: from its pods while they exist, from Cloud Logging afterwards."""
 
 from __future__ import annotations
 
@@ -28,16 +28,7 @@ def log_lines(
     note: Callable[[str], None],
     kept: JobLogs,
 ) -> Iterator[LogLine]:
-    """Yields the lines of a job.
-
-    Args:
-        cluster: the namespace of the job; None where no cluster is known.
-        name: the job.
-        since: how far back, such as 3d.
-        follow: go on until the job has ended.
-        note: told where the lines come from.
-        kept: where the logs of pods stay that are gone.
-    """
+    """Yields the log lines of a job; `kept` has the logs of deleted pods."""
     began = moment(since, now=datetime.now(UTC)) if since is not None else None
     pods = _pods(cluster, name, note=note) if cluster is not None else None
     note(f"the log of {name} from {'its pods' if pods else 'Cloud Logging: no pods of it are known'}")
@@ -58,14 +49,14 @@ def log_lines(
 
 
 def write_lines(lines: Iterable[LogLine], output: Path) -> int:
-    """Writes lines as a JSON list, and returns their number."""
+    """Writes lines as a JSON list and returns their number."""
     found = [line.as_values() for line in lines]
     output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return len(found)
 
 
 def moment(since: str, *, now: datetime) -> datetime:
-    """Returns the time that lies `30m`, `12h`, `3d` or `2w` before another."""
+    """Returns the time `30m`, `12h`, `3d` or `2w` before `now`."""
     match = re.fullmatch(r"(\d{1,5})([mhdw])", since.strip())
     if match is None:
         raise BadInput(expected="--since 30m, 12h, 3d or 2w", found=since, remedy="write it in this way")
@@ -75,7 +66,7 @@ def moment(since: str, *, now: datetime) -> datetime:
 def _pods(cluster: Cluster, name: str, *, note: Callable[[str], None]) -> PodLogs | None:
     pods = PodLogs(cluster)
     try:
-        # A job that has just been submitted has no pod yet; one that has ended may have lost them.
+        # A new job has no pod yet; an ended job may have lost its pods.
         return pods if pods.has(name) or not _has_ended(cluster, name) else None
     except BackendUnavailable as error:
         note(f"the cluster does not answer: {error.found}")

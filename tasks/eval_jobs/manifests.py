@@ -1,4 +1,4 @@
-"""Manifests of a job for GKE, as data: the same bytes from the same files and the same commit."""
+"""Manifests of a job for GKE, as data: deterministic for the same files and commit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tasks.eval_jobs.job_file import JobFile, only_here
 from tasks.eval_jobs.tracking import Origin
 
 EVAL_JOB = "eval-job"
-"""Value of the label that tells evaluation jobs from other objects of ours."""
+"""Value of the label that separates evaluation jobs from our other objects."""
 EXPERIMENT, COMMIT = f"{PREFIX}/experiment", f"{PREFIX}/commit"
 CONFIGS_FOLDER, SCRATCH_FOLDER = "/etc/configs", "/scratch"
 JOB_CONFIGURATION = "eval_config.yml"
 INIT, MAIN = "init", "eval"
-"""The containers: one fetches the model, the other evaluates it."""
+"""The containers: the first fetches the model, the second evaluates it."""
 _USER = 1000
-_LONGEST_NAME = 52  # pods get six more characters, and their host name is 63 at most
+_LONGEST_NAME = 52  # pods get six more characters, and host names are limited to 63
 _LARGEST_BYTES = 1_000_000
 _UNPRIVILEGED: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _SPOT, _MACHINE_FAMILY, _COMPUTE_CLASS, _WORKLOAD_IDENTITY = (
@@ -43,25 +43,25 @@ _SPOT, _MACHINE_FAMILY, _COMPUTE_CLASS, _WORKLOAD_IDENTITY = (
 
 @dataclass(frozen=True)
 class JobTexts:
-    """The two files of a job, as they are."""
+    """The contents of a job's two files."""
 
     job: str
     helm: str | None
 
 
 def named(job: JobFile, texts: JobTexts, origin: Origin) -> Origin:
-    """Returns an origin with the job's name, which follows from all that its manifests hold."""
+    """Returns an origin with the job's name, which is derived from its manifests."""
     name = readable_name(job.tracking_config.experiment_name, manifests(job, texts, replace(origin, job_name="")))
     return replace(origin, job_name=name)
 
 
 def render(job: JobFile, texts: JobTexts, origin: Origin) -> str:
-    """Returns the manifests of a job as YAML, under a name that follows from them."""
+    """Returns the manifests of a job as YAML, with a name derived from them."""
     return written(manifests(job, texts, named(job, texts, origin)))
 
 
 def readable_name(stem: str, content: Any) -> str:
-    """Returns a job's name, such as eval-…-merciful-crocodile-1f3a2b: the same for the same content."""
+    """Returns a job name, such as eval-…-merciful-crocodile-1f3a2b, deterministic for the content."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     end = "-".join([*RandomGenerator(words, random.Random(digest)).generate(2), digest[:6]])
     start = stem if stem.lower().startswith("eval") else f"eval-{stem}"
@@ -69,7 +69,7 @@ def readable_name(stem: str, content: Any) -> str:
 
 
 def manifests(job: JobFile, texts: JobTexts, origin: Origin) -> list[dict[str, Any]]:
-    """Returns the Job and its ConfigMap; for errors see `render`."""
+    """Returns the Job and its ConfigMap; raises BadInput if a pod could not run them."""
     if (problem := only_here(job)) is not None:
         raise BadInput(
             expected="a model and a tracking server that a pod can reach",
@@ -97,7 +97,7 @@ def manifests(job: JobFile, texts: JobTexts, origin: Origin) -> list[dict[str, A
         "immutable": True,
         "data": files,
     }
-    stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}  # or it would be moved to empty a node
+    stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}  # else the autoscaler moves it to empty a node
     template = {"metadata": {"labels": labels, "annotations": stays}, "spec": _pod(job, origin)}
     queued = {"suspend": True} if cluster.queue_name else {}
     queue = {QUEUE_LABEL: cluster.queue_name} if cluster.queue_name else {}
@@ -120,7 +120,7 @@ def manifests(job: JobFile, texts: JobTexts, origin: Origin) -> list[dict[str, A
 
 
 def files_of(texts: JobTexts) -> dict[str, str]:
-    """Returns the files that the containers find below `/etc/configs`."""
+    """Returns the files below `/etc/configs` in the containers."""
     return {JOB_CONFIGURATION: texts.job, **({HELM_CONFIGURATION: texts.helm} if texts.helm is not None else {})}
 
 
@@ -130,12 +130,12 @@ def configs_name(job_name: str) -> str:
 
 
 def written(documents: list[dict[str, Any]]) -> str:
-    """Returns manifests as YAML, with texts of several lines as they are."""
+    """Returns manifests as YAML, with multi-line texts as blocks."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def renamed(documents: list[dict[str, Any]], name: str, new: str) -> list[dict[str, Any]]:
-    """Returns manifests with a job's name, and what is named after it, replaced; its files stay as they are."""
+    """Returns manifests with a job's name, and names derived from it, replaced; the job's files are unchanged."""
 
     def changed(value: Any) -> Any:
         match value:
@@ -244,8 +244,6 @@ def _variables(job: JobFile, origin: Origin) -> Iterator[dict[str, Any]]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and no anchors."""
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 

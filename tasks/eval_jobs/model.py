@@ -1,4 +1,4 @@
-"""The model of a job as a folder of this machine: fetched once, its tokenizer beside its weights."""
+"""The model of a job as a local folder: fetched once, with tokenizer and weights in the same folder."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _SECONDS = 60.0
 
 
 def model_name(source: ModelSource) -> str:
-    """Returns the name of the model's run in records and reports."""
+    """Returns the run name of a model for records and reports."""
     if (artifact := source.mlflow_artifact) is not None:
         return f"{name_of(artifact.artifact_path)[0]}-{artifact.run_id[:8]}"
     return name_of(source.uri)[0]
 
 
 def fetch_model(source: ModelSource, *, scratch: Path, note: Callable[[str], None]) -> str:
-    """Returns the folder of the job's model, below `scratch` unless it is on this machine already.
+    """Returns the folder of the job's model, below `scratch` unless it is local already.
 
-    What an earlier call has fetched whole is not fetched again.
+    A completed fetch of the same model is reused.
     """
     if source.is_local:
         return storage.absolute(source.uri)
@@ -47,7 +47,7 @@ def fetch_model(source: ModelSource, *, scratch: Path, note: Callable[[str], Non
         return done["folder"]
     target = _place_below(scratch, source)
     note(f"fetching {source.uri} to {target}")
-    shutil.rmtree(target, ignore_errors=True)  # of another source, or half of this one
+    shutil.rmtree(target, ignore_errors=True)  # of another source, or of a partial fetch
     storage.copy_to_local(source.uri, target)
     folder = target
     if (artifact := source.mlflow_artifact) is not None:

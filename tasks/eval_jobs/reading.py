@@ -1,4 +1,4 @@
-"""A job as its files describe it: read together, and refused together."""
+"""Reads the files of a job and validates them together."""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ from tasks.spec.suites import load_suite
 
 @dataclass(frozen=True, kw_only=True)
 class EvalJob:
-    """A job, the files it was read from, and what they say."""
+    """A job with the files that it was read from and their contents."""
 
     file: Path
     helm_file: Path | None
-    """The file of run entries; None for a job without HELM's."""
+    """The file of run entries; None for a job without HELM."""
     job: JobFile
     texts: JobTexts
     entries: tuple[RunEntry, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files."""
         return (self.file, *((self.helm_file,) if self.helm_file else ()))
 
     def git_state(self, *, but: Path | None = None) -> GitState:
-        """Returns the state of the repository that they lie in; `but` a file that is being written."""
+        """Returns the state of the repository of its files, except `but`, a file that is being written."""
         return git_state_of(self.files, but=but)
 
     def origin(self, state: GitState, *, job_name: str = "") -> Origin:
-        """Returns what the container is told of them."""
         return Origin(
             job_name=job_name,
             config_version=state.commit,
@@ -49,22 +47,16 @@ class EvalJob:
         )
 
     def manifests(self, state: GitState) -> str:
-        """Returns the manifests as YAML; for errors see `render`."""
         return render(self.job, self.texts, self.origin(state))
 
     def name_here(self, state: GitState) -> str:
-        """Returns a name for the job where no cluster gives it one."""
+        """Returns a name for a job outside of a cluster."""
         content: list[Any] = [self.texts.job, self.texts.helm, state.commit]
         return readable_name(self.job.tracking_config.experiment_name, content)
 
 
 def read_job(file: Path, *, helm_file: Path | None = None) -> EvalJob:
-    """Reads the file of a job, and HELM's run entries where it needs them.
-
-    Args:
-        file: the job's file.
-        helm_file: the file of run entries; `run_specs.conf` beside the job's file when None.
-    """
+    """Reads the file of a job, and HELM's run entries if it needs them: `run_specs.conf` next to it by default."""
     job = load_config(str(file), JobFile)
     wanted = job.wanted
     if not isinstance(wanted, HelmRun):
@@ -87,7 +79,7 @@ def read_job(file: Path, *, helm_file: Path | None = None) -> EvalJob:
 
 
 def summary(read: EvalJob, state: GitState) -> dict[str, str]:
-    """Returns what a job asks for, by subject; for errors see `render`."""
+    """Returns a summary of a job by subject; raises the errors of `render`."""
     job, compute = read.job, read.job.compute_config
     wanted = job.wanted
     if isinstance(wanted, HelmRun):
@@ -111,5 +103,5 @@ def summary(read: EvalJob, state: GitState) -> dict[str, str]:
 
 
 def container_file(given: Path | None) -> Path:
-    """Returns the job's file in a container."""
+    """Returns the job's file in a container, by default below `/etc/configs`."""
     return given or Path(CONFIGS_FOLDER, JOB_CONFIGURATION)

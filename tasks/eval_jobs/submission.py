@@ -1,4 +1,4 @@
-"""Evaluation jobs in a cluster: submitted from manifests, and listed again."""
+"""Evaluation jobs in a cluster: submitted from manifests, and listed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _RESOURCES: dict[str, Resource] = {"Job": "jobs", "ConfigMap": "configmaps"}
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """An evaluation job as the cluster knows it."""
+    """An evaluation job as listed in the cluster."""
 
     name: str
     status: str
-    """pending, running, succeeded, failed, or ended where only its ConfigMap is left."""
+    """pending, running, succeeded, failed, or ended if only its ConfigMap is left."""
     submitted_at: str
     experiment: str
     commit: str
@@ -38,11 +38,9 @@ class SubmittedJob:
 
     @property
     def ended(self) -> bool:
-        """Tells if nothing of it runs any more."""
         return self.status in ("succeeded", "failed", "ended")
 
     def as_values(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
         return asdict(self)
 
 
@@ -67,9 +65,9 @@ def read_manifests(uri: str) -> list[dict[str, Any]]:
 def job_documents(
     file: Path | None, job_spec: Path | None, *, helm_file: Path | None, allow_dirty: bool
 ) -> list[dict[str, Any]]:
-    """Returns the manifests to submit: rendered now, or those in a file, as they are.
+    """Returns the manifests to submit: rendered now, or unchanged from a file.
 
-    What --allow-dirty lets pass is written into them.
+    With `allow_dirty`, the git state is written into them.
     """
     if job_spec is None:
         if file is None:
@@ -113,13 +111,7 @@ def names_in(documents: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def submit_manifests(cluster: Cluster, documents: list[dict[str, Any]], *, again: bool = False) -> str:
-    """Creates what manifests describe, and returns the job's name.
-
-    Args:
-        cluster: the namespace.
-        documents: the manifests.
-        again: submit under a name with a number where the name was used before.
-    """
+    """Creates the objects of manifests and returns the job's name; `again` appends a number to a name in use."""
     name, _ = names_in(documents)
     used = {job.name for job in submitted_jobs(cluster)}
     if name in used and not again:
@@ -141,9 +133,9 @@ def submit_manifests(cluster: Cluster, documents: list[dict[str, Any]], *, again
 
 
 def submitted_jobs(cluster: Cluster) -> list[SubmittedJob]:
-    """Returns the evaluation jobs of a namespace, the newest first.
+    """Returns the evaluation jobs of a namespace, newest first.
 
-    The ConfigMap of a job stays when the Job goes: it keeps the name from being used twice.
+    A job's ConfigMap outlives the Job, which prevents reuse of the name.
     """
     selector = f"{PART_LABEL}={EVAL_JOB}"
     jobs = {job["metadata"]["name"]: job for job in cluster.list("jobs", selector)}

@@ -1,4 +1,4 @@
-"""The job in MLflow: a sink with every tag that evaluation jobs have had, and what they come from."""
+"""The job in MLflow: a sink with all tags of evaluation jobs, and the job's origin."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tasks.eval_jobs.job_file import HelmRun, JobFile
 from tasks.sinks.mlflow_runs import MlflowSink
 
 GIT_STATE = "CONFIG_GIT_STATE"
-"""Variable of the container with the state of the repository."""
+"""Environment variable of the container with the git state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The job's name, and the files that it was made of, as the container's variables say it."""
+    """The job's name and the origin of its files, passed to the container as environment variables."""
 
     job_name: str
     config_version: str | None
@@ -25,10 +25,9 @@ class Origin:
     config_path: str
     helm_config_path: str | None
     git_state: str
-    """`clean`, or what --allow-dirty has let pass."""
+    """`clean`, or the problems that --allow-dirty accepted."""
 
     def variables(self) -> dict[str, str]:
-        """Returns the variables of the container."""
         found = {
             "CONFIG_VERSION": self.config_version,
             "CONFIG_PATH_GIT_REPO": self.config_path,
@@ -40,7 +39,7 @@ class Origin:
 
 
 def origin_in(variables: Mapping[str, str], *, otherwise: Origin) -> Origin:
-    """Returns the origin that a container's variables tell; what they lack is taken from another one."""
+    """Returns the origin in a container's variables; `otherwise` supplies missing values."""
     return Origin(
         job_name=variables.get("JOB_NAME", otherwise.job_name),
         config_version=variables.get("CONFIG_VERSION", otherwise.config_version),
@@ -51,7 +50,7 @@ def origin_in(variables: Mapping[str, str], *, otherwise: Origin) -> Origin:
 
 
 def sink_of(job: JobFile, origin: Origin, *, files: Iterable[Path] = ()) -> MlflowSink:
-    """Returns the sink that a job's results go to, with the files that asked for them."""
+    """Returns the sink for a job's results, which also logs `files`."""
     tracking = job.tracking_config
     return MlflowSink(
         tracking_uri=job.mlflow_config.tracking_uri,
@@ -64,7 +63,7 @@ def sink_of(job: JobFile, origin: Origin, *, files: Iterable[Path] = ()) -> Mlfl
 
 
 def job_tags(job: JobFile, origin: Origin) -> dict[str, str]:
-    """Returns the tags of a job; `None` where there is no such thing."""
+    """Returns the tags of a job; `None` for missing values."""
     artifact, compute, wanted = job.model.mlflow_artifact, job.compute_config, job.wanted
     tags: dict[str, Any] = {
         "job_name": origin.job_name,
@@ -89,7 +88,7 @@ def job_tags(job: JobFile, origin: Origin) -> dict[str, str]:
 
 
 def flat_tags(tags: Mapping[str, Any], *, above: str = "") -> dict[str, str]:
-    """Returns tags as MLflow has them, without depth: `{a: {b: [1]}}` is `a.b` with `[1]`."""
+    """Returns tags flattened for MLflow: `{a: {b: [1]}}` becomes `a.b` with `[1]`."""
     found: dict[str, str] = {}
     for name, value in tags.items():
         key = f"{above}{name}"

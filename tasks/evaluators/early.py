@@ -1,4 +1,4 @@
-"""Early decisions as a harness's program is told of them, and answers to them: see `tasks/statistics/early.py`."""
+"""Early decisions: input and output of the harness's program; see `tasks/statistics/early.py`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from tasks.spec.evaluation import digest_of
 from tasks.statistics import early
 
 WANTED_NAME = "early.json"
-"""File in a harness's working folder: its presence says that questions are asked in the order that it gives."""
+"""File in a harness's working folder; if it exists, requests follow its order."""
 _DECISION_NAME = "early_decision.py"
-Batches = tuple[tuple[tuple[str, str], ...], ...]
-"""Benchmarks and names of questions, batch by batch."""
+Batches = tuple[tuple[tuple[str, str], ...], ...]  # benchmarks and ids of questions, by batch
 NOT_EARLY = {
     "alpaca_eval": "a length-corrected win rate is no mean over questions",
     "helm": "its program asks all questions at once",
@@ -35,7 +34,7 @@ NOT_EARLY = {
 
 @dataclass(frozen=True)
 class WantedScore:
-    """A score that is to be decided: what it is, and its questions by their places in the order of asking."""
+    """A score to decide: its rule and baseline, and the indexes of its questions in the order of requests."""
 
     benchmark: str
     metric: str
@@ -44,28 +43,24 @@ class WantedScore:
     margin: float
     higher_is_better: bool
     alpha: float
-    scale: float
-    """The score's value where every question has its largest one."""
-    bound: float
-    """Largest score of a question."""
+    scale: float  # the score's value if every question has its largest value
+    bound: float  # largest score of a question
     questions: tuple[int, ...]
     shares: tuple[float, ...]
-    predictions: tuple[float, ...]
-    """From 0 to 1, more being better."""
+    predictions: tuple[float, ...]  # from 0 to 1, higher is better
     builds: tuple[Build, ...] = ()
-    """Builds of the baseline's records; empty if others may be compared with it."""
+    """Versions of the baseline's records; empty if other versions may be compared with it."""
 
     @cached_property
     def expected(self) -> float:
-        """The baseline's score, from 0 to 1, more being better."""
+        # From 0 to 1, higher is better.
         return sum(share * value for share, value in zip(self.shares, self.predictions, strict=True))
 
     def on_its_scale(self, unit: float) -> float:
-        """A score from 0 to 1, more being better, as the harness publishes it."""
+        """Converts a score from 0 to 1, higher is better, to the harness's scale."""
         return self.scale * (unit if self.higher_is_better else 1 - unit)
 
     def as_dict(self) -> dict[str, Any]:
-        """The part of it that the program decides with."""
         return {
             "metric": self.metric,
             "bound": self.bound,
@@ -80,7 +75,7 @@ class WantedScore:
 
 @dataclass(frozen=True)
 class EarlyQuestion:
-    """A frozen question: its benchmark, its name, its draw, and a digest of its prompt where that must be the same."""
+    """A frozen question: benchmark, id, draw, and a digest of its prompt where that must be the same."""
 
     benchmark: str
     id: str
@@ -90,10 +85,9 @@ class EarlyQuestion:
 
 @dataclass(frozen=True)
 class WantedEarly:
-    """All that is to be decided of one cell, its questions in the order of asking.
+    """All scores to decide for a cell, with its questions in the order of requests.
 
-    Without scores it only says that what was asked in `batches` is asked in them again, before the rest: the journal
-    knows requests, each with several prompts, as they were.
+    Without scores, only `batches` are repeated before the rest: the journal finds a request by all of its prompts.
     """
 
     gate: str = ""
@@ -104,7 +98,6 @@ class WantedEarly:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The questions and what is decided with them."""
         return {
             "questions": [(question.benchmark, question.id) for question in self.questions],
             "draws": [question.draw for question in self.questions],
@@ -114,11 +107,10 @@ class WantedEarly:
 
     @cached_property
     def digest(self) -> str:
-        """Digest over them."""
         return digest_of([self.content, [score.rule for score in self.scores]])
 
     def stopped_after(self, output: Path) -> list[Answered] | None:
-        """The questions that were asked, where that were not all; None where there is a result of the whole."""
+        """Returns the answered questions if the program stopped early; None if all were asked."""
         try:
             answered = read_answered((output / ANSWERED_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -126,13 +118,13 @@ class WantedEarly:
         return answered if len(answered) < len(self.questions) else None
 
     def files(self) -> dict[str, str]:
-        """Files for the program's working folder: what is wanted, and the module that decides."""
+        """Returns files for the program's working folder: the scores to decide, and the module that decides."""
         content = {**self.content, "batches": self.batches}
         return {WANTED_NAME: json.dumps(content), _DECISION_NAME: inspect.getsource(early)}
 
 
 class Answered(BaseModel):
-    """A question that was asked, the batch that it was asked in, and its scores by metric."""
+    """An answered question, its batch, and its scores by metric."""
 
     benchmark: str
     id: str
@@ -141,16 +133,16 @@ class Answered(BaseModel):
 
 
 def read_answered(content: str) -> list[Answered]:
-    """The questions that were asked, in that order.
+    """Returns the answered questions in order.
 
     Raises:
-        ValueError: a line is no question.
+        ValueError: a line is not an answered question.
     """
     return [Answered.model_validate_json(line) for line in content.splitlines()]
 
 
 def batches_in(content: str) -> Batches:
-    """Names of the questions that were asked, by batch."""
+    """Returns benchmarks and ids of the answered questions, by batch."""
     batches: dict[int, list[tuple[str, str]]] = {}
     for line in read_answered(content):
         batches.setdefault(line.batch, []).append((line.benchmark, line.id))
@@ -158,7 +150,7 @@ def batches_in(content: str) -> Batches:
 
 
 def scores_decided(answered: Sequence[Answered], wanted: WantedEarly) -> tuple[EarlyScore, ...]:
-    """The verdicts that some answers give; decided here once more, whatever the program thought."""
+    """Recomputes the verdicts from the answers, independently of the program."""
     places = {(question.benchmark, question.id): place for place, question in enumerate(wanted.questions)}
     asking = early.EarlyAsking(wanted.content)
     try:

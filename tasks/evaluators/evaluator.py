@@ -1,4 +1,4 @@
-"""The protocol of evaluators: a command to run against an endpoint, and the reading of its output."""
+"""The protocol of evaluators: a command to run against an endpoint, and the parsing of its output."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS
 
 EvaluatedModel = RunningModel | LocalCheckpoint
-"""An endpoint that answers, or, for evaluators that need none, a checkpoint's files."""
+"""A served model, or, for evaluators that need no endpoint, a checkpoint's files."""
 
 
 @dataclass(frozen=True)
 class HarnessCommand:
-    """A program to run. First `files` are written, and `copies` (folders in any store) fetched, into its folder.
+    """A program to run, after `files` are written and `copies` (folders in any store) fetched into its folder.
 
     `arguments` are those at the end of `argv` that go to the evaluator's own program.
     """
@@ -36,12 +36,12 @@ class HarnessCommand:
     copies: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     model_code: ModelCode | None = None
-    """Set where it runs code that the model wrote, which is isolated then: its needs."""
+    """Needs of isolation; set if it runs model-written code."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a harness: `done` of `total` requests, now asking for `stage`."""
+    """Progress of a harness: `done` of `total` requests of `stage`."""
 
     stage: str
     done: int
@@ -49,7 +49,7 @@ class Progress:
 
     @classmethod
     def last_in(cls, log: str, lines: re.Pattern[str]) -> Progress | None:
-        """By the last of a log's lines that tell it, as groups `stage`, `done` and `total`; None before the first."""
+        """Returns the progress in the last match, by its groups `stage`, `done` and `total`; None without a match."""
         *_, found = None, *lines.finditer(log)
         if found is None:
             return None
@@ -59,31 +59,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Metrics that a harness reported, and the three numbers that say whether it may be published."""
+    """Metrics that a harness reported, and the counts that decide whether they may be published."""
 
     metrics: tuple[Metric, ...]
     counts: Counts
     versions: Mapping[str, str]
     links: Mapping[str, str] = field(default_factory=dict)
-    """Pages the harness made, by title; relative to its output folder."""
+    """Pages that the harness wrote, by title; relative to its output folder."""
     details: Mapping[str, BenchmarkDetails] = field(default_factory=dict)
-    """Details of each benchmark that asks questions itself, by the name it is published under."""
+    """Details of each benchmark that has questions itself, by the name it is published under."""
     asking: Asking = field(default_factory=Asking)
-    """The way questions were put."""
     endpoint_failure: str | None = None
-    """Requests that an endpoint failed for good, in words; None where there is none, or some were refused by it."""
+    """Formatted count of requests that an endpoint failed in all tries; None without any, or if it refused some."""
     endpoint_refusal: str | None = None
-    """Requests that an endpoint refused, with its words for the first; None where there is none."""
-    samples: int | None = None
-    """Questions written to `samples.jsonl.gz`; set by the runner."""
-    samples_digest: str | None = None
-    """SHA-256 of that file; set by the runner."""
+    """Formatted count of requests that an endpoint refused, with its first message; None without any."""
+    samples: int | None = None  # questions written to `samples.jsonl.gz`; set by the runner
+    samples_digest: str | None = None  # SHA-256 of that file; set by the runner
     early: tuple[EarlyScore, ...] = ()
-    """Verdicts that were known before all questions were asked, in place of metrics; set by the runner."""
+    """Verdicts reached before all questions were requested, in place of metrics; set by the runner."""
 
 
 class Evaluator(Protocol):
-    """A harness that asks an endpoint questions and scores the answers."""
+    """A harness that sends questions to an endpoint and scores the answers."""
 
     @property
     def name(self) -> str:
@@ -92,34 +89,34 @@ class Evaluator(Protocol):
 
     @property
     def environments(self) -> tuple[EnvironmentSpec, ...]:
-        """Every environment that it may run in; the first is what a machine that only plans asks."""
+        """Every environment that it may run in; a machine that only plans uses the first."""
         ...
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        """The environment that it runs in for an evaluation."""
+        """Returns the environment for an evaluation."""
         ...
 
     @property
     def needs_endpoint(self) -> bool:
-        """True if it talks to a served model; else it is given a `LocalCheckpoint`, and loads that itself."""
+        """True if it uses a served model; else it loads a `LocalCheckpoint` itself."""
         ...
 
     @property
     def program(self) -> Path | None:
-        """A program of ours that runs it, which a fork server can keep imported; None where there is none.
+        """Our program that runs it, which a fork server can keep imported; None if there is none.
 
-        Without arguments, that of an evaluator which loads checkpoints itself reads paths of job files from standard
-        input, and after each evaluation prints a line `evaluated`, a space, and the path.
+        Without arguments, the program of an evaluator that loads checkpoints itself reads paths of job files from
+        standard input, and after each evaluation prints a line `evaluated`, a space, and the path.
         """
         ...
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """Arguments of that program's `preload`: the data it reads before it is forked."""
+        """Returns arguments of the program's `preload`: the data that it reads before it is forked."""
         ...
 
     @property
     def import_variables(self) -> Mapping[str, str]:
-        """Variables that its program reads when it is imported; the same for every cell."""
+        """Variables that the program reads when it is imported; the same for every cell."""
         ...
 
     def command(
@@ -131,11 +128,11 @@ class Evaluator(Protocol):
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        """The command that leaves its results in `output`; touches nothing, and the same input gives the same."""
+        """Returns the command that writes its results into `output`; deterministic and without side effects."""
         ...
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Reads what the command left in `output`."""
+        """Parses the results of the command in `output`."""
         ...
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
@@ -143,25 +140,25 @@ class Evaluator(Protocol):
         ...
 
     def progress(self, log: str) -> Progress | None:
-        """Returns its progress, from the last lines of its log; None while it asks nothing."""
+        """Returns its progress, from the last lines of its log; None while it sends no requests."""
         ...
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Refuses early what the harness would refuse late."""
+        """Raises early for settings that the harness would reject late."""
         ...
 
 
 def evaluator_named(name: str) -> Evaluator:
-    """Return the registered evaluator of a name."""
+    """Returns the registered evaluator of a name."""
     return import_module(f"{EVALUATORS[name]}.evaluator").EVALUATOR
 
 
 def harness_environments() -> dict[str, EnvironmentSpec]:
-    """Return every environment that a registered evaluator may run in, by its name."""
+    """Returns every environment that a registered evaluator may run in, by name."""
     specs = (spec for name in EVALUATORS for spec in evaluator_named(name).environments)
     return {spec.name: spec for spec in specs}
 
 
 def evaluator_of(config: EvaluationConfig) -> Evaluator:
-    """Return the evaluator that makes an evaluation."""
+    """Returns the evaluator of an evaluation."""
     return evaluator_named(config.evaluator.name)

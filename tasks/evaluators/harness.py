@@ -1,7 +1,6 @@
-"""The one runner that all evaluators share.
+"""Runs a harness, the same way for all evaluators.
 
-It does what is around a harness: a folder and an environment of its own, a job that dies with us, a wall clock,
-progress, errors that name their cause, and samples in one form.
+Each gets a folder, an environment and a time limit; its job ends with this process; errors name their cause.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ from tasks.spec.evaluation import EvaluationConfig
 
 LOG_NAME = "harness.log"
 REFUSAL_NAME = "refused.json"
-"""Written by our own programs when they find that the request, not the harness, is at fault."""
+"""Written by our programs when the request is at fault, not the harness."""
 WORKING_FOLDER = "work"
 _REFUSALS = (
     *("BadInput", "CountsDisagree", "EndpointUnusable", "EnvironmentBuildFailed", "GraderFailed", "HarnessFailed"),
     "UnknownBenchmark",
 )
 
-_PROGRESS_LINES, _PROGRESS_CHARACTERS = 200, 1 << 14  # of code that a model wrote, which no pattern may search long
+_PROGRESS_LINES, _PROGRESS_CHARACTERS = 200, 1 << 14  # may be from model-written code: bounds the search
 _KEPT_LOG_LINES, _REFUSAL_CHARACTERS = 1_000_000, 1 << 20
 _SHOWN_LOG_LINES = 25
 _SHOWN_LINE_CHARACTERS = 300  # harnesses print whole answers, and answers echo prompts
@@ -80,9 +79,9 @@ def run_harness(
     name: str | None = None,
     early: WantedEarly | None = None,
 ) -> Parsed:
-    """Runs one harness against an endpoint, for `timeout_seconds` at most, and reads its results.
+    """Runs a harness against an endpoint, for `timeout_seconds` at most, and parses its results.
 
-    Its log is kept in `output`, which is created. An error of `check_endpoint`, called at every poll, ends the harness
+    Its log is kept in `output`, which is created. `check_endpoint` is called at every poll; its error ends the harness
     and is raised. Without a `server`, see `warmed`, it starts cold. With `early`, verdicts may be in `Parsed.early`.
     """
     output = output.absolute()
@@ -132,7 +131,7 @@ def run_harness(
             log = "\n".join(filter(None, [_without_keys(job.logs(_KEPT_LOG_LINES), command), left]))
             with suppress(OSError):  # a full disk must not hide how the harness ended
                 (output / LOG_NAME).write_text(log + "\n")
-            refusal = output / REFUSAL_NAME  # seldom there; may quote what an endpoint said
+            refusal = output / REFUSAL_NAME  # seldom exists; may quote an endpoint's message
             with suppress(OSError), refusal.open(errors="replace") as file:
                 refusal.write_text(_without_keys(file.read(_REFUSAL_CHARACTERS), command))
     if job.status() is not JobStatus.SUCCEEDED:
@@ -149,12 +148,12 @@ def run_harness(
 
 
 def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *, samples: Path) -> Parsed:
-    """Reads the results that an evaluator left in a folder, and writes its samples to a new file."""
+    """Parses the results of an evaluator in a folder, and writes its samples to a new file."""
     try:
         with span("score"):
             parsed = evaluator.parse(output, config)
             return with_samples(parsed, evaluator.samples(output, config), samples)
-    except (ValueError, ArithmeticError, RecursionError) as error:  # code of a model can write it
+    except (ValueError, ArithmeticError, RecursionError) as error:  # model-written code can cause it
         raise invalid_results(evaluator.name, output, f"{type(error).__name__} where they are read") from error
 
 
@@ -162,7 +161,7 @@ def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *,
 def warmed(
     evaluator: Evaluator, configs: Sequence[EvaluationConfig], *, python: Path, client: Client
 ) -> Iterator[ForkServer | None]:
-    """Keeps the evaluator's program imported for `run_harness` while the block lasts; takes no time itself."""
+    """Keeps the evaluator's program imported for `run_harness` while the block lasts; does not wait for the import."""
     if evaluator.program is None:
         yield None
         return
@@ -178,7 +177,7 @@ def warmed(
 
 
 def verify_counts(parsed: Parsed) -> None:
-    """Lets a score pass only if every question asked was answered and scored."""
+    """Raises unless there are questions, and each was answered and scored."""
     counts = parsed.counts
     if counts.requested == counts.answered == counts.scored and counts.requested > 0:
         return
@@ -201,11 +200,11 @@ def verify_counts(parsed: Parsed) -> None:
 
 
 def verify_ends(parsed: Parsed, max_at_limit: float | None) -> None:
-    """Lets a score pass if at most this share of a benchmark's answers ended at the length limit, or while reasoning."""
+    """Raises if more than this share of a benchmark's answers ended at the length limit, or while reasoning."""
     if max_at_limit is None:
         return
     cut = {name: max(part.at_limit or 0, part.unclosed) for name, part in parsed.details.items()}
-    answered = parsed.counts.answered / parsed.counts.requested if parsed.early else 1.0  # of several, as if alike
+    answered = parsed.counts.answered / parsed.counts.requested if parsed.early else 1.0  # of several, assumed equal
     many = [name for name, count in cut.items() if count > max_at_limit * answered * parsed.details[name].questions]
     if many:
         shown = ", ".join(f"{cut[name]} of {parsed.details[name].questions} of {name}" for name in many)
@@ -229,7 +228,7 @@ def _writing_into(output: Path) -> Iterator[None]:
 
 
 def prepare(command: HarnessCommand, output: Path) -> Path:
-    """Makes the folder below `output` that a command is to run in, with its files and copies."""
+    """Creates a command's working folder below `output`, with its files and copies."""
     working_folder = output / WORKING_FOLDER
     with _writing_into(output):
         working_folder.mkdir(parents=True, exist_ok=True)
@@ -242,7 +241,7 @@ def prepare(command: HarnessCommand, output: Path) -> Path:
 
 
 def cache_variables() -> dict[str, str]:
-    """Data sets are downloaded once per machine, into a place of our own unless the user has one."""
+    """Returns variables by which a machine downloads data sets once, into our folder unless the user has another."""
     shared = {"HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"} & set(process_environment())
     ours = {
         "HF_HOME": str(settings().cache_dir / "hub"),
@@ -292,7 +291,7 @@ def _wait(job: JobHandle, seconds: float) -> bool:
 def job_failure(
     job: JobHandle, evaluator: Evaluator, config: EvaluationConfig, *, log: str, remedy: str, late: bool = False
 ) -> AssayError:
-    """Describes the end of a job that has left no results."""
+    """Returns the error for a job that ended without results."""
     details = job.details()
     return failure_of(
         evaluator,
@@ -315,7 +314,7 @@ def failure_of(
     late: bool,
     remedy: str,
 ) -> AssayError:
-    """Describes the end, as `found`, of a harness that has left no results; `remedy` is for an error of its own."""
+    """Returns the error for a harness that ended, as `found`, without results; `remedy` is for an error of its own."""
     lines = [line[:_SHOWN_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
     last_lines = "\n".join(lines[-_SHOWN_LOG_LINES:])
     expected = f"{evaluator.name} to end with exit code 0 within {config.timeout_seconds:g} s"
@@ -335,7 +334,7 @@ def failure_of(
 
 
 def refusal_in(output: Path) -> AssayError | None:
-    """The refusal that a program of ours left in its output; None where it did not refuse."""
+    """Returns the refusal that our program wrote into its output; None if it did not refuse."""
     try:
         refusal = json.loads((output / REFUSAL_NAME).read_text())
         return error_of(refusal) if refusal["kind"] in _REFUSALS else None
@@ -352,6 +351,6 @@ def _by_hand(command: HarnessCommand, working_folder: Path) -> str:
 def _without_keys(text: str, command: HarnessCommand) -> str:
     for name in _KEY_VARIABLES:
         key = command.variables.get(name, "")
-        if len(key) >= 8:  # shorter ones, such as "none", protect nothing
+        if len(key) >= 8:  # shorter keys, such as "none", protect nothing
             text = text.replace(key, "***")
     return text

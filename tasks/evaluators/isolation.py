@@ -1,7 +1,7 @@
-"""The bounds of a harness that runs code which a model wrote: what it sees, reaches, may use up, and leaves.
+"""Isolation of a harness that runs model-written code: its access, its limits, and the collection of its output.
 
-It writes into a folder of its own, which Assay neither writes nor reads by name after the harness began: when all of
-its processes have ended, the regular files are copied into the folder of the attempt, and the rest is counted.
+It writes into its own folder, which Assay neither writes nor reads by name meanwhile. After all its processes have
+ended, regular files are copied into the attempt's folder, and the rest is counted.
 """
 
 from __future__ import annotations
@@ -30,39 +30,35 @@ _RESERVED = frozenset({_SPECIFICATION, "harness.log", "record.json", "samples.js
 _LEAST_MEMORY_BYTES = 8 << 30
 _FILE_BYTES, _PLAN_BYTES = 1 << 30, 4 << 20
 _PROCESSES, _OPEN_FILES = 256, 8192
-_TASKS = 512 + 32 * (os.cpu_count() or 1)  # threads included: numeric libraries start one for each core
+_TASKS = 512 + 32 * (os.cpu_count() or 1)  # threads included: numeric libraries start a thread per core
 _REMOVE_SECONDS = 300.0  # a million files: 200,000 took 19 s on a busy machine
 
 
 @dataclass(frozen=True)
 class ModelCode:
-    """A harness's need for isolation: it runs code that the model wrote.
-
-    `prepare` is a command that fetches all that the harness needs, and runs nothing of the model's.
-    """
+    """Isolation needs of a harness that runs model-written code."""
 
     endpoint: str
-    prepare: tuple[str, ...]
+    prepare: tuple[str, ...]  # command that fetches all that the harness needs, and runs nothing of the model's
     reads: tuple[str, ...] = ()
-    """Files and folders that it reads, beside its environment and what the hub's clients keep."""
+    """Files and folders that it reads, besides its environment and the cache of the hub's clients."""
     scratch: tuple[str, ...] = ()
-    """Whole paths of folders whose code may write beside itself; all of that is thrown away."""
+    """Absolute paths of folders that code in them may write to; the changes are discarded."""
 
 
 @dataclass(frozen=True)
 class Cage:
-    """The folder that a harness writes into, in place of the attempt's folder `output`; the same without isolation."""
+    """The folder that a harness writes into; without isolation the attempt's folder `output` itself."""
 
     folder: Path
     output: Path
 
     @property
     def apart(self) -> bool:
-        """Returns True if the harness is isolated."""
         return self.folder != self.output
 
     def bring_plan(self) -> None:
-        """Copies the plan that the harness wrote, if there is one yet, while it runs."""
+        """Copies the harness's plan to `output` while the harness runs, once it is complete."""
         with suppress(OSError, ValueError, RecursionError):
             if self.apart and not (self.output / PLAN_NAME).exists():
                 with open_regular(self.folder, PLAN_NAME, max_bytes=_PLAN_BYTES) as file:
@@ -83,7 +79,7 @@ class Cage:
 
 @contextmanager
 def cage(output: Path, *, apart: bool) -> Iterator[Cage]:
-    """A cage for one harness; the folder of an isolated harness is removed at the end of the block."""
+    """Yields the folders of a harness; an isolated harness's folder is removed at the end of the block."""
     if not apart:
         yield Cage(output, output)
         return
@@ -113,7 +109,7 @@ def isolated(
     seconds: float,
     variables: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """The command that runs another one, isolated if it runs code; its bounds are written into the attempt's folder."""
+    """Returns the command, isolated if it runs model-written code; writes its limits into the attempt's folder."""
     if code is None:
         return argv
     inherited = process_environment(inherited=inheritance.HARNESS)

@@ -1,8 +1,8 @@
-"""Evaluations by evaluators that load checkpoints themselves, as a job is sent them, and what it leaves of each.
+"""Evaluations by evaluators that load checkpoints themselves: a job's input, and its outcomes.
 
-A job leaves the evaluator's output in a folder of any store, and in it, last of all, `outcome.json`: what has one is
-not evaluated again by a job that was started anew. Of what is at work it keeps files in another folder, with which the
-evaluator's program goes on. `given_up` in the place of the outcome says that nobody waits for it any more.
+A job writes the evaluator's output to a folder of any store, and `outcome.json` last: a restarted job skips evaluations
+that have it. Files of a running evaluation are kept in another folder, from which the evaluator's program resumes. A
+file `given_up` marks an evaluation as not needed any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_READ_BYTES = 16 * 2**30  # all of MMLU's samples are 0.3 GiB
 
 @dataclass(frozen=True)
 class NativeProgram:
-    """An evaluator as its job runs it: `python` and `warm` where the job's machine has them, which is this one."""
+    """An evaluator as its job runs it; `python` and `warm` are set if the job runs on this machine."""
 
     evaluator: Evaluator
     python: Path | None = None
@@ -42,9 +42,9 @@ class NativeProgram:
 
 @dataclass(frozen=True)
 class NativeEvaluation:
-    """An evaluation of one checkpoint: `digests` are those it was planned with, `output` is a folder in any store.
+    """An evaluation of a checkpoint: `digests` date from planning; `output` and `journal` are folders in any store.
 
-    So is `journal`: what an evaluator's program has kept there is used again, by later attempts too.
+    The evaluator's program reuses the files in `journal`, in later attempts too.
     """
 
     config: EvaluationConfig
@@ -55,7 +55,7 @@ class NativeEvaluation:
 
     @property
     def kept(self) -> str:
-        """The folder of what was kept of this evaluation of these very weights, config and tokenizer."""
+        """The folder of files kept for this evaluation of exactly these weights, config and tokenizer."""
         return storage.join(self.journal, self.digests.checkpoint[:16])
 
 
@@ -69,28 +69,27 @@ def _this_machine() -> dict[str, str]:
 
 
 class Outcome(Config):
-    """The end of an evaluation on its machine."""
+    """The outcome of an evaluation on its machine."""
 
     failure: dict[str, str] | None = None
-    """An error's parts; None where the evaluator has left results."""
+    """Fields of an error; None if the evaluator wrote results."""
     seconds: float
-    """Time of the job that it took: since the job began, or ended its last evaluation."""
+    """Time of the job for it: since the job's start, or the end of its last evaluation."""
     machine: dict[str, str] = Field(default_factory=_this_machine)
-    """The system that it ran on, and the type of TPU slice that the job got, of those that would have done."""
+    """The operating system, and the type of TPU slice that the job got among the acceptable types."""
 
     def raise_failure(self) -> None:
-        """Raises the error that it ended with, if any."""
         if self.failure is not None:
             raise error_of(self.failure)
 
 
 def write_outcome(evaluation: NativeEvaluation, outcome: Outcome) -> None:
-    """Writes how an evaluation ended, once its output is there."""
+    """Writes an evaluation's outcome; its output must be complete before."""
     storage.write_bytes(storage.join(evaluation.output, OUTCOME_NAME), outcome.model_dump_json().encode())
 
 
 def read_outcome(evaluation: NativeEvaluation) -> Outcome | None:
-    """Returns how an evaluation ended; None where it has not."""
+    """Returns an evaluation's outcome; None if it has not ended."""
     place = storage.join(evaluation.output, OUTCOME_NAME)
     try:
         return Outcome.model_validate_json(storage.read_bytes(place))
@@ -105,16 +104,16 @@ def read_outcome(evaluation: NativeEvaluation) -> Outcome | None:
 
 
 def give_up(evaluation: NativeEvaluation) -> None:
-    """Lets a job leave an evaluation out that it has not ended.
+    """Marks an evaluation so that its job skips it unless it has ended.
 
     Raises:
-        StorageError: the place is not writable.
+        StorageError: the folder is not writable.
     """
     storage.write_bytes(storage.join(evaluation.output, GIVEN_UP_NAME), b"")
 
 
 def is_given_up(evaluation: NativeEvaluation) -> bool:
-    """Tells if nobody waits for an evaluation."""
+    """Returns True if an evaluation's result is not needed any more."""
     try:
         storage.read_bytes(storage.join(evaluation.output, GIVEN_UP_NAME))
     except FileNotFoundError:
@@ -123,7 +122,7 @@ def is_given_up(evaluation: NativeEvaluation) -> bool:
 
 
 def output_here(evaluation: NativeEvaluation, copy: Path) -> Path:
-    """The folder with an evaluation's output where it lies on this machine; else `copy`, made now."""
+    """Returns the local folder with an evaluation's output; downloads it to `copy` if it is in a store."""
     if storage.is_local(evaluation.output):
         return storage.local_path(evaluation.output)
     size = sum(file.size for file in storage.list_files(evaluation.output))
@@ -138,10 +137,10 @@ def output_here(evaluation: NativeEvaluation, copy: Path) -> Path:
 
 
 def with_benchmarks_there(evaluation: NativeEvaluation) -> NativeEvaluation:
-    """The evaluation for a job elsewhere: a folder of benchmarks on this machine is copied to where the output goes.
+    """Returns the evaluation for a remote job, after copying a local folder of benchmarks next to the output.
 
-    It stays where it is if the output lies in a file system too, which the job's machine has to see anyway, and if its
-    benchmarks name files elsewhere, which would not come along.
+    Nothing is copied if the output lies in a file system, which the job's machine must see anyway, or if the benchmarks
+    name files elsewhere, which would be missing from the copy.
     """
     config = evaluation.config
     path = config.benchmarks_path

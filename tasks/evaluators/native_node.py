@@ -1,8 +1,7 @@
-"""The node of a job that evaluates checkpoints: builds the environment where it runs, and evaluates one by one.
+"""The node of a job that evaluates checkpoints: builds the environment locally, and evaluates one at a time.
 
-The evaluator's program is started once and asked again and again, so what it has imported and compiled serves all
-checkpoints of the job. It is started anew after an evaluation that failed or was given up. While it works, the next
-checkpoint is copied to this machine, the last output to its place, and what it keeps to the evaluation's journal.
+The evaluator's program keeps running, so its imports and compilations serve all checkpoints; it restarts after an
+evaluation that failed or was given up. Copies to and from stores happen meanwhile.
 """
 
 from __future__ import annotations
@@ -41,21 +40,20 @@ from tasks.evaluators.native import (
 )
 
 BEGINS = "evaluation begins: "
-"""Beginning of the line of the job's log with which an evaluation begins."""
+"""Prefix of the line in the job's log with which an evaluation starts."""
 KEPT_FOLDER = "kept"
-"""Folder in the working folder of an evaluator's program, for what it would go on with."""
+"""Folder in the working folder of an evaluator's program, for files to resume from."""
 _KEPT = "kept "
 _ENDING_SECONDS = 10.0
-_LOOK_SECONDS = 2.0
-"""Time between two looks at whether an evaluation is still wanted."""
+_LOOK_SECONDS = 2.0  # between checks of `is_given_up`
 
 _log = logging.getLogger("assay.evaluation")
 
 
 def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgram) -> None:
-    """Evaluates what has no outcome yet and is still wanted, in order.
+    """Runs the evaluations that have no outcome and are not given up, in order.
 
-    Announces the number of those at the beginning that are through, and of the one at work.
+    Announces how many at the beginning are finished, and the number of the current evaluation.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended_at = time.monotonic()
@@ -64,7 +62,7 @@ def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgr
     telling = threading.Lock()
 
     def tell() -> None:
-        with telling:  # two threads do
+        with telling:  # two threads call it
             announce(f"{done} {at}")
 
     def publish(number: int, output: Path, outcome: Outcome | None) -> None:
@@ -124,8 +122,6 @@ def _reported(trouble: str) -> Iterator[None]:
 
 
 class _Runner:
-    """Runs the evaluator's program, which lives as long as its evaluations go well."""
-
     def __init__(self, program: NativeProgram) -> None:
         self._program = program
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,12 +148,12 @@ class _Runner:
         process = self._process or self._start(command, folder)
         asked = [str(folder / name) for name in command.arguments]
         if process.stdin is not None:
-            with suppress(BrokenPipeError):  # it has ended, and its return code says how
+            with suppress(BrokenPipeError):  # it has ended; see its return code
                 process.stdin.write("".join(f"{name}\n" for name in asked).encode())
                 process.stdin.flush()
         last = f"evaluated {asked[-1]}" if asked else ""
         log, state = self._followed(evaluation, output / LOG_NAME, until=deadline, last=last, kept=kept)
-        shutil.rmtree(kept, ignore_errors=True)  # which is no result
+        shutil.rmtree(kept, ignore_errors=True)  # no part of the results
         if state == "evaluated":
             return True
         returncode = process.wait() if state == "ended" else None
@@ -242,5 +238,5 @@ class _Runner:
             process.kill()
             process.wait()
         if process.stdin is not None:
-            with suppress(BrokenPipeError):  # of what was asked of it last
+            with suppress(BrokenPipeError):  # of the last request
                 process.stdin.close()

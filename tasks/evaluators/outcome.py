@@ -1,4 +1,4 @@
-"""The outcome of a harness's run: its samples, written down, and what they add to what its own files say."""
+"""Writes the samples of a harness's run, and completes its parsed results with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.statistics.composition import with_interval
 
 
 def with_samples(parsed: Parsed, samples: Iterable[Sample], path: Path) -> Parsed:
-    """Writes samples to a new file, and completes with them what was read of a harness's results."""
+    """Writes samples to a new file, and completes parsed results with them."""
     questions: dict[str, list[Question]] = {}
 
     def noted() -> Iterator[Sample]:

@@ -1,4 +1,4 @@
-"""Reading a file that a harness or our program left behind: whole and of the expected form, or refused."""
+"""Reads files of a harness or of our programs; raises for damaged files."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
 
 PLAN_NAME = "plan.json"
-"""Written by our programs before the first request, each in a form of its own."""
+"""Written by our programs before the first request, each in its own format."""
 _Content = TypeVar("_Content")
-_LARGEST_RESULT_BYTES = 256 << 20  # as objects they take twenty times as much; the largest of HELM have a tenth
+_LARGEST_RESULT_BYTES = 256 << 20  # objects take 20 times as much; HELM's largest files have a tenth
 
 
 class Unanswered(BaseModel):
-    """Requests that got no answer after all tries, as `programs/valid_answers.py` counts them."""
+    """Requests without an answer after all tries, as `programs/valid_answers.py` counts them."""
 
     refused: int = 0
     failed: int = 0
     first_failure: str = ""
     first_refusal: str = ""
-    replaced: int = 0
-    """Answers with half of a surrogate pair."""
+    replaced: int = 0  # answers with halves of surrogate pairs
 
     def noted(self, asking: Asking) -> Asking:
-        """The way of asking, with a note on answers whose text was changed."""
+        """Returns `asking` with a note on changed answers."""
         note = f"In {self.replaced} of the endpoint's answers U+FFFD replaces halves of surrogate pairs."
         return asking.model_copy(update={"notes": (*asking.notes, note)}) if self.replaced else asking
 
     @property
     def endpoint_failure(self) -> str | None:
-        """The endpoint's failures in words; None where there is none, or where it refused what it was asked."""
+        """The endpoint's failures, formatted; None without any, or if it refused requests."""
         if self.refused or not self.failed:
             return None
         return f"{how_many(self.failed, 'request')} had no answer, the first for: {self.first_failure}"
 
     @property
     def endpoint_refusal(self) -> str | None:
-        """The endpoint's refusals, with its own words for the first; None where there is none."""
+        """The endpoint's refusals, formatted with its first message; None without any."""
         if not self.refused:
             return None
         return f"the endpoint refused {how_many(self.refused, 'request')}, the first for: {self.first_refusal}"
@@ -54,15 +53,12 @@ _Count = Annotated[int, Field(ge=0, le=10**15)]
 
 
 class TokensToAsk(BaseModel):
-    """Tokens that a benchmark is going to ask, by its plan."""
+    """Tokens that a benchmark will request, according to its plan."""
 
     questions: _Count
-    generates: bool
-    """True if answers are written, rather than given ones weighed."""
-    prompt_tokens: _Count
-    """As engines count them: of each request, what they have in their cache included."""
-    answer_tokens: _Count
-    """At most."""
+    generates: bool  # else given texts are scored
+    prompt_tokens: _Count  # as engines count them, cached tokens included
+    answer_tokens: _Count  # upper bound
 
 
 class _Planned(BaseModel):
@@ -70,7 +66,7 @@ class _Planned(BaseModel):
 
 
 def tokens_to_ask(output: Path) -> list[TokensToAsk] | None:
-    """Tokens of each benchmark by the plan in a folder; None while there is none, and where it does not say."""
+    """Returns the tokens of each benchmark from the plan in a folder; None if the plan is missing or lacks them."""
     try:
         return list(_Planned.model_validate_json((output / PLAN_NAME).read_bytes()).to_be_asked.values())
     except (OSError, ValidationError):
@@ -78,7 +74,7 @@ def tokens_to_ask(output: Path) -> list[TokensToAsk] | None:
 
 
 def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:
-    """A file of JSON as a value of some type."""
+    """Parses a JSON file as a value of a type."""
     try:
         with open_regular(path.parent, path.name, max_bytes=_LARGEST_RESULT_BYTES) as file:
             return TypeAdapter(kind).validate_json(file.read())
@@ -91,7 +87,7 @@ def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:
 
 
 def require_plan_of(planned: Iterable[str], config: EvaluationConfig, *, harness: str, output: Path) -> None:
-    """Passes if a plan is of the benchmarks that an evaluation asks."""
+    """Raises unless a plan has exactly the benchmarks of an evaluation."""
     found, wanted = set(planned), {task.metric_key for task in config.evals}
     if found != wanted:
         raise invalid_results(
@@ -100,18 +96,18 @@ def require_plan_of(planned: Iterable[str], config: EvaluationConfig, *, harness
 
 
 def finish_of(reasons: Iterable[str | None]) -> str | None:
-    """The reason that answers to one question ended: `length` if one was cut, else the first one's."""
+    """Returns the finish reason of answers to a question: `length` if any was cut, else the first."""
     known = [reason for reason in reasons if reason]
     return "length" if "length" in known else next(iter(known), None)
 
 
 def is_unclosed(text: str) -> bool:
-    """True if reasoning began in an answer and never closed."""
+    """Returns True if reasoning began in an answer and never closed."""
     return "<think>" in text and "</think>" not in text.rpartition("<think>")[2]
 
 
 def invalid_results(harness: str, place: Path, found: str) -> HarnessOutputInvalid:
-    """The error for results of a harness that cannot be used."""
+    """Returns the error for unusable results of a harness."""
     return HarnessOutputInvalid(
         expected=f"results of {harness} in {place}",
         found=found,

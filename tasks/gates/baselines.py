@@ -1,9 +1,8 @@
-"""Baselines of a gate: which checkpoints a score is held against, with their records and the scores of questions.
+"""Baselines of a gate: the checkpoints to compare with, their records, and their scores per question.
 
-`previous`, `best` and `mean of last K` are looked up for each score among the recorded checkpoints of the same run with
-lower steps that have it. A best is found by the questions that it is then compared on, so its value is too high by
-chance; what a gate may spend on false alarms is therefore shared among all that it was chosen from. The chance that a
-score which is no worse than any of them lies below one by so much is at most the sum of the chances for each.
+`previous`, `best` and `mean of last K` are resolved for each score among the recorded checkpoints of the same run with
+lower steps that have the score. A best is chosen on the same questions as the comparison, so its value is too high by
+chance; the allowed false alarms are therefore divided by the number of candidates (union bound over the candidates).
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from tasks.statistics.composition import Composition, composed, mean_composition
 from tasks.statistics.question_scores import QuestionScores
 
 TRAINER_STATE = "trainer_state.json"
-"""File in which Hugging Face's trainer says how many tokens it had read, where it counts them."""
+"""File of Hugging Face's trainer with the number of tokens read so far, if it counts them."""
 Find = Callable[[str], list[FoundRecord]]
 
 
 @dataclass(frozen=True)
 class BaselineScore:
-    """One score of a baseline: the record of each checkpoint that it is the mean of, the latest step first."""
+    """A score of a baseline: the records of the checkpoints that are averaged, latest step first."""
 
     key: ScoreKey
     records: tuple[FoundRecord, ...]
     chosen_from: int = 1
-    """Checkpoints of which this is the best by this score."""
+    """Number of checkpoints of which this is the best by this score."""
     note: str = ""
-    """Words on how it was found, behind its name."""
+    """How it was found, appended to its name."""
 
     def questions(self, scores: QuestionScores) -> Composition | str:
-        """Returns the score of each question, over several checkpoints its mean, or why they are not known."""
+        """Returns the score of each question, averaged over the checkpoints, or the reason that scores are unknown."""
         return mean_composition([scores.of(found, metric_in(found, self.key)) for found in self.records])
 
     def value(self, scores: QuestionScores) -> tuple[float, float | None]:
-        """The value with its standard error: over the questions that all its checkpoints have, else as recorded."""
+        """Returns value and standard error over the questions common to all its checkpoints, else as recorded."""
         metric = mean_metric(self.records, self.key)
         questions = self.questions(scores) if len(self.records) > 1 else "as recorded"
         if isinstance(questions, str):
@@ -58,7 +57,6 @@ class BaselineScore:
         return value, interval.stderr
 
     def words(self, scores: QuestionScores) -> str:
-        """Its checkpoints with their steps, its value and its error."""
         names = [f"{found.record.checkpoint.name} (step {found.record.checkpoint.step:,})" for found in self.records]
         listed = names[0] if len(names) == 1 else f"the mean of {len(names)}, {names[-1]} to {names[0]}"
         value, stderr = self.value(scores)
@@ -67,10 +65,9 @@ class BaselineScore:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The scores that a rule holds others against.
+    """The scores that a rule compares with.
 
-    `earlier` are evaluators with benchmarks that earlier checkpoints have records of; None where the baseline is no
-    earlier checkpoint of the run.
+    `earlier` are the (evaluator, benchmark) pairs recorded for earlier checkpoints; None for other kinds of baselines.
     """
 
     label: str
@@ -80,10 +77,10 @@ class Baseline:
     def compared(
         self, rule: BaselineRule, found: Sequence[FoundRecord], *, name: str, scores: QuestionScores
     ) -> Comparison:
-        """Returns the scores of a checkpoint beside these.
+        """Compares the scores of a checkpoint with the baseline.
 
         Raises:
-            BadInput: it has none that are wanted, records were changed, or they were not measured alike.
+            BadInput: it has no matching scores, records were changed, or settings differ.
         """
         mine = by_metric(found, name, wanted_scores(rule))
         chosen = {
@@ -104,7 +101,7 @@ class Baseline:
         )
 
     def without(self, key: ScoreKey) -> tuple[str, bool]:
-        """Returns what a score that the baseline has not got comes to, in words, and whether it passes."""
+        """Returns the finding for a score that the baseline lacks, and True if it passes."""
         if self.earlier is None:
             return f"{key}: the baseline has no such score", False
         if (key.evaluator, key.benchmark) in self.earlier:
@@ -113,7 +110,7 @@ class Baseline:
 
 
 def wanted_scores(rule: BoundRule | BaselineRule) -> RecordFilter:
-    """Returns the records and metrics that a rule is about."""
+    """Returns the filter for the records and metrics of a rule."""
     evaluators = (rule.evaluator,) if rule.evaluator else ()
     metrics = () if rule.metric == EVERYTHING else (rule.metric,)
     return RecordFilter(evaluators=evaluators, benchmarks=(rule.benchmark,), metrics=metrics, latest=False)
@@ -127,14 +124,11 @@ def baseline_of(
     hashes: Collection[str] = (),
     find: Find = find_records,
 ) -> Baseline | Reason:
-    """The baseline of a rule for a checkpoint, or what is found in its place.
+    """Returns the baseline of a rule for a checkpoint, or a reason if there is none.
 
     Args:
-        rule: the rule.
-        checkpoint: the one that is judged; it needs no record yet.
-        evaluation_path: where records are looked up.
-        hashes: of the evaluations by which it was, or will be, measured; those of a baseline are preferred.
-        find: reads the records below a folder.
+        checkpoint: the checkpoint under test; it needs no record yet.
+        hashes: evaluation hashes of its measurements, existing or planned; baseline records with these are preferred.
     """
     try:
         match rule.baseline:
@@ -176,7 +170,7 @@ def _of_earlier(
 ) -> Baseline:
     try:
         having = by_metric(earlier, rule.not_worse_than, wanted_scores(rule))
-    except BadInput:  # none that succeeded
+    except BadInput:  # no succeeded record
         having = {}
     asked = {(item.record.evaluator, name) for item in earlier for name in _benchmarks(item)}
     scores = {key: _among(wanted, key, records, hashes) for key, records in having.items()}
@@ -270,4 +264,4 @@ def _reached(rule: BaselineRule, other: OtherRun, checkpoint: CheckpointReferenc
         seen = state["num_input_tokens_seen"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return float(seen) if isinstance(seen, int) and seen > 0 else None  # 0 where it does not count them
+    return float(seen) if isinstance(seen, int) and seen > 0 else None  # 0 if the trainer does not count tokens

@@ -18,10 +18,7 @@ from tasks.spec.names import artifact_key
 
 
 def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
-    """The records that stand for some cells, if a gate says GO; it may tolerate some that failed or were withheld.
-
-    Cells that were decided early have none.
-    """
+    """Returns the current records of whole cells if the gate says GO; it may tolerate failed or withheld cells."""
     verdict = judge_cells(gate, cells)
     report(Judged(verdict))
     whole = [cell for cell in cells if unfinished_verdict(cell) is None]
@@ -34,7 +31,7 @@ def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
 
 
 def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
-    """Returns what a gate says of the checkpoints of some cells, all of one run; shown in Prefect's UI."""
+    """Applies a gate to the checkpoints of cells of a single run; shows the verdict in Prefect's UI."""
     by_name: dict[str, list[Cell]] = {}
     for cell in cells:
         by_name.setdefault(cell.reference.name, []).append(cell)
@@ -47,7 +44,7 @@ def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
 def judge_checkpoints(
     gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, run: str, evaluation_path: str
 ) -> Verdict:
-    """Returns what a gate says of some checkpoints of a run, shown in Prefect's UI."""
+    """Applies a gate to checkpoints of a run; shows the verdict in Prefect's UI."""
     verdict = judge(gate, checkpoints, evaluation_path=evaluation_path)
     report_event(f"gate {verdict.gate} on {run}: {verdict.word}")
     if in_flow_run():

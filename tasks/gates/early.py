@@ -1,7 +1,7 @@
-"""Early decisions of a gate: what its rules ask of cells, and what became of that.
+"""Early decisions of a gate: the decisions requested of cells, and their verdicts.
 
-Asked here is whether the whole benchmark will show the score to be worse than the baseline's by more than the margin.
-That is less than a gate asks of a whole evaluation, whose interval speaks of other questions, too.
+The hypothesis is only that the whole benchmark will show the score as worse than the baseline's by more than the
+margin. Gates on whole evaluations test more: their interval generalizes to other questions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from tasks.statistics.early import unit_score
 from tasks.statistics.question_scores import QuestionScores
 
 _PER_CENT = ("bleu", "chrf", "rouge")
-"""Beginnings of metrics whose questions have scores up to 100."""
+"""Prefixes of metrics with question scores up to 100."""
 
 
 @dataclass(frozen=True)
 class _Sought:
-    """A score that a rule is about, with the baseline's records and the questions that it is made of."""
-
     rule: BaselineRule
     metric: Metric
     baseline: tuple[FoundRecord, ...]
@@ -41,19 +39,19 @@ class _Sought:
 
 
 def bound_of(metric: Metric) -> float:
-    """Largest score of a question."""
+    """Returns the largest score of a question."""
     return 100.0 if metric.name.startswith(_PER_CENT) else 1.0
 
 
 def decided_early(
     gate: Gate, cells: Sequence[Cell], *, unfit: Callable[[Cell, BadInput], None] | None = None
 ) -> list[Cell]:
-    """Cells with what is to be decided of them early, and with the verdicts on just that which stand already.
+    """Returns the cells with the requested early decisions and the existing verdicts on exactly these.
 
     Args:
-        gate: its rules decide.
-        cells: those meant; the scores of a checkpoint share the gate's error.
-        unfit: is told of a cell that cannot be decided early, which is left as it is; refused when None.
+        cells: the scores of a checkpoint share the gate's error probability.
+        unfit: called with each cell that cannot be decided early, which is returned unchanged; when None, BadInput is
+            raised instead.
     """
     scores, find = QuestionScores(), cache(find_records)
     sought: dict[Cell, list[_Sought]] = {}
@@ -84,14 +82,14 @@ def _wanting(cell: Cell, wanted: WantedEarly) -> Cell:
 
 
 def standing_verdict(cell: Cell) -> EarlyVerdict | None:
-    """The verdict in a cell's folder on just what is to be decided of it early."""
+    """Returns the verdict in a cell's folder if it is on exactly the requested early decisions."""
     standing = read_early(cell.uri)
     wanted = cell.early.digest if cell.early is not None else None
     return standing if standing is not None and standing.wanted == wanted else None
 
 
 def unfinished_verdict(cell: Cell) -> EarlyVerdict | None:
-    """The verdict on what was to be decided early of a cell, unless the whole of it is recorded by now."""
+    """Returns a cell's early verdict unless the whole evaluation has succeeded meanwhile."""
     if cell.early is None or ((found := standing_record(cell)) is not None and found.record.succeeded):
         return None
     return standing_verdict(cell)
@@ -215,7 +213,7 @@ def _score(item: _Sought, places: Mapping[tuple[str, str], int], *, alpha: float
 
 
 def early_below(evaluation_path: str) -> list[EarlyVerdict]:
-    """The early verdicts on cells below a folder that have no succeeded record; of a checkpoint's states, the newest's."""
+    """Returns the early verdicts below a folder for cells without a succeeded record; the newest per checkpoint."""
     found = [(read_record(cell), verdict) for cell, verdict in find_early(evaluation_path)]
     left = [verdict for record, verdict in found if record is None or not record.succeeded]
     newest = {
@@ -226,7 +224,7 @@ def early_below(evaluation_path: str) -> list[EarlyVerdict]:
 
 
 def require_whole(gate: Gate | None, *, by: str) -> None:
-    """Refuses a gate that decides early where that is not done."""
+    """Raises if a gate decides early, for callers that do not support it."""
     if gate is not None and gate.decide == "early":
         raise BadInput(
             expected=f"a gate that decides by whole evaluations, for {by}",
@@ -236,7 +234,7 @@ def require_whole(gate: Gate | None, *, by: str) -> None:
 
 
 def early_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
-    """The verdict on a score in words, with what it does not cover."""
+    """Returns an early verdict on a score as text, with its limits."""
     ends = f"{measured(score.low, None)} to {measured(score.high, None)}"
     found = (
         f"{score.benchmark} · {score.metric}: {decided_words(score, verdict)}: {score.verdict}; "
@@ -247,7 +245,7 @@ def early_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
 
 
 def agreement(verdict: EarlyVerdict, record: Record) -> Iterator[tuple[EarlyScore, str]]:
-    """Words of the whole on each score that was decided early and that it has."""
+    """Yields a comparison with the whole evaluation for each early verdict on a score of the record."""
     for score in verdict.scores:
         if (value := score.value_in(record)) is None:
             continue

@@ -1,6 +1,6 @@
-"""Gates: what the records of a checkpoint must show before it goes on, as a file that can be reviewed.
+"""Gates: conditions on the records of a checkpoint, as a file that can be reviewed.
 
-A gate never says GO for what it cannot know: a score that is missing, or cannot be compared, is a reason for NO-GO.
+Unknown counts as NO-GO: a score that is missing or cannot be compared fails the gate.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ EVERYTHING = "*"
 
 
 class _Scored(Config):
-    """The scores that a rule is about."""
-
     benchmark: str
     """Benchmark, or a pattern such as mmlu*; every score that matches must pass."""
     metric: str
     """Metric, such as acc, or a pattern; `*` takes all but smooth scores (`bpb`, `choice_prob_norm`)."""
     evaluator: EvaluatorName | None = None
-    """Only scores of this harness; every one when unset."""
+    """Only scores of this harness; all harnesses when unset."""
 
     @property
     def scores(self) -> str:
@@ -52,21 +50,20 @@ class BoundRule(_Scored):
 
     @property
     def words(self) -> str:
-        """Returns what it asks for."""
         bounds = (("at least", self.at_least), ("at most", self.at_most))
         return f"{self.scores} {' and '.join(f'{word} {value:g}' for word, value in bounds if value is not None)}"
 
 
 @dataclass(frozen=True)
 class NamedCheckpoint:
-    """A baseline that is one checkpoint, as `assay compare` names it."""
+    """A baseline given as a checkpoint, named as in `assay compare`."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class EarlierCheckpoints:
-    """A baseline among the checkpoints of the same run with lower steps; `most` are averaged for a mean."""
+    """A baseline among the checkpoints of the same run with lower steps; `most` is the number averaged for a mean."""
 
     take: Literal["previous", "best", "mean"]
     most: int = 1
@@ -74,7 +71,7 @@ class EarlierCheckpoints:
 
 @dataclass(frozen=True)
 class OtherRun:
-    """A baseline that is another run where it had come as far; its records lie below `path` where that is named."""
+    """A baseline in another run at the same step or tokens; its records are below `path` if set."""
 
     run: str
     at: Literal["step", "tokens"]
@@ -87,7 +84,7 @@ _OTHER_RUN = re.compile(r"(?:(.+):(?!//))?([^/:@]+)@same (step|tokens)")
 
 
 def baseline_name(text: str) -> BaselineName:
-    """Returns what the text of a rule means."""
+    """Parses the baseline text of a rule."""
     if text in ("previous", "best"):
         return EarlierCheckpoints(text)
     if mean := _MEAN.fullmatch(text):
@@ -100,22 +97,23 @@ def baseline_name(text: str) -> BaselineName:
 
 
 class BaselineRule(_Scored):
-    """A score must be shown not to be worse than that of another checkpoint by a margin, on the questions both were
-    asked where there are samples."""
+    """A score must be shown not to be worse than that of another checkpoint by a margin, on the questions common to
+    both where there are samples."""
 
     not_worse_than: str
-    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, a merged one's name such as mean(RUN@last:5),
-    PATH:NAME or the folder of a record. Or an earlier one of the same run: `previous`, `best`, `mean of last 5`. Or
-    another run: `RUN@same step`, `RUN@same tokens`. For a merged checkpoint these are merged in the same way."""
+    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, the name of a merged checkpoint such as
+    mean(RUN@last:5), PATH:NAME or the folder of a record. Or an earlier checkpoint of the same run: `previous`, `best`,
+    `mean of last 5`. Or another run: `RUN@same step`, `RUN@same tokens`. For a merged checkpoint these are merged in
+    the same way."""
     by_more_than: float = Field(gt=0)
-    """The margin, on the metric's own scale: a loss as large must be ruled out by the 95 % interval of the change."""
+    """The margin, on the metric's own scale: the 95 % interval of the change must rule out a loss of this size."""
     anyway: bool = False
-    """Compare also what was not measured alike: other settings, questions put in other words, or another build."""
+    """Also compare scores that were measured differently: other settings, other prompt wording, or other versions."""
     nearest_within: float = Field(default=0.05, ge=0, lt=1)
-    """Largest distance of another run's nearest checkpoint, as a share of the step, or of the tokens, judged."""
+    """Largest distance of another run's nearest checkpoint, as a share of the current step or token count."""
     tokens_per_step: dict[str, float] = {}
-    """Tokens that each step of a run read, by the run's name, for `RUN@same tokens`; where unset, checkpoints say it
-    themselves (`num_input_tokens_seen` in trainer_state.json)."""
+    """Tokens read per step, by run name, for `RUN@same tokens`; when unset, taken from the checkpoints
+    (`num_input_tokens_seen` in trainer_state.json)."""
 
     @field_validator("not_worse_than")
     @classmethod
@@ -133,12 +131,10 @@ class BaselineRule(_Scored):
 
     @property
     def baseline(self) -> BaselineName:
-        """Returns what the baseline's name means."""
         return baseline_name(self.not_worse_than)
 
     @property
     def words(self) -> str:
-        """Returns what it asks for."""
         return f"{self.scores} not worse than {self.not_worse_than} by more than {self.by_more_than:g}"
 
 
@@ -160,24 +156,24 @@ class Gate(Config):
     name: str = "gate"
     """Name of the gate in verdicts."""
     checkpoints: Literal["latest", "every"] = "latest"
-    """Judge the checkpoint with the highest step, or each."""
+    """Judge only the checkpoint with the highest step, or every checkpoint."""
     rules: tuple[Rule, ...] = ()
     """Rules for scores; each must hold."""
     false_alarms: Literal["per run", "per checkpoint"] = "per run"
-    """The unit of which 5 % at most are refused by chance where nothing is worse than the baseline: the run, with all
-    of its checkpoints, or the checkpoint."""
+    """The unit of which at most 5 % are refused by chance if nothing is worse than the baseline: the run with all of
+    its checkpoints, or the checkpoint."""
     decide: Literal["whole", "early"] = "whole"
-    """Judge whole evaluations, or stop asking once it is known whether the whole will be worse than the baseline by
-    more than the margin; rules with not_worse_than only."""
+    """Judge whole evaluations, or stop requests early once it is known whether the whole will be worse than the
+    baseline by more than the margin; only for rules with not_worse_than."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Largest probability that the whole contradicts any early verdict on a checkpoint, of one command and baseline."""
+    """Largest probability that the whole contradicts any early verdict on a checkpoint, per command and baseline."""
     whole_every: int | None = Field(default=None, ge=2)
-    """In a policy's own gate that decides early, of the checkpoints of a run that an evaluation is wanted of, by step:
-    the first and each so many-th after it is evaluated whole; 10 when unset."""
+    """For a policy's own gate that decides early: every N-th checkpoint of a run that needs an evaluation, by step and
+    starting with the first, is evaluated whole; 10 when unset."""
     max_withheld: int = Field(default=0, ge=0)
-    """Cells of a checkpoint whose score may be withheld."""
+    """Tolerated number of cells of a checkpoint with a withheld score."""
     max_failed: int = Field(default=0, ge=0)
-    """Cells of a checkpoint that may have failed, or have no record."""
+    """Tolerated number of cells of a checkpoint that failed or have no record."""
 
     @model_validator(mode="after")
     def _decidable(self) -> Gate:

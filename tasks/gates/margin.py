@@ -1,11 +1,11 @@
-"""Is a score shown not to be worse by a margin? (Non-inferiority.)
+"""Non-inferiority test: is a score shown not to be worse by a margin?
 
-GO needs the lower end of the change's 95 % interval to lie above −margin. Where single questions are right or wrong and
-stand alone, it is the score interval (Tango 1998): of scores that are worse by the margin at most 3.2 % pass, by exact
-enumeration of 10 to 200 questions. Else it is a t interval over clusters: 3 to 5 % pass with 200 clusters or more,
-up to 22 % with few, by simulation. A gate passes such a score no more often, as all of its rules must pass. An equal
-score is refused by chance if the margin is small against the interval. So each reason names the margin from which on a
-gate refuses 5 % of equal runs at most, over all of its scores and checkpoints.
+GO needs the lower end of the change's 95 % interval above −margin. For independent questions that are right or wrong it
+is the score interval (Tango 1998): of scores worse by the margin at most 3.2 % pass, by exact enumeration of 10 to 200
+questions. Otherwise it is a t interval over clusters: 3 to 5 % pass with 200 clusters or more, up to 22 % with few, by
+simulation. A gate passes such a score no more often, as all of its rules must pass. An equal score may be refused by
+chance if the margin is small against the interval. So each reason states the smallest margin at which a gate refuses at
+most 5 % of equal runs, over all of its scores and checkpoints.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FALSE_ALARMS = 0.05
 """Share of runs, or checkpoints, no worse than the baseline that a gate may refuse by chance."""
 
 MOST_LEFT_OUT = 0.05
-"""Largest share of questions asked of a single side, as for prompts that are cut (`max_truncated`)."""
+"""Largest share of questions with answers from a single side, as for truncated prompts (`max_truncated`)."""
 
 
 def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path: str) -> float:
-    """The part of the false alarms that a gate may spend on one checkpoint: by its number among those recorded."""
+    """Returns a checkpoint's part of the run's allowed false alarms, by its number among the recorded steps."""
     if gate.false_alarms == "per checkpoint":
         return FALSE_ALARMS
     cells = (
@@ -44,10 +44,10 @@ def false_alarms_of(gate: Gate, checkpoint: CheckpointReference, evaluation_path
 def judged_by_margin(
     metric: ComparedMetric, *, margin: float, false_alarms: float, left_out: float = MOST_LEFT_OUT
 ) -> tuple[str, bool]:
-    """Returns what was found of one score against the baseline, in words, and whether it passes.
+    """Returns the finding on a score against the baseline, and True if it passes.
 
-    `false_alarms` is the chance of refusing an equal score; `left_out` the largest share of questions asked of a single
-    side.
+    `false_alarms` is the chance of refusing an equal score; `left_out` the largest share of questions with answers from
+    a single side.
     """
     n = f"{how_many(metric.pairing.pairs, 'question')} of both" if metric.pairing else metric.unpaired_because
     shown = f"{measured(metric.first, None)} → {measured(metric.second, None)} ({n})"

@@ -1,4 +1,4 @@
-"""GO or NO-GO with a reason for each rule, as values."""
+"""Verdicts and their reasons as values."""
 
 from __future__ import annotations
 
@@ -11,36 +11,34 @@ from tasks.records.early import EarlyScore
 
 @dataclass(frozen=True)
 class Reason:
-    """The finding of one rule on one checkpoint, or on one of its scores."""
+    """The finding of a rule on a checkpoint, or on one of its scores."""
 
     checkpoint: str
     rule: str
     found: str
     go: bool
     early: EarlyScore | None = None
-    """The verdict on a score that was decided before all questions were asked, if it was."""
+    """The early verdict on the score, if it was decided early."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the reason for scripts."""
         found = {name: value for name, value in vars(self).items() if name != "early"}
         return found if self.early is None else {**found, "early": self.early.model_dump()}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision of a gate, and why."""
+    """The decision of a gate, with its reasons."""
 
     gate: str
     reasons: tuple[Reason, ...]
 
     @property
     def go(self) -> bool:
-        """Returns whether everything asked for holds. Where nothing was looked at, nothing is known to hold."""
+        """True if there are reasons and all of them are GO."""
         return bool(self.reasons) and all(reason.go for reason in self.reasons)
 
     @property
     def word(self) -> str:
-        """GO or NO-GO."""
         return "GO" if self.go else "NO-GO"
 
     @property
@@ -49,19 +47,14 @@ class Verdict:
         return tuple(reason for reason in self.reasons if not reason.go)
 
     def about(self, checkpoint: str) -> Verdict:
-        """Returns the part that is about one checkpoint."""
+        """Returns the part on a single checkpoint."""
         return Verdict(self.gate, tuple(reason for reason in self.reasons if reason.checkpoint == checkpoint))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the verdict for scripts."""
         return {"gate": self.gate, "verdict": self.word, "reasons": [reason.as_dict() for reason in self.reasons]}
 
     def raise_unless_go(self) -> None:
-        """Turns NO-GO into an error.
-
-        Raises:
-            GateRefused: it is NO-GO.
-        """
+        """Raises GateRefused if the verdict is NO-GO."""
         if self.go:
             return
         lines = [f"{refusal.checkpoint}: {refusal.rule}: {refusal.found}" for refusal in self.refusals] or [

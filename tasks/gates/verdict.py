@@ -1,4 +1,4 @@
-"""The verdict of a gate on some checkpoints: GO or NO-GO, with a reason for each rule."""
+"""The verdict of a gate on checkpoints: GO or NO-GO, with a reason for each rule."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from tasks.statistics.question_scores import QuestionScores
 
 @dataclass(frozen=True)
 class JudgedCheckpoint:
-    """A checkpoint with its records, and how many of its wanted cells have none; some may have others, with other
-    settings, that are not judged."""
+    """A checkpoint with its records; counts requested cells without record, and unjudged records of other settings."""
 
     name: str
     step: int
@@ -40,29 +39,23 @@ class JudgedCheckpoint:
     without_record: int = 0
     other_settings: int = 0
     early: tuple[EarlyVerdict, ...] = ()
-    """Verdicts on cells without a succeeded record that were decided early."""
+    """Early verdicts on cells without a succeeded record."""
 
 
 def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_path: str) -> Verdict:
-    """Returns what a gate says of checkpoints of one run.
-
-    Args:
-        gate: the rules.
-        checkpoints: of which it judges all or the latest, as it says.
-        evaluation_path: where the names of baselines are looked up.
-    """
+    """Applies a gate to checkpoints of a single run; baseline names are resolved below `evaluation_path`."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     judged = [each for each in ordered if gate.checkpoints == "every" or each.step == ordered[-1].step]
     find = cache(find_records)
     reasons = (reason for checkpoint in judged for reason in _reasons(gate, checkpoint, evaluation_path, find=find))
-    return Verdict(gate.name, tuple(dict.fromkeys(reasons)))  # two rules may find the same
+    return Verdict(gate.name, tuple(dict.fromkeys(reasons)))  # two rules may have the same finding
 
 
 def judged_checkpoints(found: Sequence[FoundRecord], early: Sequence[EarlyVerdict] = ()) -> list[JudgedCheckpoint]:
-    """Checkpoints by the newest records of their benchmarks; a quick look hides no full evaluation.
+    """Groups the newest records of each benchmark by checkpoint; limited evaluations do not replace full evaluations.
 
-    Early verdicts are on cells without a succeeded record; those of a checkpoint that was evaluated whole since, in
-    another state, are left out.
+    Early verdicts are for cells without a succeeded record, and are dropped if a full evaluation of that checkpoint
+    name succeeded since.
     """
     since: dict[tuple[str, str, tuple[str, ...]], datetime] = {}
     for record in (item.record for item in found if item.record.succeeded and is_full(item.record)):
@@ -99,7 +92,7 @@ def judged_checkpoints(found: Sequence[FoundRecord], early: Sequence[EarlyVerdic
 def with_rejected(
     judged: Sequence[JudgedCheckpoint], rejected: Mapping[str, str], *, run: str, step: int | None
 ) -> list[JudgedCheckpoint]:
-    """Checkpoints of a run with the cells whose records do not count, which lie at its steps, or at one of them."""
+    """Adds rejected records as cells without a record, for a run at all of its steps or at a single step."""
     places = [cell.rstrip("/").split("/")[-4:-2] for cell in rejected]
     steps = [step_of(place[1]) for place in places if place[:1] == [run]]
     at = Counter(number for number in steps if number is not None and step in (None, number))
@@ -273,8 +266,6 @@ def _missing(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> st
 
 
 class _Compared(NamedTuple):
-    """The scores of a rule beside the baseline's."""
-
     rule: BaselineRule
     baseline: Baseline
     comparison: Comparison

@@ -1,4 +1,4 @@
-"""A verdict for people: a table in a terminal, and Markdown for the summary of a CI job and for Prefect's UI."""
+"""Verdicts as a terminal table, and as Markdown for CI job summaries and Prefect's UI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasks.reports.texts import as_markdown
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """One line for each reason, those for NO-GO first."""
+    """Returns a table with a row for each reason, NO-GO first."""
     style = "green" if verdict.go else "red"
     title = Text(f"{verdict.gate}: ").append(verdict.word, style=f"bold {style}")
     table = Table(title=title, box=box.SIMPLE_HEAD, leading=1)
@@ -25,7 +25,7 @@ def verdict_table(verdict: Verdict) -> Table:
 
 
 def verdict_markdown(verdict: Verdict) -> str:
-    """Returns the verdict as Markdown: a list, since Prefect's UI never wraps what stands in a table."""
+    """Returns the verdict as a Markdown list, since Prefect's UI does not wrap table cells."""
     lines = [f"## {verdict.word}: {verdict.gate}", ""]
     for reason in _ordered(verdict):
         checkpoint, rule, found = map(as_markdown, (reason.checkpoint, reason.rule, reason.found))

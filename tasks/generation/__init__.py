@@ -1,1 +1,1 @@
-"""Bulk generation: prompts in shards, asked of a pool by workers, and written once."""
+"""Bulk generation: workers send sharded prompts to a pool, and write each shard's answers once."""

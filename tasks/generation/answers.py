@@ -1,4 +1,4 @@
-"""Answers: how each is written down, as a row of Parquet or a line of JSON."""
+"""Answers as rows of Parquet or lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,40 +17,36 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRow:
-    """One sample of one prompt. `text` is unset where the model called tools only, or where there is an error."""
+    """A sample of a prompt. `text` is unset if the model only called tools, or on errors."""
 
     prompt_index: int
-    """Number of the prompt among all, from 0."""
+    """Number of the prompt over all shards, from 0."""
     prompt_id: str
     """Content of `id_column`, else the number."""
     sample: int
     """Number among the samples of the prompt, from 0."""
     prompt: str
-    """The prompt as it was put: a text, or messages as JSON."""
+    """The prompt as sent: a text, or messages as JSON."""
     text: str | None
-    """Text that the model wrote."""
     tool_calls: str | None
-    """Calls of tools, as JSON."""
+    """Tool calls, as JSON."""
     finish_reason: str | None
-    """End of the answer: stop, length, tool_calls."""
+    """stop, length or tool_calls."""
     prompt_tokens: int | None
-    """Tokens of the prompt, as the engine counted."""
+    """Tokens of the prompt, as counted by the engine."""
     completion_tokens: int | None
-    """Tokens of the answer."""
     seed: int | None
-    """Seed of the request."""
     checkpoint: str
-    """Name of the checkpoint."""
     checkpoint_digest: str
     """Digest over its weights, tokenizer and config."""
     pool: str
     """Name of the kept pool that answered."""
     parameters: str
-    """Hash of all that decides what is asked; the manifest has it whole."""
+    """Hash of all parameters that determine the requests; the manifest has them in full."""
     columns: str | None
-    """Columns that were kept, as JSON."""
+    """Kept columns, as JSON."""
     error: str | None
-    """Reason that there is no answer: refused, too long for the context."""
+    """Reason for a missing answer: refused, or too long for the context."""
 
 
 _TYPES = {"int": pa.int64(), "str": pa.string()}
@@ -69,7 +65,7 @@ SCHEMA = pa.schema(
 
 
 def encoded(rows: Sequence[AnswerRow], form: Format) -> bytes:
-    """The content of a file with these rows; the same rows give the same bytes."""
+    """Encodes rows as a file; deterministic."""
     if form == "jsonl":
         return b"".join(orjson.dumps(row) + b"\n" for row in rows)
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
@@ -79,7 +75,7 @@ def encoded(rows: Sequence[AnswerRow], form: Format) -> bytes:
 
 
 def decoded(content: bytes, form: Format) -> list[dict[str, Any]]:
-    """The rows of a file."""
+    """Decodes the rows of a file."""
     if form == "jsonl":
         return [orjson.loads(line) for line in content.splitlines()]
     return pq.read_table(io.BytesIO(content)).to_pylist()

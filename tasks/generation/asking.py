@@ -1,4 +1,4 @@
-"""Asking: the answers to the prompts of a shard, with as many requests in flight as there are slots."""
+"""Requests for the answers to a shard's prompts, with as many in flight as there are slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tasks.generation.shards import ShardProgress
 from tasks.generation.templates import UnusableRow, prompt_maker
 
 _RETRIES = 6
-"""Tries after the first; the pauses between them double up to 8 s, so a proxy that is started again is waited for."""
+"""Retries; the pauses between them double up to 8 s, which covers the restart of a proxy."""
 _PROMPTS_FAULT = (400, 413, 422)
 _CONNECT_SECONDS = 30.0
 _CONNECTIONS_OF_A_POOL = 16
@@ -53,7 +53,7 @@ class _Answer:
 
 
 def client_of(running: RunningModel, *, in_flight: int) -> openai.AsyncOpenAI:
-    """The official client, for so many requests at once."""
+    """Returns an OpenAI client for this many concurrent requests."""
     return openai.AsyncOpenAI(
         base_url=running.base_url.removesuffix("/v1"),
         api_key=running.api_key,
@@ -65,13 +65,9 @@ def client_of(running: RunningModel, *, in_flight: int) -> openai.AsyncOpenAI:
     )
 
 
+# Several connection pools in turn, since each request makes a pool scan all of its connections: 4.5 ms of CPU time with
+# 256 connections in a single pool, 1.8 ms with 8 pools. The caller bounds the number of open connections.
 class _InTurn(httpx2.AsyncBaseTransport):
-    """Several pools of connections that take requests in turn; whoever asks limits how many are open at once.
-
-    Each request makes a pool look at all of its connections: with 256 of them in one pool it takes 4.5 ms of a
-    processor, with 8 pools 1.8 ms.
-    """
-
     def __init__(self, pools: int) -> None:
         context = ssl.create_default_context()
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
@@ -87,14 +83,10 @@ class _InTurn(httpx2.AsyncBaseTransport):
 
 
 class Asker:
-    """Asks a checkpoint by one client, whose requests in flight never exceed `in_flight`, over all shards together.
+    """Sends prompts to a checkpoint; `in_flight` bounds its concurrent requests over all shards.
 
     Args:
-        client: of the pool, whose base has no `/v1`: each shard is a cell of its own there.
-        prompts: how a row becomes a prompt.
-        sampling: how it is answered.
-        origin: columns that all rows share.
-        in_flight: requests at once.
+        client: of the pool, with a base URL without `/v1`: each shard is a separate cell of the pool.
     """
 
     def __init__(
@@ -123,14 +115,13 @@ class Asker:
         progress: ShardProgress | None = None,
         on_all_asked: Callable[[], None] = lambda: None,
     ) -> list[AnswerRow]:
-        """Asks for every sample of every row; returns them in order.
+        """Requests all samples of all rows; returns them in order.
 
         Args:
-            rows: of the source.
-            first_prompt: number of the first of them.
+            first_prompt: number of the first row's prompt.
             prefix: path of the cell that the requests belong to.
-            progress: is kept up to date.
-            on_all_asked: called when the last request has begun, so that slots are about to be free.
+            progress: updated with each answer.
+            on_all_asked: called when the last request has started, so that slots become free soon.
         """
         progress = progress or ShardProgress()
         samples = self._sampling.samples
@@ -156,7 +147,7 @@ class Asker:
                     for sample in range(samples):
                         await self._slots.acquire()
                         asked = group.create_task(answer(number * samples + sample, row, prompt, index, sample))
-                        asked.add_done_callback(self._free)  # also of one that is cancelled before it begins
+                        asked.add_done_callback(self._free)  # also after a cancellation before the task starts
                 on_all_asked()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -170,7 +161,7 @@ class Asker:
         if self._sampling.seed is not None:
             body["seed"] = self._sampling.seed + sample
         try:
-            # Not by `completions.create`: it would make an object of each part of an answer, to be taken apart again.
+            # Not by `completions.create`, which would build an object for each part of an answer.
             response = await self._client.post(f"{prefix}{self._path}", body=body, cast_to=httpx2.Response)
         except openai.APIStatusError as error:
             if error.status_code in _PROMPTS_FAULT:

@@ -1,4 +1,4 @@
-"""The Prefect tasks of a generation: what is asked of which checkpoints, and the answers of each."""
+"""The Prefect tasks of a generation: plan, answers of each checkpoint, manifests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _POOL_LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One checkpoint, and the place of its answers."""
+    """A checkpoint, and the folder of its answers."""
 
     name: str
     folder: ModelFolder
@@ -57,20 +57,19 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class PlannedGeneration:
-    """All that a generation is to do."""
+    """A generation with its plan and checkpoints."""
 
     config: GenerationConfig
     plan: Plan
     targets: tuple[Target, ...]
 
     def missing(self) -> list[Target]:
-        """The checkpoints that lack answers."""
         return [target for target in self.targets if len(target.output.written()) < len(self.plan.shards)]
 
 
 @task(task_run_name="plan", cache_policy=NO_CACHE, persist_result=False)
 def plan_generation(config: GenerationConfig) -> PlannedGeneration:
-    """Looks at prompts and checkpoints, and refuses what cannot be right before anything is started."""
+    """Reads prompts and checkpoints, and raises for bad input before anything is started."""
     if deployment.id:
         check_deployed_paths([*config.prompts.files, config.output_path, *filter(None, [config.model_path])])
     config = _as_served(config)
@@ -121,12 +120,7 @@ def _target(config: GenerationConfig, plan: Plan, name: str, checkpoint: Checkpo
 
 @contextmanager
 def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently: bool) -> Iterator[PoolSession]:
-    """A session with the pool that answers for some checkpoints, for as long as the block lasts.
-
-    Args:
-        planned: the generation.
-        targets: those checkpoints.
-        patiently: wait a while for a kept pool that is not up.
+    """Yields a session with the pool of the checkpoints; `patiently` waits up to 120 s for a kept pool that is not up.
 
     Raises:
         EnvironmentBuildFailed, ProxyFailed: the pool does not start.
@@ -164,7 +158,7 @@ def _access(config: GenerationConfig, *, patiently: bool) -> PoolAccess:
 
 @task(task_run_name="answers of {target.name}", cache_policy=NO_CACHE, persist_result=False)
 def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSession) -> None:
-    """Has every shard of one checkpoint written that is not. Shards that are stay as they are.
+    """Generates the missing shards of a checkpoint.
 
     Raises:
         JobFailed, ProxyFailed, EngineDied, EngineStartFailed, ModelUnusable: it cannot go on.
@@ -206,7 +200,7 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
 
 
 def require_same_prompts(planned: PlannedGeneration) -> None:
-    """Passes if the prompts are those that were planned: a source may have been replaced while they were asked."""
+    """Raises BadInput if the prompts changed since they were planned, as when a source was replaced meanwhile."""
     config = planned.config
     if plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard).digest != planned.plan.digest:
         raise BadInput(
@@ -218,10 +212,7 @@ def require_same_prompts(planned: PlannedGeneration) -> None:
 
 @task(task_run_name="manifests", cache_policy=NO_CACHE, persist_result=False, retries=3, retry_delay_seconds=[1, 5, 20])
 def conclude_generation(planned: PlannedGeneration) -> list[dict[str, Any]]:
-    """Writes the manifest of each checkpoint that has all its answers, and a page with samples; returns their totals.
-
-    Prefect's UI shows the totals, and a link to the page.
-    """
+    """Writes manifests of complete checkpoints and a samples page, shown in Prefect's UI; returns the totals."""
     config, plan = planned.config, planned.plan
     written, missing = [], planned.missing()
     for target in planned.targets:

@@ -1,4 +1,4 @@
-"""The place of a generation: what it was begun with, shards that are written once and whole, the manifest at last."""
+"""The output folder of a generation: its parameters, the shards, each written once, and the manifest at the end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from resources.errors import BadInput, StorageError
 from resources.storage import storage
 from tasks.generation.answers import SCHEMA_VERSION, AnswerRow, Format, decoded, encoded
 
-BEGUN, MANIFEST, SUMMARIES = "_generation.json", "_manifest.json", "_summaries"  # readers of data sets leave _ out
+BEGUN, MANIFEST, SUMMARIES = "_generation.json", "_manifest.json", "_summaries"  # data set readers skip names with _
 _PART = re.compile(r"part-(\d{5,})\.(parquet|jsonl)")
 _READERS = 16
 
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """Numbers of a shard that was written."""
+    """Statistics of a written shard."""
 
     number: int
     rows: int
@@ -34,7 +34,6 @@ class ShardSummary:
 
     @classmethod
     def of(cls, number: int, rows: Iterable[Mapping[str, Any]], content: bytes) -> ShardSummary:
-        """Counts the rows of a shard."""
         every = list(rows)
         return cls(
             number=number,
@@ -49,21 +48,20 @@ class ShardSummary:
 
 @dataclass(frozen=True)
 class Output:
-    """The folder of one checkpoint's answers."""
+    """The folder of a checkpoint's answers."""
 
     folder: str
     form: Format
 
     def part(self, number: int) -> str:
-        """Location of a shard's file."""
         return storage.join(self.folder, f"part-{number:05d}.{self.form}")
 
     def begin(self, identity: Mapping[str, Any]) -> None:
-        """Notes what the answers are to, or finds it noted."""
+        """Stores the generation's identity, or raises BadInput if the folder has another."""
         place = storage.join(self.folder, BEGUN)
         wanted = orjson.loads(orjson.dumps(identity))
         content = orjson.dumps(wanted, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
-        # Looked for first: not every stand-in for a store keeps to conditions of writes.
+        # Checked first: not all fake stores honor conditional writes.
         if not storage.exists(place) and storage.create_bytes(place, content):
             return
         try:
@@ -78,9 +76,9 @@ class Output:
             )
 
     def write(self, number: int, rows: Sequence[AnswerRow]) -> ShardSummary:
-        """Writes a shard, unless it stands already: then what is there holds. Returns what stands."""
+        """Writes a shard unless it exists; returns the statistics of the existing file."""
         content = encoded(rows, self.form)
-        # Looked at first for stores that would replace what stands.
+        # Checked first for stores that would overwrite it.
         if self.is_written(number) or not storage.create_bytes(self.part(number), content):
             return self.summary(number)
         summary = ShardSummary.of(number, (asdict(row) for row in rows), content)
@@ -88,17 +86,15 @@ class Output:
         return summary
 
     def is_written(self, number: int) -> bool:
-        """True if a shard stands."""
         return storage.exists(self.part(number))
 
     def written(self) -> list[int]:
-        """Numbers of the shards that stand."""
         names = [storage.basename(file.uri) for file in storage.list_files(self.folder)]
         found = (_PART.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in found if match and match[2] == self.form)
 
     def summary(self, number: int) -> ShardSummary:
-        """Numbers of a shard that stands; counted anew where whoever wrote it was killed before it noted them."""
+        """Returns the statistics of a written shard; recomputed if its writer was killed before it stored them."""
         try:
             return ShardSummary(**orjson.loads(storage.read_bytes(self._summary(number))))
         except (FileNotFoundError, ValueError, TypeError):
@@ -108,12 +104,11 @@ class Output:
             return summary
 
     def summaries(self, numbers: Sequence[int]) -> list[ShardSummary]:
-        """Numbers of some shards that stand."""
         with ThreadPoolExecutor(_READERS) as threads:
             return list(threads.map(self.summary, numbers))
 
     def conclude(self, identity: Mapping[str, Any], *, shards: int) -> dict[str, Any]:
-        """Writes the manifest once every shard stands; returns it."""
+        """Writes the manifest once all shards are written; returns it."""
         found = self.summaries(range(shards))
         names = ("rows", "errors", "prompt_tokens", "completion_tokens", "bytes")
         manifest = {

@@ -1,6 +1,6 @@
-"""The plan of a generation: all prompts, cut into shards in one pass over their sources, and a digest of them.
+"""The plan of a generation: the prompts, split into shards in a single pass over their sources, and their digest.
 
-Prompts themselves are not kept: ten million of them are ten thousand shards.
+Prompts themselves are not kept in memory: ten million prompts are ten thousand shards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PlannedSource:
-    """A source as it was when it was planned."""
+    """A source when it was planned."""
 
     uri: str
     prompts: int
@@ -37,25 +37,24 @@ class PlannedSource:
 
 @dataclass(frozen=True)
 class Plan:
-    """Shards in order, and the sources that they are parts of."""
+    """Shards in order, with their sources."""
 
     shards: tuple[Shard, ...]
     sources: tuple[PlannedSource, ...]
 
     @property
     def prompts(self) -> int:
-        """Number of prompts."""
         return sum(shard.prompts for shard in self.shards)
 
     @property
     def digest(self) -> str:
-        """Identifies the prompts by content and order, wherever they lie."""
+        """Digest of the prompts by content and order, independent of their location."""
         content = "\n".join(f"{source.sha256} {source.prompts}" for source in self.sources)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def plan_prompts(config: PromptsConfig, *, prompts_per_shard: int) -> Plan:
-    """Counts the prompts and cuts them into shards. Every line of JSON is looked at; of tables, the numbers of rows."""
+    """Splits the prompts into shards. Every line of JSON is parsed; of tables only row counts are read."""
     shards: list[Shard] = []
     sources: list[PlannedSource] = []
     left = config.limit
@@ -85,7 +84,7 @@ def plan_prompts(config: PromptsConfig, *, prompts_per_shard: int) -> Plan:
 
 
 _Cut = tuple[int, int, int | None, int | None]
-"""First row, number of rows, and the bytes that hold them."""
+"""First row, number of rows, and their byte range."""
 
 
 def _lines(source: Source, digest: hashlib._Hash, *, most: int, limit: int | None) -> Iterator[_Cut]:

@@ -1,4 +1,4 @@
-"""Sources of prompts: which files they are, and the rows of a part of one, without the rest where that is cheap."""
+"""Sources of prompts, and reading of row ranges, without the other rows if that is cheap."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_STATE, _SPLITS = "state.json", "dataset_dict.json"  # as `datasets.save_to_disk` writes them
+_STATE, _SPLITS = "state.json", "dataset_dict.json"  # as in `datasets.save_to_disk`
 _ROWS_AT_ONCE = 1024
 _BUFFER_BYTES = 1 << 20
 
 
 def sources_of(files: Iterable[str]) -> list[Source]:
-    """The files that some paths, patterns and folders stand for, each once, in the order given and then by name."""
+    """Returns the files of paths, patterns and folders without duplicates, in the given order and then by name."""
     found = [source for file in files for source in _sources(file)]
     return list(dict.fromkeys(found))
 
@@ -80,14 +80,14 @@ def _nothing(place: str, found: str, remedy: str = "check the path, and what the
 
 
 def unreadable(source: Source, place: str, found: str) -> BadInput:
-    """The error for a source that cannot be read at a place, such as `line 7`."""
+    """Returns the error for a source that cannot be read at a place, such as `line 7`."""
     return BadInput(
         expected=f"rows of a table in {source.uri}", found=f"{place}: {found}", remedy="correct or remove it"
     )
 
 
 def parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line") -> Row:
-    """The object in a line of JSON, which is counted from 1 among all lines, or among those that are not empty."""
+    """Parses a line of JSON as an object; `number` counts from 1 and is for the error message only."""
     try:
         row = orjson.loads(line)
     except ValueError as error:
@@ -99,7 +99,7 @@ def parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line")
 
 @contextmanager
 def opened_lines(source: Source) -> Iterator[BinaryIO]:
-    """The lines of a source, unpacked."""
+    """Yields the decompressed lines of a source."""
     with storage.opened(source.uri) as file:
         raw = gzip.GzipFile(fileobj=file) if source.compressed else file
         try:
@@ -109,7 +109,7 @@ def opened_lines(source: Source) -> Iterator[BinaryIO]:
 
 
 def table_batches(source: Source, *, from_row: int = 0) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a table from a row on, a few at a time."""
+    """Yields the rows of a table in small batches, starting at `from_row`."""
     with storage.opened(source.uri) as file:
         try:
             skip = from_row
@@ -128,7 +128,7 @@ def _parquet(file: BinaryIO, from_row: int) -> Iterator[pa.RecordBatch]:
     table = pq.ParquetFile(file)
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows
-        if from_row >= rows:  # left out unread, and counted
+        if from_row >= rows:  # skipped unread, but counted
             from_row -= rows
             yield pa.record_batch([pa.nulls(rows)], names=["skipped"])
             continue
@@ -148,7 +148,7 @@ def _arrow(file: BinaryIO) -> Iterator[pa.RecordBatch]:
 
 
 def table_rows(source: Source) -> int:
-    """The number of rows of a table."""
+    """Returns the number of rows of a table."""
     with storage.opened(source.uri) as file:
         try:
             if source.kind == "parquet":
@@ -159,7 +159,7 @@ def table_rows(source: Source) -> int:
 
 
 def rows_of(shard: Shard) -> Sequence[Row]:
-    """The rows of a shard."""
+    """Returns the rows of a shard."""
     rows = list(islice(_rows(shard), shard.prompts))
     if len(rows) != shard.prompts:
         found = f"{len(rows)} from row {shard.first_row} on"

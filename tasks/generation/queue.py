@@ -1,4 +1,4 @@
-"""The queue of shards, an actor: lends shards to workers, and knows how far each is."""
+"""The queue of shards, an actor: lends shards to workers, and collects their progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEASE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class QueueState:
-    """Numbers of shards by their state, of answers, and what went wrong with shards that nobody could finish."""
+    """Counts of shards by state and of answers, and the failures of shards that no worker could finish."""
 
     waiting: int
     leased: int
@@ -24,21 +24,14 @@ class QueueState:
     tokens: int
     errors: int
     last_error: str | None = None
-    """Reason of one of the errors."""
 
     @property
     def left(self) -> int:
-        """Shards that somebody has to do."""
         return self.waiting + self.leased
 
 
 class ShardQueue(LeasedQueue):
-    """A leased queue of shards whose leases belong to workers by name, and carry progress.
-
-    Args:
-        shards: those that are to do, in order.
-        max_deliveries: how often a shard is lent at most.
-    """
+    """A queue that leases shards to named workers, each at most `max_deliveries` times, and keeps their progress."""
 
     def __init__(self, shards: Iterable[Shard], *, max_deliveries: int) -> None:
         super().__init__(max_deliveries=max_deliveries)
@@ -50,20 +43,19 @@ class ShardQueue(LeasedQueue):
         self._hopeless: list[int] = []
 
     def begin(self, worker: str) -> None:
-        """Takes back all that a worker of this name has: it has just begun, and knows of nothing."""
+        """Takes back all leases of a worker name, which has just started and holds none."""
         for lease_id in self._held.pop(worker, {}):
             with suppress(LeaseLost):
                 self.release(lease_id)
 
     def lend(self, worker: str) -> Lease | None:
-        """Lends a shard to a worker; None when none waits."""
         lease = self.pop(LEASE_SECONDS)
         if lease is not None:
             self._held.setdefault(worker, {})[lease.lease_id] = ShardProgress()
         return lease
 
     def advance(self, worker: str, progress: dict[str, ShardProgress]) -> list[str]:
-        """Renews leases of a worker, which says how far each shard is; returns those that it has lost."""
+        """Stores a worker's progress and renews its leases; returns its lost leases."""
         lost: list[str] = []
         held = self._held.setdefault(worker, {})
         for lease_id, so_far in progress.items():
@@ -76,7 +68,7 @@ class ShardQueue(LeasedQueue):
         return lost
 
     def finish(self, worker: str, lease: Lease, written: ShardProgress) -> None:
-        """Removes a shard that is written; also for whoever lost it meanwhile, since what is written is written."""
+        """Removes a written shard; also for a worker that lost the lease meanwhile, since the file is written."""
         self._held.get(worker, {}).pop(lease.lease_id, None)
         with suppress(LeaseLost):
             self.done(lease)
@@ -86,7 +78,7 @@ class ShardQueue(LeasedQueue):
             self._finished.last_error = written.last_error or self._finished.last_error
 
     def give_back(self, worker: str, lease: Lease, reason: str, *, hopeless: bool = False) -> None:
-        """Puts a shard back that could not be finished, with the reason; a hopeless one is not tried again."""
+        """Returns an unfinished shard to the queue, with the reason; a hopeless shard is not tried again."""
         self._held.get(worker, {}).pop(lease.lease_id, None)
         self._reasons[lease.item.number] = reason
         with suppress(LeaseLost):
@@ -97,7 +89,6 @@ class ShardQueue(LeasedQueue):
                 self.release(lease)
 
     def state(self) -> QueueState:
-        """Returns the progress of all shards together."""
         counts = self.counts()
         dead = {
             letter.item.number: self._reasons.get(letter.item.number, letter.reason) for letter in self.dead_letters()

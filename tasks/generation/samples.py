@@ -1,4 +1,4 @@
-"""A page that shows the same few prompts with the answers of each checkpoint, side by side."""
+"""A page that compares the checkpoints' answers to a few prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class WrittenBy:
-    """A checkpoint, the place of its answers, and their totals."""
+    """A checkpoint with its output and its totals."""
 
     name: str
     output: Output
@@ -38,27 +38,26 @@ class WrittenBy:
 
 @dataclass(frozen=True)
 class ShownPrompt:
-    """One prompt: its text, or its messages as role and text, and the rows of each checkpoint in order."""
+    """A prompt: its text, or its messages as role and text, and the answers of each checkpoint in order."""
 
     number: int
     id: str
     messages: tuple[tuple[str, str], ...]
     answers: tuple[Sequence[Row], ...]
-    """Of each checkpoint."""
 
 
 def samples_uri(config: GenerationConfig) -> str:
-    """Returns where the page lies."""
+    """Returns the path of the page."""
     return storage.join(storage.absolute(config.output_path), f"samples-{config.run_name}.html")
 
 
 def shown_prompts(plan: Plan) -> list[int]:
-    """Numbers of the prompts that are shown: drawn from all, the same ones each time for the same prompts."""
+    """Returns the numbers of the shown prompts: a random sample, deterministic for the same prompts."""
     return sorted(random.Random(plan.digest).sample(range(plan.prompts), min(SHOWN_PROMPTS, plan.prompts)))
 
 
 def write_samples_page(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy]) -> str:
-    """Writes the page once every answer stands, and returns its place."""
+    """Writes the page once all answers are written, and returns its path."""
     numbers = shown_prompts(plan)
     found = [_rows(checkpoint.output, plan, numbers) for checkpoint in written]
     prompts = [_shown(number, [rows.get(number, []) for rows in found], chat=config.prompts.chat) for number in numbers]
@@ -68,7 +67,7 @@ def write_samples_page(config: GenerationConfig, plan: Plan, written: Sequence[W
 
 
 def rendered(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy], prompts: Sequence[ShownPrompt]) -> str:
-    """Returns the page. It has no script and asks nothing of the network; prompts and answers stay texts."""
+    """Returns the page. It has no scripts and loads nothing; prompts and answers are escaped."""
     templates = Environment(loader=PackageLoader("tasks.generation", "pages"), autoescape=True,
                             undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     templates.filters |= {"clipped": _clipped, "pretty": _pretty}

@@ -1,4 +1,4 @@
-"""Shards: what the queue lends, and what is known of each; light, since the queue's process imports no more."""
+"""Shards and their progress; few imports, since the queue's process needs no more."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Source:
 
     @property
     def compressed(self) -> bool:
-        """True if it can be read from its beginning only."""
+        """True if it can be read only from the start."""
         return self.uri.endswith(".gz")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Prompts whose answers are written together: some rows of a source, one after another."""
+    """Prompts with answers in the same file: consecutive rows of a source."""
 
     number: int
     source: Source
@@ -31,10 +31,9 @@ class Shard:
     """Number of its first prompt among all."""
     prompts: int
     first_row: int
-    """Number of its first row in the source."""
     start: int | None = None
     end: int | None = None
-    """Bytes of the source that hold it, where that is known."""
+    """Byte range in the source, if known."""
 
 
 @dataclass

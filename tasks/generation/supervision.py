@@ -1,4 +1,4 @@
-"""Supervision: a queue and workers for one checkpoint, started again when they die, until every shard is written."""
+"""Supervision: a queue and workers for a checkpoint, restarted when they die, until all shards are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tasks.generation.worker import WorkOrder, run_worker
 
 _DELIVERIES = 50
 _DEATHS_IN_TEN_MINUTES = 20
-"""Of the queue, and of each worker, after which it is not started again."""
+"""Most crashes in ten minutes of the queue, or of a worker, that are followed by a restart."""
 _LOOK_SECONDS = 0.5
 _QUEUE_SECONDS = 300.0
 _NOTHING = QueueState(0, 0, 0, (), 0, 0, 0)
@@ -35,7 +35,7 @@ _NOTHING = QueueState(0, 0, 0, (), 0, 0, 0)
 
 @dataclass(frozen=True)
 class GenerationState:
-    """Progress of the answers of one checkpoint."""
+    """Progress of a checkpoint's answers."""
 
     rows: int
     total: int
@@ -46,24 +46,12 @@ class GenerationState:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate for the rest; None before there is a rate."""
+        """Estimated time left; None before there is a rate."""
         return (self.total - self.rows) / self.rows_per_second if self.rows_per_second else None
 
 
 class Supervision:
-    """Answers of one checkpoint, made by workers.
-
-    Args:
-        config: what is asked, and by how many.
-        plan: all shards.
-        origin: columns that all rows share.
-        output: place of the shards.
-        session: with the pool, which knows the checkpoint.
-        client: runs queue and workers.
-        name: gives a name to a job, of what it is.
-        on_state: told how far it is.
-        on_event: told in a line what happens.
-    """
+    """Generates the answers of a checkpoint with workers; `name` returns a job's name for its role."""
 
     def __init__(
         self,
@@ -86,10 +74,7 @@ class Supervision:
         self._first: tuple[float, QueueState] | None = None
 
     def run(self, running: RunningModel) -> None:
-        """Returns when every shard is written.
-
-        Args:
-            running: the checkpoint, as the session gives it.
+        """Returns when all shards are written.
 
         Raises:
             EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed: the pool will not answer any more.
@@ -130,7 +115,7 @@ class Supervision:
             for worker in workers:
                 ending.callback(worker.end)
             self._watch(queue, workers)
-        return False  # looked at once more: what the queue says is not what is written
+        return False  # check the written files again: the queue's state is no proof
 
     def _watch(self, queue: ActorHandle, workers: list[_Worker]) -> None:
         while True:
@@ -155,7 +140,7 @@ class Supervision:
         return self._session.access.config
 
     def submit_worker(self, name: str, queue: ActorHandle, running: RunningModel, *, workers: int) -> JobHandle:
-        """Starts one of so many workers."""
+        """Starts a worker, with its share of the concurrent requests."""
         access = self._session.access
         keys = {POOL_KEY_VARIABLE: access.key.get_secret_value(), **actor_variables()}
         order = WorkOrder(
@@ -164,7 +149,7 @@ class Supervision:
             origin=self._origin,
             output=self._output,
             proxy=access.address,
-            running=replace(running, api_key="none"),  # keys travel in environments
+            running=replace(running, api_key="none"),  # keys are passed in environment variables
             in_flight=math.ceil((self._config.in_flight or running.capacity) / workers),
         )
         resources = self._config.worker_resources.model_copy(update={"replicas": 1})
@@ -196,7 +181,7 @@ class Supervision:
 
     def _report(self, state: QueueState) -> None:
         now = time.monotonic()
-        if self._first is None and state.rows:  # before that, workers are started
+        if self._first is None and state.rows:  # earlier time is the workers' start
             self._first = now, state
         since, first = self._first or (now, state)
         seconds = max(now - since, 1e-3)
@@ -224,8 +209,6 @@ class Supervision:
 
 
 class _Worker:
-    """One worker's job, and the jobs that take its place."""
-
     def __init__(
         self, supervision: Supervision, name: str, queue: ActorHandle, running: RunningModel, count: int
     ) -> None:

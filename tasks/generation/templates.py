@@ -11,31 +11,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class UnusableRow(Exception):
-    """A row from which no prompt can be made; its text says why."""
+    """A row from which no prompt can be made; the message has the reason."""
 
 
 class PromptForm(Protocol):
-    """The fields of `PromptsConfig` that say how a row becomes a prompt."""
+    """The fields of `PromptsConfig` that define how a row becomes a prompt."""
 
     @property
-    def column(self) -> str | None:
-        """Column with the prompt."""
-        ...
+    def column(self) -> str | None: ...
 
     @property
-    def template(self) -> str | None:
-        """Jinja template over the columns."""
-        ...
+    def template(self) -> str | None: ...
 
     @property
-    def chat(self) -> bool:
-        """True for a conversation."""
-        ...
+    def chat(self) -> bool: ...
 
     @property
-    def system(self) -> str | None:
-        """System message."""
-        ...
+    def system(self) -> str | None: ...
 
 
 @cache
@@ -49,7 +41,7 @@ def _compiled(template: str) -> Template:
 
 
 def check_template(template: str) -> None:
-    """Refuses a template that is none."""
+    """Raises ValueError if a template is invalid."""
     try:
         _compiled(template)
     except TemplateError as error:
@@ -58,10 +50,7 @@ def check_template(template: str) -> None:
 
 
 def prompt_maker(form: PromptForm) -> Callable[[Mapping[str, Any]], str | list[dict[str, Any]]]:
-    """Returns the function that makes a prompt of a row: a text, or messages.
-
-    The function raises `UnusableRow`.
-    """
+    """Returns a function that makes a prompt, a text or messages, from a row, or raises `UnusableRow`."""
 
     def made(row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         content = _rendered(form.template, row) if form.template is not None else _content(form, row)
@@ -96,5 +85,5 @@ def _messages(content: Any) -> list[dict[str, Any]]:
     for message in content:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UnusableRow("expected messages with role and content, found another value among them")
-    # Parquet and Arrow give each message every field that any has.
+    # Parquet and Arrow give each message the fields of all messages.
     return [{name: value for name, value in message.items() if value is not None} for message in content]

@@ -1,7 +1,7 @@
-"""A worker: a job that takes shards from the queue, asks the pool, and writes the answers.
+"""A worker: a job that takes shards from the queue, sends their prompts to the pool, and writes the answers.
 
-What it is killed over is not lost: its shard goes back to the queue, and the pool's journal has the answers so far for
-whoever takes it next. Nothing here knows Prefect.
+If it is killed, its shards return to the queue, and their next worker gets the answers so far from the pool's journal.
+Does not import Prefect.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tasks.generation.prompts import rows_of
 from tasks.generation.shards import Shard, ShardProgress
 
 _OPEN_SHARDS = 4
-"""Shards at once: while the last answers of one are awaited, slots go to the next."""
+"""Shards processed at once: while the last answers of a shard are pending, the next shard uses the free slots."""
 _IDLE_SECONDS, _RETRY_SECONDS, _PROGRESS_SECONDS = 0.5, 0.2, 2.0
-_PATIENCE_SECONDS = 30.0  # for a proxy that is started again on its address
+_PATIENCE_SECONDS = 30.0  # for a proxy that is restarted at its address
 _log = logging.getLogger("assay.generation")
 
 
 @dataclass(frozen=True)
 class WorkOrder:
-    """All that a worker needs to know, apart from the pool's keys, which are in its environment."""
+    """A worker's configuration, without the pool's keys, which are in its environment."""
 
     worker: str
     config: GenerationConfig
@@ -45,18 +45,18 @@ class WorkOrder:
     proxy: ProxyAddress
     running: RunningModel
     in_flight: int
-    """Requests at once of this worker."""
+    """Concurrent requests of this worker."""
 
     def cell(self, shard: Shard) -> str:
-        """Name under which the pool keeps the answers of a shard that is not written yet."""
+        """Returns the name under which the pool keeps the answers of an unwritten shard."""
         origin = self.origin
         return f"generation-{origin.parameters}-{origin.checkpoint_digest[:12]}-{shard.number}"
 
 
 def run_worker(order: WorkOrder, queue: ActorHandle) -> None:
-    """Works until no shard is left."""
+    """Processes shards until none is left."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # the client's: a line for each request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # the client's; it logs a line for each request
     try:
         asyncio.run(_Worker(order, queue).work())
     except BaseExceptionGroup as errors:
@@ -103,7 +103,7 @@ class _Worker:
             elif (await self._asked("state")).left == 0:
                 return
             else:
-                await asyncio.sleep(_IDLE_SECONDS)  # others have shards, which may come back
+                await asyncio.sleep(_IDLE_SECONDS)  # shards of other workers may come back
 
     def _ended(self, lease: Lease, asked: asyncio.Event) -> None:
         self._open.pop(lease.lease_id, None)
@@ -144,7 +144,7 @@ class _Worker:
         return written
 
     async def _forget(self, cell: str, attempt: str) -> None:
-        # A proxy that was started again closes only what it was told of.
+        # A restarted proxy closes only cells that were opened again.
         await self._patiently(self._proxy.open_cell, cell, attempt, mirror=None)
         await self._patiently(self._proxy.close_cell, cell, attempt, drop=True)
 

@@ -1,6 +1,6 @@
-"""Staged data as one shared copy in a store, per region for instance, from which machines fill their caches.
+"""Staged data as a shared copy in a store, for example per region, from which machines fill their caches.
 
-The copy holds plain files: links, of which the hub's cache is full, stand in its manifest, which is written last.
+The copy holds plain files: links, of which the hub's cache is full, are listed in its manifest, which is written last.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _LEFT_OUT = (".lock", ".partial", ".incomplete", ".unfinished")
 
 @dataclass(frozen=True)
 class Tree:
-    """Folders of this machine by the names they have in a shared copy."""
+    """Local folders, by their names in a shared copy."""
 
     folders: Mapping[str, Path]
     notes: Path
-    """Folder for what is known of files that are being copied."""
+    """Folder for the state of partial copies."""
 
     def local(self, relative: str) -> Path:
-        """The path on this machine of a file in the copy."""
+        """Returns the local path of a file in the copy."""
         top, _, rest = relative.partition("/")
         return self.folders[top] / rest
 
     def check(self, relative: str, *, points_to: str = "") -> None:
-        """Refuses a name, or what a link points to, that leads out of the folders of this tree."""
+        """Raises StorageError if a name, or the target of a link, leads outside of this tree's folders."""
         top, _, rest = relative.partition("/")
         place = posixpath.normpath(posixpath.join(posixpath.dirname(rest), points_to) if points_to else rest)
         if top not in self.folders or posixpath.isabs(place) or place.split("/")[0] == "..":
@@ -51,7 +51,7 @@ class Tree:
             )
 
     def inventory(self, wanted: Callable[[str], bool]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Size and SHA-256 of the wanted files, and what the wanted links point to, by name in the copy."""
+        """Returns size and SHA-256 of the wanted files, and the targets of the wanted links, by name in the copy."""
         files: dict[str, dict[str, Any]] = {}
         links: dict[str, str] = {}
         for top, folder in self.folders.items():
@@ -67,7 +67,7 @@ class Tree:
 
 
 def share(tree: Tree, uri: str, staged: dict[str, Any], *, wanted: Callable[[str], bool]) -> int:
-    """Brings a shared copy up to date with what is staged here; the bytes that were sent."""
+    """Updates a shared copy with locally staged data; returns the number of bytes sent."""
     files, links = tree.inventory(wanted)
     before = read_manifest(uri) or {}
     known = before.get("files", {})
@@ -95,7 +95,7 @@ def share(tree: Tree, uri: str, staged: dict[str, Any], *, wanted: Callable[[str
 
 
 def fill(tree: Tree, uri: str, *, wanted: Callable[[str], bool]) -> int:
-    """Copies what is wanted of a shared copy to this machine, continued where an earlier call ended; the bytes."""
+    """Copies the wanted files of a shared copy to this machine, resuming an earlier call; returns the byte count."""
     manifest = read_manifest(uri)
     if manifest is None:
         raise BadInput(
@@ -140,7 +140,7 @@ def fill(tree: Tree, uri: str, *, wanted: Callable[[str], bool]) -> int:
 
 
 def read_manifest(uri: str) -> dict[str, Any] | None:
-    """Returns what a shared copy, or this machine's cache, says of itself; None where there is none."""
+    """Returns the manifest of a shared copy or of this machine's cache; None if there is none."""
     try:
         return json.loads(storage.read_bytes(storage.join(uri, MANIFEST)))
     except (FileNotFoundError, ValueError):

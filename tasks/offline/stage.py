@@ -1,7 +1,7 @@
-"""Data sets, tokenizers and texts of suites, staged once per machine or region for workers without a network.
+"""Stages data sets, tokenizers and texts of suites once per machine or region, for workers without a network.
 
-One process at a time fetches. What it fetched, at which revision and how large, stands in `staged.json` in the cache
-folder, written last. A shared copy in a store saves other machines of the region the way to the hub.
+A lock allows a single process at a time. Revisions and sizes of the fetched data are written last, to `staged.json` in
+the cache folder. A shared copy in a store saves other machines of the region from downloads from the hub.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PROBLEMS = "problems.json"
 _FETCH = {
     "HF_HUB_OFFLINE": "0",
     "HF_DATASETS_OFFLINE": "0",
-    # A benchmark that runs code tries that with a line of its own when it is loaded.
+    # A benchmark that runs code executes a line of its own when it is loaded.
     "HF_ALLOW_CODE_EVAL": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -50,8 +50,6 @@ _ALL_LINES = 1_000_000
 
 @dataclass(frozen=True)
 class _Stager:
-    """A program that fetches some parts of what is wanted, and the environment it runs in."""
-
     program: Path
     environment: EnvironmentSpec
     parts: tuple[str, ...]
@@ -73,16 +71,14 @@ def stage(
     prove: bool = True,
     on_event: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Fetches what is wanted and not there yet; what is staged on this machine then.
+    """Fetches missing data; returns the manifest of all data staged on this machine.
 
     Args:
-        wanted: what is to be there.
-        benchmarks_path: local folder of benchmarks of one's own.
+        benchmarks_path: local folder with your own benchmarks.
         revisions: branch, tag or commit by data set, and SHA-256 by address; the newest when unset.
-        texts_from: where texts are read instead: a folder or address that holds their files.
-        refresh: fetch the newest revision of what is there already, too.
-        prove: load everything once more without a network.
-        on_event: told in a line of text what happens.
+        texts_from: folder or address with the text files, in place of their source.
+        refresh: also fetch the newest revision of staged data.
+        prove: load everything again without a network.
     """
     with _alone(on_event):
         manifest = settings().cache_dir / MANIFEST
@@ -127,7 +123,7 @@ def stage(
 
 
 def share_staged(uri: str, *, on_event: Callable[[str], None] = lambda line: None) -> int:
-    """Brings the shared copy at `uri` up to date with all that is staged on this machine; the bytes that were sent."""
+    """Updates the shared copy at `uri` with all data staged on this machine; returns the number of bytes sent."""
     with _alone(on_event):
         staged = read_manifest(str(settings().cache_dir)) or {}
         return share(_tree(), uri, staged, wanted=_files_of(staged))
@@ -136,9 +132,9 @@ def share_staged(uri: str, *, on_event: Callable[[str], None] = lambda line: Non
 def fill_from(
     uri: str, wanted: Wanted | None = None, *, on_event: Callable[[str], None] = lambda line: None
 ) -> tuple[dict[str, Any], int]:
-    """Copies what is wanted, or all, from the shared copy at `uri`; what is staged here then, and the bytes.
+    """Copies wanted data, or all, from the shared copy at `uri`; returns this machine's manifest and the byte count.
 
-    Nothing is read but the manifest if this machine has the same already.
+    Reads nothing but the manifest if this machine has the same data already.
     """
     with _alone(on_event):
         here = settings().cache_dir

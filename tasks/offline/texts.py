@@ -1,7 +1,7 @@
-"""Texts that a benchmark scores whole, fetched once from a repository at one commit and written as lines of JSON.
+"""Texts that a benchmark scores whole: fetched once from a repository at a fixed commit, and written as JSON lines.
 
-The benchmarks' own files lie in `suite_data/<name>/`, beside `source.yaml`, which says where the texts come from. What
-is written is a folder of benchmarks like any other: YAML files, and the data files that they name.
+The benchmarks' own files are in `suite_data/<name>/`, next to `source.yaml`, which gives the source of the texts. The
+output is an ordinary folder of benchmarks: YAML files, and the data files that they name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PASSING = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class TextFile(Config):
-    """One kind of text: a JSON list of strings, or of objects with a field `text`."""
+    """A file of texts: a JSON list of strings, or of objects with a field `text`."""
 
     path: str
     """Path of the file below `base`."""
     blob: str | None = None
-    """The id Git gives this content, which is checked; unchecked when unset."""
+    """Git's blob id of the content; unchecked when unset."""
 
 
 class TextSource(Config):
@@ -46,24 +46,20 @@ class TextSource(Config):
     name: str
     """Name of the folder they are staged into."""
     revision: str
-    """Commit of the repository they lie in."""
+    """Commit of their repository."""
     base: str
-    """Folder of the files: an http address, or any place that fsspec reads."""
+    """Folder of the files: an http address, or any location that fsspec reads."""
     files: dict[str, TextFile]
-    """By the name of the data file that is written."""
+    """Files by the name of the data file that is written."""
 
 
 def text_source(name: str) -> TextSource:
-    """The source of that name that comes with Assay."""
+    """Returns the source with that name that ships with Assay."""
     return TextSource.model_validate(load_yaml((SUITE_DATA / name / _SOURCE).read_text(encoding="utf-8")))
 
 
 def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], None]) -> dict[str, Any]:
-    """Writes a folder of benchmarks with their texts, which appears only when whole; does nothing if it is there.
-
-    Returns:
-        The revision, and documents and bytes by file.
-    """
+    """Writes a folder of benchmarks and texts atomically, unless it exists; returns revision, documents and bytes."""
     wanted = source.model_dump(mode="json")
     try:
         done = json.loads((folder / _DONE).read_text())

@@ -1,4 +1,4 @@
-"""Data that suites need staged for machines without a network, and what of it a manifest lacks."""
+"""Data of suites to stage for machines without a network, and the part that a manifest lacks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tasks.spec.evaluators import LmEvalBenchmarkOptions
 from tasks.spec.suites import Suite, SuiteEvaluation
 
 PARTS = ("benchmarks", "datasets", "tokenizers", "texts", "files_of_datasets", "helm", "scenarios")
-"""Of a manifest: what was asked for and what it consists of, each by name."""
+"""Parts of a manifest: the requested data and its components, each by name."""
 _ALPACA_EVAL = ("tatsu-lab/alpaca_eval", ("alpaca_eval_gpt4_baseline.json", "df_gamed.csv"))
 _DIGITS = 10
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Data that is to be there: benchmarks by name, tokenizers as `owner/name` or `owner/name@revision`, texts."""
+    """Required data: benchmarks by name, tokenizers as `owner/name` or `owner/name@revision`, texts."""
 
     benchmarks: tuple[str, ...] = ()
     tokenizers: tuple[str, ...] = ()
@@ -30,16 +30,15 @@ class Wanted:
     files_of_datasets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Single files of data sets on the hub."""
     helm: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """HELM's run entries as its program is told of them, by a name that follows from their content."""
+    """HELM's run entries as input of its program, by a name derived from their content."""
 
     @property
     def names(self) -> list[str]:
-        """All of it."""
         return [*self.benchmarks, *self.tokenizers, *self.texts, *self.files_of_datasets, *self.helm]
 
 
 def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wanted:
-    """Returns what some suites need on a machine without a network."""
+    """Returns the data that suites need on a machine without a network."""
     evaluations = [evaluation for suite in suites for evaluation in suite.evaluations]
     lm_eval = [evaluation for evaluation in evaluations if isinstance(evaluation.evaluator, LmEvalBenchmarkOptions)]
     official = any(_asks_official_set(evaluation) for evaluation in evaluations)
@@ -59,7 +58,7 @@ def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wan
 
 
 def missing_of(wanted: Wanted, staged: dict[str, Any], *, refresh: bool) -> Wanted:
-    """Returns what is wanted and not staged; of tokenizers, those of another revision too."""
+    """Returns the wanted data that is not staged, including tokenizers of another revision."""
     if refresh:
         return wanted
     tokenizers = staged.get("tokenizers", {})
@@ -81,7 +80,7 @@ def missing_of(wanted: Wanted, staged: dict[str, Any], *, refresh: bool) -> Want
 
 
 def chosen_of(part: str, copy: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """The entries of one part of a manifest that are wanted, or that what is wanted consists of."""
+    """Returns the entries in a part of a manifest that are wanted, or components of wanted data."""
     content: dict[str, Any] = copy.get(part, {})
     entries = [copy.get("helm", {}).get(name, {}) for name in wanted.helm]
     used = [copy.get("benchmarks", {}).get(name, {}) for name in wanted.benchmarks]

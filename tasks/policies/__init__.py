@@ -1,1 +1,1 @@
-"""Policies: what a team wants of a run, what is left of it, and who does it."""
+"""Policies: evaluations requested for runs, the cells that are missing, and their dispatch."""

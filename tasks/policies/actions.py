@@ -1,4 +1,4 @@
-"""Actions of people on cells of a policy: ask for another try, or end what runs and let nothing begin."""
+"""User actions on cells of a policy: request another try, or cancel and block."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tasks.prefect_server.client import prefect_client, server_address
 from tasks.prefect_server.progress import report_event
 
 CANCELLED_BY_COMMAND = "assay cancel"
-"""Message of the state that flow runs get."""
+"""Message of the cancelled state of flow runs."""
 _FAILED = ("failed", "retries_exhausted", "backing_off")
 
 
 def chosen(found: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
-    """The open cells that some texts mean: `CHECKPOINT` or `CHECKPOINT:SUITE`, each a name or a pattern."""
+    """Returns the open cells that match any of `CHECKPOINT` or `CHECKPOINT:SUITE`, each a name or a pattern."""
     every = [*found.work, *found.others]
     taken: dict[int, OpenCell] = {}
     for pattern in patterns:
@@ -47,13 +47,11 @@ def chosen(found: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
 
 
 def retry(policy: Policy, found: Reconciliation, *, cells: Sequence[OpenCell] | None, failed: bool) -> list[OpenCell]:
-    """Clears the way for some cells; for all that wait for a person where none are named. Records stay.
+    """Permits another try of cells, by writing overrides; records stay. Returns the cells.
 
     Args:
-        policy: the policy.
-        found: its cells as they are.
-        cells: those meant; all that failed, were cancelled or failed too often when None.
-        failed: leave those out that were cancelled.
+        cells: all cells that failed, were cancelled or exhausted their retries when None.
+        failed: with `cells=None`, leave out cancelled cells.
     """
     states = _FAILED if failed else (*_FAILED, "stopped")
     meant = [cell for cell in found.others if cell.state in states] if cells is None else list(cells)
@@ -68,10 +66,9 @@ def retry(policy: Policy, found: Reconciliation, *, cells: Sequence[OpenCell] | 
 def cancel(
     policy: Policy, listings: Sequence[RunListing], *, cells: Sequence[OpenCell] | None
 ) -> tuple[int, list[str]]:
-    """Lets nothing of some cells begin, and ends what runs of them; of all of a policy, later ones too, where None.
+    """Blocks cells and ends their claims; with `cells=None` all of the policy, later cells included.
 
-    Returns:
-        How many claims were ended, and the flow runs that were told to end: only with the whole policy.
+    Returns the number of ended claims and, only for the whole policy, the cancelled flow runs.
     """
     if cells is None:
         for listing in listings:

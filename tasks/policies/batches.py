@@ -1,4 +1,4 @@
-"""Batches of a policy's work, and the work pool that each goes to. Pure: values in, values out."""
+"""Batches of a policy's work, and the work pool of each. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tasks.policies.reconciliation import OpenCell
 from tasks.spec.evaluation import EvaluationConfig
 
 MOST_CELLS_IN_A_RUN = 500
-"""Their names are a parameter of the flow run, which Prefect bounds at 512 kB."""
+"""Bound due to their names, a parameter of the flow run, which Prefect limits to 512 kB."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Cells that one flow run can evaluate, and the work pool that would begin it now; else why none would.
+    """Cells for a single flow run, with the work pool that would start it now, or the error if there is none.
 
-    `waits` says that one would if it were not full.
+    `waits` is True if a work pool would start it but is full.
     """
 
     cells: Sequence[OpenCell]
@@ -33,12 +33,11 @@ class Batch:
 
     @property
     def title(self) -> str:
-        """The first cell, and how many more there are."""
         more = len(self.cells) - 1
         return self.cells[0].title + (f" and {more} more" if more else "")
 
     def described(self) -> str:
-        """One line: which cells, and where they go or why they do not."""
+        """Returns a line with the cells and their work pool, or the reason that there is none."""
         if self.choice is not None:
             return f"{self.title}: {self.choice.described()}"
         assert self.error is not None
@@ -46,26 +45,26 @@ class Batch:
 
 
 def served_together(work: Iterable[OpenCell]) -> list[list[OpenCell]]:
-    """Cells that one pool or endpoint can serve: of one run, served alike; by priority, which runs through a group."""
+    """Groups cells that a single pool or endpoint can serve: same run, checkpoint kind, priority and serving."""
     groups: dict[tuple[Any, ...], list[OpenCell]] = {}
     for cell in work:
         config = cell.evaluation.config
         served = config.pool_config.model_dump_json() if config.pool_config else None
-        kind = cell.checkpoint.kind  # an engine serves only one of them
+        kind = cell.checkpoint.kind  # an engine serves a single kind
         ways = (None,) if config.native else (served, config.pool_name, config.base_url)
         groups.setdefault((cell.run, kind, cell.evaluation.priority, ways), []).append(cell)
     return list(groups.values())
 
 
 def resources_of(config: EvaluationConfig) -> ResourceConfig:
-    """Returns what the flow run of an evaluation needs of the machine that it is on."""
+    """Returns the resources that an evaluation's flow run needs on its machine."""
     if not config.native and config.pool_config is not None:
         return config.pool_config.resource_config
     return config.resource_config or ResourceConfig()
 
 
 def batches_of(work: Iterable[OpenCell]) -> list[Batch]:
-    """Work in parts: what is served together on the same resources, bounded by what one flow run is told."""
+    """Splits work into groups that are served together on the same resources, of MOST_CELLS_IN_A_RUN cells at most."""
     found: list[Batch] = []
     for group in served_together(work):
         alike: dict[str, list[OpenCell]] = {}
@@ -86,14 +85,11 @@ def placed(
     source_of: Callable[[Sequence[OpenCell]], Source | None],
     max_egress_usd: Decimal,
 ) -> list[Batch]:
-    """Each batch with its work pool; each takes a place of its work pool's limit from those after it.
+    """Chooses a work pool for each batch in order; each choice takes a slot of the work pool's limit.
 
     Args:
-        batches: in the order in which they choose.
-        regions: where to look.
-        states: of all their work pools.
-        source_of: where the checkpoints of some cells lie, and their size.
-        max_egress_usd: what reading the checkpoints of one batch from another region may cost.
+        source_of: returns region and size of the cells' checkpoints.
+        max_egress_usd: most that reading the checkpoints of a batch from another region may cost.
     """
     now = dict(states)
     found = []
@@ -113,7 +109,7 @@ def placed(
             choice = choose(now)
         except NoUsableWorkPool as error:
             found.append(replace(batch, error=error, waits=_would(choose, without_limits(now))))
-        except AssayError as error:  # it cannot be had anywhere; the other batches can
+        except AssayError as error:  # not available anywhere; continue with the other batches
             found.append(replace(batch, error=error))
         else:
             state = now[choice.work_pool]
@@ -123,7 +119,7 @@ def placed(
 
 
 def without_limits(states: Mapping[str, WorkPoolState]) -> dict[str, WorkPoolState]:
-    """Returns the work pools with room in each."""
+    """Returns the states with all limits removed."""
     return {name: replace(state, limit=None) for name, state in states.items()}
 
 

@@ -1,7 +1,7 @@
-"""A flow run that a person cancels: what it had taken on waits for `assay retry`, as after `assay cancel`.
+"""Flow runs cancelled by a user: their cells wait for `assay retry`, as after `assay cancel`.
 
-Without that a schedule or an event would begin it again at once. A flow run that ends in another way, by a signal of
-its worker or a crash, says nothing about its cells.
+Otherwise a schedule or an event would start the cells again at once. Flow runs that end otherwise, by a signal of their
+worker or a crash, do not affect their cells.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from tasks.spec.names import how_many
 
 @contextmanager
 def stopping_if_cancelled(policy: Policy, cells: Sequence[OpenCell]) -> Iterator[None]:
-    """Stops the cells that have no outcome if our flow run is cancelled inside of the block.
+    """Stops the cells without an outcome if the current flow run is cancelled inside the block.
 
-    Where that cannot be asked or written now, or the process is killed before, the flow run's hook stops those that
-    were begun.
+    If that fails, or the process is killed first, the flow run's hook stops the started cells.
     """
     try:
         yield
@@ -45,16 +44,14 @@ def stopping_if_cancelled(policy: Policy, cells: Sequence[OpenCell]) -> Iterator
 
 
 def stop_unfinished(policy: Policy, cells: Sequence[OpenCell] = (), *, flow_run_id: str, name: str) -> int:
-    """Stops what a cancelled flow run has left without an outcome, and nobody else has taken up; how many cells.
+    """Stops cells that a cancelled flow run left without an outcome and no other run claimed; returns their number.
 
     Args:
-        policy: the policy that it carried out.
-        cells: those that it was to evaluate, begun or not.
-        flow_run_id: whose claims, held or given up, tell of more cells; none that a person has decided about since.
-        name: of the flow run, for people.
+        cells: cells that it was to evaluate, started or not.
+        flow_run_id: its claims, held or released, identify more cells, except those with a later override.
 
     Raises:
-        AssayError: the policy's runs cannot be looked at, or overrides not be written.
+        AssayError: runs of the policy cannot be read, or overrides cannot be written.
     """
     listings = take_snapshot(policy)
     taken = {_key(cell) for cell in cells}

@@ -1,6 +1,6 @@
-"""Cleanup after a flow run that was cancelled or crashed: claims, and jobs on a cluster. Both end by themselves too.
+"""Cleanup after a cancelled or crashed flow run: ends its claims and its jobs on a cluster.
 
-A claim ends with its lease, a job with whoever submitted it or with a lease: this only makes it sooner.
+Both also end by themselves, but later: a claim with its lease, a job with its submitter or a lease.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tasks.training.config import TrainAndEvaluateConfig
 
 
 def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Returns where a flow run with these parameters has its claims, by run: those of a policy, or of one request.
+    """Returns the claims folder of each run in a flow run's parameters, which contain a policy or a request.
 
     Raises:
-        ValidationError: the parameters are none of a flow of ours.
+        ValidationError: these are not the parameters of an Assay flow.
     """
     if "policy" in parameters:
         policy = Policy.model_validate(parameters["policy"])
@@ -48,7 +48,7 @@ def _run_of(request: Mapping[str, Any]) -> str:
 
 
 def end_claims(parameters: Mapping[str, Any], *, flow_run: str) -> int:
-    """Ends the claims of a flow run, so that the next one need not wait for their lease; how many there were."""
+    """Ends the claims of a flow run before their lease expires; returns their number."""
     ended = 0
     with suppress(ValidationError):
         for folder in claims_folders(parameters).values():
@@ -58,10 +58,7 @@ def end_claims(parameters: Mapping[str, Any], *, flow_run: str) -> int:
 
 
 def end_jobs(client: Client, *, flow_run: str) -> int:
-    """Ends the jobs of a flow run that are left on a cluster; how many there were.
-
-    Those of this machine end with the process that submitted them, and are not looked for.
-    """
+    """Ends leftover cluster jobs of a flow run; returns their number. Local jobs end with their submitting process."""
     if client.is_local:
         return 0
     label = job_label(flow_run)

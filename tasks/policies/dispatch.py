@@ -1,4 +1,4 @@
-"""Sending work to work pools: where each part goes, what that costs, and the flow runs that result."""
+"""Dispatch of work to work pools: the batches, their costs, and their flow runs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,11 @@ from tasks.prefect_server.work_pools import work_pool_states
 from tasks.spec.evaluation import digest_of
 
 TAG = "assay"
-"""Of all our flow runs: an automation looks after those that show no sign of life."""
+"""Tag of all Assay flow runs; an automation handles those without heartbeats."""
 
 
 class Dispatcher:
-    """Sends cells of a policy to the work pools of the regions.
-
-    Args:
-        policy: the policy.
-        listings: its runs, as they were looked at.
-        sent: its flow runs at work pools.
-    """
+    """Sends cells of a policy to the work pools of the regions; `sent` are its flow runs there."""
 
     def __init__(self, policy: Policy, listings: Sequence[RunListing], sent: Dispatches) -> None:
         self._policy, self._sent = policy, sent
@@ -54,7 +48,7 @@ class Dispatcher:
         return states_of(self._regions)
 
     def batches(self, cells: Iterable[OpenCell]) -> list[Batch]:
-        """Returns where cells would go now, in the order of sending; nothing is sent."""
+        """Returns the batches that the cells would be sent in, in order; sends nothing."""
         return placed(
             batches_of(cells),
             regions=self._regions,
@@ -64,7 +58,7 @@ class Dispatcher:
         )
 
     def send(self, batch: Batch) -> FlowRun:
-        """The flow run of a batch at the work pool chosen for it: a new one, or the one that another sent just now."""
+        """Creates a batch's flow run at its work pool, or returns the run that another process just created."""
         assert batch.choice is not None, "a batch that no work pool takes stays here"
         names = CellNames(names=tuple(sorted(map(name_of_cell, batch.cells), key=lambda name: name.model_dump_json())))
         tries = max(self._sent.tries(name) for name in names.names)
@@ -77,14 +71,12 @@ class Dispatcher:
             name=f"evaluate {self._policy.name} · {names}",
             key=digest_of([self._policy.name, self._policy.evaluation_path, names.model_dump(), tries]),
         )
-        state = self._states[batch.choice.work_pool]  # those that choose later find its place taken
+        state = self._states[batch.choice.work_pool]  # count the slot as taken for later choices
         self._states[batch.choice.work_pool] = replace(state, active=state.active + 1)
         return run
 
     def move_stuck(self, found: Reconciliation) -> list[tuple[Dispatch, Batch]]:
-        """Takes flow runs back that nobody will begin, since their work pool was paused or lost its workers, and sends
-        their cells elsewhere. Where no other work pool would begin them they stay.
-        """
+        """Moves the cells of flow runs at paused or workerless pools to other pools, if these would start them now."""
         waiting = {dispatch.id: dispatch for dispatch in self._sent.at_work if not dispatch.begun}
         cells: dict[UUID, list[OpenCell]] = {}
         for cell in found.others if waiting else ():
@@ -95,7 +87,7 @@ class Dispatcher:
         for id_, of_run in cells.items():
             here = without_limits(self._states).get(waiting[id_].work_pool)
             if here is not None and here.obstacle is None:
-                continue  # it only waits for its turn
+                continue  # it only waits for a free slot
             batches = self.batches(of_run)
             if all(batch.choice is not None for batch in batches) and _taken_back(waiting[id_]):
                 for batch in batches:
@@ -105,18 +97,18 @@ class Dispatcher:
 
     def _source_of(self, cells: Sequence[OpenCell]) -> Source | None:
         run = cells[0].run
-        if run not in self._homes:  # asking takes a second on some machines
+        if run not in self._homes:  # the lookup takes a second on some machines
             self._homes[run] = region_of_data(self._runs[run], self._regions)
         return source_of(dict.fromkeys(cell.checkpoint.uri for cell in cells), region=self._homes[run])
 
 
 def states_of(regions: Regions) -> dict[str, WorkPoolState]:
-    """Returns what the server says of every region's work pool."""
+    """Returns the states of all regions' work pools from the server."""
     return asyncio.run(work_pool_states(region.work_pool for region in regions.regions if region.work_pool))
 
 
 def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:
-    """Returns where checkpoints lie and how large they are; None where nobody knows the region."""
+    """Returns region and size in bytes of checkpoints; None if the region is unknown."""
     if region is None:
         return None
     places = (place for uri in uris for place in locations_of(uri))
@@ -126,7 +118,7 @@ def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:
 def send_run(
     flow: str, choice: WorkPoolChoice, *, parameters: dict[str, Any], tags: Sequence[str], name: str, key: str
 ) -> FlowRun:
-    """A flow run of a region's deployment; of several that are sent with one key, one goes on at a time."""
+    """Creates a flow run of a region's deployment, or returns the existing unfinished run with this key."""
     with prefect_client() as client:
         deployment = _deployment(client, flow, choice)
         while True:
@@ -140,7 +132,7 @@ def send_run(
             )
             if run.state is None or not run.state.is_final():
                 return run
-            key = digest_of([key, str(run.id)])  # it ended: whoever wants another finds the same next key
+            key = digest_of([key, str(run.id)])  # it is final: all callers derive the same next key
 
 
 def _deployment(client: SyncPrefectClient, flow: str, choice: WorkPoolChoice) -> UUID:

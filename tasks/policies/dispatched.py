@@ -1,7 +1,7 @@
-"""Dispatched flow runs: sent to work pools to evaluate named cells, as the Prefect server knows them.
+"""Flow runs dispatched to work pools to evaluate named cells, as read from the Prefect server.
 
-A cell whose flow run is scheduled or at work is not sent again. One whose flow run ended and left no record is, after
-the pauses and within the number of tries that the policy's `retries` says for failures of machines.
+A cell with a scheduled or active flow run is not sent again. A cell with an ended flow run and no record is sent again,
+after the pauses and within the number of tries that the policy's `retries` sets for infrastructure failures.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from tasks.spec.names import in_few_words
 FLOW = "evaluate-cells"
 """Name of the flow that evaluates named cells of a policy; each region has a deployment of it, `FLOW/<region>`."""
 MOVED = "Moved"
-"""State of a flow run that was taken back from a work pool that would not begin it; no failure."""
+"""State of a flow run taken back from a work pool that would not start it; counts as no failure."""
 _AT_WORK = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING)
 _ENDED = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
-_PAGE = 200  # the most that the server hands out at a time
-_REMEMBERED = timedelta(days=1)  # longer than the pauses of a retry budget that nobody has enlarged
+_PAGE = 200  # largest page of the server
+_REMEMBERED = timedelta(days=1)  # longer than the pauses of the default retry budget
 
 
 class CellName(Config):
-    """A cell by what a listing tells of it: a checkpoint that was written again is another one."""
+    """A cell, identified from a listing; a rewritten checkpoint counts as another cell."""
 
     run: str
     """Name of the run."""
     checkpoint: str
     """Name of the checkpoint."""
     listing: str
-    """The checkpoint's state, as a listing tells it."""
+    """State of the checkpoint, from its file listing."""
     evaluation_hash: str
-    """Of the evaluation."""
+    """Hash of the evaluation."""
 
 
 class CellNames(Config):
     """Cells of a policy."""
 
     names: tuple[CellName, ...] = Field(min_length=1)
-    """Each of them."""
+    """Names of the cells."""
 
     def __str__(self) -> str:
-        """The first checkpoints, for the names of flow runs."""
+        # short, for names of flow runs
         return in_few_words(dict.fromkeys(name.checkpoint for name in self.names))
 
 
 def name_of_cell(cell: OpenCell) -> CellName:
-    """The name of a cell."""
+    """Returns the name of a cell."""
     checkpoint = cell.checkpoint
     return CellName(
         run=cell.run, checkpoint=checkpoint.name, listing=checkpoint.listing, evaluation_hash=cell.evaluation.hash
@@ -76,7 +76,7 @@ def name_of_cell(cell: OpenCell) -> CellName:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A flow run that was sent to a work pool; times in seconds since the epoch."""
+    """A flow run at a work pool; times in seconds since the epoch."""
 
     id: UUID
     name: str
@@ -90,13 +90,12 @@ class Dispatch:
 
     @property
     def described(self) -> str:
-        """Returns where it is and how far, for people."""
         return f"on work pool {self.work_pool}: flow run {self.name!r} is {self.state}"
 
 
 @dataclass(frozen=True)
 class Dispatches:
-    """The flow runs of a policy at work pools: those that go on, and those that ended within the last day."""
+    """The flow runs of a policy at work pools: active, and ended within the last day."""
 
     at_work: Sequence[Dispatch] = ()
     ended: Sequence[Dispatch] = ()
@@ -106,15 +105,14 @@ class Dispatches:
         object.__setattr__(self, "_holders", {name: dispatch for dispatch in self.at_work for name in dispatch.cells})
 
     def holder(self, name: CellName) -> Dispatch | None:
-        """The flow run that is to evaluate a cell, or does."""
         return self._holders.get(name)
 
     def tries(self, name: CellName) -> int:
-        """Returns how many flow runs for a cell have ended."""
+        """Returns the number of ended flow runs of a cell."""
         return sum(name in dispatch.cells for dispatch in self.ended)
 
     def failures(self, name: CellName, *, since: float) -> list[Dispatch]:
-        """Those sent after some moment that ended, wherever; a cell that is still wanted got nothing from them."""
+        """Returns ended flow runs of a cell sent after `since`; if the cell is still missing, these are failures."""
         return [
             dispatch
             for dispatch in self.ended
@@ -125,13 +123,10 @@ class Dispatches:
 def with_dispatches(
     found: Reconciliation, listings: Sequence[RunListing], sent: Dispatches, policy: Policy, *, now: float
 ) -> Reconciliation:
-    """Returns a reconciliation less the work that a flow run at a work pool has, or whose next try is not due.
+    """Moves work with an active flow run, or with a next try that is not due, from `work` to `others`.
 
     Args:
-        found: what reconciling came to.
-        listings: what it was decided from.
-        sent: the policy's flow runs at work pools.
-        policy: its `retries` are for flow runs that died, too.
+        policy: its `retries` apply to crashed flow runs, too.
         now: seconds since the epoch.
     """
     if not sent.at_work and not sent.ended:
@@ -159,7 +154,7 @@ def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, name: CellName
     if not failures:
         return cell
     last = max(failures, key=lambda dispatch: dispatch.ended or 0.0)
-    if last.state == "Cancelled":  # a person's doing, maybe before it had begun
+    if last.state == "Cancelled":  # by a user, maybe before it started
         return replace(cell, state="stopped", reason=f"cancelled with the flow run {last.name!r}")
     reason = f"the flow run {last.name!r} on work pool {last.work_pool} is {last.state} and left no record"
     if len(failures) > policy.retries.infra_failures:
@@ -171,7 +166,7 @@ def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, name: CellName
 
 
 def read_dispatches(policy: Policy) -> Dispatches:
-    """A policy's flow runs at work pools.
+    """Reads a policy's flow runs at work pools from the server.
 
     Raises:
         PrefectUnavailable: the server does not answer.
@@ -207,7 +202,7 @@ def _read(runs: Sequence[FlowRun], policy: Policy) -> list[Dispatch]:
     for run in runs:
         try:
             cells = CellNames.model_validate(run.parameters.get("cells"))
-        except ValidationError:  # of another version: claims see to it that nothing is done twice
+        except ValidationError:  # written by another version; claims prevent duplicate evaluations
             continue
         of: Any = run.parameters.get("policy") or {}
         if of.get("evaluation_path") != policy.evaluation_path or run.state is None or run.created is None:

@@ -1,9 +1,9 @@
-"""Early decisions by a policy's own gate: what is evaluated whole all the same, and the verdicts that settle cells.
+"""Early decisions of a policy's own gate: cells that are still evaluated whole, and verdicts that settle cells.
 
     <evaluation_path>/<run>/gates/<hash of the gate>/early/step-<N>.<evaluation>.<listing>.<word>.json
 
-The names say all that reconciling has to know, so that it lists one folder and reads nothing. Each is a copy of the
-early verdict in the cell's folder, which a gate with other rules may replace.
+File names hold everything that reconciliation needs, so it lists a single folder and reads no files. Each file is a
+copy of the early verdict in the cell's folder, which a gate with other rules may replace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = re.compile(r"step-(\d+)\.(\S+)\.([0-9a-f]+)\.(not-worse|unlike|worse)\.j
 
 
 class EarlyKey(NamedTuple):
-    """A cell by what a listing tells of it."""
+    """A cell, identified from a listing."""
 
     step: int
     evaluation_hash: str
@@ -39,7 +39,7 @@ class EarlyKey(NamedTuple):
 
 @dataclass(frozen=True)
 class EarlyDecisions:
-    """A gate that decides the cells of a run early: its verdicts by cell, and the checkpoints with an open alert."""
+    """Verdicts by cell of a gate that decides the cells of a run early, and the checkpoints with an open alert."""
 
     gate: Gate
     folder: str = ""
@@ -47,29 +47,28 @@ class EarlyDecisions:
     alerted: frozenset[str] = frozenset()
 
     def word(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> str | None:
-        """The early verdict on a cell in its present state: not worse, worse, or cannot be compared."""
+        """Returns the early verdict on a cell in its current state: not worse, worse, or cannot be compared."""
         word = self.words.get(EarlyKey(checkpoint.step, wanted.hash, checkpoint.listing))
         return None if word is None else _shown(word)
 
     def whole_because(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> str | None:
-        """The alarm for which a cell is evaluated whole, in words; None without one."""
+        """Returns the alarm that makes a cell be evaluated whole, as text; None without an alarm."""
         word = self.word(checkpoint, wanted)
         if word not in (None, NOT_WORSE):
             return f"decided early: {word}; to be evaluated whole"
         return "an alert is open, to be evaluated whole" if checkpoint.name in self.alerted else None
 
     def whole_steps(self, steps: Iterable[int], evaluation_hash: str) -> set[int]:
-        """The steps at which an evaluation is made whole in any case: the first of all and every so many-th.
+        """Returns the steps at which an evaluation always runs whole: the first and every `whole_every`-th.
 
         Args:
-            steps: those at which it is wanted, or was made; what comes later with a higher step changes none.
-            evaluation_hash: of the evaluation; steps with an early verdict count, though their checkpoint be deleted.
+            steps: steps at which it is requested or was made; later, higher steps do not change the result.
+            evaluation_hash: its steps with an early verdict count, even if their checkpoint was deleted.
         """
         decided = {key.step for key in self.words if key.evaluation_hash == evaluation_hash}
         return set(sorted({*steps, *decided})[:: self.gate.whole_every or _WHOLE_EVERY])
 
     def verdict(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> EarlyVerdict | None:
-        """The early verdict on a cell as it was kept."""
         key = EarlyKey(checkpoint.step, wanted.hash, checkpoint.listing)
         if key not in self.words:
             return None
@@ -78,19 +77,19 @@ class EarlyDecisions:
         )
 
     def keep(self, verdict: EarlyVerdict) -> None:
-        """Keeps a verdict, unless it was kept before."""
+        """Stores a verdict unless it exists."""
         key = EarlyKey(verdict.checkpoint.step, verdict.evaluation_hash, verdict.checkpoint.listing)
         uri = storage.join(self.folder, _name(key, _word_of(verdict)))
         storage.create_bytes(uri, verdict.model_dump_json(indent=2).encode())
 
 
 def gate_folder(run_folder: str, gate: Gate) -> str:
-    """Returns where the verdicts of a gate on a run lie; another gate, or one that was changed, has others."""
+    """Returns the folder of a gate's verdicts on a run; a changed gate has another folder."""
     return storage.join(run_folder, _GATES, digest_of(gate.model_dump(mode="json")))
 
 
 def early_decisions(policy: Policy, run_folder: str, wanted: Sequence[WantedEvaluation]) -> EarlyDecisions | None:
-    """The early decisions on a run; None where the policy has no gate that decides early."""
+    """Returns the early decisions on a run; None if the policy has no gate that decides early."""
     gate = own_gate(policy)
     if gate is None or gate.decide == "whole":
         return None
@@ -102,7 +101,7 @@ def early_decisions(policy: Policy, run_folder: str, wanted: Sequence[WantedEval
             raise _refused(gate, found, "a policy of its own for it, or a gate with `decide: whole`")
     folder = storage.join(gate_folder(run_folder, gate), _FOLDER)
     names = sorted(storage.basename(file.uri) for file in storage.list_files(folder) if file.regular)
-    matched = [match for name in names if (match := _NAME.fullmatch(name))]  # of two words the graver one comes last
+    matched = [match for name in names if (match := _NAME.fullmatch(name))]  # of two verdicts the worse comes last
     words = {EarlyKey(int(match[1]), match[2], match[3]): match[4] for match in matched}
     known = (known for known in read_alerts(run_folder).values() if known.acknowledged is None)
     return EarlyDecisions(gate, folder, words, frozenset(each.alert.checkpoint for each in known))

@@ -1,10 +1,8 @@
-"""Events about checkpoints: that one can be evaluated now, and what a policy's own gate says of it.
+"""Events about checkpoints: complete checkpoints, and verdicts of a policy's own gate.
 
-`checkpoint.complete` tells Prefect's server that a checkpoint can be evaluated.
-
-Whoever knows it first says so: a watcher, the training flow, or a notification of a bucket. An event starts a
-reconciliation, which looks at everything, so one that is told twice changes nothing and one that is lost is made good
-by the next schedule. `gate.go` and `gate.no-go` are for automations of yours.
+`checkpoint.complete` reports to Prefect's server that a checkpoint can be evaluated. It is sent by a watcher, the
+training flow, or a bucket notification. An event starts a full reconciliation, so duplicates change nothing, and the
+next schedule makes up for a lost event. `gate.go` and `gate.no-go` are for user-defined automations.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ from tasks.prefect_server.lazy import in_flow_run
 from tasks.spec.names import name_of
 
 CHECKPOINT_COMPLETE = "checkpoint.complete"
-"""Name of the event."""
 GATE_EVENTS = {"GO": "gate.go", "NO-GO": "gate.no-go"}
-"""Names of the events of verdicts."""
 _RESOURCE = "assay.checkpoint."
-_SHOWN_REFUSALS = 20  # of several hundred rules; a server refuses events of more than 1.5 MB
-_PAGE = 200  # the most automations that a server names at once
+_SHOWN_REFUSALS = 20  # gates may have several hundred rules, and servers refuse events of more than 1.5 MB
+_PAGE = 200  # largest page of automations
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -45,10 +41,10 @@ class CompleteCheckpoint:
     name: str
     step: int
     policy: str | None = None
-    """Whose watcher noticed it; unset where nobody watched for a policy."""
+    """Policy of the watcher that found it; unset for events from elsewhere."""
 
     def labels(self) -> dict[str, str]:
-        """The event's resource: `assay.checkpoint.<uri>`, with what people search for."""
+        """Returns the event's resource, `assay.checkpoint.<uri>`, with labels for searches."""
         labels = {
             "prefect.resource.id": f"{_RESOURCE}{with_each_location(self.uri, storage.absolute)}",
             "prefect.resource.name": self.name,
@@ -59,9 +55,9 @@ class CompleteCheckpoint:
 
 
 def resources_of(runs: Iterable[str]) -> list[str]:
-    """The resources that an automation for some runs, or patterns of runs, has to match.
+    """Returns the resource patterns of an automation for runs, or for patterns of runs.
 
-    Prefect knows a star at the end only. What matches too much starts a reconciliation that finds nothing to do.
+    Prefect supports only a trailing star. A match too many starts a reconciliation that finds no work.
     """
     found: dict[str, None] = {}
     for run in runs:
@@ -80,7 +76,7 @@ def send(checkpoints: Sequence[CompleteCheckpoint]) -> None:
 
 
 def listeners(checkpoint: CompleteCheckpoint) -> list[str]:
-    """Names of the server's automations that the event of a checkpoint begins: those of policies about its run."""
+    """Returns the names of the server's automations that a checkpoint's event triggers."""
     resource = Resource(checkpoint.labels())
     there: list[Automation] = []
     with prefect_client() as client:
@@ -97,14 +93,14 @@ def listeners(checkpoint: CompleteCheckpoint) -> list[str]:
 
 
 def emit(checkpoints: Iterable[Checkpoint]) -> None:
-    """Tells the server beside whatever a flow does; where it cannot be told, the flow goes on."""
+    """Sends `checkpoint.complete` events in the background of a flow; failures do not affect the flow."""
     for checkpoint in checkpoints:
         complete = CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step)
         emit_event(event=CHECKPOINT_COMPLETE, resource=complete.labels())
 
 
 def emit_verdict(verdict: Verdict, checkpoint: SeenCheckpoint, *, run: str, policy: str) -> None:
-    """Tells the server what a gate says of a checkpoint, where there is a flow run; it goes on where it cannot."""
+    """Sends a gate's verdict on a checkpoint as an event if there is a flow run; failures do not affect the flow."""
     if not in_flow_run():
         return
     complete = CompleteCheckpoint(checkpoint.uri, run, checkpoint.name, checkpoint.step, policy)
@@ -117,10 +113,9 @@ def emit_verdict(verdict: Verdict, checkpoint: SeenCheckpoint, *, run: str, poli
 
 
 class WatchedRuns:
-    """The runs of a policy, of which each checkpoint is told once it is complete, and again if it is written again.
+    """The runs of a policy; reports each checkpoint once it is complete, and again after each rewrite.
 
-    It remembers in memory only. At its first look at a run the newest checkpoint speaks for those before it, since
-    one reconciliation looks at them all.
+    In memory only. The first poll of a run reports only its newest checkpoint, since it starts a full reconciliation.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -128,7 +123,7 @@ class WatchedRuns:
         self._reported: dict[str, dict[str, str]] = {}
 
     def find_new(self) -> list[CompleteCheckpoint]:
-        """Those that are complete and were not returned yet; a listing of each run.
+        """Returns newly complete checkpoints; lists each run once.
 
         Raises:
             StorageError: a run cannot be listed.
@@ -148,7 +143,7 @@ class WatchedRuns:
         return found
 
     def forget(self, checkpoints: Iterable[CompleteCheckpoint]) -> None:
-        """Lets checkpoints be returned again, since nobody could be told of them."""
+        """Makes `find_new` return checkpoints again, after their events could not be sent."""
         for checkpoint in checkpoints:
             for listings in self._reported.values():
                 listings.pop(checkpoint.uri, None)
@@ -158,7 +153,7 @@ class WatchedRuns:
 
 
 def checkpoint_of(uri: str) -> Checkpoint | None:
-    """The checkpoint at a location, or the one that a file belongs to; None where that is none, or not written yet."""
+    """Returns the checkpoint at a location or containing a file; None if there is none or it is incomplete."""
     for folder in (uri.rstrip("/"), storage.parent(uri)):
         if found := checkpoint_at(folder, kinds=("huggingface", "levanter")):
             return found

@@ -1,6 +1,7 @@
-"""A gate on what a policy wants: each run is judged by the records of its checkpoints, whoever evaluated them.
+"""Gates on a policy: each run is judged by the records of its checkpoints, from any source.
 
-A gate that is given judges a run as it is. A policy's own gate judges each checkpoint once it is settled, pass by pass.
+A gate given to a command judges a run in its current state. A policy's own gate judges each checkpoint once it is
+settled, in each reconciliation.
 """
 
 from __future__ import annotations
@@ -31,13 +32,7 @@ from tasks.running.cells import Cell
 
 
 def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:
-    """Has a gate judge each run of a policy, as the records are now, and shows its verdicts.
-
-    Args:
-        gate: the gate; it may tolerate cells that failed or were withheld.
-        policy: which checkpoints and evaluations are wanted.
-        error: what the reconciliation before came to.
-    """
+    """Judges each run of a policy by its current records; `error` is that of the preceding reconciliation."""
     refused: list[GateRefused] = []
     unsettled: list[str] = []
     for listing in take_snapshot(policy):
@@ -62,16 +57,11 @@ def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> Non
 
 
 def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> None:
-    """Has a policy's own gate judge what is settled by now and was not judged yet; verdicts are kept, shown and told.
+    """Applies a policy's own gate to newly settled checkpoints; verdicts are stored, shown and sent as events.
 
-    A checkpoint is settled once each of its wanted cells has succeeded, failed by itself, or was decided early and is
-    not worse; one that is worse is judged by the whole. Of several runs that judge it at once, one keeps its verdict
-    and tells it; NO-GO is said once, so it comes before other errors.
-
-    Args:
-        gate: the gate; it may tolerate cells that failed or were withheld.
-        policy: whose gate it is.
-        error: what the reconciliation before came to.
+    A checkpoint is settled once each of its requested cells has succeeded, failed by itself, or was decided early as
+    not worse; worse cells are judged by the whole evaluation. Of concurrent runs, only the first to store a verdict
+    sends it. NO-GO is raised once, so it takes precedence over `error`, that of the preceding reconciliation.
     """
     judged: list[Reason] = []
     for listing in take_snapshot(policy):
@@ -83,13 +73,9 @@ def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> No
 
 
 def with_early(early: EarlyDecisions, cells: Sequence[Cell], *, evaluations: int) -> list[Cell]:
-    """Cells with what is to be decided of them early; one that cannot be is evaluated whole, and the reason is said.
+    """Adds early decisions to cells; cells that cannot be decided early are evaluated whole, with a logged reason.
 
-    Args:
-        early: whose gate decides.
-        cells: all of which are to be decided early.
-        evaluations: number of those wanted of the run, each of which has the same part of the gate's error: others of
-            the checkpoint may be decided in another pass.
+    The run's `evaluations` share the gate's error equally, as others of a checkpoint may be decided in another pass.
     """
     gate = early.gate.model_copy(update={"alpha": early.gate.alpha / evaluations})
     found: list[Cell] = []
@@ -122,7 +108,7 @@ def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reas
 
 
 def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, str]:
-    """GO or NO-GO for each checkpoint of a run that a policy's own gate has judged as it is now, by name."""
+    """Returns GO or NO-GO by checkpoint name, for checkpoints judged in their current state by a policy's own gate."""
     kept = kept_verdicts(run_folder(policy, listing.name), gate)
     words = {
         checkpoint.name: kept.word(checkpoint.step, _state(listing, checkpoint, evaluations))
@@ -132,9 +118,9 @@ def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, 
 
 
 def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpoint]:
-    """The checkpoints of a run that can be judged, by step: each one, or the latest, as the gate says.
+    """Returns the checkpoints of a run that can be judged, by step: all or only the latest, as the gate sets.
 
-    Where a rule looks at earlier checkpoints of the run, none is judged before those that are still to be evaluated.
+    If a rule compares with earlier checkpoints of the run, all earlier cells must have finished first.
     """
     states: dict[str, set[State]] = defaultdict(set)
     found = reconcile([listing], policy, now=time.time())
@@ -160,7 +146,7 @@ def _not_judged(
         if kept.word(checkpoint.step, state) is not None:
             continue
         judged = _judged(policy, listing, checkpoint, wanted[checkpoint])
-        if judged.without_record:  # gone since the index was made
+        if judged.without_record:  # deleted since the index was built
             continue
         if (before := kept.same_records(checkpoint.step, records_digest(judged))) is not None:
             kept.keep(checkpoint.step, state, before)
@@ -177,7 +163,7 @@ def _state(listing: RunListing, checkpoint: SeenCheckpoint, wanted: Sequence[Wan
 
 
 def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:
-    """The wanted checkpoints of a run that a gate judges, each with the records that stand for its cells now."""
+    """Returns the requested checkpoints of a run that a gate judges, with the current records of their cells."""
     wanted = _wanted_of(policy, listing)
     highest = max((checkpoint.step for checkpoint in wanted), default=None)
     chosen = [checkpoint for checkpoint in wanted if gate.checkpoints == "every" or checkpoint.step == highest]

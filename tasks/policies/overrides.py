@@ -1,4 +1,4 @@
-"""Overrides of people about cells: try it again, or stop. Small files beside the records; no record is ever removed."""
+"""User overrides of cells: retry or stop. Small files next to the records; records are never removed."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from resources.storage import storage
 from tasks.claims.files import CLOCKS_DIFFER_SECONDS, Timestamp
 from tasks.claims.process_marks import acting_user
 
-_FOLDER = "marks"  # so called in stores since the first version
+_FOLDER = "marks"  # the name in existing stores, since the first version
 
 
 class Override(Config):
-    """One thing that somebody said about some cells of a run, or about all that a policy wants of it."""
+    """A user's request about some cells of a run, or about all cells of a policy in it."""
 
     kind: Literal["retry", "stop"]
-    """Another try whatever came before, or none until such an override."""
+    """`retry` permits another try after any failure; `stop` blocks tries until the next `retry`."""
     policy: str
-    """Name of the policy by which it was said."""
+    """Name of the policy that was used."""
     cells: tuple[tuple[str, str], ...] | None
-    """Names of checkpoints with hashes of evaluations; all of the policy, later ones too, when unset."""
+    """Checkpoint names with evaluation hashes; all cells of the policy, later cells included, when unset."""
     at: Timestamp
-    """Time, seconds since the epoch; no later than the store had it."""
+    """Time in seconds since the epoch; at most the store's modification time."""
     user: str
     """The user."""
     flow_run: str | None = None
-    """Name of the flow run that somebody cancelled, where that is how it was said."""
+    """Name of the cancelled flow run, if a cancellation caused it."""
 
     @property
     def by(self) -> str:
-        """Returns who said it, and how."""
         return f"with the flow run {self.flow_run}" if self.flow_run else f"by {self.user}"
 
 
@@ -49,18 +48,18 @@ class Overrides:
     by_policy: Mapping[str, Override] = field(default_factory=dict)
 
     def newest(self, checkpoint: str, evaluation_hash: str, *, policy: str) -> Override | None:
-        """Returns what was said last that is about a cell."""
+        """Returns the newest override that applies to a cell."""
         found = (self.by_cell.get((checkpoint, evaluation_hash)), self.by_policy.get(policy))
         return max(filter(None, found), key=lambda override: override.at, default=None)
 
 
 def read_overrides(run_folder: str) -> Overrides:
-    """The overrides of a run's cells."""
+    """Reads the overrides of a run's cells."""
     found: list[Override] = []
     for file in filter(lambda file: file.regular, storage.list_files(storage.join(run_folder, _FOLDER))):
         with suppress(FileNotFoundError, ValidationError):
             override = Override.model_validate_json(storage.read_bytes(file.uri))
-            latest = file.modified or time.time()  # by the store's clock, whatever that of its writer said
+            latest = file.modified or time.time()  # bounded by the store's clock, since the writer's may be wrong
             ahead = override.at > latest + CLOCKS_DIFFER_SECONDS
             found.append(override.model_copy(update={"at": latest}) if ahead else override)
     found.sort(key=lambda override: override.at)
@@ -76,7 +75,7 @@ def write_override(
     policy: str,
     flow_run: str | None = None,
 ) -> Override:
-    """Says something of some cells, each a checkpoint's name and an evaluation's hash, or of all of a policy."""
+    """Writes an override of cells, given as (checkpoint name, evaluation hash), or of a whole policy when None."""
     listed = tuple(cells) if cells is not None else None
     override = Override(kind=kind, policy=policy, cells=listed, at=time.time(), user=acting_user(), flow_run=flow_run)
     uri = storage.join(run_folder, _FOLDER, f"{int(override.at)}-{secrets.token_hex(4)}.json")

@@ -1,4 +1,4 @@
-"""Policies: which checkpoints of which runs are to be evaluated by which suites, as a file that can be reviewed."""
+"""Policies: which checkpoints of which runs to evaluate with which suites, as a file that can be reviewed."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
 
 class RetryBudget(Config):
-    """Retries of cells that ended `infra_failed`, or whose run died. Failures of a model are not retried."""
+    """Retries of cells that ended `infra_failed` or lost their run. Model failures are not retried."""
 
     infra_failures: int = Field(default=6, ge=0)
-    """Failures in a row that are followed by another try, of which a run makes two; then a cell waits for
-    `assay retry`."""
+    """Failures in a row that are followed by another try; a run makes two tries each. Then a cell waits for `assay
+    retry`."""
     first_delay_seconds: float = Field(default=60, ge=0)
-    """Pause after the first failure; it doubles with each further one."""
+    """Pause after the first failure; it doubles with each further failure."""
     longest_delay_seconds: float = Field(default=3600, ge=0)
-    """Bound on that pause."""
+    """Upper limit of the pause."""
 
     def delay_seconds(self, failures: int) -> float:
-        """The pause after so many failures in a row."""
         return min(self.longest_delay_seconds, self.first_delay_seconds * 2.0 ** min(max(0, failures - 1), 60))
 
 
 class PolicyServing(Config):
-    """The engine or endpoint that answers, and its resources; in a suite of a policy it replaces the policy's own."""
+    """The engine or endpoint that answers, and its resources; in a policy's suite it replaces the policy's own."""
 
     pool_config: InferencePoolConfig | None = None
-    """The inference pool to start, in place of resource_config."""
+    """The inference pool to start, instead of resource_config."""
     pool_name: str | None = None
-    """A kept pool (`assay pool up`), by its name or by its address."""
+    """A kept pool (`assay pool up`), by name or address."""
     pool_key_block: str | None = None
     """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     base_url: str | None = None
@@ -53,7 +52,7 @@ class PolicyServing(Config):
     """Resources of engines, and of evaluators that load the checkpoint themselves."""
 
     def served(self, other: PolicyServing) -> dict[str, Any]:
-        """The fields of a request, this one's before another's."""
+        """Returns the serving fields of a request, those of `self` before those of `other`."""
         ways = ("pool_config", "pool_name", "base_url")
         first = self if any(getattr(self, name) is not None for name in ways) else other
         resources = self.resource_config if self.resource_config is not None else other.resource_config
@@ -64,69 +63,69 @@ class PolicySuite(PolicyServing):
     """A suite of a policy."""
 
     suite: SuiteName
-    """Name of a suite, or a YAML file with one."""
+    """Name of a suite, or a YAML file with its definition."""
     only: tuple[str, ...] = ()
-    """Labels of the evaluations that are wanted; all when empty."""
+    """Labels of the evaluations to run; all when empty."""
     checkpoints: tuple[CheckpointRule, ...] | None = None
-    """Rules of its own; the policy's when unset."""
+    """Checkpoint rules of this suite; the policy's when unset."""
     priority: int = 0
     """Suites with a higher number come first."""
     max_eval_instances: int | None = Field(default=None, ge=1)
-    """Questions per benchmark; as the suite says when unset."""
+    """Questions per benchmark; the suite's setting when unset."""
     max_truncated: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's questions whose prompts may be cut to fit; as the suite says when unset."""
+    """Largest share of a benchmark's prompts that may be truncated; the suite's setting when unset."""
     max_at_limit: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's answers that may end at the length limit; as the suite says when unset."""
+    """Largest share of a benchmark's answers that may end at the length limit; the suite's setting when unset."""
     apply_chat_template: bool | None = None
-    """Ask through the model's chat template; as the suite says when unset."""
+    """Use the model's chat template; the suite's setting when unset."""
     benchmarks_path: str | None = None
-    """Folder with benchmarks of one's own."""
+    """Folder with custom benchmarks."""
     allow_code_execution: tuple[str, ...] = ()
     """Benchmarks that may run code written by the model."""
     judge: Judge | None = None
-    """The judge that compares outputs; as the suite says when unset."""
+    """The judge that compares outputs; the suite's setting when unset."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """Wall clock of one cell."""
+    """Wall-clock limit of a cell in seconds."""
 
 
 class Policy(PolicyServing):
-    """The evaluations wanted of some training runs, now and as they go on."""
+    """The evaluations of training runs, while they run and after."""
 
     name: str
-    """Its name, in tags of records and in overrides."""
+    """Name of the policy, in tags of records and in overrides."""
     runs: tuple[str, ...] = Field(min_length=1)
     """Runs, or patterns such as gs://bucket/runs/llama-*."""
     checkpoints: tuple[CheckpointRule, ...] = (CheckpointRule(which="all"),)
-    """Rules; a checkpoint is wanted if any of them takes it."""
+    """Rules; a checkpoint is evaluated if any rule selects it."""
     final_step: int | None = Field(default=None, ge=0)
     """Last training step, for the rule `final`."""
     suites: tuple[PolicySuite, ...] = Field(min_length=1)
-    """The suites; one that is added later is asked of earlier checkpoints too."""
+    """The suites; suites added later apply to earlier checkpoints too."""
     evaluation_path: str
     """Folder for records; local, gs:// or s3://."""
     retries: RetryBudget = RetryBudget()
-    """Retries after failures of machines."""
+    """Retries after infrastructure failures."""
     sinks: Sinks = ()
-    """Places where results are announced."""
+    """Where results are published."""
     tags: tuple[str, ...] = ()
-    """Tags that go into every record, beside those of suite and policy."""
+    """Tags of all records, in addition to those of suite and policy."""
     native_reference: str | None = None
     """Config and tokenizer for checkpoints in Levanter's own layout; an export of the run when unset."""
     most_cells_at_once: int = Field(default=200, ge=1)
-    """Cells that one reconciliation takes on; the others stay for the next."""
+    """Most cells evaluated by a reconciliation; the rest waits for the next."""
     dispatch: Literal["here", "work_pools"] = "here"
-    """Evaluate cells where the policy is reconciled, or by flow runs at the work pool of the best region."""
+    """Evaluate cells where the policy is reconciled, or with flow runs at the work pool of the best region."""
     max_egress_usd: float = Field(default=0.0, ge=0)
-    """Most that reading checkpoints from another region may cost each such flow run."""
+    """Most that reading checkpoints from another region may cost for each flow run, in USD."""
     gate: Annotated[str, Field(title="file")] | Gate | None = None
-    """Its own gate, or a YAML file with one: each reconciliation judges the checkpoints that are settled by then, once
-    each with the same records."""
+    """The policy's own gate, or a YAML file with it: each reconciliation judges the newly settled checkpoints, once per
+    state of their records."""
     max_usd: float | None = Field(default=None, ge=0)
-    """Most that the cells of one reconciliation may be expected to cost; where they are expected to cost more, or
-    nobody knows, none of them is begun, and the flow run fails. No bound when unset."""
+    """Largest expected cost of the cells of a reconciliation in USD; if the expected cost is higher or unknown, no cell
+    starts, and the flow run fails. No limit when unset."""
 
     def __str__(self) -> str:
-        """Its name, for the names of flow runs."""
+        # for names of flow runs
         return self.name
 
     @field_validator("name")
@@ -165,7 +164,7 @@ class Policy(PolicyServing):
 
 @dataclass(frozen=True, eq=False)
 class WantedEvaluation:
-    """One evaluation of a run's checkpoints; `native_hash` is that of the same made by Levanter, where that may be."""
+    """An evaluation of a run's checkpoints; `native_hash` is that of its Levanter fallback, if any."""
 
     suites: tuple[str, ...]
     priority: int
@@ -176,13 +175,12 @@ class WantedEvaluation:
 
     @property
     def title(self) -> str:
-        """Suite and benchmarks, for people."""
         keys = [task.metric_key for task in self.config.evals]
         return f"{self.suites[0]}: {', '.join(keys[:2])}" + (f" and {len(keys) - 2} more" if len(keys) > 2 else "")
 
 
 def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
-    """Returns what a policy wants of one run, by priority; an evaluation that two suites have in common once."""
+    """Returns the evaluations that a policy requests of a run, by priority; duplicates of several suites are merged."""
     found: dict[str, WantedEvaluation] = {}
     for asked in policy.suites:
         suite = load_suite(asked.suite)
@@ -229,12 +227,12 @@ def _request(policy: Policy, suite: PolicySuite, run: str) -> SuiteRequest:
 
 
 def own_gate(policy: Policy) -> Gate | None:
-    """The gate of a policy itself, read where it is a file."""
+    """Returns the policy's own gate, loaded if it is a file."""
     return load_config(policy.gate, Gate) if isinstance(policy.gate, str) else policy.gate
 
 
 def check_policy_paths(policy: Policy) -> None:
-    """Refuses relative paths, for a flow that a worker runs in a folder of its own."""
+    """Raises for relative paths, which a worker's flow would resolve in its own folder."""
     paths = [*policy.runs, policy.evaluation_path, *filter(None, [suite.benchmarks_path for suite in policy.suites])]
     paths += [suite.suite for suite in policy.suites if suite.suite.endswith((".yaml", ".yml", ".json"))]
     paths += [policy.gate] if isinstance(policy.gate, str) else []

@@ -1,4 +1,4 @@
-"""Reconciliation: cells that a policy wants, less those that records settle. A function over listings."""
+"""Reconciliation: the cells that a policy requests, minus those with records. A pure function of listings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.policies.overrides import Overrides
 from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 
-_ANY_TIME_BEFORE = 1.0  # later than where nobody asked for another try, which is 0
+_ANY_TIME_BEFORE = 1.0  # later than 0, the time without an override
 
 State = Literal[
     "work",
@@ -34,22 +34,27 @@ State = Literal[
     "held",
     "decided_early",
 ]
-"""The state of a cell that is wanted and not done: what it is waiting for.
+"""The reason that a requested cell is not done.
 
-work: nothing; waiting: the checkpoint, which is not whole; failed: `assay retry`, since the model or the benchmark
-was at fault; backing_off: a moment, after a failure of machines; retries_exhausted: `assay retry`, since there were
-too many of those; claimed: whoever evaluates it; scheduled: its flow run at a work pool; stopped: `assay retry`,
-after `assay cancel`; not_served: an export of a checkpoint in a trainer's own layout, or an evaluation by Levanter; or
-for one of two checkpoints of one name to go; held: an earlier checkpoint's whole evaluation, with which it is compared
-early; decided_early: nothing, it was found not worse and is evaluated whole on an alarm alone.
+work: it can start now.
+waiting: the checkpoint is incomplete.
+failed: the model or the benchmark was at fault; needs `assay retry`.
+backing_off: paused after an infrastructure failure.
+retries_exhausted: too many infrastructure failures; needs `assay retry`.
+claimed: it is being evaluated.
+scheduled: it has a flow run at a work pool.
+stopped: cancelled by `assay cancel`; needs `assay retry`.
+not_served: in a trainer's own layout (export it or use Levanter), or a duplicate checkpoint name (remove either).
+held: waits for the whole evaluation of an earlier checkpoint, which it is compared with early.
+decided_early: not worse by an early verdict; evaluated whole only on an alarm.
 """
 ON_ITS_WAY: frozenset[State] = frozenset({"work", "backing_off", "claimed", "scheduled", "held"})
-"""States of cells that get a record, or an early verdict, without anybody's doing."""
+"""States of cells that get a record or an early verdict without user action."""
 
 
 @dataclass(frozen=True)
 class RunListing:
-    """All that is known of one run: what it holds, what was recorded, who is at work, and what people said."""
+    """The state of a run: checkpoints, records, claims and overrides."""
 
     run: str
     name: str
@@ -61,7 +66,7 @@ class RunListing:
     early: EarlyDecisions | None = None
 
     def taken_by(self, rules: Sequence[CheckpointRule], *, final_step: int | None) -> set[Inputs]:
-        """The checkpoints that some rules take; see `eligible`."""
+        """Returns the inputs of the checkpoints that rules select; see `eligible`."""
         written = [checkpoint for checkpoint in self.checkpoints if not checkpoint.merged]
         averaged = [checkpoint for checkpoint in written if checkpoint.kind in SERVED] or written
         by_number = any(rule.every_n_steps for rule in rules)
@@ -77,9 +82,9 @@ class RunListing:
 
 @dataclass(frozen=True, slots=True)
 class OpenCell:
-    """A cell that is wanted and not done; `until` is when that changes by itself, in seconds since the epoch.
+    """A requested cell that is not done; `until` is when its state changes by itself, in seconds since the epoch.
 
-    `early` says that it is to be decided early, or was.
+    `early` is True if it will be or was decided early.
     """
 
     run: str
@@ -92,15 +97,14 @@ class OpenCell:
 
     @property
     def title(self) -> str:
-        """Checkpoint and evaluation, for people."""
         return f"{self.checkpoint.name} · {self.evaluation.title}"
 
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """Every wanted cell: counted where it is done, listed where it is not. `work` is in the order of doing.
+    """The requested cells: counts of done cells, and lists of open cells; `work` is in order of execution.
 
-    `left_out` says how many complete checkpoints no rule takes.
+    `left_out` is the number of complete checkpoints that no rule selects.
     """
 
     done: Mapping[tuple[str, str], int]
@@ -110,11 +114,10 @@ class Reconciliation:
 
     @property
     def done_count(self) -> int:
-        """Cells with a succeeded record of this very checkpoint and evaluation."""
+        """Number of cells with a succeeded record of exactly this checkpoint and evaluation."""
         return sum(self.done.values())
 
     def by_state(self) -> dict[State, list[OpenCell]]:
-        """The open cells by what they wait for."""
         found: dict[State, list[OpenCell]] = defaultdict(list)
         for cell in (*self.work, *self.others):
             found[cell.state].append(cell)
@@ -122,13 +125,7 @@ class Reconciliation:
 
 
 def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> Reconciliation:
-    """Returns what is left to do. Nothing is read and nothing written; the same listings lead to the same answer.
-
-    Args:
-        listings: one for each run.
-        policy: which checkpoints are wanted, and what is done about failures.
-        now: seconds since the epoch.
-    """
+    """Computes the remaining work at the time `now`, in seconds since the epoch. A pure function of its arguments."""
     done: Counter[tuple[str, str]] = Counter()
     open_cells: list[OpenCell] = []
     left_out = 0
@@ -144,12 +141,10 @@ def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> 
 
 
 _WantedOf = dict[Inputs, tuple[Sequence[WantedEvaluation], frozenset[str]]]
-"""The evaluations that are wanted of checkpoints, and their hashes."""
+"""Evaluations requested of each checkpoint, and their hashes."""
 
 
 class _Part(NamedTuple):
-    """One run's part of a reconciliation."""
-
     done: Counter[tuple[str, str]]
     open: list[OpenCell]
     left_out: int
@@ -193,14 +188,14 @@ def _early_or_whole(
     for inputs, (_, hashes) in wanted_of.items():
         for hash_ in hashes if len(inputs) == 1 else ():
             steps[hash_].add(inputs[0])
-    for name, recorded in listing.records.done.items():  # of checkpoints that were deleted, too
+    for name, recorded in listing.records.done.items():  # deleted checkpoints count, too
         number = name.removeprefix(f"{listing.name}-")
         for hash_ in frozenset().union(*(state.hashes for state in recorded)) if number.isdecimal() else ():
             steps[hash_].add(int(number))
     whole_at = {wanted.hash: early.whole_steps(steps[wanted.hash], wanted.hash) for wanted in listing.wanted}
     found: list[OpenCell] = []
     for cell in cells:
-        if cell.state in ("waiting", "not_served") or cell.checkpoint.merged:  # of which few are wanted: whole
+        if cell.state in ("waiting", "not_served") or cell.checkpoint.merged:  # merged: few, so evaluated whole
             found.append(cell)
         elif why := early.whole_because(cell.checkpoint, cell.evaluation):
             found.append(replace(cell, reason=cell.reason or why))
@@ -243,8 +238,6 @@ def _wanted_of_each(listing: RunListing, *, final_step: int | None) -> _WantedOf
 
 
 class _RunState:
-    """The records, claims and overrides of a run, by cell: answers in which state one is."""
-
     def __init__(self, listing: RunListing, policy: Policy, *, now: float) -> None:
         self._listing, self._policy, self._now = listing, policy, now
         self._failures: dict[tuple[str, str], list[IndexedRecord]] = defaultdict(list)
@@ -314,7 +307,7 @@ class _RunState:
         failures = self._failures_of(checkpoint, wanted) if self._failures else []
         claim = self._claims.get(key)
         if claim is not None and claim.claim.subject.listing not in (None, checkpoint.listing):
-            claim = None  # of the checkpoint as it was before
+            claim = None  # the claim is on an earlier state of the checkpoint
         if claim is not None and claim.live(self._now) and claim.holder is not None:
             who = f"{claim.holder.user} on {claim.holder.process.machine.partition(' ')[0]}"
             return self._cell(checkpoint, wanted, "claimed", who, claim.until())
@@ -384,5 +377,5 @@ class _RunState:
 
 
 def moment(seconds: float) -> str:
-    """A time for people, in UTC."""
+    """Formats a time in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

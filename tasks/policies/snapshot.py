@@ -1,4 +1,4 @@
-"""Looking at everything a policy is about: runs, records, claims, overrides. Reads only, and builds nothing."""
+"""Snapshot of a policy's runs, records, claims and overrides. Reads only."""
 
 from __future__ import annotations
 
@@ -35,18 +35,12 @@ def take_snapshot(
     use_index: bool = True,
     evaluations_of: Callable[[Policy, str], Sequence[WantedEvaluation]] = wanted_evaluations,
 ) -> list[RunListing]:
-    """One listing for each run of a policy.
-
-    Args:
-        policy: the policy.
-        use_index: believe indices that were compared with their records lately.
-        evaluations_of: what a policy wants of a run.
-    """
+    """Returns a listing for each run of a policy; `use_index` trusts indices recently compared with their records."""
     listings = []
     for run in expand_runs(policy.runs):
         name = name_of(run)[0]
         folder = run_folder(policy, name)
-        claims = read_claims(claims_folder(policy.evaluation_path, name))  # first: what ends meanwhile has a record
+        claims = read_claims(claims_folder(policy.evaluation_path, name))  # first: those ending meanwhile have records
         records = indexed_records(folder, use_index=use_index)
         wanted = evaluations_of(policy, run)
         listing = RunListing(
@@ -92,15 +86,15 @@ def _undecided(listing: RunListing) -> list[SeenCheckpoint]:
 
 
 def run_folder(policy: Policy, run_name: str) -> str:
-    """Returns where records, claims and overrides of a run lie."""
+    """Returns the folder of a run's records, claims and overrides."""
     return storage.join(policy.evaluation_path, run_name)
 
 
 class Estimate(NamedTuple):
-    """The cost expected of a cell; see `Expectations`.
+    """The expected cost of a cell; see `Expectations`.
 
-    `where` is the region of a work pool; else here, with the device, the endpoint or the pool that serves; `money` is
-    in USD, at the prices of where that is; `how` is measured, guess, or None where nothing is known.
+    `where` is the region of a work pool, else the local device, the endpoint or the pool; `money` is in USD at local
+    prices there; `how` is measured, guess, or None if the cost is unknown.
     """
 
     seconds: float | None
@@ -112,12 +106,7 @@ class Estimate(NamedTuple):
 
 
 class Estimates:
-    """Estimates for cells of a policy, from what records say and from the table of prices.
-
-    Args:
-        listings: what the cells are of.
-        batches: what would be sent to work pools now; None where cells are evaluated here.
-    """
+    """Estimates for cells from records and prices; `batches` go to work pools, None means local evaluation."""
 
     def __init__(self, listings: Sequence[RunListing], batches: Sequence[Batch] | None = None) -> None:
         self._records = {listing.name: listing.records for listing in listings}
@@ -128,7 +117,6 @@ class Estimates:
         self._found: dict[tuple[WantedEvaluation, str | None], tuple[Predicted | None, Tariff]] = {}
 
     def of(self, cell: OpenCell) -> Estimate:
-        """The estimate for one cell."""
         predicted, _ = self._expected(cell)
         where = self._place(cell)
         if predicted is None:
@@ -144,7 +132,6 @@ class Estimates:
         )
 
     def together(self, cells: Sequence[OpenCell]) -> Expected:
-        """The expected cost of some cells together."""
         found = [self._expected(cell) for cell in cells]
         whys = [tariff.why_unknown for _, tariff in found if tariff.usd_per_hour is None]
         return together([predicted for predicted, _ in found], why_unpriced=whys[0] if whys else None)
@@ -199,9 +186,9 @@ def _resources(wanted: WantedEvaluation) -> ResourceConfig | None:
 
 
 def policy_spent(policy: Policy, listings: Sequence[RunListing]) -> dict[str, Spent]:
-    """Cost of a policy so far by month, in order: of the records that carry its name, failed attempts included.
+    """Returns the cost of a policy by month, in order: all records that carry its name, failed attempts included.
 
-    The month is that in which a cell's record was written, UTC. Attempts that left no record are not counted.
+    The month is that of the record's creation in UTC. Attempts without a record are not counted.
     """
     months: dict[str, Spent] = {}
     for listing in listings:

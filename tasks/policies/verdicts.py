@@ -1,8 +1,8 @@
-"""Verdicts of a policy's own gate, kept beside the records: a checkpoint is judged once with the same records.
+"""Stored verdicts of a policy's own gate: a checkpoint is judged once for each state of its records.
 
     <evaluation_path>/<run>/gates/<hash of the gate>/step-<N>.<go or no-go>.<state of its records>.json
 
-All that a pass has to know of those from before is in their names, so that it reads none of them.
+File names hold everything that a pass needs, so that it reads none of the files.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _NAME = re.compile(r"step-(\d+)\.(go|no-go)\.([0-9a-f]{16})\.json")
 
 @dataclass(frozen=True)
 class KeptVerdicts:
-    """The verdicts of one gate on a run: files by step and by the state of the records that were judged."""
+    """The verdicts of a gate on a run: file names by step and state of the judged records."""
 
     folder: str
     files: Mapping[tuple[int, str], str]
 
     def word(self, step: int, state: str) -> str | None:
-        """GO or NO-GO, or None where a checkpoint was not judged in this state."""
+        """Returns GO or NO-GO; None if the checkpoint was not judged in this state."""
         name = self.files.get((step, state))
         return None if name is None else "NO-GO" if ".no-go." in name else "GO"
 
     def same_records(self, step: int, records: str) -> bytes | None:
-        """Returns a verdict on a checkpoint that was found with the same records, as it was written."""
+        """Returns the stored verdict on a checkpoint with the same records, as file content."""
         for (of_step, _), name in self.files.items():
             if of_step == step:
                 content = storage.read_bytes(storage.join(self.folder, name))
@@ -50,13 +50,13 @@ class KeptVerdicts:
         return None
 
     def keep(self, step: int, state: str, content: bytes) -> bool:
-        """Writes a verdict, unless somebody did meanwhile; True for who was first."""
+        """Writes a verdict unless it exists; returns True if this call wrote it."""
         word = orjson.loads(content)["verdict"].lower()
         return storage.create_bytes(storage.join(self.folder, f"step-{step}.{word}.{state}.json"), content)
 
 
 def kept_verdicts(run_folder: str, gate: Gate) -> KeptVerdicts:
-    """The verdicts of a gate on a run; another gate, or one that was changed, has others."""
+    """Reads the verdicts of a gate on a run; a changed gate has other verdicts."""
     folder = gate_folder(run_folder, gate)
     names = [storage.basename(file.uri) for file in storage.list_files(folder) if file.regular]
     matched = [match for name in names if (match := _NAME.fullmatch(name))]
@@ -66,9 +66,9 @@ def kept_verdicts(run_folder: str, gate: Gate) -> KeptVerdicts:
 def known_digests(
     checkpoint: SeenCheckpoint, recorded: Iterable[CheckpointReference | Evaluated | IndexedRecord]
 ) -> set[str]:
-    """The digests that a checkpoint of a listing is known by: its own, or those of records made of what is listed.
+    """Returns the digests of a listed checkpoint: its own, or those of records with the same listing.
 
-    Records with another listing and such a digest are of it, too: its files were copied between the two.
+    Records with another listing and such a digest belong to it, too: its files were copied in between.
     """
     if checkpoint.digest is not None:
         return {checkpoint.digest}
@@ -78,9 +78,9 @@ def known_digests(
 def state_of(
     checkpoint: SeenCheckpoint, wanted: Iterable[WantedEvaluation], records: RunRecords, early: Iterable[str] = ()
 ) -> str:
-    """Digest of what the index tells of the records of a checkpoint, and of its early verdicts; others, another digest.
+    """Returns a digest of the indexed records of a checkpoint and of its early verdicts.
 
-    Records that nothing wants here change it too: see `KeptVerdicts.same_records`.
+    Records that are not requested change it too: see `KeptVerdicts.same_records`.
     """
     hashes = {hash_ for evaluation in wanted for hash_ in (evaluation.hash, evaluation.native_hash) if hash_}
     states = records.done.get(checkpoint.name, ())
@@ -96,14 +96,14 @@ def state_of(
 
 
 def records_digest(judged: JudgedCheckpoint) -> str:
-    """Digest of the very records, and early verdicts, that a verdict is on."""
+    """Returns a digest of exactly the records and early verdicts behind a verdict."""
     records = [(r.evaluation_hash, r.attempt, r.status, r.created) for r in (found.record for found in judged.records)]
     early = [(v.evaluation_hash, v.attempt, "decided early", v.created) for v in judged.early]
     return digest_of(sorted((*first, created.isoformat()) for *first, created in (*records, *early)))
 
 
 def as_kept(verdict: Verdict, judged: JudgedCheckpoint, *, run: str, policy: str) -> bytes:
-    """A verdict as its file has it."""
+    """Returns the file content of a verdict."""
     about: dict[str, Any] = {"policy": policy, "run": run, "checkpoint": judged.name, "step": judged.step}
     content = {**verdict.as_dict(), **about, "records": records_digest(judged), "at": now().isoformat()}
     return orjson.dumps(content, option=orjson.OPT_INDENT_2)

@@ -1,4 +1,4 @@
-"""A reconciliation as tables for people and as JSON for scripts: what would run, what is missing and why, the grid."""
+"""A reconciliation as tables and as JSON: the plan, the gaps with their reasons, and the grid."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _VERDICTS = {"GO": Text("GO", "green"), "NO-GO": Text("NO-GO", "red"), None: Tex
 def plan_json(
     policy: Policy, found: Reconciliation, estimates: Estimates, batches: Sequence[Batch] = ()
 ) -> dict[str, Any]:
-    """Returns what would run, in order, and what it is expected to take; with what would be sent to work pools."""
+    """Returns the cells that would run, in order, with expected costs and with batches for work pools."""
     cells = [{**_identity(cell), "note": cell.reason, **estimates.of(cell)._asdict()} for cell in found.work]
     expected = estimates.together(found.work).as_dict()
     chips = expected["chip_seconds"]
@@ -90,7 +90,7 @@ def _batch(batch: Batch) -> dict[str, Any]:
 
 
 def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> Table:
-    """Returns the plan for people; of a long one the first cells."""
+    """Returns the plan as a table of at most _MOST_ROWS cells."""
     content = plan_json(policy, found, estimates)
     total, cells = content["total"], content["cells"]
     ranked = any(cell["priority"] for cell in cells)
@@ -116,14 +116,14 @@ def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> T
         table.add_row("…", f"and {len(cells) - _MOST_ROWS:,} more")
     unknown = total["cells"] - total["with_estimate"]
     table.add_section()
-    # Of a sum in which something is unknown, the line below says what: it is at least so much.
+    # A sum with unknown parts is a lower bound; the line below the table has it.
     shown = {**total, "money": None if total["expected"]["usd_unknown_cells"] else total["money"]}
     add("", how_many(total["cells"], "cell"), f"{unknown:,} never measured" if unknown else "", "", "", shown)
     return table
 
 
 def cost_json(policy: Policy, listings: Sequence[RunListing], found: Reconciliation) -> dict[str, Any]:
-    """The cost of a policy so far, in all and by month, and what is expected of what is left."""
+    """Returns the cost of a policy so far, in total and by month, and the expected cost of the remaining cells."""
     months = policy_spent(policy, listings)
     left = [*found.work, *(cell for cell in found.others if cell.state in _TO_COME)]
     estimates = Estimates(listings, () if policy.dispatch == "work_pools" else None)
@@ -135,7 +135,7 @@ def cost_json(policy: Policy, listings: Sequence[RunListing], found: Reconciliat
 
 
 def cost_lines(content: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Formats the result of `cost_json`."""
     spent, expected = content["spent"], content["expected"]
     lines = [f"Spent so far: {_in_words(spent)}."] if spent["attempts"] else []
     if len(content["months"]) > 1:
@@ -172,7 +172,7 @@ def _named(*others: str, of: Iterable[OpenCell]) -> list[Column]:
 
 
 def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
-    """Every cell that is wanted and not done, with what it waits for."""
+    """Returns the open cells with their states."""
     cells = [
         {
             **_identity(cell),
@@ -193,7 +193,7 @@ def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
 
 
 def gaps_table(found: Reconciliation) -> Table:
-    """Returns the gaps for people: a line for each checkpoint and reason; cells that wait for their turn together."""
+    """Returns the gaps as a table with a row for each checkpoint and reason."""
     every = [*found.work, *found.others]
     columns = ("State", *_named("Evaluation", "Why", of=every), "Until, or what to do")
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -224,14 +224,7 @@ def status_json(
     found: Reconciliation,
     verdicts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
-    """The grid: each checkpoint of each run, and the state of each suite's evaluations of it.
-
-    Args:
-        policy: the policy.
-        listings: what is known of its runs.
-        found: what reconciling them came to.
-        verdicts: what the policy's own gate says of checkpoints, by the names of their runs; None without one.
-    """
+    """Returns the grid: the states of each suite's evaluations and the gate's verdict by run and checkpoint."""
     states = {(cell.checkpoint.uri, cell.evaluation.hash): cell.state for cell in (*found.work, *found.others)}
     runs = []
     for listing in listings:
@@ -261,7 +254,7 @@ def status_json(
 
 
 def status_tables(content: dict[str, Any]) -> list[Table]:
-    """The grid for people, the newest checkpoints of each run."""
+    """Returns the grid as tables with the newest checkpoints of each run."""
     tables = []
     for run in content["runs"]:
         rows = run["checkpoints"]

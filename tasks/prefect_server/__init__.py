@@ -1,1 +1,1 @@
-"""Requests to Prefect's server: its client, flow runs, progress and work pools."""
+"""Prefect server: client, flow runs, progress and work pools."""

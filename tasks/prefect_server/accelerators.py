@@ -1,4 +1,4 @@
-"""A bound on the accelerators in use at a time, over all runs of a Prefect server: a global concurrency limit."""
+"""A bound on the accelerators in use, over all runs of a Prefect server: a global concurrency limit."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tasks.prefect_server.lazy import server_named
 from tasks.prefect_server.progress import report_event
 
 ACCELERATOR_LIMIT = "assay-accelerators"
-"""Name of the limit; without one nothing is counted."""
+"""Name of the limit; without the limit nothing is counted."""
 _LEASE_SECONDS = 120.0
 _LOOK_SECONDS = 1.0
 
 
 @contextmanager
 def accelerators_reserved(resources: ResourceConfig, *, limit_name: str = ACCELERATOR_LIMIT) -> Iterator[None]:
-    """Holds as many slots of the limit as all replicas have chips, and waits until they are free.
+    """Reserves a slot of the limit for each chip of all replicas; waits until the slots are free.
 
-    Whoever dies with slots in their hands loses them after two minutes. A server that is away meanwhile ends nothing.
-    Where there is no server there is no limit.
+    Slots of a killed process expire after two minutes. An unreachable server during the block ends nothing. Without a
+    server there is no limit.
     """
     chips = resources.chip_count()
     slots = _slots(limit_name) if chips and (server_named() or embedded_address()) else None
@@ -57,10 +57,7 @@ def accelerators_reserved(resources: ResourceConfig, *, limit_name: str = ACCELE
 
 @contextmanager
 def accelerators_reserved_until(ended: Callable[[], bool], resources: ResourceConfig) -> Iterator[None]:
-    """Holds slots as `accelerators_reserved` does, and gives them back as soon as `ended` is true within the block.
-
-    `ended` is called once a second, from another thread.
-    """
+    """Reserves as `accelerators_reserved`, until `ended`, called once a second in another thread, returns True."""
     if not resources.chip_count():
         yield
         return
@@ -84,12 +81,12 @@ def accelerators_reserved_until(ended: Callable[[], bool], resources: ResourceCo
         yield
     finally:
         closing.set()
-        if held.done():  # else it waits for slots still, and gives them back at once
+        if held.done():  # otherwise it still waits for slots, and will release them at once
             holder.join()
 
 
 def limit_accelerators(slots: int, *, limit_name: str = ACCELERATOR_LIMIT) -> None:
-    """Makes the limit, or changes it; what is held meanwhile stays held."""
+    """Creates or changes the limit; held slots stay held."""
     with prefect_client() as client:
         client.upsert_global_concurrency_limit_by_name(limit_name, slots)
 

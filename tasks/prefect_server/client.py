@@ -1,4 +1,4 @@
-"""Clients of the Prefect server, with errors in words; and what to do while it is away: go on, and tell it later."""
+"""Clients of the Prefect server, with readable errors, and handling of an unreachable server."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tasks.prefect_server.embedded import embedded_address
 from tasks.prefect_server.progress import report_event
 
 _AWAY_SECONDS = 300.0
-"""Time that the end of a flow run waits for the server. Prefect itself tries for one minute to tell it."""
+"""Time that the end of a flow run waits for the server, in seconds. Prefect itself retries for 60 s."""
 _SHOWN_WITHIN_SECONDS = 30.0
-"""Time that what is to be shown waits for the server; cells of other groups may wait for that."""
+"""Time that artifacts wait for the server, in seconds; cells of other groups may wait meanwhile."""
 _SERVER_POLL_SECONDS = 2.0
 _SERVER_ANSWER_SECONDS = 5.0
 
 
 def server_address() -> str | None:
-    """The address of the Prefect server; None where one is started with each run.
+    """Returns the address of the Prefect server; None for the embedded server of a single run.
 
     Raises:
-        BadInput: there is user information in it, which Prefect has PREFECT_API_AUTH_STRING for.
+        BadInput: it contains user information, which belongs in PREFECT_API_AUTH_STRING.
     """
     address = PREFECT_API_URL.value()
     if address is not None and address == embedded_address():
@@ -40,7 +40,7 @@ def server_address() -> str | None:
 
 
 def server_variables() -> dict[str, str]:
-    """The variables by which a process elsewhere finds this Prefect server, and is let in; none where there is none."""
+    """Returns the Prefect server's address and credentials as variables for remote processes; may be empty."""
     if server_address() is None:
         return {}
     found = {setting.name: setting.value() for setting in (PREFECT_API_URL, PREFECT_API_KEY, PREFECT_API_AUTH_STRING)}
@@ -49,10 +49,10 @@ def server_variables() -> dict[str, str]:
 
 
 def require_server() -> None:
-    """Makes sure that there is a Prefect server beyond this process.
+    """Requires a Prefect server outside of this process.
 
     Raises:
-        BadInput: none was named; one that is started with each run would forget what it is told.
+        BadInput: no server is configured; the embedded server of a run would lose its data.
     """
     if not server_address():
         raise BadInput(
@@ -64,14 +64,14 @@ def require_server() -> None:
 
 @contextmanager
 def prefect_client() -> Iterator[SyncPrefectClient]:
-    """A client of the Prefect server that this process was pointed at."""
+    """Yields a client of this process's Prefect server."""
     with prefect_errors_in_words(), get_client(sync_client=True) as client:
         yield client
 
 
 @asynccontextmanager
 async def async_prefect_client() -> AsyncIterator[PrefectClient]:
-    """Yields a client for code that is asynchronous."""
+    """Yields an async client of this process's Prefect server."""
     with prefect_errors_in_words():
         async with get_client() as client:
             yield client
@@ -80,8 +80,7 @@ async def async_prefect_client() -> AsyncIterator[PrefectClient]:
 def send_events(events: Sequence[Event]) -> None:
     """Sends events, and returns when the server has them.
 
-    Each is to have an id of its own: a second event of one id makes the server lose others where it keeps them in
-    SQLite.
+    Each event needs a unique id: with a duplicate id a server on SQLite loses other events.
     """
     if events:
         with prefect_client() as client:
@@ -90,9 +89,9 @@ def send_events(events: Sequence[Event]) -> None:
 
 @contextmanager
 def end_reported() -> Iterator[None]:
-    """Around what a flow does: its end, good or bad, waits for a server that is away, so that its state becomes true.
+    """Makes the end of the block wait for an unreachable server, so that the final state of the flow is stored.
 
-    Records are there by then, and pools and claims are gone. A run that was told to end does not wait.
+    By then records are written, and pools and claims are closed. Interrupted runs do not wait.
     """
     try:
         yield
@@ -103,7 +102,7 @@ def end_reported() -> Iterator[None]:
 
 
 def show(title: str, create: Callable[[], object]) -> None:
-    """Shows something in Prefect's UI, if its server answers soon; that it does not fails nothing."""
+    """Creates an artifact in Prefect's UI if the server answers soon; failures are logged."""
     if server_answers(within_seconds=_SHOWN_WITHIN_SECONDS):
         try:
             create()
@@ -119,16 +118,10 @@ def server_answers(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Returns whether the server answers, now or soon; says so once where it does not at first.
-
-    Args:
-        within_seconds: how long it is waited for; it is asked once, whatever this is.
-        sleep: waits.
-        clock: gives seconds.
-    """
+    """Returns True if the server answers in time, with at least a single poll; logs once before it waits."""
     if server_address() is None:
-        return True  # it is started with each run, and does not come back
-    # Not entered: that would ask for the server's version, and fail.
+        return True  # the embedded server, which does not come back
+    # Not entered: that would request the server's version, and fail.
     client = get_client(sync_client=True, httpx_settings={"timeout": _SERVER_ANSWER_SECONDS})
     deadline = clock() + within_seconds
     reported = False
@@ -146,12 +139,12 @@ def server_answers(
 
 @contextmanager
 def prefect_errors_in_words() -> Iterator[None]:
-    """Raises errors of ours in place of those of Prefect's own calls to its server."""
+    """Converts exceptions of Prefect's server calls to PrefectUnavailable."""
     try:
         yield
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
         raise _unavailable(error) from error
-    except RuntimeError as error:  # the first thing that Prefect asks a server is its version
+    except RuntimeError as error:  # Prefect's first request is for the server's version
         if not str(error).startswith("Failed to reach API"):
             raise
         raise _unavailable(error.__cause__ or error) from error

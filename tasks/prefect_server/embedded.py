@@ -1,7 +1,7 @@
-"""The Prefect server of a process that was pointed at none: started ahead, again if it dies, and ended with it.
+"""The Prefect server of a process without a configured server: started early, restarted if it dies.
 
-Prefect would start one by itself, but imports the whole server to do so, two seconds of a processor, and only once it
-asks for something. Its own also outlives a process that was killed.
+Prefect's own embedded server starts only on its first request, imports the whole server, which takes two seconds of CPU
+time, and outlives a killed process.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from tasks.prefect_server.progress import report_event
 _PROGRAM = Path(__file__).parent / "programs" / "run_with_parent.py"
 _MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 _MOST_DEATHS = 3
-"""Deaths of one server that are followed by a start. Its database stays, and clients ask again for a minute."""
+"""Restarts after a crash. The database stays, and clients retry for a minute."""
 _STARTS_WITHIN_SECONDS = 180.0
-"""22 s at its very first start on two cores."""
+"""The very first start took 22 s on two cores."""
 _ENDS_WITHIN_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
 
 @cache
 def embedded_server() -> EmbeddedServer:
-    """The server of this process; the first call starts it, without waiting for it."""
+    """Returns the server of this process; the first call starts it without waiting for it."""
     return EmbeddedServer()
 
 
 def embedded_address() -> str | None:
-    """Returns the address of the server of this process, if it has started one."""
+    """Returns the address of this process's server if it was started."""
     return embedded_server().address if embedded_server.cache_info().currsize else None
 
 
 class EmbeddedServer:
-    """A Prefect server for this process alone, and what keeps it up."""
+    """A Prefect server for this process alone; restarted if it dies."""
 
     def __init__(self) -> None:
         self.address = ""
         self._deaths, self._ending, self._used = 0, False, False
         self._start()
-        # Registered before Prefect is imported, so called after what Prefect still has to say at the end.
+        # Registered before Prefect is imported, so called after Prefect's own exit handlers.
         atexit.register(self._end)
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Waits until it answers, and makes it the one that Prefect asks in this process; flows run in the block.
+        """Waits until the server answers, and makes Prefect use it in this process; flows run in the block.
 
-        Their runs send no heartbeats: nobody looks for those at a server that ends with us, and the thread that sends
-        them sleeps for up to a second before a run can end.
+        Flow runs send no heartbeats: no automation reads them on this server, and their thread sleeps for up to a
+        second before a run can end.
         """
         deadline = time.monotonic() + _STARTS_WITHIN_SECONDS
         client = httpx.Client(trust_env=False)
@@ -77,7 +77,7 @@ class EmbeddedServer:
         if not self._used:
             from prefect.context import refresh_global_settings_context
 
-            with variable_set("PREFECT_API_URL", self.address):  # jobs of ours do not inherit it
+            with variable_set("PREFECT_API_URL", self.address):  # jobs do not inherit it
                 refresh_global_settings_context()
             self._used = True
         from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -86,7 +86,7 @@ class EmbeddedServer:
             yield
 
     def _start(self) -> None:
-        if not self._used:  # Prefect was told of no port yet
+        if not self._used:  # Prefect has no port yet
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
             self.address = f"http://127.0.0.1:{port}/api"
@@ -97,8 +97,8 @@ class EmbeddedServer:
         self._process: subprocess.Popen[Any] = subprocess.Popen(
             [sys.executable, str(_PROGRAM), *command, "--log-level", "error", "--lifespan", "on"],
             env=process_environment(_MODE),
-            stdin=subprocess.PIPE,  # never written to: it closes with us
-            start_new_session=True,  # Ctrl-C ends us, and what we then report still finds it
+            stdin=subprocess.PIPE,  # never written to: it closes when this process dies
+            start_new_session=True,  # Ctrl-C ends only this process: its final reports need the server
         )
         listener = copy_context()
         threading.Thread(target=listener.run, args=(self._watch, self._process), daemon=True).start()
@@ -117,7 +117,7 @@ class EmbeddedServer:
             return False
 
     def _end(self) -> None:
-        self._ending = True  # first: this death is not followed by a start
+        self._ending = True  # first: prevents a restart
         self._process.terminate()
         try:
             self._process.wait(_ENDS_WITHIN_SECONDS)

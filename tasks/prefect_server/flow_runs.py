@@ -1,4 +1,4 @@
-"""Flow runs of a policy's deployment: those that wait for one that is at work, and those that were killed."""
+"""Flow runs of a policy's deployment: waiting runs that are superseded, and runs that were killed."""
 
 from __future__ import annotations
 
@@ -32,18 +32,11 @@ _OPEN = [StateType.RUNNING, StateType.PENDING]
 
 
 def collapse_waiting(deployment_id: str, *, beside: str) -> int:
-    """Ends the flow runs of a deployment that events and schedules have made, and that wait for this one to end.
+    """Cancels waiting runs of a deployment that events and schedules created; returns their number.
 
-    To be called before a run looks at anything: whatever they would have looked at is there by then. A run that a
-    person has started is left alone, and so is what is planned for later. Where the server cannot be asked nothing is
-    ended; they run one after the other, and find nothing to do.
-
-    Args:
-        deployment_id: the deployment.
-        beside: id of the run that looks.
-
-    Returns:
-        How many were ended.
+    The current run does their work. Must be called before it reads any state: everything they would have read exists by
+    then. Runs started by users or planned for later are left alone. If the server cannot be reached nothing is
+    cancelled; the runs then execute in turn without work.
     """
     ended = 0
     with suppress(PrefectUnavailable), prefect_client() as client:
@@ -72,13 +65,10 @@ def _waits(run: FlowRun) -> bool:
 
 
 def settle_lost(deployment_id: str) -> int:
-    """Says of the task runs of a deployment's flow runs that are over, and were killed, that they are over too.
+    """Marks the open task runs of a deployment's crashed or cancelled flow runs as crashed; returns their number.
 
-    An automation marks a flow run that died with its worker, but nothing marks its task runs, which would be shown as
-    running for ever. To be called by the next flow run.
-
-    Returns:
-        How many there were.
+    An automation marks a flow run that died with its worker, but its task runs would be shown as running forever. Must
+    be called by the next flow run.
     """
     lost = _end_task_runs(
         FlowRunFilter(
@@ -92,7 +82,7 @@ def settle_lost(deployment_id: str) -> int:
 
 
 def end_task_runs(flow_run_id: UUID) -> int:
-    """Says of the open task runs of a flow run that is over that they are over too; how many there were."""
+    """Marks the open task runs of an ended flow run as crashed; returns their number."""
     return len(_end_task_runs(FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))))
 
 

@@ -1,4 +1,4 @@
-"""Prefect as far as it can be known without importing it, which takes seconds: flow runs, tasks, a named server."""
+"""Prefect state read without importing Prefect, which takes seconds: flow runs, tasks, the configured server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class Step(Generic[P, R]):
-    """A Prefect task where it is called in a flow run, and the plain function, `fn`, where there is none."""
+    """A function that runs as a Prefect task in a flow run, and as the plain function, `fn`, otherwise."""
 
     def __init__(self, fn: Callable[P, R], options: dict[str, Any]) -> None:
         self.fn = fn
@@ -25,7 +25,7 @@ class Step(Generic[P, R]):
         update_wrapper(self, fn)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls it; without a flow run there are no retries, and no server is asked."""
+        # without a flow run there are no retries and no server requests
         return self._task(*args, **kwargs) if in_flow_run() else self.fn(*args, **kwargs)
 
     @cached_property
@@ -37,12 +37,12 @@ class Step(Generic[P, R]):
 
 
 def step(**options: Any) -> Callable[[Callable[P, R]], Step[P, R]]:
-    """Makes a function a `Step`; the options are those of Prefect's `task`, whose results are not kept."""
+    """Makes a function a `Step` with options of Prefect's `task`; results are not persisted."""
     return lambda fn: Step(fn, options)
 
 
 def in_flow_run() -> bool:
-    """Returns whether this is called in a Prefect flow run; there is none in a process that has not imported it."""
+    """Returns True inside a Prefect flow run; False if Prefect was not imported."""
     if "prefect" not in sys.modules:
         return False
     from prefect.context import FlowRunContext
@@ -51,7 +51,7 @@ def in_flow_run() -> bool:
 
 
 def flow_run_id() -> str | None:
-    """Returns the id of the flow run that this is called in, if there is one."""
+    """Returns the id of the current flow run, if any."""
     if "prefect" not in sys.modules:
         return None
     from prefect.runtime import flow_run
@@ -60,7 +60,7 @@ def flow_run_id() -> str | None:
 
 
 def deployment_id() -> str | None:
-    """Returns the id of the deployment whose flow run this is called in, if there is one."""
+    """Returns the id of the current flow run's deployment, if any."""
     if "prefect" not in sys.modules:
         return None
     from prefect.runtime import deployment
@@ -69,7 +69,7 @@ def deployment_id() -> str | None:
 
 
 def run_logger() -> Logger | LoggerAdapter[Any] | None:
-    """Returns the log of the Prefect run that this is called in, if there is one."""
+    """Returns the logger of the current Prefect run, if any."""
     if "prefect" not in sys.modules:
         return None
     from prefect.exceptions import MissingContextError
@@ -82,7 +82,7 @@ def run_logger() -> Logger | LoggerAdapter[Any] | None:
 
 
 def server_named() -> bool:
-    """Returns whether Prefect was told of a server, by a variable, a profile or a file of the working directory."""
+    """Returns True if a Prefect server is configured, by a variable, a profile or a file of the working directory."""
     if "prefect" not in sys.modules and not _server_may_be_named():
         return False
     from prefect.settings import PREFECT_API_URL

@@ -1,4 +1,4 @@
-"""The error that a flow run failed with, kept with the flow run as values: its state has no more than a message."""
+"""The error of a failed flow run, stored with the flow run as values: its state has only a message."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LABEL = "assay.error."
 
 @contextmanager
 def error_noted() -> Iterator[None]:
-    """Keeps an error of ours that ends the block as labels of the flow run, if it is one of a deployment.
+    """Stores an AssayError from the block as labels of the flow run, if the run belongs to a deployment.
 
-    It is there before the flow run is over, so who waits for that finds it. A server that is away costs the labels.
+    Labels are set before the flow run ends, for clients that wait for it; omitted if the server is unreachable.
     """
     try:
         yield
@@ -34,6 +34,6 @@ def error_noted() -> Iterator[None]:
 
 
 def noted_error(run: FlowRun) -> AssayError | None:
-    """Return the error that was kept with a flow run, if there is one."""
+    """Returns the stored error of a flow run, if any."""
     labels = {name.removeprefix(_LABEL): value for name, value in run.labels.items() if name.startswith(_LABEL)}
     return error_of(labels) if labels else None

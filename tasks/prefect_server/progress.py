@@ -1,4 +1,4 @@
-"""Progress of an evaluation or a generation, for its listeners: the command line's live view, and Prefect's log."""
+"""Progress of an evaluation or a generation, for listeners: the command line's live view, and Prefect's log."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, in a line."""
+    """An event as a line of text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Raised(Event):
-    """An alert, in a line: the command shows it in the end too."""
+    """An alert as a line of text; the command also shows it at the end."""
 
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """An event that is to stay on the screen."""
+    """An event that stays on the screen."""
 
 
 @dataclass(frozen=True)
 class CellProgress:
-    """The progress of one cell: requests `done` of `total` in the present stage; cells are counted from 1.
+    """The progress of a cell: `done` of `total` requests in the current stage; `cell` counts from 1.
 
-    `counts` are the pool's: answered, held, journal_hits, prompt_tokens and so on; empty where nobody counts.
+    `counts` are the pool's: answered, held, journal_hits, prompt_tokens and so on; empty if they are not counted.
     """
 
     checkpoint: str
@@ -49,7 +49,7 @@ class CellProgress:
 
 @dataclass(frozen=True)
 class AnswersProgress:
-    """The answers of one checkpoint in a generation: `done` of `total`; checkpoints are counted from 1."""
+    """The answers of a checkpoint in a generation: `done` of `total`; `cell` is the checkpoint's number from 1."""
 
     checkpoint: str
     cell: int
@@ -63,7 +63,6 @@ class AnswersProgress:
 
     @property
     def described(self) -> str:
-        """The number of answers and the rates, in a line."""
         errors = f", {self.errors:,} errors" if self.errors else ""
         rates = f"{self.rows_per_second:,.1f} rows/s, {self.tokens_per_second:,.0f} tokens/s"
         return f"{self.checkpoint} · {self.done:,}/{self.total:,} answers{errors} · {rates}"
@@ -71,7 +70,7 @@ class AnswersProgress:
 
 @dataclass(frozen=True)
 class CellDone:
-    """A cell ended."""
+    """The end of a cell."""
 
     checkpoint: str
     cell: int
@@ -82,7 +81,7 @@ class CellDone:
 
 @dataclass(frozen=True)
 class Judged:
-    """A gate said GO or NO-GO."""
+    """The verdict of a gate."""
 
     verdict: Verdict
 
@@ -93,7 +92,7 @@ _listener: ContextVar[Callable[[Update], None] | None] = ContextVar("progress_li
 
 @contextmanager
 def listening(listener: Callable[[Update], None]) -> Iterator[None]:
-    """Sends every update made inside the block, in this context, to `listener`."""
+    """Sends each update made inside the block, in this context, to `listener`."""
     token = _listener.set(listener)
     try:
         yield
@@ -102,18 +101,18 @@ def listening(listener: Callable[[Update], None]) -> Iterator[None]:
 
 
 def reported() -> Callable[[Update], None]:
-    """Returns the call that tells the present listener, also where another one takes its place."""
+    """Returns the current listener, which stays valid when another listener replaces it."""
     return _listener.get() or (lambda update: None)
 
 
 def report(update: Update) -> None:
-    """Tells the listener, if there is one."""
+    """Sends an update to the listener, if any."""
     if (listener := _listener.get()) is not None:
         listener(update)
 
 
 def report_event(text: str, kind: type[Event] = Event) -> None:
-    """Tells the listener, and writes it to the log of the Prefect run we are in."""
+    """Sends an event to the listener, and writes it to the log of the current Prefect run."""
     report(kind(text))
     if (log := run_logger()) is not None:
         log.info(text)

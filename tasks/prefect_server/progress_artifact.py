@@ -1,4 +1,4 @@
-"""Tags and progress of a flow run in Prefect's UI while it goes on."""
+"""Tags and progress of running flow runs in Prefect's UI."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from tasks.spec.names import artifact_key, how_many
 
 _SECONDS_BETWEEN_UPDATES = 5.0
 _LAST_UPDATE_SECONDS = 5.0
-"""Time that the end of the cells waits until the last update is shown."""
+"""Time limit for showing the last update at the end of the cells, in seconds."""
 
 
 @contextmanager
 def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
-    """Tags the flow run we are in, and shows there how much of the cells is done.
+    """Tags the current flow run, and shows the share of finished cells in it; does nothing outside of a flow run.
 
-    Its task runs have no tags: Prefect asks the server for each tag of a task before that may begin, and a server that
-    is away would end the evaluation. Outside of a flow run it does nothing. A Prefect server that does not answer costs
-    the marks, nothing else, and keeps no cell waiting.
+    Task runs get no tags: Prefect requests each tag of a task from the server before the task may start, so an
+    unreachable server would end the evaluation. An unreachable server costs only the tags and the progress, and delays
+    no cell.
     """
     with marked_as(configs[0].run_name, tags=tags_of(configs)):
         yield
@@ -55,7 +55,7 @@ def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
 
 @contextmanager
 def marked_as(run: str, *, tags: Sequence[str]) -> Iterator[None]:
-    """As `marked`, for what is no evaluation."""
+    """Marks the flow run as `marked`, for runs that are no evaluations."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         yield
@@ -70,7 +70,7 @@ def marked_as(run: str, *, tags: Sequence[str]) -> Iterator[None]:
 
 
 def tags_of(configs: Sequence[EvaluationConfig]) -> list[str]:
-    """Run and evaluators, and the tags of the records, which name suite and policy."""
+    """Returns tags of run and evaluators, and the records' tags, which name suite and policy."""
     found = [f"run={configs[0].run_name}"]
     found += [f"evaluator={config.evaluator.title}" for config in configs]
     found += [tag for config in configs for tag in config.wandb_tags]
@@ -87,14 +87,7 @@ def _tag(flow_run: FlowRun, more: Sequence[str]) -> None:
 
 
 def note_ending(flow_run_id: UUID, ending: str) -> None:
-    """Says in the progress of a flow run that it was ended; how far it was by then stays.
-
-    Where the server does not answer, its state alone says so.
-
-    Args:
-        flow_run_id: the run, whose process is gone, or about to be.
-        ending: what became of it, such as `cancelled`.
-    """
+    """Appends how a flow run ended, such as `cancelled`, to its progress artifact, if the server can be reached."""
     with suppress(PrefectUnavailable), prefect_client() as client:
         found = client.read_artifacts(
             artifact_filter=ArtifactFilter(
@@ -107,15 +100,13 @@ def note_ending(flow_run_id: UUID, ending: str) -> None:
 
 
 class ProgressBar:
-    """A progress artifact: cells that have an outcome, and the shares of those that are being evaluated.
+    """A progress artifact: cells with an outcome, plus the shares of cells in progress.
 
-    A thread of its own shows the latest of what it was told, so nobody waits for the server. A cell that was
-    interrupted, or that a machine failed, has no outcome; its share stays, since its answers do.
+    A separate thread sends the latest state, so callers never wait for the server. Cells that were interrupted or
+    failed for infrastructure reasons have no outcome; they keep their share, since their answers are kept.
 
     Args:
-        run: that the cells are of.
-        also: is told of every update too.
-        clock: gives seconds.
+        also: called with each update, too.
         send: shows a share in percent and a line.
     """
 
@@ -139,11 +130,9 @@ class ProgressBar:
 
     @property
     def percent(self) -> float:
-        """Returns how much is done, from 0 to 100."""
         return 100.0 * (len(self._done) + sum(self._shares.values())) / self._cells if self._cells else 0.0
 
     def take(self, update: Update) -> None:
-        """Takes in one update, which is shown soon."""
         self._also(update)
         if not isinstance(update, CellProgress | AnswersProgress | CellDone):
             return
@@ -151,13 +140,13 @@ class ProgressBar:
             self._count(update)
             self._news = True
             if self._thread is None and not self._closing:
-                context = copy_context()  # carries the flow run that the artifact belongs to
+                context = copy_context()  # carries the artifact's flow run
                 self._thread = threading.Thread(target=context.run, args=(self._show,), name="progress", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Shows what is left to be shown, and nothing after that; waits a few seconds at most."""
+        """Shows the last update, within a few seconds at most, and nothing after that."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -193,7 +182,7 @@ class ProgressBar:
             shown_at = self._clock()
             try:
                 self._send(percent, described)
-            except httpx.HTTPError:  # the server is away
+            except httpx.HTTPError:  # the server is unreachable
                 with self._changed:
                     self._news = True
                     if self._closing:
@@ -201,14 +190,12 @@ class ProgressBar:
 
 
 class _Artifact:
-    """The artifact, made when there is something to show."""
-
     def __init__(self, key: str) -> None:
         self._key = key
         self._made: UUID | None = None
 
     def show(self, percent: float, described: str) -> None:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # there is soon something newer to show
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # retries are pointless: newer progress follows soon
             if self._made is None:
                 made = create_progress_artifact(percent, key=self._key, description=described)
                 assert isinstance(made, UUID), "there is no event loop in the thread that shows it"

@@ -1,4 +1,4 @@
-"""Work pools on the Prefect server: what the regions file wants of them, what they are now, and what has to change."""
+"""Work pools on the Prefect server: their specification by the regions file, their state, and the differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from resources.settings import deployment_data
 from tasks.prefect_server.client import async_prefect_client
 
 LOCAL_WORK_POOL = "assay-local"
-"""The work pool of the machine at hand, whose worker runs flows as processes."""
+"""The work pool of the local machine; its worker runs flows as processes."""
 _ABOUT = "Made from Assay's regions file: change it there, and apply it again."
 
 Action = Literal["create", "update", "unchanged"]
@@ -29,7 +29,7 @@ Action = Literal["create", "update", "unchanged"]
 
 @dataclass(frozen=True)
 class WorkPoolSpec:
-    """A work pool as it should be."""
+    """The specification of a work pool."""
 
     name: str
     type: WorkPoolType
@@ -38,16 +38,16 @@ class WorkPoolSpec:
 
 @dataclass(frozen=True)
 class WorkPoolChange:
-    """The effect that applying a specification has, or would have."""
+    """The effect of applying a specification."""
 
     spec: WorkPoolSpec
     action: Action
     differs: tuple[str, ...] = ()
-    """Parts of the present template that are not as specified."""
+    """Paths in the current template that differ."""
 
 
 def base_job_template(kind: WorkPoolType, *, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The template of a type, with other defaults for some of its variables."""
+    """Returns the template of a type, with some variables' defaults replaced."""
     template: dict[str, Any] = json.loads(deployment_data("work-pools", f"{kind}.json").read_text())
     variables: dict[str, Any] = template["variables"]["properties"]
     for name, default in (defaults or {}).items():
@@ -62,7 +62,7 @@ def base_job_template(kind: WorkPoolType, *, defaults: dict[str, Any] | None = N
 
 
 def wanted_work_pools(regions: Regions) -> list[WorkPoolSpec]:
-    """The work pool of this machine, and one for each region that names one."""
+    """Returns the work pool of this machine and those of the regions."""
     local = WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))
     return [local, *(_spec(region) for region in regions.regions if region.work_pool)]
 
@@ -77,12 +77,7 @@ def _spec(region: Region) -> WorkPoolSpec:
 
 
 async def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = False) -> list[WorkPoolChange]:
-    """Makes the server's work pools as specified; a second time changes nothing. Limits and pauses are left alone.
-
-    Args:
-        specs: as they should be.
-        dry_run: find out what would change, and change nothing.
-    """
+    """Makes the server's work pools match the specifications, except limits and pauses; `dry_run` changes nothing."""
     async with async_prefect_client() as client:
         present = {spec.name: await _read(client, spec.name) for spec in specs}
         for spec in specs:
@@ -132,7 +127,7 @@ async def _apply(client: PrefectClient, change: WorkPoolChange) -> None:
 
 
 async def work_pool_states(names: Iterable[str]) -> dict[str, WorkPoolState]:
-    """Returns what the server says of work pools, by name."""
+    """Returns the states of work pools by name, from the server."""
     async with async_prefect_client() as client:
         return {name: await _state(client, name) for name in names}
 

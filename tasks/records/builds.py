@@ -1,6 +1,6 @@
-"""Builds: versions of all that can change a number beside its settings; and qualifications, which say if they do.
+"""Builds: versions, besides settings, that can change a score; and qualifications, which measure if they do.
 
-A qualification lies in `<evaluation_path>/qualifications/verdicts/`, beside the records that are read with it.
+Qualifications are stored in `<evaluation_path>/qualifications/verdicts/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tasks.records.details import Part
 from tasks.records.record import QUALIFICATIONS_FOLDER, CheckpointReference, FoundRecord, Record
 
 PACKAGES = "packages"
-"""Name of the digest over a whole pinned list among the versions of an engine or harness."""
+"""Key, in the versions of an engine or harness, of the digest over its whole list of pinned packages."""
 _VERDICTS = "verdicts"
 _NOT_THE_HARNESS = ("assay", "python", "prefect", "method", "judge", "annotator")
 _FIRST_METHOD = "1"
@@ -28,19 +28,19 @@ Verdict = Literal["identical", "within noise", "different"]
 
 
 class Build(Part):
-    """Versions of all that can change a number beside its settings, as far as they are known."""
+    """Known versions, besides settings, that can change a score."""
 
     engine: dict[str, str] = {}
-    """Versions of the engine and its packages; empty for an endpoint of others."""
+    """Versions of the engine and its packages; empty for a foreign endpoint."""
     harness: dict[str, str] = {}
     """Versions of the harness and its packages."""
     data: dict[str, str] = {}
     """Revisions of data sets, by benchmark."""
     method: str = _FIRST_METHOD
-    """Version of the way in which Assay itself puts questions."""
+    """Version of the method by which Assay builds and counts requests."""
 
     def changes(self, later: Build) -> tuple[str, ...]:
-        """Returns what is known to differ in a later build, in words; what either does not say is no difference."""
+        """Returns the known differences to a later build, formatted; versions missing in either are not compared."""
         found: list[str] = []
         for title, before, after in (
             ("engine", self.engine, later.engine),
@@ -48,14 +48,14 @@ class Build(Part):
             ("data of", self.data, later.data),
         ):
             names = [name for name in before if name in after and before[name] != after[name]]
-            named = [name for name in names if name != PACKAGES] or names  # a changed package changes the list as well
+            named = [name for name in names if name != PACKAGES] or names  # a changed package changes the list too
             found += [f"{title} {name} {before[name]} → {after[name]}" for name in named]
         if self.method != later.method:
             found.append(f"Assay's method {self.method} → {later.method}")
         return tuple(found)
 
     def updated(self, later: Build) -> Build:
-        """Returns a later build, with what that does not say as it is here."""
+        """Returns the later build, its missing versions filled in from this build."""
         return Build(
             engine={**self.engine, **later.engine},
             harness={**self.harness, **later.harness},
@@ -65,33 +65,33 @@ class Build(Part):
 
 
 class QualifiedMetric(Part):
-    """A metric of one benchmark, measured with two builds on the same questions."""
+    """A metric of a benchmark, measured with two builds on the same questions."""
 
     name: str
     """Metric as the harness calls it."""
     before: float
-    """Its value with the former build."""
+    """Value with the former build."""
     after: float
-    """Its value with the later one."""
+    """Value with the later build."""
     low: float | None = None
-    """Lower end of the 95 % interval of the difference; empty where it cannot be known."""
+    """Lower end of the 95 % interval of the difference; empty where it cannot be computed."""
     high: float | None = None
-    """Upper end of that interval."""
+    """Upper end of the 95 % interval of the difference."""
     p: float | None = None
-    """Chance of a difference as large where there is none, adjusted for the number of metrics."""
+    """Probability of a difference at least as large by chance (p-value), adjusted for the number of metrics."""
     verdict: Verdict
-    """Finding for this metric."""
+    """Verdict on this metric."""
 
     @property
     def bound(self) -> float | None:
-        """The largest change that the interval leaves open; None where it is not known."""
+        """Largest absolute change within the interval; None if there is no interval."""
         if self.verdict == "identical":
             return 0.0
         return None if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
 
 
 class QualifiedBenchmark(Part):
-    """A benchmark, asked of one checkpoint with two builds."""
+    """A benchmark, evaluated with two builds on the same checkpoint."""
 
     evaluator: str
     """The harness."""
@@ -100,42 +100,42 @@ class QualifiedBenchmark(Part):
     before: Build
     """The former build."""
     after: Build
-    """The later one."""
+    """The later build."""
     verdict: Verdict
-    """The worst of its metrics' verdicts; identical only if no question, prompt, answer or score differs either."""
+    """Worst verdict of its metrics; identical only if all questions, prompts, answers and scores are the same too."""
     questions: int
-    """Questions that were asked with both."""
+    """Questions evaluated with both builds."""
     only_before: int = 0
-    """Questions that only the former build asked."""
+    """Questions evaluated only with the former build."""
     only_after: int = 0
-    """Questions that only the later one asked."""
+    """Questions evaluated only with the later build."""
     other_prompts: int = 0
-    """Questions put in other words."""
+    """Questions with a different prompt."""
     other_outputs: int = 0
-    """Questions with another output."""
+    """Questions with a different output."""
     other_log_likelihoods: int = 0
-    """Questions with another log-likelihood."""
+    """Questions with a different log-likelihood."""
     largest_shift: float | None = None
-    """Largest difference of a log-likelihood, in nats; empty where none is known."""
+    """Largest difference of a log-likelihood, in nats; empty without log-likelihoods."""
     other_scores: int = 0
-    """Questions with another score."""
+    """Questions with a different score."""
     evidence: tuple[str, ...] = ()
-    """Questions that differ in any of these, by name, those with other scores first; as many as fit."""
+    """Names of questions with any of these differences, those with different scores first; cut to a maximum number."""
     metrics: tuple[QualifiedMetric, ...] = ()
     """Its metrics."""
 
 
 class Qualification(Part):
-    """The verdict on a change of builds, from one checkpoint that was asked with both."""
+    """Verdicts on a change of builds, measured on a checkpoint that was evaluated with both."""
 
     schema_version: Literal[1] = 1
     """Version of this layout."""
     checkpoint: CheckpointReference
-    """The checkpoint that was asked."""
+    """The evaluated checkpoint."""
     compared: tuple[str, str]
-    """The two sides, as they were named: folders of records, or pinned lists."""
+    """The two sides as given by the user: folders of records, or lists of pinned packages."""
     margin: float
-    """Largest difference that counts as noise, on each metric's own scale."""
+    """Largest difference that counts as noise, on the metric's own scale."""
     benchmarks: tuple[QualifiedBenchmark, ...]
     """Verdicts by benchmark."""
     created: AwareDatetime
@@ -143,7 +143,7 @@ class Qualification(Part):
 
 
 def build_of(record: Record, benchmark: str | None = None) -> Build:
-    """Returns the build behind a record, with the data of one benchmark, or of a group's parts; of all if None."""
+    """Returns a record's build, with data revisions of a benchmark or of a group's parts; of all if it is None."""
     engine = record.served.get("engine") or {}
     packages = {str(name): str(version) for name, version in (engine.get(PACKAGES) or {}).items()}
     version = {str(engine["name"]): str(engine["version"])} if engine.get("name") and engine.get("version") else {}
@@ -154,7 +154,7 @@ def build_of(record: Record, benchmark: str | None = None) -> Build:
         harness={
             name: version
             for name, version in record.versions.items()
-            if name not in _NOT_THE_HARNESS and " " not in name  # notes of a judge are sentences
+            if name not in _NOT_THE_HARNESS and " " not in name  # names with spaces are notes of a judge
         },
         data=data if benchmark is None else {name: found for name, found in data.items() if name in parts},
         method=record.versions.get("method", _FIRST_METHOD),
@@ -164,7 +164,7 @@ def build_of(record: Record, benchmark: str | None = None) -> Build:
 def unqualified_changes(
     before: Record, after: Record, qualifications: Iterable[Qualification], *, benchmark: str
 ) -> tuple[str, ...]:
-    """Returns changes of the build between two records of one evaluator that nothing qualifies for a benchmark."""
+    """Returns the build changes between two records of an evaluator, empty if a qualification covers them."""
     builds = build_of(before, benchmark), build_of(after, benchmark)
     if is_qualified(*builds, qualifications, evaluator=before.evaluator, benchmark=benchmark):
         return ()
@@ -174,16 +174,17 @@ def unqualified_changes(
 def is_qualified(
     before: Build, after: Build, qualifications: Iterable[Qualification], *, evaluator: str, benchmark: str
 ) -> bool:
-    """Returns True if numbers of two builds may share a line: see `qualified_steps`."""
+    """Returns True if scores of two builds may share a curve: see `qualified_steps`."""
     return qualified_steps(before, after, qualifications, evaluator=evaluator, benchmark=benchmark) is not None
 
 
 def qualified_steps(
     before: Build, after: Build, qualifications: Iterable[Qualification], *, evaluator: str, benchmark: str
 ) -> tuple[QualifiedBenchmark, ...] | None:
-    """The fewest verdicts that lead from one build to another, in either direction; none where both are alike.
+    """Returns the shortest chain of verdicts between two builds; empty if the builds do not differ.
 
-    None where nothing leads there. A step that was once found different is not among them.
+    Verdicts apply in both directions. A change with a "different" verdict anywhere is excluded. None if there is no
+    chain.
     """
     judged = [
         found
@@ -210,7 +211,7 @@ def qualified_steps(
 
 
 def qualified_words(steps: Sequence[QualifiedBenchmark], metric: str) -> str:
-    """The change of a metric that verdicts leave open, formatted: their bounds add up."""
+    """Returns the largest change of a metric that the verdicts allow, formatted: the sum of their bounds."""
     noisy = [step for step in steps if step.verdict != "identical"]
     if not noisy:
         return "qualified as identical"
@@ -232,18 +233,18 @@ def _same_step(first: QualifiedBenchmark, second: QualifiedBenchmark) -> bool:
 
 
 def read_qualifications(evaluation_path: str) -> tuple[Qualification, ...]:
-    """Every readable qualification beside some records, the oldest first."""
+    """Returns the readable qualifications below an evaluation path, oldest first."""
     found: list[Qualification] = []
     for file in storage.list_files(storage.join(evaluation_path, QUALIFICATIONS_FOLDER, _VERDICTS)):
         try:
             found.append(Qualification.model_validate_json(storage.read_bytes(file.uri)))
-        except (FileNotFoundError, IrregularFile, ValidationError):  # of a newer Assay, or none
+        except (FileNotFoundError, IrregularFile, ValidationError):  # written by a newer Assay, or no qualification
             continue
     return tuple(sorted(found, key=lambda qualification: qualification.created))
 
 
 def qualifications_beside(found: Iterable[FoundRecord]) -> tuple[Qualification, ...]:
-    """Every qualification in the evaluation paths that some records lie in."""
+    """Returns the qualifications in the evaluation paths of some records."""
     paths = dict.fromkeys(_evaluation_path(storage.absolute(item.cell_uri)) for item in found)
     return tuple(qualification for path in paths for qualification in read_qualifications(path))
 
@@ -255,7 +256,7 @@ def _evaluation_path(cell_uri: str) -> str:
 
 
 def write_qualification(evaluation_path: str, qualification: Qualification) -> str:
-    """Writes a qualification beside the records it is for, and returns its file; never over another one."""
+    """Writes a qualification to a new file below an evaluation path and returns its URI; never overwrites a file."""
     content = qualification.model_dump_json(indent=2).encode()
     folder = storage.join(evaluation_path, QUALIFICATIONS_FOLDER, _VERDICTS)
     stem = f"{qualification.created:%Y%m%dT%H%M%S%f}-{qualification.checkpoint.name}"
@@ -265,17 +266,16 @@ def write_qualification(evaluation_path: str, qualification: Qualification) -> s
 
 @dataclass(frozen=True)
 class BuildChange:
-    """A change of versions inside a series, at the first checkpoint with the new ones."""
+    """A change of versions between two checkpoints of a series; `step` is the first with the later versions."""
 
     run: str
     step: int
     words: tuple[str, ...]
     qualified: str
-    """The change that verdicts leave open, formatted; empty where nothing qualifies it."""
+    """Largest change that the verdicts allow, formatted; empty without a qualification."""
 
     @property
     def text(self) -> str:
-        """The change in a line."""
         return f"{'; '.join(self.words)} ({self.qualified or 'not qualified, so the line is broken'})"
 
 
@@ -287,7 +287,7 @@ def build_changes(
     metric: str,
     qualifications: Sequence[Qualification],
 ) -> list[BuildChange]:
-    """Returns changes between neighbouring checkpoints of each run; `numbers` are those of one series, by step."""
+    """Returns the changes between neighboring checkpoints of each run; `numbers` is a single series, sorted by step."""
     found: list[BuildChange] = []
     builds: dict[str, Build] = {}
     for checkpoint, record in numbers:

@@ -1,4 +1,4 @@
-"""Cost of cells: price and expectation of each, and sums in which the unknown stays unknown."""
+"""Cost of cells: price, prediction, and sums that keep unknown costs unknown."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from tasks.records.details import Part
 
 
 class Predicted(Part):
-    """Expected cost of a cell, as it was said before it asked."""
+    """Cost of a cell predicted before its first request."""
 
     how: Literal["measured", "guess"]
-    """measured: by what the same evaluation took of other checkpoints; guess: by other evaluations, or by its plan."""
+    """measured: from the same evaluation of other checkpoints; guess: from other evaluations, or from its plan."""
     basis: str
-    """Records that it is taken from, and the reckoning, in words."""
+    """Records used and the calculation, formatted."""
     seconds: FiniteFloat
-    """Wall seconds of the cell; of a guess, those of its replica."""
+    """Wall seconds of the cell; for a guess, seconds of its replica."""
     chip_seconds: FiniteFloat | None = None
-    """Accelerators of a replica times the seconds that it is the cell's."""
+    """Accelerators of a replica times its seconds for this cell."""
     usd: FiniteFloat | None = None
-    """Price of that; empty where the price of an hour is unknown."""
+    """Price of the chip-seconds in USD; empty if the price of an hour is unknown."""
 
 
 class Spent(Part):
-    """Cost of some attempts, recorded ones, with the number of those whose share is unknown."""
+    """Cost of recorded attempts, with the number of attempts of unknown cost."""
 
     attempts: int = 0
-    """Attempts that are counted."""
+    """Attempts in the sum."""
     chip_seconds: FiniteFloat = 0.0
-    """Chip-seconds of those that say."""
+    """Chip-seconds of the attempts where they are known."""
     without_chips: int = 0
-    """Attempts that do not say, since somebody else's endpoint answered."""
+    """Attempts with unknown chip-seconds, because a foreign endpoint answered."""
     usd: FiniteFloat = 0.0
-    """USD of those with a price, and of those parts of others that have one."""
+    """USD of attempts with a price, and of the priced parts of the others."""
     unpriced: int = 0
-    """Attempts without a price, wholly or in part."""
+    """Attempts without a price, or with an unpriced part."""
 
     def __add__(self, other: Spent) -> Spent:
-        """The cost of both."""
         return Spent(
             attempts=self.attempts + other.attempts,
             chip_seconds=round(self.chip_seconds + other.chip_seconds, 3),
@@ -52,7 +51,7 @@ class Spent(Part):
 
     @property
     def price(self) -> str:
-        """USD in words: `1.20 USD`, `at least 1.20 USD, 3 unknown`, or `unknown`."""
+        """USD, formatted: `1.20 USD`, `at least 1.20 USD, 3 unknown`, or `unknown`."""
         if not self.attempts or not self.unpriced:
             return in_usd(self.usd)
         known = f"at least {in_usd(self.usd)}, {self.unpriced:,} unknown"
@@ -60,7 +59,7 @@ class Spent(Part):
 
     @property
     def chip_hours(self) -> str:
-        """Chip-hours in words, likewise."""
+        """Chip-hours, formatted: `1.200`, `at least 1.200, 3 unknown`, or `unknown`."""
         hours = f"{self.chip_seconds / 3600:,.3f}"
         if not self.without_chips:
             return hours
@@ -68,14 +67,14 @@ class Spent(Part):
 
 
 class Cost(Part):
-    """Price of a cell, as it was when its record was written; every unknown is empty, never 0."""
+    """Price of a cell when its record was written; unknown values are empty, never 0."""
 
     usd: FiniteFloat | None = None
-    """USD for the replica's seconds; empty where the price, or what a judge elsewhere cost, is unknown."""
+    """USD for the replica's seconds; empty if its price, or the cost of a judge elsewhere, is unknown."""
     known_usd: FiniteFloat | None = None
-    """USD of the parts that have a price, where another has none, such as a judge elsewhere."""
+    """USD of the priced parts, if another part has no price, such as a judge elsewhere."""
     replica_seconds: FiniteFloat | None = None
-    """Seconds that a replica was this cell's, or its share where cells of one checkpoint had it together."""
+    """Seconds of a replica used by this cell, or the cell's share if cells of a checkpoint used it together."""
     usd_per_hour: FiniteFloat | None = None
     """Price of an hour of a replica."""
     as_of: date | None = None
@@ -83,26 +82,23 @@ class Cost(Part):
     source: str | None = None
     """Source of the price list."""
     region: str | None = None
-    """Region that it ran in."""
+    """Region of the machine."""
     zone: str | None = None
-    """Zone that it ran in, where that is known."""
+    """Zone of the machine, if known."""
     preemptible: bool | None = None
-    """True if the machine could be taken away."""
+    """True if the machine was preemptible."""
     why_unknown: str | None = None
-    """Reason that USD is empty."""
+    """Reason why `usd` is empty."""
     predicted: Predicted | None = None
-    """Expected cost; empty where nothing was known to expect it from."""
+    """Predicted cost; empty if there was no basis for a prediction."""
     earlier: Spent = Spent()
-    """Cost of attempts at this cell whose records this one has replaced, so that failed ones count too."""
+    """Cost of earlier attempts at this cell with records that this record replaced, so that failures count too."""
 
 
 def spent_on(cost: Cost | None, *, chip_seconds: float, by_others: bool) -> Spent:
-    """The cost of an attempt and of the recorded ones before it.
+    """Returns the cost of an attempt and of the recorded attempts before it.
 
-    Args:
-        cost: as its record has it; None in one from before there was a price.
-        chip_seconds: as its record has them.
-        by_others: that somebody else's endpoint answered.
+    `cost` is None for a record older than prices; `by_others` is True if a foreign endpoint answered.
     """
     known = cost or Cost()
     own = Spent(
@@ -116,10 +112,10 @@ def spent_on(cost: Cost | None, *, chip_seconds: float, by_others: bool) -> Spen
 
 
 def sum_of(costs: Iterable[Spent]) -> Spent:
-    """The cost of all together."""
+    """Returns the sum of several costs."""
     return sum(costs, Spent())
 
 
 def in_usd(usd: float) -> str:
-    """USD in words, with cents, and with as many digits as show something of less than one."""
+    """Formats USD with cents; amounts below 1 USD with 2 significant digits."""
     return f"{usd:,.2f} USD" if usd >= 1 or usd == 0 else f"{usd:.2g} USD"

@@ -1,4 +1,4 @@
-"""The records that count of several for one checkpoint, and names by which checkpoints are told apart in reports."""
+"""Selection of the current record among several of a checkpoint, and unique checkpoint names for reports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _Set = tuple[str, str, tuple[str, ...]]
 
 
 def current_records(records: Sequence[Record]) -> list[Record]:
-    """The newest record of each checkpoint, benchmarks and settings, in the order of runs and steps.
+    """Returns the newest record of each checkpoint, benchmarks and settings, sorted by run and step.
 
-    A failure is left out once the same benchmarks succeeded in another way; a quick look, an evaluation that was
-    limited to some questions, never hides a full one. A checkpoint that was rewritten in its place is the same one,
-    another of its name elsewhere is not.
+    Leaves out a failure if the same benchmarks succeeded later with other settings; an evaluation limited to some
+    questions never replaces a full evaluation. A checkpoint rewritten at its path counts as the same, a checkpoint of
+    the same name elsewhere does not.
     """
     apart = told_apart([record.checkpoint for record in records])
     newest: dict[tuple[_Set, str], Record] = {}
@@ -37,7 +37,7 @@ def current_records(records: Sequence[Record]) -> list[Record]:
 
 
 def newest_settings(records: Sequence[Record]) -> list[Record]:
-    """Of current records, the newest of each checkpoint and benchmarks, whatever the settings; a full one if any is."""
+    """Returns the newest current record by checkpoint and benchmarks, across settings; prefers full evaluations."""
     apart = told_apart([record.checkpoint for record in records])
     newest: dict[_Set, Record] = {}
     for record in sorted(records, key=lambda record: (is_full(record), record.created)):
@@ -50,12 +50,13 @@ def _replaces(later: Record, record: Record) -> bool:
 
 
 def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[CheckpointReference], CheckpointReference]:
-    """Names for reports: those of records, with the end of its place behind a run's name that stands for several runs.
+    """Returns a function that renames checkpoints for reports: a run's name gets the end of its path if ambiguous.
 
-    Merged checkpoints are points of a curve of their own, which is a run of its own in reports: see `merged_by`.
+    Merged checkpoints get a curve of their own, that is a run of their own in reports: see `merged_by`.
 
-    Runs of one name are several if they have a checkpoint of one name in different folders, which are nowhere the same.
-    Checkpoints of one name in one run, such as step-1 and checkpoint-1, have their folders behind their names.
+    A run name is ambiguous if several folders with that run name hold checkpoints of the same name, and the folders
+    share no identical checkpoint. Checkpoints of the same name in a run, such as step-1 and checkpoint-1, get their
+    folder as suffix.
     """
     checkpoints = list(checkpoints)
     by_run: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(lambda: defaultdict(set))
@@ -90,10 +91,10 @@ def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[Checkpoi
 
 
 def merged_by(checkpoint: CheckpointReference) -> str:
-    """Words for the kind of merge that a checkpoint was made by, behind a run's name; empty for one that was written.
+    """Returns a suffix for the run's name with the kind of merge of a checkpoint; empty for unmerged checkpoints.
 
-    In reports, alerts and trackers the checkpoints that a run has by one kind of merge are a curve of their own. Of an
-    exponential average the number of inputs says little, and may grow with the step.
+    In reports, alerts and trackers, the checkpoints that a run has by the same kind of merge form a curve of their own.
+    The suffix of an exponential average has no number of inputs, which means little there and may grow with the step.
     """
     merge = checkpoint.merge
     if merge is None:
@@ -103,10 +104,7 @@ def merged_by(checkpoint: CheckpointReference) -> str:
 
 
 def how_merged(checkpoint: CheckpointReference) -> str | None:
-    """Words for how a merged checkpoint was made of which others; None for one that was written.
-
-    Weights are said where they differ.
-    """
+    """Returns a description of a merged checkpoint's inputs, with weights if they differ; None if it is not merged."""
     merge = checkpoint.merge
     if merge is None:
         return None
@@ -115,12 +113,12 @@ def how_merged(checkpoint: CheckpointReference) -> str | None:
 
 
 def trained_run(checkpoint: CheckpointReference) -> str:
-    """The run behind a curve's name as `told_apart` gives it: less the kind of merge."""
+    """Returns the run behind a curve's name from `told_apart`, without the kind of merge."""
     return checkpoint.run.removesuffix(merged_by(checkpoint))
 
 
 def sharing_no_input(checkpoints: Iterable[CheckpointReference]) -> set[CheckpointReference]:
-    """Points of a curve, in order: those that were written, of merged ones those without an input of the one before."""
+    """Returns points of a curve without a merged checkpoint that shares an input with the previous returned point."""
     taken: set[CheckpointReference] = set()
     inputs: set[str] = set()
     for checkpoint in checkpoints:

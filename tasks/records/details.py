@@ -1,4 +1,4 @@
-"""Parts of a record beside its numbers: the checkpoint, details of each benchmark, the way its questions were put."""
+"""Parts of a record other than its scores: checkpoint, details of each benchmark, and how requests were built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHAPE = {
     "engine": {"packages": {}},
     "replica_seconds": {int, float},
 }
-"""Objects, lists and other kinds of value that readers of records expect, each where there is any."""
+"""Expected types of values in `Described`; readers of records rely on them where a value exists."""
 
 
 def _path_part(name: str) -> str:
@@ -44,7 +44,7 @@ def _inner_path(path: str) -> str:
 
 
 def bounded(value: _Value) -> _Value:
-    """A value of which readers can add, multiply and store all numbers; NaN and infinities may be among them."""
+    """Raises `ValueError` for numbers too large for readers to add, multiply and store; allows NaN and infinities."""
     if isinstance(value, int | float) and (2**63 if isinstance(value, int) else 1e70) <= abs(value) < math.inf:
         raise ValueError("expected numbers below 1e70, whose fourth power is a float, and whole ones of 64 bits")
     inner: Any = vars(value) if isinstance(value, BaseModel) else value
@@ -69,45 +69,45 @@ def _described(content: dict[str, Any]) -> dict[str, Any]:
 
 
 Described = Annotated[dict[str, Any], AfterValidator(_described)]
-"""Settings or facts in JSON, with objects, lists and numbers where readers look for them."""
+"""Settings or facts as JSON, with objects, lists and numbers where readers of records expect them."""
 PathPart = Annotated[str, AfterValidator(_path_part)]
-"""Name of a file or folder, without a way out of the folder that it is in."""
+"""Name of a file or folder that cannot lead out of its folder."""
 InnerPath = Annotated[str, AfterValidator(_inner_path)]
-"""Path below a folder."""
+"""Path that stays below a folder."""
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Whole number of 64 bits, as indices and columns hold them."""
+"""64-bit integer, as indices and columns store it."""
 
 
 class Part(BaseModel):
-    """A part of a record: frozen, without unknown fields."""
+    """Base of the parts of a record: frozen, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class MergedInput(Part):
-    """A checkpoint that went into a merged one."""
+    """An input of a merged checkpoint."""
 
     uri: str
     """Its folder."""
     run: str
-    """The training run that wrote it, by its folder."""
+    """Training run that wrote it, from its folder."""
     step: Whole
     """Training step."""
     digest: str
-    """Over weights, config, tokenizer and chat template."""
+    """Digest over weights, config, tokenizer and chat template."""
     weight: float
-    """Its weight; all together are 1."""
+    """Its weight; the weights of all inputs sum to 1."""
 
 
 class MergeReference(Part):
-    """The way that a merged checkpoint, which nobody wrote, was made of others."""
+    """How a merged checkpoint was made from other checkpoints."""
 
     kind: MergeKind
     """Kind of average: mean, ema, wsm or interpolate."""
     parameter: str = ""
     """Decay of an ema, share of an interpolate, shares of a weighted mean, schedule of a wsm."""
     inputs: tuple[MergedInput, ...]
-    """The checkpoints in it, in the order in which they were summed."""
+    """Input checkpoints in the order of summation."""
 
     def __str__(self) -> str:
         made = f"{self.kind} of {len(self.inputs)}" + (f", {self.parameter}" if self.parameter else "")
@@ -117,36 +117,36 @@ class MergeReference(Part):
 
 
 class CheckpointReference(Part):
-    """The model state that was measured."""
+    """The evaluated model state."""
 
     uri: str
-    """Its folder; of a merged one, the name by which it can be evaluated again, with the folders in it."""
+    """Its folder; for a merged checkpoint, a name with the input folders, which can be evaluated again."""
     run: PathPart
-    """The training run that wrote it, or the last checkpoint in it."""
+    """Training run that wrote it; for a merged checkpoint, the run of its last input."""
     name: PathPart
     """Its name in requests and reports, such as run-a-2000."""
     step: Whole
-    """Training step; of a merged one, the last in it."""
+    """Training step; for a merged checkpoint, the step of its last input."""
     digest: str
-    """Over weights, config, tokenizer and chat template."""
+    """Digest over weights, config, tokenizer and chat template."""
     weights_digest: str
-    """Over the weights alone."""
+    """Digest over the weights alone."""
     listing: str | None = None
-    """Over names, sizes, and checksums or times of its files, and of those that a native one refers to."""
+    """Digest over names, sizes, and checksums or times of its files, and files that it refers to."""
     merge: MergeReference | None = None
-    """The way it was made of others, if it was never written."""
+    """How it was made from other checkpoints; empty for a checkpoint written by training."""
 
 
 def cell_place(checkpoint: CheckpointReference, evaluator: str, *, evaluation_hash: str, shown: str) -> str:
-    """Path of a cell's folder below the evaluation path; its name ends in a digest over settings and weights."""
+    """Returns a cell folder's path below the evaluation path; its name ends in a digest over settings and weights."""
     identity = digest_of([evaluation_hash, checkpoint.digest])[:10]
     return f"{checkpoint.run}/step-{checkpoint.step}/{evaluator}/{shown}-{identity}"
 
 
 def misplaced(found: Record | EarlyVerdict, cell_uri: str) -> str | None:
-    """The reason that a record or a verdict is not of the cell of its folder; None if it is.
+    """Returns the reason why a record or verdict does not belong to its folder's cell; None if it does.
 
-    Only the end of the place counts, `<run>/step-<N>/<evaluator>/<cell>`: all records can be moved together.
+    Compares only the end of the path, `<run>/step-<N>/<evaluator>/<cell>`: all records can be moved together.
     """
     checkpoint, shown = found.checkpoint, found.cell.rpartition("-")[0]
     own = f"{checkpoint.run}/step-{checkpoint.step}/{found.evaluator}/{found.cell}"
@@ -160,51 +160,51 @@ def misplaced(found: Record | EarlyVerdict, cell_uri: str) -> str | None:
 
 
 class BenchmarkDetails(Part):
-    """Details of one benchmark that asks questions itself; a group's stand under its parts."""
+    """Details of a benchmark with questions of its own; a group has its parts' details instead."""
 
     questions: Whole
-    """Questions that were asked."""
+    """Questions requested."""
     truncated: Whole = 0
-    """Questions whose prompts were cut on the left to fit."""
+    """Questions with prompts cut on the left to fit."""
     skipped: Whole = 0
     """Questions left out because their prompts are too long."""
     finish_reasons: dict[str, Whole] = {}
-    """Answers by the reason the engine gave for their end; empty where nothing is generated, or it gave none."""
+    """Number of answers by finish reason of the engine; empty where nothing is generated, or without reasons."""
     at_limit: Whole | None = None
-    """Questions with an answer that ended at the length limit; empty where nothing is generated or nobody says."""
+    """Questions with an answer cut at the length limit; empty where nothing is generated, or if unknown."""
     unclosed: Whole = 0
-    """Questions with an answer whose reasoning began and never closed."""
+    """Questions with an answer that started reasoning and never closed it."""
     completed: dict[str, float] = {}
-    """Metrics over the questions whose answers all ended by themselves, where some did not."""
+    """Metrics over the questions with only complete answers, if some answers were cut."""
     control: str | None = None
-    """The outcome of scoring known answers: passed, or the reason why there was no such control."""
+    """Result of scoring known answers: passed, or the reason why there was no such control."""
     prompts: str | None = None
     """Digest over the prompts of all questions, in the order of their ids."""
     data: str | None = None
     """Revision of the data set, or a digest of its files."""
     notes: tuple[str, ...] = ()
-    """Facts that a reader of the score has to know, such as settings without effect; a sentence each."""
+    """Facts that readers of the score need, such as settings without effect; a sentence each."""
 
 
 class Counts(Part):
-    """Questions of a cell, counted in three places; a score is published only where they agree."""
+    """Questions of a cell, counted in three stages; a score is published only if the counts agree."""
 
     requested: Whole
-    """Questions the evaluation asks."""
+    """Questions in the evaluation."""
     answered: Whole
-    """Questions to which every needed answer came back."""
+    """Questions with all required answers received."""
     scored: Whole
     """Questions the harness scored."""
     skipped: Whole = 0
-    """Questions left out because their prompts are too long; not among those requested."""
+    """Questions left out because their prompts are too long; not counted as requested."""
     truncated: Whole = 0
-    """Questions whose prompts were cut on the left to fit."""
+    """Questions with prompts cut on the left to fit."""
     judge_errors: Whole = 0
-    """Answers without a usable verdict of the judge; tolerated ones are not among those requested."""
+    """Answers without a usable verdict of the judge; tolerated errors are not counted as requested."""
 
 
 def together(parts: Sequence[BenchmarkDetails]) -> BenchmarkDetails | None:
-    """Numbers of questions in some benchmarks together; None without any. Scores and digests are each one's own."""
+    """Sums the numbers of questions of some benchmarks, without scores and digests; None without benchmarks."""
     if not parts:
         return None
     at_limit = [part.at_limit for part in parts if part.at_limit is not None]
@@ -219,28 +219,28 @@ def together(parts: Sequence[BenchmarkDetails]) -> BenchmarkDetails | None:
 
 
 class LogLikelihood(Part):
-    """The way the choices of an evaluation were weighed."""
+    """How the choices of an evaluation were scored."""
 
     way: Literal["prefix cache", "echo"]
-    """By way of the engine's prefix cache, or each choice whole."""
+    """With the engine's prefix cache, or by echo: each choice with its whole prompt."""
     audited: Whole = 0
-    """Contexts that were asked both ways."""
+    """Contexts scored both ways."""
     largest_difference: float | None = None
     """Largest difference between the two ways in the log-probability of a token, in nats."""
     reason: str | None = None
-    """The reason for echoes; empty for the prefix cache."""
+    """Reason for using echo; empty for the prefix cache."""
 
 
 class Asking(Part):
-    """The way questions were put, as far as the configuration does not say."""
+    """How requests were built, as far as the configuration does not define it."""
 
     seeds: dict[str, int | str] = {}
-    """Seeds by what is drawn with them, or the rule that they follow."""
+    """Seeds by their purpose, or the rule behind them."""
     bos: str | None = None
-    """Rule by which prompts begin with a token that says so, and whether they do."""
+    """Rule for a BOS token at the start of prompts, and if prompts have it."""
     chat_template: str | None = None
-    """Digest of the template that conversations were put into; empty where none was used."""
+    """Digest of the chat template; empty where none was used."""
     loglikelihood: LogLikelihood | None = None
-    """The way choices were weighed; empty where there were none, or nobody says."""
+    """How choices were scored; empty without choices, or if unknown."""
     notes: tuple[str, ...] = ()
-    """Facts that a reader of every score has to know, such as a template that disagrees with the tokenizer."""
+    """Facts that readers of every score need, such as a template that disagrees with the tokenizer."""

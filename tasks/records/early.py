@@ -1,7 +1,7 @@
-"""Early verdicts: what was decided of a cell's scores before all of its questions were asked.
+"""Early verdicts: decisions on a cell's scores before all of its questions were evaluated.
 
-They lie beside where the record would, as `early.json`, and are no records: nothing that reads scores reads them, and
-the report shows them apart.
+They are stored as `early.json` in the cell's folder and are not records: nothing that reads scores reads them, and the
+report shows them separately.
 """
 
 from __future__ import annotations
@@ -21,108 +21,107 @@ from tasks.spec.names import how_many
 
 EARLY_NAME = "early.json"
 ANSWERED_NAME = "early.jsonl"
-"""File in an attempt's folder with the questions that were asked, in that order, their scores, and their batches."""
+"""File in an attempt's folder with the evaluated questions in order, their scores and batches."""
 NOT_COVERED = "the whole of these questions only: neither training's jitter nor other questions"
-"""The reach of a verdict, in words."""
+"""Scope of a verdict, formatted."""
 
 
 class EarlyScore(Part):
-    """The verdict on one score against a baseline, on the metric's own scale."""
+    """Verdict on a score against a baseline, on the metric's own scale."""
 
     benchmark: str
-    """Name it is published under."""
+    """Benchmark name, as published."""
     metric: str
-    """Metric as the harness calls it."""
+    """Name of the metric in the harness."""
     rule: str
-    """Rule of the gate that asks for it, in words."""
+    """Gate rule that requires the verdict, formatted."""
     baseline: str
-    """Checkpoints that it is compared with."""
+    """Baseline checkpoints."""
     baseline_value: FiniteFloat
-    """Their score, or its mean."""
+    """Score of the baseline, or the mean of its scores."""
     margin: FiniteFloat
-    """The loss that is not worse."""
+    """Largest loss that still counts as not worse."""
     higher_is_better: bool
     """Direction of improvement."""
     alpha: FiniteFloat
-    """Largest probability that the whole contradicts this verdict: this score's part of the verdict's."""
+    """Largest probability that the full evaluation contradicts this verdict: this score's share of the cell's alpha."""
     verdict: Literal["not worse", "worse"]
-    """The whole's score against the baseline's, less the margin."""
+    """Verdict on the full evaluation's score against the baseline's, less the margin."""
     asked: Whole
-    """Questions of it that were asked until the verdict was known."""
+    """Questions evaluated before the verdict."""
     questions: Whole
-    """Questions of the whole."""
+    """Questions of the full evaluation."""
     estimate: FiniteFloat
-    """The whole's score, estimated."""
+    """Estimated score of the full evaluation."""
     low: FiniteFloat
-    """Lower end of its interval, which is wrong with probability alpha at most, whenever asking was stopped."""
+    """Lower end of its interval, which is wrong with probability alpha at most, at any stopping time."""
     high: FiniteFloat
-    """Upper end, likewise."""
+    """Upper end of the same interval."""
     unlike: tuple[str, ...] = ()
-    """Changes of engine, harness or data since the baseline that nothing qualifies: it cannot be compared then."""
+    """Unqualified changes of engine, harness or data since the baseline, which prevent a comparison."""
 
     @property
     def early(self) -> bool:
-        """False if every question was asked, so that the verdict is that of the whole."""
+        """False if every question was evaluated, so that the verdict is final."""
         return self.asked < self.questions
 
     def value_in(self, record: Record) -> float | None:
-        """The score in the record of a whole evaluation; None where that has none."""
         wanted = self.benchmark, self.metric
         return next((metric.value for metric in record.metrics if (metric.benchmark, metric.name) == wanted), None)
 
     def agrees_with(self, value: float) -> bool:
-        """True if a score of the whole is on the side of the margin that the verdict says."""
+        """Returns True if a score of the full evaluation is on the same side of the margin as the verdict."""
         loss = self.baseline_value - value if self.higher_is_better else value - self.baseline_value
         return (loss <= self.margin + 1e-9) is (self.verdict == "not worse")
 
 
 class EarlyVerdict(Part):
-    """Verdicts on the scores of one cell, of which not all questions were asked."""
+    """Verdicts on the scores of a cell before all of its questions were evaluated."""
 
     schema_version: Literal[1] = 1
     """Version of this layout."""
     cell: PathPart
     """Name of the cell's folder."""
     checkpoint: CheckpointReference
-    """The model state that was asked."""
+    """The evaluated checkpoint."""
     evaluator: PathPart
     """The harness."""
     benchmarks: tuple[str, ...]
-    """The benchmarks, as they are published."""
+    """Benchmark names, as published."""
     evaluation_hash: str
-    """Over everything but the checkpoint that can change a score."""
+    """Hash over everything but the checkpoint that can change a score."""
     wanted: str
-    """Digest over the scores, predictions, margins and probabilities that it was decided with."""
+    """Digest over the scores, predictions, margins and probabilities behind the decision."""
     gate: str
     """Name of the gate."""
     alpha: FiniteFloat
-    """Largest probability that the whole contradicts any of these verdicts."""
+    """Largest probability that the full evaluation contradicts any of these verdicts."""
     scores: tuple[EarlyScore, ...]
-    """The verdicts."""
+    """Verdicts by score."""
     asked: Whole
-    """Questions that were asked in all, the last batch whole."""
+    """Questions evaluated in total, including the whole last batch."""
     questions: Whole
-    """Questions of the whole evaluation."""
+    """Questions of the full evaluation."""
     requests: dict[str, Whole] = {}
-    """Requests of the attempt as the proxy counted them; empty for an endpoint of others."""
+    """Requests of the attempt as counted by the proxy; empty for a foreign endpoint."""
     seconds: dict[str, FiniteFloat] = {}
     """Wall seconds by phase."""
     cost: Cost | None = None
-    """Price of the attempt, and of those before it."""
+    """Price of the attempt and of earlier attempts."""
     chip_seconds: FiniteFloat = 0.0
     """Accelerators times seconds of the attempt; 0 on CPU."""
     build: Build = Build()
-    """Versions of all that was asked with."""
+    """Versions used."""
     flow_run: str | None = None
-    """Name of the flow run that wrote it."""
+    """Name of the flow run that wrote the verdict."""
     attempt: PathPart
-    """Folder beside it that holds the harness's own output."""
+    """Folder next to the verdict with the harness's own output."""
     created: AwareDatetime
-    """Time it was written, UTC."""
+    """Time of writing, UTC."""
 
 
 def decided_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
-    """The number of questions that a score was decided by, and with what error, in words."""
+    """Returns the number of questions behind a score's decision and its error probability, formatted."""
     if not score.early:
         return f"all {how_many(score.questions, 'question')} asked"
     of = "one command and baseline"
@@ -132,7 +131,7 @@ def decided_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
 
 
 def read_early(cell_uri: str) -> EarlyVerdict | None:
-    """The early verdict on a cell; None if there is none in its folder, none that can be read, or another cell's."""
+    """Returns the early verdict in a cell's folder; None if it is missing, unreadable or of another cell."""
     try:
         found = EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
     except (FileNotFoundError, IrregularFile, ValidationError):
@@ -141,7 +140,7 @@ def read_early(cell_uri: str) -> EarlyVerdict | None:
 
 
 def spent_on_early(verdict: EarlyVerdict | None) -> Spent:
-    """The cost of what was asked for an early verdict, and before; nothing without one."""
+    """Returns the cost of an early verdict and of earlier attempts; zero without a verdict."""
     if verdict is None or verdict.cost is None:
         return Spent()
     by_others = verdict.cost.replica_seconds is None
@@ -149,12 +148,12 @@ def spent_on_early(verdict: EarlyVerdict | None) -> Spent:
 
 
 def write_early(cell_uri: str, verdict: EarlyVerdict) -> None:
-    """Writes the early verdict of a cell over an earlier one."""
+    """Writes the early verdict of a cell, replacing an earlier verdict."""
     storage.write_bytes(storage.join(cell_uri, EARLY_NAME), verdict.model_dump_json(indent=2).encode())
 
 
 def find_early(evaluation_path: str) -> Iterator[tuple[str, EarlyVerdict]]:
-    """Every readable early verdict below a folder, with the folder of its cell."""
+    """Yields folder of the cell and verdict for each readable early verdict below a folder."""
     for file in storage.list_files(evaluation_path):
         if storage.basename(file.uri) == EARLY_NAME and (found := read_early(storage.parent(file.uri))) is not None:
             yield storage.parent(file.uri), found

@@ -1,6 +1,6 @@
-"""Records as rows, one for each metric, for spreadsheets, data frames and scripts: CSV, JSON lines, Parquet.
+"""Export of records as rows, a row per metric, for spreadsheets, data frames and scripts: CSV, JSON lines, Parquet.
 
-Every form has the same columns in the same order, with the same types.
+All formats have the same columns, in the same order, with the same types.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _NOTHING_NOTICED = BenchmarkDetails(questions=0)
 
 
 class Measured(NamedTuple):
-    """One row before its columns are filled: a metric, or a benchmark of a record that has none.
-
-    `split` is the metric over clean and over flagged questions, by the names of these columns.
-    """
+    """Source of a row: a metric, or a benchmark without metrics; `split` has the values of `SPLIT_COLUMNS`."""
 
     record: Record
     benchmark: str
@@ -68,7 +65,7 @@ SPLIT_COLUMNS: dict[str, Kind] = {
     **{"not_scanned_n": "whole", "clean_less_flagged": "number", "clean_less_flagged_low": "number"},
     **{"clean_less_flagged_high": "number", "contamination_note": "text"},
 }
-"""Columns with a metric over the questions that were not found in training texts, and over those that were."""
+"""Columns with the metric over questions that were not found in training texts (clean) and that were (flagged)."""
 
 
 def _of_split(name: str) -> Callable[[Measured], Any]:
@@ -146,7 +143,7 @@ COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "attempt": ("text", lambda row: row.record.attempt),
     "created": ("time", lambda row: row.record.created),
 }
-"""Columns of every export, in order: what each holds, and where it comes from."""
+"""Type and source of each column of every export, in order."""
 
 
 def measured_rows(
@@ -155,15 +152,11 @@ def measured_rows(
     wanted: RecordFilter,
     splits_of: Callable[[Record], Mapping[tuple[str, str], Mapping[str, Any]]] = lambda record: {},
 ) -> Iterator[dict[str, Any]]:
-    """One row for each metric that is wanted, by the names in `COLUMNS`.
+    """Yields a row with the columns in `COLUMNS` for each metric that `wanted` takes.
 
-    A record without numbers has a row for each of its benchmarks, without metric and value. It is left out where
-    metrics are asked for by name.
+    A record without metrics has a row per benchmark with empty metric and value, unless `wanted` filters by metric.
 
-    Args:
-        records: the records.
-        wanted: says which metrics.
-        splits_of: values of `SPLIT_COLUMNS` for metrics of a record; these columns are empty without.
+    `splits_of` returns the values of `SPLIT_COLUMNS` by benchmark and metric; without it they are empty.
     """
     for record in records:
         splits = splits_of(record)
@@ -175,7 +168,7 @@ def measured_rows(
 
 
 def exported(rows: Iterable[dict[str, Any]], *, form: ExportFormat) -> bytes:
-    """The content of a file with some rows; without rows it still says which columns there are, but for `jsonl`."""
+    """Returns the content of a file with some rows; without rows it still has the columns, except for `jsonl`."""
     match form:
         case "csv":
             return _csv(rows).encode()
@@ -186,7 +179,7 @@ def exported(rows: Iterable[dict[str, Any]], *, form: ExportFormat) -> bytes:
 
 
 def form_of(output: str) -> ExportFormat | None:
-    """The form that the end of a file's name asks for."""
+    """Returns the format for a file name's extension; None for others."""
     ends: dict[str, ExportFormat] = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
     return next((form for end, form in ends.items() if storage.basename(output).lower().endswith(end)), None)
 
@@ -194,7 +187,7 @@ def form_of(output: str) -> ExportFormat | None:
 def _csv(rows: Iterable[dict[str, Any]]) -> str:
     lines: list[str] = []
     each_line: Any = SimpleNamespace(write=lines.append)
-    writer = csv.writer(each_line)  # lines that end with \r\n: it quotes both
+    writer = csv.writer(each_line)  # with its default terminator \r\n it quotes both \r and \n
     writer.writerow(COLUMNS)
     for row in rows:
         writer.writerow([_in_a_cell(row[name]) for name in COLUMNS])
@@ -230,7 +223,7 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:
-    import pyarrow  # takes a quarter of a second, which the other forms need not wait for
+    import pyarrow  # slow import (0.25 s), only for this format
     from pyarrow import parquet
 
     types: dict[Kind, Any] = {

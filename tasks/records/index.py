@@ -1,12 +1,13 @@
-"""A compact index of a run's records, kept beside them, so that planning reads one file and not a hundred thousand.
+"""A compact index of a run's records, stored next to them, so that planning reads 1 file instead of 100,000.
 
-    <evaluation_path>/<run>/index/summary.json      what planning asks for
-    <evaluation_path>/<run>/index/records.json      record by record, with its size and time, to see which are new
-    <evaluation_path>/<run>/index/<number>.json     news: a record that was written since
+    <evaluation_path>/<run>/index/summary.json      what planning needs
+    <evaluation_path>/<run>/index/records.json      a row per record, with size and time, to detect changed records
+    <evaluation_path>/<run>/index/<number>.json     news: a record written since the last comparison
 
-Records stay the only truth. The index is compared with a listing of them, but no longer than a twentieth of the time:
-one that took 3 s to compare is taken at its word for a minute, one that takes less than a second never is, and none for
-more than five minutes. Lost or damaged, it is made anew; where it cannot be written, it is made each time.
+Records stay the only source of truth. The index is compared with a listing of them, for at most 1/20 of the time: after
+a comparison of 3 s the index is used without another for 1 minute, in any case for at most 5 minutes. If a comparison
+takes at most 1 s, every use compares. A lost or damaged index is rebuilt; where it cannot be written, it is rebuilt
+each time.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ _ROWS = "records.json"
 _FORMAT = 5
 _TRUSTED_PER_SECOND = 20.0
 _WORTH_TRUSTING_SECONDS = 1.0
-_TRUSTED_AT_MOST_SECONDS = 300.0  # a comparison may have read every record, and clocks are set while it lasts
-_NEWS_KEPT_SECONDS = 3600.0  # longer than any reader takes between reading the index and writing it
+_TRUSTED_AT_MOST_SECONDS = 300.0  # limits the error if the clock is set during a long comparison
+_NEWS_KEPT_SECONDS = 3600.0  # longer than any reader needs from reading to writing the index
 _READ_AT_ONCE = 16
 _REASON_CHARACTERS = 300
 _NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 Stamp = tuple[int, float, str | None]
-"""Size, time and checksum of a record."""
+"""Size in bytes, modification time and checksum of a record's file."""
 
 
 class IndexedRecord(NamedTuple):
-    """A record as planning needs it. `cell` is its folder relative to the run's; times in seconds since the epoch."""
+    """The fields of a record that planning needs. `cell` is relative to the run's folder; times are epoch seconds."""
 
     cell: str
     checkpoint: str
@@ -72,17 +73,16 @@ class IndexedRecord(NamedTuple):
 
     @property
     def succeeded(self) -> bool:
-        """True if its numbers are published."""
         return self.status == "succeeded"
 
 
 _typed_done = TypeAdapter(list[tuple[str, str, str | None, tuple[int, ...], float]]).validate_python
 _typed_rows = TypeAdapter(list[IndexedRecord]).validate_python
-"""Rows from JSON, with everything of its type; raises `ValueError` where it is not."""
+"""Validates the types of rows from JSON; raises `ValueError`."""
 
 
 def row_of(cell: str, record: Record) -> IndexedRecord:
-    """A record as the index has it."""
+    """Returns the index row of a record."""
     failed = record.status == "infra_failed"
     return IndexedRecord(
         cell,
@@ -101,7 +101,7 @@ def row_of(cell: str, record: Record) -> IndexedRecord:
 
 
 def note_record(run_folder: str, cell_uri: str, record: Record) -> None:
-    """Tells whoever plans next of a record that was just written; what fails here costs a later look."""
+    """Adds a newly written record to the index. Ignores errors: the next comparison finds the record."""
     row = row_of(cell_uri.removeprefix(f"{run_folder.rstrip('/')}/"), record)
     name = f"{int(record.created.timestamp())}-{secrets.token_hex(4)}.json"
     with suppress(StorageError):
@@ -110,10 +110,7 @@ def note_record(run_folder: str, cell_uri: str, record: Record) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One state of a checkpoint, and by the hashes of which evaluations it has succeeded records.
-
-    `newest` is when the last of these was written, seconds since the epoch.
-    """
+    """A state of a checkpoint with the hashes of its successes; `newest` is the time of the last in epoch seconds."""
 
     digest: str
     listing: str | None
@@ -123,10 +120,10 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run: successes by checkpoint, everything else record by record.
+    """The records of a run: successes by checkpoint, all others record by record.
 
-    `typical` is what a success of each evaluation took, by its hash; `work` the same by benchmarks and engine; `spent`
-    what all records cost, by policies and month, as it was when the index was last compared with them.
+    `typical` is the median cost of a success by evaluation hash; `work` sums successes by benchmarks and engine;
+    `spent` is the cost of all records by policies and month, as of the last comparison with the records.
     """
 
     done: Mapping[str, Sequence[Evaluated]]
@@ -136,17 +133,14 @@ class RunRecords:
     spent: Sequence[MonthSpent] = ()
 
     def has(self, checkpoint: str, listing: str) -> bool:
-        """Tells if a checkpoint has a success in the state that a listing shows."""
         return any(state.listing == listing for state in self.done.get(checkpoint, ()))
 
 
 def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[], float] = time.time) -> RunRecords:
-    """Returns the records below `<evaluation_path>/<run>`, by a recent index or read one by one.
+    """Returns the records below `<evaluation_path>/<run>`, from a recent index or from the records themselves.
 
-    `use_index=False` reads the records; `now` is a clock in seconds since the epoch.
-
-    Raises:
-        StorageError: the folder cannot be listed.
+    `use_index=False` always compares the index with the records; `now` is a clock in seconds since the epoch. Raises
+    `StorageError` if the folder cannot be listed.
     """
     began = now()
     short, records = _read_summary(run_folder)
@@ -218,17 +212,13 @@ def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedR
 
 
 def keep_rows(run_folder: str, rows: Sequence[IndexedRecord], stamps: Mapping[str, Stamp]) -> None:
-    """Writes what is known record by record, each with the stamp of the record that it was read from.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
+    """Writes rows with the stamps of the record files that they were read from; raises `StorageError` on failure."""
     full = {"rows": rows, "stamps": [stamps[row.cell] for row in rows]}
     _write(run_folder, _ROWS, full)
 
 
 def indexed_cells(run_folder: str) -> set[str]:
-    """Cells that had a record when the index was last compared with them, or since, relative to the run's folder."""
+    """Returns cells, relative to the run's folder, with a record at the index's last comparison or since."""
     cells: set[str] = set()
     with suppress(*_DAMAGED):
         cells |= {str(row[0]) for row in (_read(storage.join(run_folder, FOLDER, _ROWS)) or {})["rows"]}
@@ -289,7 +279,7 @@ def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
 
 def _from_summary(content: Mapping[str, Any]) -> RunRecords:
     hashes = content["hashes"]
-    sets: dict[tuple[int, ...], frozenset[str]] = {}  # few different ones: most checkpoints were asked the same
+    sets: dict[tuple[int, ...], frozenset[str]] = {}  # few different sets: most checkpoints have the same evaluations
     done: dict[str, list[Evaluated]] = defaultdict(list)
     for checkpoint, digest, listing, key, newest in _typed_done(content["done"]):
         if key not in sets:
@@ -329,14 +319,14 @@ def _news(run_folder: str, *, since: float) -> list[FileInfo]:
 
 
 def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
-    """The stamp of each record by the folder of its cell relative to the run's; always in the same order."""
+    """Yields cell folder (relative to the run's) and stamp of each record, always in the same order."""
     if storage.is_local(run_folder):
         root = str(storage.local_path(run_folder).absolute())
         start = len(root) + 1
         for cell in _local_cells(root):
             record = f"{cell}/{RECORD_NAME}"
             try:
-                status = os.lstat(record)  # a Path for each of 200,000 takes a second
+                status = os.lstat(record)  # creating 200,000 Path objects takes 1 s
                 if stat.S_ISLNK(status.st_mode) and not leads_out(record, os.path.realpath(record)):
                     status = os.stat(record)  # noqa: PTH116
             except OSError as error:
@@ -347,7 +337,7 @@ def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
                 yield cell[start:], (status.st_size, status.st_mtime, None)
         return
     objects = storage.bucket_objects(run_folder)
-    if objects is not None:  # 200,000 of them, in half the time that their full descriptions take
+    if objects is not None:  # half the time of full listings at 200,000 objects
         start = len(run_folder.rstrip("/").split("://", 1)[-1].partition("/")[2]) + 1
         for found in objects:
             if found["name"].endswith(f"/{RECORD_NAME}"):

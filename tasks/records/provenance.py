@@ -14,25 +14,22 @@ from resources.settings import settings
 from tasks.spec.evaluation import EvaluationConfig
 
 METHOD = "2"
-"""Version of the way in which questions are put and counted: raised where the same settings give other numbers."""
+"""Version of how requests are built and counted; incremented when the same settings give other scores."""
 
 
 @cache
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the repository this code runs from, and whether it has uncommitted changes.
-
-    Outside of one: the commit that the settings name, None where they name none; changes are not known.
-    """
+    """Returns commit and dirty flag of this code's repository; outside of it, the commit in the settings and None."""
     here = Path(__file__).parent
     if git_output(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return settings().commit or None, None  # perhaps installed inside a repository that is not ours
+        return settings().commit or None, None  # perhaps installed inside an unrelated repository
     commit = git_output(here, "rev-parse", "HEAD")
     changes = git_output(here, "status", "--porcelain")
     return commit, (bool(changes) if changes is not None else None)
 
 
 def place_in_git(file: Path) -> tuple[str, str] | None:
-    """A file's path in its repository, and the commit there, ending in -dirty if the file differs; None outside."""
+    """Returns a file's path in its repository and the commit, with suffix -dirty if the file differs; None outside."""
     folder, commit = file.resolve().parent, git_output(file.resolve().parent, "rev-parse", "HEAD")
     name = git_output(folder, "ls-files", "--full-name", "--error-unmatch", file.resolve().name)
     if not name or not commit:
@@ -41,7 +38,7 @@ def place_in_git(file: Path) -> tuple[str, str] | None:
 
 
 def git_output(folder: Path, *arguments: str, timeout_seconds: float = 10) -> str | None:
-    """Output of a git command in a folder, without the line break at its end; None where it failed or took longer."""
+    """Returns the output of a git command without its last line break; None on failure or timeout."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
@@ -52,7 +49,7 @@ def git_output(folder: Path, *arguments: str, timeout_seconds: float = 10) -> st
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of Assay, of its method, of Python and Prefect."""
+    """Returns the versions of Assay, its method, Python and Prefect."""
     return {
         "assay": metadata.version("assay-evals"),
         "method": METHOD,
@@ -62,7 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(config: EvaluationConfig) -> dict[str, Any]:
-    """The device asked for, how many replicas, and the machine the flow ran on."""
+    """Returns the requested device, the number of replicas, and the machine of the flow."""
     machine = {"system": platform.platform(), "machine": platform.machine()}
     if config.native:
         resources = config.resource_config or ResourceConfig()

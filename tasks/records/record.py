@@ -1,8 +1,8 @@
-"""Records: the published outcome of a cell, written last, and only then the cell is done.
+"""Records: the published outcomes of cells. A cell is done once its record, the last file written, exists.
 
-A record lies at `<evaluation_path>/<run>/step-<N>/<evaluator>/<cell>/record.json`, the harness's own output beside it
-in a folder per attempt. Cell folders are named after what was measured and on which weights, so a checkpoint that was
-written again, or a changed evaluation, never meets an old record.
+Records are stored at `<evaluation_path>/<run>/step-<N>/<evaluator>/<cell>/record.json`, next to a folder of harness
+output for each attempt. The name of a cell's folder has a hash of evaluation and weights, so rewritten checkpoints and
+changed evaluations get new folders.
 """
 
 from __future__ import annotations
@@ -39,59 +39,59 @@ from tasks.records.seals import Digests, sealed
 
 RECORD_NAME = "record.json"
 JOURNAL_FOLDER = "journal"
-"""Folder in a cell's with a copy of its answers, while it has no record."""
+"""Subfolder of a cell with a copy of its journaled answers, until the cell has its record."""
 SCOPE_NAME = "unfinished.json"
-"""File in a cell's folder that stands there from the first attempt at an evaluation of it to the success."""
+"""File in a cell's folder, from the first attempt at its evaluation until the success."""
 ENDPOINT_NAME = "endpoint.json"
-"""File beside it with weights of fixed texts, by which the model at an endpoint of others is known."""
+"""File next to it with log-likelihoods of fixed texts, which identify the model at a foreign endpoint."""
 QUALIFICATIONS_FOLDER = "qualifications"
-"""Folder below an evaluation path with verdicts on changes of builds, and with what was asked for them."""
-_MOST_LEVELS = 8  # of groups in groups; those of lm-eval have three
-_READ_AT_ONCE = 16  # from an object store; each read waits for the network
+"""Subfolder of an evaluation path with verdicts on changes of builds, and the cells evaluated for them."""
+_MOST_LEVELS = 8  # of nested groups; lm-eval has at most 3
+_READ_AT_ONCE = 16  # concurrent reads from an object store
 
 
 class Metric(Part):
-    """One number of one benchmark."""
+    """A score of a benchmark."""
 
     benchmark: str
-    """Name it is published under."""
+    """Benchmark name, as published."""
     name: str
-    """Metric as the harness calls it, such as acc or exact_match."""
+    """Name of the metric in the harness, such as acc or exact_match."""
     value: float
-    """Its value, on the harness's own scale (accuracies from 0 to 1)."""
+    """Value on the harness's own scale (accuracies from 0 to 1)."""
     stderr: float | None
-    """Its standard error, where the harness gives one."""
+    """Standard error, where the harness gives it."""
     n: Whole
-    """Questions it was taken over."""
+    """Number of questions behind the value."""
     low: float | None = None
-    """Lower end of its 95 % interval, over clusters of questions where they have some; empty where none is known."""
+    """Lower end of the 95 % interval, over clusters of questions where they exist; empty without an interval."""
     high: float | None = None
-    """Upper end of its 95 % interval."""
+    """Upper end of the 95 % interval."""
     parts: dict[str, float] = {}
-    """Weights of the benchmarks whose values it is the mean of, together 1; empty where it is no group's."""
+    """For a group: weights of the averaged benchmarks, which sum to 1; otherwise empty."""
     higher_is_better: bool | None = True
     """Direction of improvement; empty where it is unknown."""
     smooth: bool = False
-    """True for a score that comes along with those of a multiple-choice benchmark: its `bpb` or `choice_prob_norm`."""
+    """True for the smooth scores of a multiple-choice benchmark: its `bpb` or `choice_prob_norm`."""
     recomputed: bool = False
-    """True if samples, or a group's parts, gave this value when it was published, so that they must ever after."""
+    """True if samples, or a group's parts, reproduced the value when published, so verification requires it."""
 
 
 class SinkState(Part):
-    """The state of a record at one sink."""
+    """State of a record at a sink."""
 
     status: Literal["published", "failed"]
-    """published if the sink has it."""
+    """published if the sink has the record."""
     where: str | None = None
-    """Its address there."""
+    """Address of the record at the sink."""
     reason: str | None = None
-    """The reason why the sink does not have it."""
+    """Reason why the sink does not have the record."""
     at: AwareDatetime
-    """Time that was found out, UTC."""
+    """Time of this state, UTC."""
 
 
 class Record(Part):
-    """The outcome of one cell."""
+    """The outcome of a cell."""
 
     schema_version: Literal[1, 2, 3, 4] = 4
     """Version of this layout; 1 had no samples, links and sinks, 2 no details, asking and digests, 3 no cost."""
@@ -102,25 +102,25 @@ class Record(Part):
     cell: PathPart
     """Name of the cell's folder."""
     checkpoint: CheckpointReference
-    """The model state that was measured."""
+    """The evaluated checkpoint."""
     evaluator: PathPart
     """The harness."""
     benchmarks: tuple[str, ...]
-    """The benchmarks, as they are published."""
+    """Benchmark names, as published."""
     metrics: tuple[Metric, ...]
-    """The numbers; empty unless it succeeded."""
+    """Scores; empty unless the cell succeeded."""
     counts: Counts | None
-    """Requested, answered, scored; empty if it never came to them."""
+    """Numbers of requested, answered and scored questions; empty if the cell failed before they were counted."""
     details: dict[str, BenchmarkDetails] = {}
-    """Details of each benchmark that asks questions itself, by the name it is published under."""
+    """Details of each benchmark with questions of its own (not groups), by published name."""
     asking: Asking = Asking()
-    """The way questions were put."""
+    """How requests were built, as far as the configuration does not define it."""
     evaluation: Described
     """The whole configuration."""
     evaluation_hash: str
-    """Over everything but the checkpoint that can change a score."""
+    """Hash over everything but the checkpoint that can change a score."""
     git_commit: str | None
-    """Commit of the code that ran, where it lies in a repository."""
+    """Commit of the code that ran; empty outside a repository."""
     git_dirty: bool | None
     """True if that code had uncommitted changes."""
     versions: dict[str, str]
@@ -128,35 +128,35 @@ class Record(Part):
     hardware: Described
     """Device, replicas, machine."""
     served: Described
-    """The way the checkpoint came into the engine, or the endpoint used."""
+    """How the checkpoint was loaded into the engine, or the endpoint used."""
     seconds: dict[str, FiniteFloat]
     """Wall seconds by phase."""
     chip_seconds: FiniteFloat
-    """Accelerators times seconds of this cell; 0 on CPU, and where somebody else's endpoint answers."""
+    """Accelerators times seconds of this cell; 0 on CPU and for a foreign endpoint."""
     cost: Cost | None = None
-    """Its price, and what was expected; empty in records from before there was one."""
+    """Price and predicted cost; empty in records older than this field."""
     requests: dict[str, Whole]
-    """Requests of this cell as the proxy counted them; empty for a foreign endpoint."""
+    """Requests of this cell as counted by the proxy; empty for a foreign endpoint."""
     tags: tuple[str, ...] = ()
     """Free labels."""
     samples: Whole | None = None
-    """Questions in `samples.jsonl.gz` of the attempt; empty if there is no such file."""
+    """Questions in `samples.jsonl.gz` of the attempt; empty without that file."""
     links: dict[str, InnerPath] = {}
-    """Pages the harness made, such as HELM's site, by title; relative to the record's folder."""
+    """Pages made by the harness, such as HELM's site: title to path relative to the record's folder."""
     sinks: dict[str, SinkState] = {}
-    """The state of this record at each sink it is for."""
+    """State of this record at each of its sinks."""
     digests: Digests = Digests()
-    """Digests by which it shows if this record, or its samples, were changed after they were written."""
+    """Digests that show if this record, or its samples, were changed after they were written."""
     infra_failures: int | None = Field(default=None, ge=0, lt=2**63)
-    """Outcomes in a row that were `infra_failed`, this one included unless it was interrupted."""
+    """Consecutive `infra_failed` outcomes; counts this record unless it was interrupted."""
     interrupted: bool = False
-    """True if the run was told to end from outside: that is no failure."""
+    """True if the run was stopped from outside, which does not count as a failure."""
     flow_run: str | None = None
-    """Name of the flow run that wrote it."""
+    """Name of the flow run that wrote the record."""
     attempt: PathPart
-    """Folder beside the record that holds the harness's own output."""
+    """Folder next to the record with the harness's own output."""
     created: AwareDatetime
-    """Time it was written, UTC."""
+    """Time of writing, UTC."""
 
     @model_validator(mode="after")
     def _is_bounded(self) -> Record:
@@ -170,17 +170,16 @@ class Record(Part):
 
     @property
     def succeeded(self) -> bool:
-        """True if its numbers are published."""
         return self.status == "succeeded"
 
     @property
     def spent(self) -> Spent:
-        """Cost of this attempt and of the recorded ones before it."""
+        """Cost of this attempt and of the recorded attempts before it."""
         by_others = self.served.get("by") == "endpoint"
         return spent_on(self.cost, chip_seconds=self.chip_seconds, by_others=by_others)
 
     def noticed(self, benchmark: str) -> BenchmarkDetails | None:
-        """Details of a benchmark, or of a group those of its parts together; None where nothing is known of it."""
+        """Returns the details of a benchmark, for a group the sum over its parts; None if there are none."""
         if benchmark in self.details:
             return self.details[benchmark]
         groups = [metric for metric in self.metrics if metric.benchmark == benchmark and metric.parts]
@@ -191,23 +190,23 @@ class Record(Part):
 
 
 def now() -> datetime:
-    """This moment, in UTC."""
+    """Returns the current time in UTC."""
     return datetime.now(UTC)
 
 
 def record_uri(cell_uri: str) -> str:
-    """The file of a cell's record."""
+    """Returns the URI of a cell's record."""
     return storage.join(cell_uri, RECORD_NAME)
 
 
 def read_record(cell_uri: str) -> Record | None:
-    """The record of a cell, or None if it has none that counts: see `record_or_reason`."""
+    """Returns the record of a cell, or None if there is none that counts: see `record_or_reason`."""
     found = record_or_reason(cell_uri)
     return found if isinstance(found, Record) else None
 
 
 def record_or_reason(cell_uri: str) -> Record | str | None:
-    """The record of a cell, or the reason that the file does not count; None without a file."""
+    """Returns the record of a cell, the reason why its file does not count, or None without a file."""
     try:
         return _read_in(storage.read_bytes(record_uri(cell_uri)), cell_uri)
     except IrregularFile as error:
@@ -227,7 +226,10 @@ def _read_in(content: bytes, cell_uri: str) -> Record | str:
 
 
 def record_to_replace(cell_uri: str) -> Record | None:
-    """The record of a cell that is to be evaluated, as `read_record` has it."""
+    """Returns the record that a new evaluation of the cell would replace, or None if there is none that counts.
+
+    Raises `StorageError` if it is a success written by a newer Assay, with unknown fields.
+    """
     try:
         return _replaceable(record_uri(cell_uri), storage.read_bytes(record_uri(cell_uri)))
     except FileNotFoundError:
@@ -250,22 +252,18 @@ def _replaceable(uri: str, content: bytes) -> Record | None:
 
 
 def parsed_record(content: bytes, cell_uri: str) -> Record | None:
-    """The record that some bytes in a cell's folder are, or None if they are none, or that of another cell."""
+    """Parses the content of a cell's record; None if it is no record, or another cell's."""
     found = _read_in(content, cell_uri)
     return found if isinstance(found, Record) else None
 
 
 def failures_in_a_row(recorded: int | None) -> int:
-    """Failures in a row by an `infra_failed` record; those from before it was counted stand for one."""
+    """Returns the consecutive failures up to an `infra_failed` record; 1 for records older than the counter."""
     return 1 if recorded is None else recorded
 
 
 def write_record(cell_uri: str, record: Record) -> Record:
-    """Publishes the outcome of a cell; of two runs that finish the same cell, the first success stands.
-
-    Returns:
-        The record that stands: this one, or the success of another run that was there before.
-    """
+    """Publishes the outcome of a cell and returns it, unless the cell has a success already: then returns that."""
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
@@ -288,7 +286,7 @@ def _with_earlier_cost(record: Record, before: Record | None) -> Record:
 
 
 def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
-    """Says in a cell's record what became of it at some sinks; the record, or None if there is none."""
+    """Updates the states of some sinks in a cell's record; returns the record, or None if there is none."""
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
@@ -301,10 +299,10 @@ def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
 
 
 def begin_scope(cell_uri: str) -> str:
-    """Name of the present evaluation of a cell, the same for every attempt until one succeeds.
+    """Returns the name of a cell's current evaluation, which all attempts share until an attempt succeeds.
 
-    Answers of an unfinished evaluation are used again when it goes on, also on another machine. One that was finished,
-    and is to be done again because its record was deleted, gets a new name, so that sampled answers are new too.
+    The name is the key of journaled answers, so an unfinished evaluation reuses them, also on another machine. A
+    finished evaluation that is repeated because its record was deleted gets a new name, hence new sampled answers.
     """
     uri = storage.join(cell_uri, SCOPE_NAME)
     name = f"{storage.basename(cell_uri)[-40:].lstrip('._+=@-')}-{secrets.token_hex(6)}"
@@ -317,20 +315,20 @@ def begin_scope(cell_uri: str) -> str:
 
 
 def end_scope(cell_uri: str) -> None:
-    """Ends the present evaluation of a cell, which has its record, or whose answers are not to be used again."""
+    """Ends the current evaluation of a cell: it has its record, or its answers must not be reused."""
     for name in (SCOPE_NAME, ENDPOINT_NAME):
         storage.delete(storage.join(cell_uri, name))
 
 
 def end_scope_and_answers(cell_uri: str) -> None:
-    """Ends the present evaluation of a cell, and deletes what was kept of its answers beside its record."""
+    """Ends the current evaluation of a cell and deletes the copy of its answers."""
     end_scope(cell_uri)
     for file in storage.list_files(storage.join(cell_uri, JOURNAL_FOLDER)):
         storage.delete(file.uri)
 
 
 def weighed_at_first(cell_uri: str, weighed: Sequence[float]) -> list[float]:
-    """Weights of fixed texts at the first attempt of the present evaluation of a cell; these are kept if it is this."""
+    """Returns the evaluation's first log-likelihoods of fixed texts; stores `weighed` if there are none yet."""
     uri = storage.join(cell_uri, ENDPOINT_NAME)
     if storage.create_bytes(uri, json.dumps(list(weighed)).encode()):
         return list(weighed)
@@ -349,10 +347,10 @@ class FoundRecord:
 
 
 def find_records(evaluation_path: str, *, rejected: dict[str, str] | None = None) -> list[FoundRecord]:
-    """Every record below a folder with where it lies, by run, step and time of writing; each is read once.
+    """Returns all records below a folder, each read once, sorted by run, step and time of writing.
 
-    What was asked to qualify a change of builds is left out, unless the folder is that. Takes into `rejected` each cell
-    whose record does not count, and why: it is damaged, of a newer Assay, or of another cell.
+    Skips the `qualifications` subfolder. Adds to `rejected` each cell with a record that does not count, and why: it
+    is damaged, written by a newer Assay, or belongs to another cell.
     """
     aside = f"{storage.join(evaluation_path, QUALIFICATIONS_FOLDER)}/"
     cells = [
@@ -375,5 +373,5 @@ def find_records(evaluation_path: str, *, rejected: dict[str, str] | None = None
 
 
 def read_records(evaluation_path: str) -> list[Record]:
-    """Every readable record below a folder, in the order of `find_records`."""
+    """Returns all readable records below a folder, in the order of `find_records`."""
     return [found.record for found in find_records(evaluation_path)]

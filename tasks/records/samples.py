@@ -1,7 +1,7 @@
-"""Samples: what was asked, answered and scored, question by question, in one form for every evaluator.
+"""Samples: prompt, answer and scores of each question, in the same format for every evaluator.
 
-They lie beside the harness's own output, one line of JSON a question, gzipped. Two runs of the same benchmark are
-compared question by question with them.
+They are stored next to the harness's output: gzipped JSON lines, a line per question. Comparisons of two runs of a
+benchmark read them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from resources.storage import storage
 from tasks.records.details import Whole, bounded
 
 SAMPLES_NAME = "samples.jsonl.gz"
-"""Name of the file in an attempt's folder."""
+"""Name of the samples file in an attempt's folder."""
 MOST_BYTES_OF_A_LINE = 64 << 20
-"""A million tokens of prompt and answer have about 10 MB."""
+"""Largest line of a samples file: 64 MiB. A million tokens of prompt and answer are about 10 MB."""
 
 
 def encodable(text: str) -> str:
-    """Half of a surrogate pair, which JSON can carry from an endpoint and no file can hold, becomes a question mark."""
+    """Replaces lone surrogates, which JSON responses can contain and UTF-8 files cannot, by question marks."""
     return text.encode(errors="replace").decode()
 
 
@@ -34,50 +34,49 @@ _Text = Annotated[str, AfterValidator(encodable)]
 
 
 class Sample(BaseModel):
-    """One question of a benchmark, with what came of it."""
+    """A question of a benchmark with its answer and scores."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     benchmark: str
-    """Name its metrics are published under."""
+    """Benchmark name under which its metrics are published."""
     id: str
-    """Name of the question, in every run of the benchmark."""
+    """Identifier of the question, the same in every run of the benchmark."""
     prompt: _Text
-    """The question; with what stood before it where its harness does not tell the two apart."""
+    """The question; includes the preceding context if the harness does not separate the two."""
     output: _Text
-    """The model's answer; for a choice, the one it found likeliest."""
+    """The model's answer; for multiple choice, the choice with the highest likelihood."""
     target: _Text | None
-    """The right answer, or the output it was compared with."""
+    """The correct answer, or the output that the answer was compared with."""
     scores: Annotated[dict[str, float], AfterValidator(bounded)]
-    """By metric; empty for a question that was left out."""
+    """Scores by metric; empty for a question that was left out."""
     ratios: Annotated[dict[str, tuple[float, float]], AfterValidator(bounded)] = {}
     """Metrics that are a ratio of sums, such as perplexities: log-likelihood of the text, and its words or bytes."""
     cluster: str | None = None
-    """Name of the passage or document that it shares with other questions; empty where it stands alone."""
+    """Name of the passage or document that it shares with other questions; empty for an independent question."""
     log_likelihoods: Annotated[tuple[FiniteFloat, ...], AfterValidator(bounded)] = ()
-    """Log-likelihoods that its scores were made of, request by request; empty where texts are scored."""
+    """Log-likelihoods behind its scores, request by request; empty where generated text is scored."""
     finish: str | None = None
-    """Reason for the end of its answers: `length` if one was cut at the limit; empty where nothing is generated."""
+    """Finish reason of its answers: `length` if any was cut at the limit; empty where nothing is generated."""
     truncated: bool = False
     """True if its prompt was cut on the left to fit."""
     choices: tuple[_Text, ...] = ()
-    """Texts of its choices, in the order of `log_likelihoods` where these begin with one of each."""
+    """Texts of its choices, in the order of `log_likelihoods`, which begin with those of the choices if any."""
     context: _Text = ""
-    """System prompt, description and examples that stood before the question; empty if none did, or none is known."""
+    """System prompt, description and few-shot examples before the question; empty if there are none, or unknown."""
     tokens: Whole | None = None
-    """Tokens that were generated for its answer; None where none are, or nobody counted them."""
+    """Tokens generated for its answer; None if nothing is generated or the tokens were not counted."""
 
     @property
     def asked(self) -> str:
-        """Its whole prompt."""
         return self.context + self.prompt
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> int:
-    """Writes samples to a new file, and says how many."""
+    """Writes samples to a new file and returns their number."""
     number = 0
     try:
-        # No name and time in the header: the same samples are the same bytes.
+        # No name or time in the header, so that equal samples give equal bytes.
         with (
             path.open("wb") as file,
             gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed,
@@ -94,21 +93,17 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> int:
 
 
 def read_samples(uri: str) -> Iterator[Sample]:
-    """The samples in a file of an attempt; raises what `samples_content` and `parsed_samples` do."""
+    """Yields the samples in a file of an attempt; raises the errors of `samples_content` and `parsed_samples`."""
     yield from parsed_samples(samples_content(uri), uri=uri)
 
 
 def samples_content(uri: str) -> bytes:
-    """The content of `<cell>/<attempt>/samples.jsonl.gz`; no link that leads out of the cell is followed.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Reads `<cell>/<attempt>/samples.jsonl.gz`, or raises `FileNotFoundError`; follows no links out of the cell."""
     return storage.read_bytes(uri, within=storage.parent(storage.parent(uri)))
 
 
 def parsed_samples(content: bytes, *, uri: str) -> Iterator[Sample]:
-    """The samples in the content of a file; raises `StorageError` if it is damaged."""
+    """Parses the content of a samples file; raises `StorageError` if it is damaged."""
     for number, line in enumerate(sample_lines(content, uri=uri), 1):
         try:
             yield Sample.model_validate_json(line)
@@ -117,11 +112,7 @@ def parsed_samples(content: bytes, *, uri: str) -> Iterator[Sample]:
 
 
 def sample_lines(content: bytes, *, uri: str) -> Iterator[bytes]:
-    """The lines in the content of a file with samples.
-
-    Raises:
-        StorageError: it is damaged, or a line has more than 64 MiB.
-    """
+    """Yields the lines of a samples file; raises `StorageError` if it is damaged or a line is longer than 64 MiB."""
     try:
         with gzip.open(io.BytesIO(content), "rb") as lines:
             while line := lines.readline(MOST_BYTES_OF_A_LINE + 1):
@@ -133,7 +124,7 @@ def sample_lines(content: bytes, *, uri: str) -> Iterator[bytes]:
 
 
 def damaged_samples(uri: str, found: str) -> StorageError:
-    """The error that says what is wrong with a file of samples."""
+    """Returns the error for a damaged samples file."""
     return StorageError(
         expected=f"samples, one line of JSON each, in {uri}",
         found=found.partition("\n")[0],

@@ -1,4 +1,4 @@
-"""Scores of single questions without their texts: what published values are taken over, and can be recomputed from."""
+"""Scores of single questions without their texts: the source of published values, which they can reproduce."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tasks.records.record import FoundRecord, Metric
 from tasks.records.samples import SAMPLES_NAME, Sample, parsed_samples, samples_content
 
 LENGTH = "length"
-"""The reason an engine gives for an answer that ended at the limit."""
+"""Finish reason of an answer that ended at the length limit."""
 _TOLERANCE = 5e-4  # harnesses round the means they publish
-_SCALES = (1.0, 100.0)  # some publish per cent over scores from 0 to 1
+_SCALES = (1.0, 100.0)  # some publish percent of scores from 0 to 1
 
 
 class Question(NamedTuple):
-    """One sample, with a digest of its prompt in place of all texts."""
+    """A sample without its texts; `prompt` is a digest."""
 
     id: str
     prompt: bytes
@@ -30,16 +30,16 @@ class Question(NamedTuple):
 
     @property
     def scored(self) -> bool:
-        """True unless it was left out, or nothing usable came of it."""
+        """False for a question that was left out or has no usable result."""
         return bool(self.scores or self.ratios)
 
 
 Questions = Mapping[str, Sequence[Question]]
-"""Samples of one record by benchmark."""
+"""Samples of a record by benchmark."""
 
 
 def question_of(sample: Sample) -> Question:
-    """A sample without its texts, which together can be large."""
+    """Returns a sample without its texts, which can be large in total."""
     prompt = hashlib.sha256(sample.asked.encode()).digest()[:8]
     kept = sample.cluster, sample.finish, sample.truncated, sample.scores, sample.ratios
     return Question(sample.id, prompt, *kept)
@@ -53,11 +53,7 @@ class KeptSamples(NamedTuple):
 
 
 def kept_samples(found: FoundRecord) -> KeptSamples | None:
-    """The samples beside a record, without their texts; None if there are none.
-
-    Raises:
-        StorageError: they are damaged, or cannot be read.
-    """
+    """Returns a record's samples without texts, or None; raises `StorageError` if they are damaged or unreadable."""
     uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
     questions: dict[str, list[Question]] = {}
     try:
@@ -70,7 +66,7 @@ def kept_samples(found: FoundRecord) -> KeptSamples | None:
 
 
 def scale_of(metric: Metric, scores: Sequence[float]) -> float | None:
-    """The number that the mean of some scores is multiplied with to give a metric's value; None if there is none."""
+    """Returns the factor between the mean of some scores and a metric's value (1 or 100); None if neither fits."""
     mean = math.fsum(scores) / len(scores) if scores else math.nan
     return next(
         (scale for scale in _SCALES if abs(mean * scale - metric.value) <= _TOLERANCE * scale * max(1.0, abs(mean))),
@@ -79,13 +75,13 @@ def scale_of(metric: Metric, scores: Sequence[float]) -> float | None:
 
 
 def scores_in(metric: Metric, questions: Iterable[Question]) -> list[float]:
-    """The scores of questions in a metric, those that are numbers."""
+    """Returns the finite scores of questions for a metric."""
     scores = (question.scores.get(metric.name, math.nan) for question in questions)
     return [score for score in scores if math.isfinite(score)]
 
 
 def ratio(name: str, parts: Sequence[tuple[float, float]]) -> float:
-    """A perplexity, or bits per byte, from log-likelihoods and the words or bytes that they are of."""
+    """Returns a perplexity, or bits per byte, from pairs of log-likelihood and number of words or bytes."""
     units = math.fsum(number for _, number in parts)
     per_unit = -math.fsum(likelihood for likelihood, _ in parts) / units if units else math.nan
     try:
@@ -95,7 +91,7 @@ def ratio(name: str, parts: Sequence[tuple[float, float]]) -> float:
 
 
 def given(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> list[float]:
-    """The values that samples, or the parts of a group, give: one on each scale; empty where they give none."""
+    """Returns the values computed from samples, or from a group's parts, a value per scale; empty if there are none."""
     if metric.parts:
         values = {other.benchmark: other.value for other in metrics if other.name == metric.name}
         known = values.keys() >= metric.parts.keys()
@@ -108,11 +104,11 @@ def given(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> li
 
 
 def agrees(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> bool:
-    """Tells if samples, or the parts of a group, give the value that was published; see `given`."""
+    """Returns True if samples, or a group's parts, reproduce the published value; see `given`."""
     values = zip(given(metric, questions, metrics), _SCALES, strict=False)
     return any(is_close(found, metric.value, scale=scale) for found, scale in values)
 
 
 def is_close(found: float, value: float, *, scale: float = 1.0) -> bool:
-    """Tells if a value is the one that was published, but for the rounding of harnesses."""
+    """Returns True if a value equals the published value up to the rounding of harnesses."""
     return math.isclose(found, value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)

@@ -1,4 +1,4 @@
-"""Seals of records: digests by which a changed record shows, and a signature where a team has a key for it."""
+"""Seals of records: digests that reveal changes, and a signature if the team has a key."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from tasks.records.record import Record
 
 Integrity = Literal["intact", "changed", "unknown"]
-_SEALED_SINCE = 3  # version of the layout
+_SEALED_SINCE = 3  # `Record.schema_version`
 
 
 class Digests(Part):
-    """Digests of a record and of its samples, as they were when it was written."""
+    """Digests of a record and of its samples at the time of writing."""
 
     samples: str | None = None
-    """SHA-256 of `samples.jsonl.gz`; empty if there is no such file."""
+    """SHA-256 of `samples.jsonl.gz`; empty without that file."""
     record: str | None = None
-    """SHA-256 of all else but `sinks`, and of `samples` here: JSON with sorted keys, less fields at their defaults."""
+    """SHA-256 of the record without `sinks`, with `samples`: JSON with sorted keys and without default values."""
     signature: str | None = None
-    """HMAC-SHA256 of the same with the key in `ASSAY_RECORDS_KEY`; empty where there was none."""
+    """HMAC-SHA256 of the same content with the key in `ASSAY_RECORDS_KEY`; empty without a key."""
 
 
 def sealed(record: Record) -> Record:
-    """Returns a record with digest and, where this machine has the key, signature of what it says now."""
+    """Returns the record with a digest of its content and, if this machine has the key, a signature."""
     content = _content(record)
     digest = hashlib.sha256(content).hexdigest()
     digests = record.digests.model_copy(update={"record": digest, "signature": _signature(content)})
@@ -37,9 +37,9 @@ def sealed(record: Record) -> Record:
 
 
 def broken_seal(record: Record) -> str | None:
-    """The sign that a record is not what was written, in words; None where there is none.
+    """Returns the evidence that a record was changed, formatted; None if there is none.
 
-    With a key on this machine, a record without a signature has such a sign, older ones included.
+    If this machine has a key, a missing signature is evidence too, also in records older than signatures.
     """
     content, kept = _content(record), record.digests
     signature = _signature(content)
@@ -55,7 +55,7 @@ def broken_seal(record: Record) -> str | None:
 
 
 def integrity(record: Record) -> Integrity:
-    """Tells by the record alone if it is what was written; unknown for one from before there were digests."""
+    """Returns the integrity of a record by its own digests; unknown for records older than digests."""
     if broken_seal(record):
         return "changed"
     return "intact" if record.digests.record else "unknown"

@@ -1,4 +1,4 @@
-"""Search of records: by patterns, and by the name or place of a checkpoint."""
+"""Search of records: by patterns, and by the name or path of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ELSEWHERE = re.compile(r"(.+?):(?!//)((?:mean|ema|wsm|interpolate)\(.*\))|(.+):
 
 @dataclass(frozen=True)
 class RecordFilter:
-    """A choice of records and of their metrics; a field that is empty takes everything.
+    """A filter for records and their metrics; empty fields match everything.
 
-    Runs, benchmarks, metrics and tags are patterns as in a shell (`mmlu*`); of several, one has to match. `latest`
-    takes the newest record of each checkpoint, evaluator and set of benchmarks only.
+    Runs, benchmarks, metrics and tags are shell patterns (`mmlu*`), combined by OR. `latest` keeps only the newest
+    record of each checkpoint, evaluator and set of benchmarks.
     """
 
     runs: tuple[str, ...] = ()
@@ -43,16 +43,16 @@ class RecordFilter:
     latest: bool = True
 
     def check(self) -> None:
-        """Refuses what can match nothing."""
+        """Raises `BadInput` for evaluators and statuses that do not exist."""
         titles = evaluator_titles()
         _check("evaluator", self.evaluators, [*titles, *map(str.lower, titles.values())])
         _check("status", self.statuses, get_args(RecordStatus))
 
     def select(self, records: Sequence[Record]) -> list[Record]:
-        """Those that are wanted, in the order given.
+        """Returns the matching records in the given order.
 
-        Tags say which evaluation is meant, so they are looked at before the newest is taken; a status is what came of
-        it, so it is looked at after.
+        Tags select an evaluation, so they apply before the newest record is taken; statuses are outcomes, so they apply
+        after.
         """
         meant = [record for record in records if self._means(record)]
         if self.latest:
@@ -61,10 +61,7 @@ class RecordFilter:
         return [record for record in meant if not self.statuses or record.status in self.statuses]
 
     def takes(self, benchmark: str, metric: str, *, smooth: bool = False) -> bool:
-        """Tells if a metric of a benchmark is wanted; `metric` is empty for a benchmark that has given no number.
-
-        Smooth scores are wanted where metrics are named, if a pattern matches them.
-        """
+        """Returns True if a metric (empty without scores) matches; smooth scores match only patterns of metrics."""
         return _matches(benchmark, self.benchmarks) and (_matches(metric, self.metrics) if self.metrics else not smooth)
 
     def _means(self, record: Record) -> bool:
@@ -101,7 +98,7 @@ def _is_evaluator(name: str, wanted: Sequence[str]) -> bool:
 
 
 def found_below(evaluation_path: str, record: Record) -> FoundRecord:
-    """A record of an evaluation path with the folder of its cell."""
+    """Combines a record with the folder of its cell below an evaluation path."""
     step = f"step-{record.checkpoint.step}"
     return FoundRecord(
         storage.join(evaluation_path, record.checkpoint.run, step, record.evaluator, record.cell), record
@@ -111,16 +108,15 @@ def found_below(evaluation_path: str, record: Record) -> FoundRecord:
 def records_of_checkpoints(
     texts: Sequence[str], *, evaluation_path: str, rejected: dict[str, str] | None = None
 ) -> list[list[FoundRecord]]:
-    """Every record of the checkpoint that a text means, for each text; a folder is read once.
+    """Returns all records of the checkpoint that each text refers to; each folder is read once.
 
-    Args:
-        texts: `NAME` as in records (run-a-2000), `RUN@STEP`, the name of a merged checkpoint (`mean(RUN@last:5)`), the
-            folder or the file of one record, or `PATH:NAME` for a checkpoint whose records lie below another folder.
-        evaluation_path: where names are looked up.
-        rejected: takes the cells there whose record does not count, and why.
+    A text is a `NAME` as in records (run-a-2000), `RUN@STEP`, the name of a merged checkpoint (`mean(RUN@last:5)`), the
+    folder or file of a record, or `PATH:NAME` for a checkpoint with records below another folder than
+    `evaluation_path`. `rejected` receives the cells with a record that does not count, and why.
 
     Raises:
-        BadInput: there is no such record or checkpoint, or the one in a folder does not count.
+        BadInput: there is no such record or checkpoint, the name is ambiguous, or the record in the folder does not
+            count.
     """
     find = cache(partial(find_records, rejected=rejected))
     return [_of_checkpoint(text, evaluation_path=evaluation_path, find=find) for text in texts]

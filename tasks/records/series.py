@@ -1,4 +1,4 @@
-"""Series: numbers that may stand on one curve, all of one evaluation hash, and words for what tells two apart."""
+"""Series: scores with the same evaluation hash, which may share a curve; and labels for the differences of series."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ _HASH_CHARACTERS = 8
 
 
 def is_full(record: Record) -> bool:
-    """Tells if an evaluation was not limited to some questions of each benchmark."""
+    """Returns True if the evaluation was not limited to some of the questions."""
     return record.evaluation.get("max_eval_instances") is None
 
 
 def newest_of_each_hash(records: Iterable[Record]) -> list[Record]:
-    """A record of each evaluation hash, the newest; full evaluations first, then by time, the latest first."""
+    """Returns the newest record of each evaluation hash: full evaluations first, then newest first."""
     newest = {record.evaluation_hash: record for record in sorted(records, key=lambda record: record.created)}
     return sorted(newest.values(), key=lambda record: (is_full(record), record.created), reverse=True)
 
 
 def words_of_settings(records: Iterable[Record], benchmark: str) -> dict[str, str]:
-    """Words for what tells the series of one benchmark apart, by evaluation hash; empty where there is one.
+    """Returns labels for the differing settings of a benchmark's series, by evaluation hash; empty for a single series.
 
-    Args:
-        records: one of each hash, all by the same evaluator.
-        benchmark: its name, or that of a part of one.
+    `records` has a record of each hash, all by the same evaluator; `benchmark` may be part of a group.
     """
     records = list(records)
     if len(records) < 2:
@@ -74,7 +72,7 @@ def _settings(record: Record, benchmark: str) -> dict[str, Any]:
 
 
 def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings that are set, those within others under names such as `pool_config.model.name`."""
+    """Yields the non-empty settings; nested settings have names such as `pool_config.model.name`."""
     if isinstance(settings, dict) and settings:
         for key, inner in settings.items():
             yield from flat(inner, f"{name}.{key}" if name else str(key))

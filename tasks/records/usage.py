@@ -1,4 +1,4 @@
-"""Usage that a guess of costs, and sums of them, go by: what records asked, of which engine, in how many seconds."""
+"""Usage for cost estimates and sums: benchmarks, requests, tokens, engine and seconds of each record."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tasks.records.record import Record
 
 _POLICY = "policy="
 _SPENT = len(Spent.model_fields)
-_REPLAYED = 0.1  # share of answers from the journal up to which a record says how fast its engine is
+_REPLAYED = 0.1  # largest share of answers from the journal at which a record still shows the speed of its engine
 _WHOLE = ""
-"""Stands for all benchmarks of a record together, where it does not say how many questions each asks."""
+"""Key for all benchmarks of a record together, if the record has no number of questions for each benchmark."""
 
 
 class Usage(NamedTuple):
-    """One record as sums need it. Lists, not tuples, inside: as JSON has it."""
+    """Usage of a record, as sums need it. Its fields are lists, not tuples, to match JSON."""
 
     policies: list[str]
     spent: Annotated[list[FiniteFloat], Field(min_length=_SPENT, max_length=_SPENT)]
-    """The numbers of its `Spent`, in the order of the fields."""
+    """Numbers of the record's `Spent`, in the order of its fields."""
     replica_seconds: float | None
     engine: str | None
     evaluator: str
@@ -40,7 +40,7 @@ class Usage(NamedTuple):
 
 
 class Typical(NamedTuple):
-    """Medians of what successes of one evaluation took; `replica_seconds` is None where nobody counted them."""
+    """Median cost of an evaluator's successes; `replica_seconds` is None where it was not measured."""
 
     seconds: float
     chip_seconds: float
@@ -49,7 +49,7 @@ class Typical(NamedTuple):
 
 
 class MonthSpent(NamedTuple):
-    """Cost of the records of a month that some policies asked for; of `assay evaluate` where those are none."""
+    """Cost of a month's records requested by `policies`; an empty tuple means `assay evaluate`."""
 
     policies: tuple[str, ...]
     month: str
@@ -57,39 +57,39 @@ class MonthSpent(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Succeeded records of the same benchmarks by one evaluator on one kind of engine, added up."""
+    """Sum over the succeeded records with the same benchmarks, evaluator and kind of engine."""
 
     engine: str
     evaluator: str
     asked: tuple[str, ...]
-    """Benchmarks, as `asked_of` names them."""
+    """Benchmarks, in the format of `asked_of`."""
     limit: int | None
     records: int
     asked_questions: int
-    """Over all records, as are tokens and seconds."""
+    """Questions of all records together; tokens and seconds below are sums over all records too."""
     questions: Mapping[str, int]
-    """Questions of each benchmark in one record."""
+    """Questions of each benchmark in a record."""
     prompt_tokens: float
-    """Tokens, those of answers from the journal included as far as the others tell."""
+    """Tokens. Answers from the journal, which have no token counts, are extrapolated from the other answers."""
     completion_tokens: float
     requests: int
     engine_tokens: int
-    """Tokens that engines counted in records of which the journal answered a tenth at most."""
+    """Tokens counted by engines, only from records of which the journal answered at most a tenth."""
     engine_seconds: float
-    """Seconds of a replica for these."""
+    """Replica seconds for `engine_tokens`."""
     all_tokens: int
-    """Tokens that engines counted in all records with some; where the journal answered most, an engine seems slower."""
+    """Tokens counted by engines in all records that have any; if the journal answered most, the engine seems slower."""
     all_seconds: float
-    """Seconds of a replica for these."""
+    """Replica seconds for `all_tokens`."""
 
     @property
     def generates(self) -> bool:
-        """True if engines write answers, rather than weigh given ones, which goes many times as fast."""
+        """True if the engine generates answers. Scoring given answers is many times as fast."""
         return self.completion_tokens > 2 * self.requests
 
 
 def usage_of(record: Record) -> Usage:
-    """Reads a record's usage from it."""
+    """Returns the usage of a record."""
     cost, requests = record.cost, record.requests
     native = record.served.get("by") == "the evaluator itself"
     seconds = cost.replica_seconds if cost else record.served.get("replica_seconds")
@@ -115,11 +115,9 @@ def usage_of(record: Record) -> Usage:
 
 
 def engine_of(hardware: Mapping[str, Any], by: str) -> str | None:
-    """Words for what answers and what it computes on, the same for what is about as fast; None where that is unknown.
+    """Returns a label for engine and device, the same for about the same speed; None if the device is unknown.
 
-    Args:
-        hardware: as records have it.
-        by: `pool`, or the evaluator that loads checkpoints itself.
+    `hardware` is `Record.hardware`; `by` is `pool`, or the evaluator that loads checkpoints itself.
     """
     match hardware.get("device"):
         case {"kind": "tpu", "variant": variant}:
@@ -135,18 +133,18 @@ def engine_of(hardware: Mapping[str, Any], by: str) -> str | None:
 
 
 def asked_of(evals: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Benchmarks of a configuration by name and worked examples, such as mmlu:5."""
+    """Returns the benchmarks of a configuration by name and number of few-shot examples, such as mmlu:5."""
     shots = ((str(task.get("name")), task.get("num_fewshot")) for task in evals)
     return sorted(name if number is None else f"{name}:{number}" for name, number in shots)
 
 
 def month_of(created: float) -> str:
-    """The month of a time in seconds since the epoch, in UTC, such as 2026-11."""
+    """Returns the UTC month of a time in seconds since the epoch, such as 2026-11."""
     return datetime.fromtimestamp(created, UTC).strftime("%Y-%m")
 
 
 class Costed(NamedTuple):
-    """A record as sums are made of it."""
+    """Fields of a record that sums are made from."""
 
     evaluation_hash: str
     succeeded: bool
@@ -157,7 +155,7 @@ class Costed(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Records of a run added up: what a success of each evaluation took, by its hash and by what it asked, and cost."""
+    """Sums over the records of a run: typical cost by evaluation hash, work by benchmarks, and cost by month."""
 
     typical: Mapping[str, Typical]
     work: Sequence[Work]
@@ -165,7 +163,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Sums:
-        """Reads what `summed` made, from JSON; raises `ValueError` or `TypeError` if it is something else."""
+        """Parses the JSON output of `summed`; raises `ValueError` or `TypeError` if it is something else."""
         spent = [month_spent(*found) for found in content["spent"]]
         return _SUMS.validate_python((content["typical"], content["work"], spent))
 
@@ -174,7 +172,7 @@ _SUMS = TypeAdapter(Sums)
 
 
 def summed(records: Sequence[Costed]) -> dict[str, Any]:
-    """Adds records up, as JSON has it."""
+    """Returns the sums over records as JSON values, for `Sums.read`."""
     succeeded = [record for record in records if record.succeeded]
     costs: dict[str, list[tuple[float, float, float | None]]] = {}
     for record in succeeded:
@@ -188,7 +186,7 @@ def summed(records: Sequence[Costed]) -> dict[str, Any]:
 
 
 def typical_of(costs: Sequence[tuple[float, float, float | None]]) -> Typical:
-    """Medians of seconds, chip-seconds and, as far as they are known, seconds of a replica."""
+    """Returns medians of seconds, chip-seconds and the known replica seconds."""
     counted = [replica for _, _, replica in costs if replica is not None]
     return Typical(
         median(seconds for seconds, *_ in costs),
@@ -199,7 +197,7 @@ def typical_of(costs: Sequence[tuple[float, float, float | None]]) -> Typical:
 
 
 def worked(usages: Iterable[Usage]) -> list[Work]:
-    """Adds up the usage of succeeded records."""
+    """Groups the usage of succeeded records by engine, evaluator, benchmarks and limit, and sums each group."""
     groups: dict[tuple[str, str, tuple[str, ...], int | None], list[Usage]] = {}
     for usage in usages:
         if usage.engine is not None and usage.questions:
@@ -213,7 +211,7 @@ def _together(found: Sequence[Usage], engine: str, evaluator: str, asked: tuple[
     for usage in found:
         for name, questions in usage.questions.items():
             sizes[name] = max(questions, sizes.get(name, 0))
-    # What the journal answered has no tokens: the rest of a record says how many it would have had.
+    # Answers from the journal have no token counts: extrapolate from the other answers of the record.
     fresh = [(usage, usage.requests / max(1, usage.requests - usage.replayed)) for usage in found]
     fresh = [(usage, scale) for usage, scale in fresh if usage.requests > usage.replayed or not usage.requests]
     by_engine = [usage for usage, _ in fresh if usage.replica_seconds]
@@ -237,7 +235,7 @@ def _together(found: Sequence[Usage], engine: str, evaluator: str, asked: tuple[
 
 
 def spent_by_month(rows: Iterable[tuple[Usage, float]]) -> list[tuple[list[str], str, list[float]]]:
-    """Cost by the policies that asked, and by month: of usage with the time that its record was written."""
+    """Returns the cost by policies and month of `(usage, time of writing)` pairs."""
     groups: dict[tuple[tuple[str, ...], str], list[list[float]]] = {}
     for usage, created in rows:
         groups.setdefault((tuple(usage.policies), month_of(created)), []).append(usage.spent)
@@ -248,6 +246,6 @@ def spent_by_month(rows: Iterable[tuple[Usage, float]]) -> list[tuple[list[str],
 
 
 def month_spent(policies: Sequence[str], month: str, numbers: Sequence[float]) -> MonthSpent:
-    """One of those from its parts."""
+    """Builds a `MonthSpent` from an entry of `spent_by_month`."""
     spent = Spent.model_validate(dict(zip(Spent.model_fields, numbers, strict=True)))
     return MonthSpent(tuple(policies), month, spent)

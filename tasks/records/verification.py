@@ -1,4 +1,4 @@
-"""Verification of records: that they, their samples and their values are what they were when they were written."""
+"""Verification that records, their samples and their values were not changed after they were written."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from tasks.records.seals import Integrity, broken_seal
 
 @dataclass(frozen=True)
 class Verification:
-    """The result for one record: what does not hold, or where nothing is known to be wrong, what cannot be verified."""
+    """Result for a record: `findings` are its defects or, without defects, the reasons why it cannot be verified."""
 
     found: FoundRecord
     integrity: Integrity
     findings: tuple[str, ...]
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the result as JSON has it."""
         record = self.found.record
         return {
             "cell": self.found.cell_uri,
@@ -38,13 +37,12 @@ class Verification:
 
     @property
     def words(self) -> str:
-        """All of it in a line."""
         record = self.found.record
         return f"{record.checkpoint.name}, {', '.join(record.benchmarks)}: {'; '.join(self.findings)}"
 
 
 def verified(found: FoundRecord) -> Verification:
-    """Returns what a record, its samples and its values are worth; its samples are read for it."""
+    """Verifies a record, its samples and its values; reads the samples."""
     try:
         return verified_with(found, kept_samples(found))
     except StorageError as error:
@@ -52,7 +50,7 @@ def verified(found: FoundRecord) -> Verification:
 
 
 def verified_with(found: FoundRecord, kept: KeptSamples | StorageError | None) -> Verification:
-    """Returns the integrity of a record given its samples, read or not; None if it has none."""
+    """Verifies a record against its samples: their content, the error of reading them, or None if it has none."""
     if isinstance(kept, StorageError):
         return Verification(found, "changed", (f"its samples cannot be read: {kept.found}",))
     wrong = list(_wrong(found, kept))
@@ -63,10 +61,10 @@ def verified_with(found: FoundRecord, kept: KeptSamples | StorageError | None) -
 
 
 def lost_cells(evaluation_path: str) -> dict[str, str]:
-    """Cells below a folder whose record is gone, with the evidence.
+    """Returns the cells below a folder that lost their record, with the evidence.
 
-    Known are cells of a run's index, which forgets them when it is next compared with the records, and those with
-    samples of an attempt, which are written just before the record, unless another attempt has begun since.
+    Evidence is an entry in the run's index, which the index drops at its next comparison with the records, or samples
+    of an attempt, which are written just before the record, unless a later attempt has started.
     """
     aside = f"{storage.join(evaluation_path, QUALIFICATIONS_FOLDER)}/"
     files = [file.uri for file in storage.list_files(evaluation_path) if not file.uri.startswith(aside)]

@@ -1,1 +1,1 @@
-"""Reports for people: tables, plots, comparisons, the page."""
+"""Reports: tables, plots, comparisons, and the report page."""

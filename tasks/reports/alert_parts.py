@@ -1,4 +1,4 @@
-"""Alerts of a report: what was expected and found, the two noises, and the questions that were lost."""
+"""Alerts of a report: expected and found values, both kinds of noise, and the lost questions."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from tasks.reports.table import Column, Results, measured
 from tasks.statistics.question_scores import QuestionScores
 
 SHOWN_QUESTIONS = 20
-"""Questions of one alert that are shown by name."""
+"""Largest number of questions that an alert lists by name."""
 _PROMPT_CHARACTERS = 160
 
 
 @dataclass(frozen=True)
 class LostQuestions:
-    """Questions with a worse score than at the level before: how many of those that both were asked, and the first."""
+    """Questions with a worse score than before the drop: numbers lost and won of all `asked` in both, and examples."""
 
     lost: int
     won: int
     asked: int
     shown: tuple[tuple[str, str], ...]
-    """Name and first line of each that is shown."""
+    """Name and first line of each listed question."""
 
 
 @dataclass(frozen=True)
 class AlertPart:
-    """One alert, as the page shows it; `lost` is a text where they are not known, and says why."""
+    """An alert on the page; `lost` is the reason if lost questions are unknown."""
 
     alert: Alert
     label: str
@@ -43,12 +43,10 @@ class AlertPart:
 
     @property
     def numbers(self) -> str:
-        """The values that were expected and found."""
         return _numbers(self.alert)
 
     @property
     def noises(self) -> str:
-        """Both noises, and in which measure each is."""
         noises = {
             "questions": (self.alert.question_noise, "error"),
             "training": (self.alert.training_noise, "deviation"),
@@ -60,12 +58,9 @@ class AlertPart:
 def alert_parts(
     results: Results, *, records_at: str | None, acknowledged: Mapping[str, str] | None = None
 ) -> list[AlertPart]:
-    """Every alert of some results, the latest first; samples are read for these alone.
+    """Returns the alerts of some results, latest first, acknowledged alerts last; reads only their samples.
 
-    Args:
-        results: where the alerts are.
-        records_at: folder that the records lie below; without it no question is known.
-        acknowledged: words of those who have acknowledged an alert, by its id.
+    Lost questions are unknown without `records_at`. `acknowledged` has the comments of acknowledgements by alert id.
     """
     scores = QuestionScores()
     words = acknowledged or {}
@@ -78,7 +73,7 @@ def alert_parts(
 
 
 def words_of_acknowledgements(records: Sequence[Record], *, records_at: str) -> dict[str, str]:
-    """Words of those who have acknowledged alerts, by the id of the alert; a listing for each run that has none."""
+    """Returns the comments of acknowledged alerts by alert id; lists files once per run."""
     return {
         key: word.words
         for run in dict.fromkeys(record.checkpoint.run for record in records)
@@ -87,7 +82,7 @@ def words_of_acknowledgements(records: Sequence[Record], *, records_at: str) -> 
 
 
 def alert_lines(results: Results, column: Column) -> list[str]:
-    """The alerts of one column, a line each."""
+    """Returns a line per alert of a column."""
     return [
         f"Alert: {results.named(column)} of {alert.run} at step {alert.step:,}: {_numbers(alert)}"
         for alert in results.alerts_of(column)

@@ -1,4 +1,4 @@
-"""Showing results where people look: the report page, and artifacts in the Prefect UI."""
+"""Publishing of results: the report page, and artifacts in the Prefect UI."""
 
 from __future__ import annotations
 
@@ -22,26 +22,21 @@ from tasks.spec.names import artifact_key
 
 REPORT_NAME = "report.html"
 _REASON_CHARACTERS = 160
-_KEY_PART_CHARACTERS = 120
-"""A key has 512 at most."""
-_DESCRIPTION_CHARACTERS = 2500
-"""Of an asset at most."""
+_KEY_PART_CHARACTERS = 120  # a whole key has at most 512
+_DESCRIPTION_CHARACTERS = 2500  # Prefect's limit for an asset
 _GOOGLE_FOLDERS = "https://console.cloud.google.com/storage/browser"
 
 
 def report_uri(evaluation_path: str, run_name: str) -> str:
-    """Returns where the report over a run lies."""
+    """Returns the URI of a run's report."""
     return storage.join(evaluation_path, run_name, REPORT_NAME)
 
 
 @step(task_run_name="report on {config.run_name}", retries=3, retry_delay_seconds=[1, 5, 20])
 def publish_report(config: EvaluationConfig) -> str:
-    """Writes the report over all records of a run, with the table, plot and link artifacts beside it.
+    """Writes the report over all records of a run and publishes table, plot and link artifacts; returns its URI.
 
-    Retried, since object stores fail now and then; every try writes the same page.
-
-    Returns:
-        Where the report lies.
+    Retried, since object stores fail occasionally; every try writes the same page.
     """
     run, uri = config.run_name, report_uri(config.evaluation_path, config.run_name)
     report_event(f"writing {uri}")
@@ -76,9 +71,9 @@ def publish_artifacts(records: Sequence[Record], page: str, *, title: str, recor
 
 
 def show_as_asset(record: Record, cell_uri: str) -> None:
-    """Tells Prefect, in a flow run, which checkpoint led to a record: as assets, the record with its scores.
+    """Publishes a record with its scores as a Prefect asset derived from its checkpoint, in a flow run only.
 
-    They are events, which a thread of Prefect's sends: nobody waits for its server.
+    Assets are events, sent asynchronously by a thread of Prefect's.
     """
     if not in_flow_run():
         return
@@ -111,7 +106,7 @@ def show_as_asset(record: Record, cell_uri: str) -> None:
 
 
 def asset_keys(record: Record) -> list[str]:
-    """Returns the keys of a record, of its checkpoint, and of those that are merged in that."""
+    """Returns the asset keys of a record, of its checkpoint, and of the inputs of a merged checkpoint."""
     own = record.checkpoint
     above = (own, *(own.merge.inputs if own.merge else ()))
     return [
@@ -121,18 +116,18 @@ def asset_keys(record: Record) -> list[str]:
 
 
 def asset_key(*parts: str) -> str:
-    """Returns a key that Prefect takes for an asset, of parts that may hold any character."""
+    """Returns a valid Prefect asset key for parts with any characters."""
     return "assay://" + "/".join(re.sub(r"[^\w.=+@:-]", "-", part)[:_KEY_PART_CHARACTERS] for part in parts)
 
 
 def _described(name: str, kind: str, place: str) -> dict[str, str]:
     address = browser_address(place)
-    link = {"url": address} if address.startswith("https://") else {}  # the UI follows no other
+    link = {"url": address} if address.startswith("https://") else {}  # the UI links only https
     return {"name": name, "description": f"{kind}, at {place}"[:_DESCRIPTION_CHARACTERS], **link}
 
 
 def table_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns results as Prefect's UI shows them: texts stay texts there, which it takes for Markdown."""
+    """Returns results as rows for Prefect's UI, which renders Markdown: special characters in texts are escaped."""
     rows = [
         {
             **row,
@@ -149,9 +144,9 @@ def table_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def browser_address(place: str) -> str:
-    """Returns where a browser finds a page, or a folder, of a store; of a local path a file:// address.
+    """Returns the browser address of a page or folder: `file://` for a local path, Google's console for `gs://`.
 
-    Google's are those of its console, for whoever is logged in. Other stores have none that everybody could open.
+    Google's addresses need a login with access. Other stores have no general address; their URI is returned unchanged.
     """
     if storage.is_local(place):
         return storage.local_path(place).absolute().as_uri()

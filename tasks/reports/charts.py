@@ -15,14 +15,7 @@ from tasks.statistics.last_checkpoints import LastCheckpoints
 def chart_of(
     results: Results, column: Column, *, title: str | None = None, acknowledged: Iterable[str] = ()
 ) -> plots.Chart:
-    """The curves of one column, one per run; under the name of benchmark and metric unless titled otherwise.
-
-    Args:
-        results: where its numbers are.
-        column: the column.
-        title: heading.
-        acknowledged: ids of alerts that somebody has acknowledged.
-    """
+    """Returns the chart of a column with a curve per run; `acknowledged` has the ids of acknowledged alerts."""
     curves = []
     changed = {(change.run, change.step): change for change in results.build_changes(column)}
     known = frozenset(acknowledged)

@@ -1,4 +1,4 @@
-"""Two checkpoints compared: the same metrics of both, tested question by question where samples were kept."""
+"""Comparison of two checkpoints: their common metrics, tested question by question if there are samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tasks.statistics.paired import Finding, compare_means
 from tasks.statistics.question_scores import QuestionScores
 
 SIGNIFICANT = 0.05
-"""Adjusted p below which a difference is called one."""
+"""Adjusted p-value below which a difference is significant."""
 Verdict = Literal["better", "worse", "different", "no clear difference", "not tested"]
 _PLACES = ("model_path", "model_name", "evaluation_path", "benchmarks_path", "timeout_seconds", "wandb_tags", "sinks")
 _SHOWN_DIFFERENCES = 12
@@ -40,7 +40,7 @@ _SHOWN_DIFFERENCES = 12
 
 @dataclass(frozen=True)
 class Pairing:
-    """Numbers of questions that both have scores for, that only one has, and that were put in other words."""
+    """Numbers of questions with scores on both sides, on only either side, and with different prompts."""
 
     pairs: int
     only_first: int
@@ -50,7 +50,7 @@ class Pairing:
 
 @dataclass(frozen=True)
 class ComparedMetric:
-    """One metric of both. `first` and `second` are over the questions compared; without pairs, as recorded."""
+    """A common metric. `first` and `second` are over the compared questions; without pairing, as recorded."""
 
     evaluator: str
     benchmark: str
@@ -67,7 +67,6 @@ class ComparedMetric:
 
     @property
     def verdict(self) -> Verdict:
-        """Returns what may be said of the second against the first."""
         if self.adjusted_p is None:
             return "not tested"
         if self.adjusted_p >= SIGNIFICANT:
@@ -78,20 +77,19 @@ class ComparedMetric:
 
 
 class ScoreKey(NamedTuple):
-    """A metric of a benchmark by an evaluator: what two checkpoints can both have."""
+    """A metric of a benchmark by an evaluator."""
 
     evaluator: str
     benchmark: str
     metric: str
 
     def __str__(self) -> str:
-        """Returns it in words."""
         return f"{evaluator_title(self.evaluator)}: {self.benchmark} · {self.metric}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All metrics that both have. `differences` says what was not measured alike, by benchmark."""
+    """All common metrics. `differences` lists differences of the measurement by benchmark."""
 
     first: str
     second: str
@@ -101,9 +99,9 @@ class Comparison:
     differences: dict[str, tuple[str, ...]]
     adjustment: Adjustment
     qualified: dict[str, tuple[str, ...]]
-    """Qualified changes of engine, harness or data between both, with the bound of each, by benchmark."""
+    """Qualified changes of engine, harness or data between both, with their bounds, by benchmark."""
     unverified: tuple[Verification, ...] = ()
-    """Records that are not what was written, or of which that cannot be known."""
+    """Records that were changed, or cannot be verified."""
 
 
 def compare(
@@ -115,15 +113,10 @@ def compare(
     adjustment: Adjustment = "bh",
     anyway: bool = False,
 ) -> Comparison:
-    """Tests every metric that both checkpoints have.
+    """Tests all metrics with a success on both sides; `anyway` accepts changed records and differing measurements.
 
-    Args:
-        first: records of the one checkpoint; those without a success are passed over.
-        second: records of the other.
-        labels: what the two are called.
-        wanted: which evaluators, benchmarks and metrics; parts of a benchmark are compared only if named.
-        adjustment: how p is adjusted for the number of tests.
-        anyway: compares also what was not measured alike.
+    Parts of a benchmark are compared only if named in `wanted`. Raises `BadInput` without a common metric, or for
+    changed records and differing measurements without `anyway`.
     """
     sides = [by_metric(found, label, wanted) for found, label in zip((first, second), labels, strict=True)]
     shared = sorted((key for key in sides[0] if key in sides[1]), key=lambda key: evaluator_place(key.evaluator))
@@ -155,7 +148,7 @@ def compare_chosen(
     anyway: bool = False,
     scores: QuestionScores | None = None,
 ) -> Comparison:
-    """Tests metrics of records that were chosen already, as `compare` does; several on the first side are their mean."""
+    """Tests metrics of given records as `compare` does; several records on the first side are averaged."""
     scores = scores or QuestionScores()
     unverified = _unverified(
         (item for firsts, second in chosen.values() for item in (*firsts, second)), scores=scores, anyway=anyway
@@ -203,11 +196,7 @@ def _unverified(chosen: Iterable[FoundRecord], *, scores: QuestionScores, anyway
 
 
 def by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) -> dict[ScoreKey, list[FoundRecord]]:
-    """The succeeded records that have a metric, the fullest first and then the newest.
-
-    Raises:
-        BadInput: none has one that is wanted.
-    """
+    """Returns succeeded records by metric, full evaluations first, then newest; raises `BadInput` if none matches."""
     meant = {id(record) for record in replace(wanted, latest=False).select([item.record for item in found])}
     usable = [item for item in found if id(item.record) in meant and item.record.succeeded]
     if not usable:
@@ -280,7 +269,7 @@ def _other_settings(first: Record, second: Record) -> Iterator[str]:
 def _settings(record: Record) -> dict[str, Any]:
     try:
         measured = EvaluationConfig.model_validate(record.evaluation).score_inputs()
-    except (ValidationError, FileNotFoundError, AssayError):  # of another version, or its files are gone
+    except (ValidationError, FileNotFoundError, AssayError):  # another version's configuration, or its files are gone
         measured = {name: value for name, value in record.evaluation.items() if name not in _PLACES}
     evals = {task.get("task_alias") or task.get("name"): task for task in measured.pop("evals", [])}
     return dict(flat({**measured, "evals": evals}))
@@ -291,13 +280,13 @@ def _shown(value: Any) -> str:
 
 
 def metric_in(found: FoundRecord, key: ScoreKey) -> Metric:
-    """The metric of a record that is known to have it."""
+    """Returns the metric in a record that has it."""
     wanted = (key.benchmark, key.metric)
     return next(metric for metric in found.record.metrics if (metric.benchmark, metric.name) == wanted)
 
 
 def mean_metric(found: Sequence[FoundRecord], key: ScoreKey) -> Metric:
-    """A metric of several records as their mean; its error is theirs, as they were asked the same questions."""
+    """Averages a metric over records with the same questions; its standard error is the mean of theirs."""
     metrics = [metric_in(item, key) for item in found]
     errors = [metric.stderr for metric in metrics if metric.stderr is not None]
     value = math.fsum(metric.value for metric in metrics) / len(metrics)

@@ -1,4 +1,4 @@
-"""A comparison for people, as a table of 80 characters, and for scripts, as JSON."""
+"""Views of a comparison: a table of 80 characters, and JSON for scripts."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _ADJUSTMENTS: dict[Adjustment, str] = {
     "holm": "Holm: the chance that any difference called so is false is 1 in 20 at most",
     "none": "not adjusted: one test in 20 finds a difference where there is none",
 }
-_NAME_CHARACTERS = 14  # of the first column, however long the numbers in the others are
+_NAME_CHARACTERS = 14  # smallest width of the first column
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """One line for each metric: both values, the difference with its interval, what was tested, and a verdict."""
+    """Returns a table with a row per metric: both values, difference and interval, test, and verdict."""
     several = len({metric.evaluator for metric in comparison.metrics}) > 1
     title = Text(f"{comparison.second} against {comparison.first}")
     notes = Text("\n".join(_notes(comparison)))
@@ -104,7 +104,7 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Everything that was found, for scripts."""
+    """Returns the whole comparison as JSON values."""
     return {
         "first": comparison.first,
         "second": comparison.second,

@@ -1,4 +1,4 @@
-"""The cost part of the report page: by checkpoint and by evaluation, and what was expected against what it took."""
+"""Cost part of the report page: cost by checkpoint and by evaluation, predicted and actual."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tasks.spec.names import how_many, in_few_words, suites_in
 
 @dataclass(frozen=True)
 class CostRow:
-    """Cost of some records together, in words."""
+    """Cost of some records together, formatted."""
 
     title: str
     spent: Spent
     predicted: str
-    """Expected seconds and price of the records that had an expectation."""
+    """Predicted seconds and price of the records with a prediction."""
     guesses: str
-    """Number of guesses among these; empty without any."""
+    """Number of guesses among the predictions; empty without guesses."""
     took: str
-    """Seconds and price of the same records."""
+    """Actual seconds and price of the same records."""
     ratio: str
-    """The latter divided by the former."""
+    """Actual divided by predicted seconds."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class CostPart:
     checkpoints: tuple[CostRow, ...]
     evaluations: tuple[CostRow, ...]
     lists: tuple[str, ...]
-    """Price lists, with dates, sources and places."""
+    """Price lists with dates, sources and regions."""
     unknown: tuple[str, ...]
-    """Reasons for which prices are unknown."""
+    """Reasons for unknown prices."""
 
 
 def cost_part(records: Sequence[Record]) -> CostPart | None:
-    """The cost of some records; None where none of them is of a time that had prices."""
+    """Returns the cost of some records; None if all are older than prices."""
     if all(record.cost is None for record in records):
         return None
     whys = [record.cost.why_unknown if record.cost else "older records have no price" for record in records]
@@ -77,7 +77,7 @@ def _row(title: str, records: Sequence[Record]) -> CostRow:
         for record, predicted in both
         if predicted.usd is not None and record.cost is not None and record.cost.usd is not None
     ]
-    whole = bool(priced) and len(priced) == len(both)  # else USD would be of fewer cells than the seconds beside them
+    whole = bool(priced) and len(priced) == len(both)  # otherwise USD would cover fewer cells than the seconds
     usd = (sum(expected for expected, _ in priced), sum(actual for _, actual in priced)) if whole else None
     guesses = sum(predicted.how == "guess" for _, predicted in both)
     return CostRow(

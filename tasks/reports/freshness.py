@@ -1,4 +1,4 @@
-"""The last line of a report, which says what it was made from: it is written again only if it would be another."""
+"""Fingerprint in the last line of a report: the page is rewritten only if its content would change."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def fingerprint(
     qualifications: Sequence[Qualification],
     others: Sequence[str] = (),
 ) -> str:
-    """Returns a digest of all that a page shows, and of the code that shows it; see `render_report` for the rest.
+    """Returns a digest of everything on a page, and of the code that renders it; arguments as in `render_report`.
 
-    `others` are digests of the files with flags of questions, words of acknowledgements, and early verdicts.
+    `others` are digests of contamination flags, acknowledgements and early verdicts.
     """
     digest = hashlib.sha256(_code())
     shown = [title]
@@ -45,13 +45,13 @@ def fingerprint(
 
 
 def marked(page: str, made_from: str) -> bytes:
-    """Returns a page with its last line, by which `is_fresh` knows it: what it was made from, and its own digest."""
+    """Appends the line that `is_fresh` checks: the fingerprint and the page's own digest."""
     text = page.encode()
     return text + _MARK + f"{made_from}, page {hashlib.sha256(text).hexdigest()} -->\n".encode()
 
 
 def is_fresh(uri: str, made_from: str) -> bool:
-    """Returns whether the page that lies there was made from that, and is whole and unchanged."""
+    """Returns True if the page at `uri` has this fingerprint and is complete and unchanged."""
     try:
         held = storage.read_bytes(uri)
     except (FileNotFoundError, IrregularFile):

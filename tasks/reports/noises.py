@@ -1,4 +1,4 @@
-"""Noise of training in the columns of a report, and the mean of the last checkpoints."""
+"""Noise of training in the columns of a report, and means of the last checkpoints."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from tasks.reports.table import Column, ColumnResult, Results, measured
 from tasks.statistics.last_checkpoints import LAST, LastCheckpoints, mean_of_last
 from tasks.statistics.training_noise import Point, TrainingNoise, training_noise, trends
 
-_SHOWN = 8  # curves in a line of a terminal
+_SHOWN = 8  # curves listed in a terminal
 
 
 class Wavering(NamedTuple):
-    """The noise of training in one curve; `siblings` says that it is that of the other runs of its chart."""
+    """Noise of training in a curve; `siblings` is True if it comes from the other runs of its chart."""
 
     noise: TrainingNoise
     siblings: bool
 
 
 def wavering(results: Results, column: Column) -> dict[str, Wavering]:
-    """The noise of training in a column, by run: its own, else that of the others; without those that show none.
+    """Returns the noise of training in a column by run: its own, else that of the other runs; omitted if unknown.
 
-    Merged checkpoints waver less than those that training wrote, so theirs is that of others merged alike.
+    Merged checkpoints have less noise than written checkpoints, so a merged curve uses only curves of the same kind of
+    merge.
     """
     pieces = {run: _pieces(results, column, run) for run in results.runs}
     found: dict[str, Wavering] = {}
@@ -41,9 +42,9 @@ def wavering(results: Results, column: Column) -> dict[str, Wavering]:
 def last_means(
     results: Results, column: Column, run: str, noises: Mapping[str, Wavering]
 ) -> dict[int, LastCheckpoints]:
-    """The mean of the last checkpoints of a run, by the step of the last, from the first that has enough before it.
+    """Returns means of a run's last checkpoints by the step of the last, as soon as there are enough checkpoints.
 
-    Merged checkpoints have none: neighbours may share inputs, and so their noise.
+    Merged checkpoints have none, since neighbors may share inputs, and so their noise.
     """
     if results.merged_by(run):
         return {}
@@ -77,20 +78,20 @@ def _pieces(results: Results, column: Column, run: str) -> list[list[Point]]:
 
 
 def outcomes_of(results: Results, column: Column, run: str) -> list[tuple[int, ColumnResult]]:
-    """The outcomes of a run in a column, by step."""
+    """Returns the outcomes of a run in a column, by step."""
     found = ((c.step, results.outcome(c, column)) for c in results.checkpoints if c.run == run)
     return [(step, outcome) for step, outcome in found if outcome is not None]
 
 
 class Summary(NamedTuple):
-    """Texts about one curve as a whole; empty where there are too few checkpoints."""
+    """Texts about a whole curve; empty with too few checkpoints."""
 
     last: str
     noise: str
 
 
 def summary(results: Results, column: Column, run: str) -> Summary:
-    """The mean of a run's last checkpoints with its standard error, and the noise of training; not while it trends."""
+    """Returns mean and standard error of a run's last checkpoints, and the noise of training; empty during a trend."""
     noises = wavering(results, column)
     latest = _pieces(results, column, run)[-1][-LAST:]
     if run not in noises or (len(latest) == LAST and trends(latest, noises[run].noise)):
@@ -103,7 +104,7 @@ def summary(results: Results, column: Column, run: str) -> Summary:
 
 
 def summary_rows(results: Results, columns: Sequence[Column], run: str) -> list[tuple[str, list[str]]]:
-    """Rows about the curves of a run as a whole, for a table with some columns; without those that hold nothing."""
+    """Returns rows about the whole curves of a run, aligned with some columns; leaves out empty rows."""
     found = [summary(results, column, run) for column in columns]
     rows = [
         (f"mean of the last {LAST}, ± standard error", [each.last for each in found]),
@@ -113,7 +114,7 @@ def summary_rows(results: Results, columns: Sequence[Column], run: str) -> list[
 
 
 def noise_note(results: Results, columns: Sequence[Column]) -> list[str]:
-    """Returns a line that says how far scores waver from checkpoint to checkpoint; none where that is not known."""
+    """Returns a line with the noise of scores between checkpoints; no line if it is unknown."""
     found = [
         (column, run, text)
         for column in columns

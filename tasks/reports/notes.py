@@ -1,4 +1,4 @@
-"""Notes on numbers: what a reader has to know of questions, answers, versions and records beside the values."""
+"""Notes on scores: facts about questions, answers, versions and records that readers need."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tasks.reports.table import Column, ColumnResult, Results, measured
 from tasks.spec.names import how_many, in_few_words
 
 NOTED, CHANGED = "*", "!"
-"""Signs behind a number: a note says more of it; its record is not what was written."""
+"""Signs behind a number: it has a note; its record was changed."""
 
 
 def mark(results: Results, checkpoint: CheckpointReference, column: Column) -> str:
-    """The sign behind a number, empty where there is nothing to say of it."""
+    """Returns the sign behind a number, empty without notes."""
     outcome = results.outcome(checkpoint, column)
     if outcome is None or outcome.metric is None:
         return ""
@@ -27,7 +27,7 @@ def mark(results: Results, checkpoint: CheckpointReference, column: Column) -> s
 
 
 def remarks_on(outcome: ColumnResult) -> list[str]:
-    """Facts about the questions and answers of one number, in a few words each."""
+    """Returns short facts about the questions and answers behind a number."""
     found = outcome.metric and outcome.record.noticed(outcome.metric.benchmark)
     if not found or outcome.metric is None:
         return []
@@ -45,7 +45,7 @@ _COUNTED: dict[str, Callable[[BenchmarkDetails], int | None]] = {
 
 
 def notes(results: Results, columns: Sequence[Column]) -> list[str]:
-    """Returns what there is to say of the numbers in some columns, one line each, the gravest first."""
+    """Returns the notes on the numbers in some columns, a line each, most severe first."""
     lines = [f"{CHANGED} {_named(record)}: {seal}" for record in results.records if (seal := broken_seal(record))]
     for change, names in _by_change(results, columns).items():
         lines.append(f"{NOTED} {in_few_words(names)} from {change.run} step {change.step:,}: {change.text}")

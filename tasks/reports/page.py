@@ -1,4 +1,4 @@
-"""Results for people: a terminal table, plain rows, curves, and one page that needs nothing but itself."""
+"""Views of results: a terminal table, plain rows, curves, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ STATUS_MEANINGS = {
     "infra_failed": "something of ours broke; the next run tries again",
 }
 _STATUS_STYLES = {"withheld": "yellow", "failed": "red", "infra_failed": "magenta"}
-_WIDE_COLUMNS = 4  # value columns that fit 80 characters; more are listed one per line instead
+_WIDE_COLUMNS = 4  # value columns that fit 80 characters; more are listed in a row each
 
 
 def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One plain row per checkpoint and metric, for a table artifact or a script; `value` is None without a score."""
+    """Returns a plain row per checkpoint and metric, for table artifacts and scripts; `value` may be None."""
     results = Results(records)
     noises = {column: wavering(results, column) for column in results.columns}
     return [
@@ -87,15 +87,10 @@ def results_table(
     parts: bool = False,
     qualifications: Sequence[Qualification] = (),
 ) -> RenderableType:
-    """Checkpoints × metrics for a terminal: value and uncertainty, or the status where there is no score, and notes.
+    """Returns a terminal table of checkpoints × metrics: value and uncertainty, else the status, and notes.
 
-    With more metrics than fit side by side in 80 characters, each gets a line of its own.
-
-    Args:
-        records: what to show; of several for one cell, the newest is.
-        wanted: benchmarks and metrics; smooth scores are shown where metrics are named.
-        parts: shows parts of benchmarks too.
-        qualifications: verdicts on changes of versions.
+    Uses the newest record of each cell. Metrics that do not fit side by side in 80 characters get a row each. `parts`
+    adds parts of benchmarks; smooth scores are shown only if `wanted` names metrics.
     """
     results = Results(records, wanted=wanted, qualifications=qualifications)
     if not results.records:
@@ -153,7 +148,7 @@ def results_table(
 
 
 def rows_table(rows: Iterable[dict[str, Any]]) -> Table:
-    """Rows of an export for a terminal, one line each: also of records that newer ones replaced."""
+    """Formats exported rows for a terminal, a line each, including records that newer records replaced."""
     table = Table(box=box.SIMPLE_HEAD, caption="value ± standard error")
     for heading in ("run", "step", "evaluator", "benchmark", "metric", "value", "n", "status", "written"):
         table.add_column(heading, justify="right" if heading in ("step", "value", "n") else "left", overflow="fold")
@@ -175,7 +170,7 @@ def _styled(outcome: ColumnResult | None, sign: str) -> Text:
 
 
 def curves_svg(records: Sequence[Record], *, qualifications: Sequence[Qualification] = ()) -> str:
-    """Curves over training steps as one picture that stands alone, with 95 % intervals; none for parts."""
+    """Returns a standalone SVG of curves over training steps with 95 % intervals; omits parts and smooth scores."""
     from tasks.reports import charts, plots
 
     results = Results(records, qualifications=qualifications)
@@ -184,7 +179,7 @@ def curves_svg(records: Sequence[Record], *, qualifications: Sequence[Qualificat
 
 
 def import_plotting() -> None:
-    """Begins to import what draws curves, beside what is done meanwhile; a report that comes first waits for it."""
+    """Starts importing the plotting code in a thread; a report rendered earlier waits for it."""
     threading.Thread(target=import_module, args=("tasks.reports.plots",), name="import-plotting", daemon=True).start()
 
 
@@ -200,19 +195,16 @@ def render_report(
     early: Sequence[EarlyVerdict] = (),
     questions_page: str | None = None,
 ) -> str:
-    """One self-contained HTML page: curves, numbers, what did not succeed, and where everything comes from.
+    """Returns a self-contained HTML page: curves, numbers, cells without success, and provenance.
 
-    It has no script and asks nothing of the network; the same records give the same page.
+    The page has no script and makes no network request; the same records give the same page. Uses the newest record of
+    each cell.
 
     Args:
-        records: all that are to be shown; of several for one cell, the newest is.
-        title: heading.
-        records_at: folder that the records lie below; pages that harnesses made are linked if it is known.
-        page: where the report is to lie, from where those links lead.
-        qualifications: verdicts on changes of versions.
-        flags: searches for questions in training texts; scores are split by them if `records_at` is known.
-        acknowledged: words of those who have acknowledged an alert, by its id.
-        early: verdicts from before all was asked.
+        records_at: folder of the records; needed for links to pages made by harnesses, and for splits by `flags`.
+        page: URI of the report, from which those links start.
+        flags: contaminated questions.
+        acknowledged: comments of acknowledged alerts, by alert id.
         questions_page: page with questions and answers, in the same folder.
     """
     from tasks.reports import plots
@@ -286,17 +278,10 @@ def write_report(
     run: str | None = None,
     questions_page: str | None = None,
 ) -> str:
-    """Writes the page to a path or object store, and returns where.
+    """Writes the report page to `uri` and returns it; leaves a page that would be the same unchanged.
 
-    A page that is there already, and would be the same, is left as it is.
-
-    Args:
-        records: all that are to be shown.
-        uri: where the page is to lie.
-        title: heading.
-        records_at: folder that the records lie below.
-        run: the only run that it is about.
-        questions_page: page with questions and answers beside it, to be linked.
+    `records_at` is the folder of the records, `run` limits early verdicts to a run, and `questions_page` is a page in
+    the same folder to link.
     """
     beside = read_qualifications(records_at) if records_at is not None else ()
     flags = read_flags(records_at) if records_at is not None else ()

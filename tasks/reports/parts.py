@@ -1,4 +1,4 @@
-"""Parts of the report page beside numbers: evaluators with judges and pages of their own, sinks, early verdicts."""
+"""Parts of the report page other than scores: evaluators with their judges and pages, sinks, early verdicts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REMARKS = {
 
 @dataclass(frozen=True)
 class Group:
-    """A value that some records share, and which records those are; `who` is empty if it is all of them."""
+    """A value shared by some records, and a text that names the records, empty for all."""
 
     value: Any
     who: str
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Page:
-    """A page that a harness made of one cell; `address` is None where it cannot be linked to."""
+    """A page of a cell made by the harness; `address` is None if it cannot be linked."""
 
     checkpoint: str
     title: str
@@ -53,7 +53,7 @@ class Page:
 
 @dataclass(frozen=True)
 class EvaluatorPart:
-    """One evaluator: what it does, how its cells went, who judged, and its pages."""
+    """An evaluator: description, outcomes of its cells, judges, and pages."""
 
     title: str
     note: str
@@ -66,7 +66,7 @@ class EvaluatorPart:
 
 @dataclass(frozen=True)
 class SinkPart:
-    """One sink: how many records it has, where, and why not the others."""
+    """A sink: number of records, their addresses, and reasons of failures."""
 
     name: str
     published: int
@@ -77,9 +77,9 @@ class SinkPart:
 
 @dataclass(frozen=True)
 class EarlyPart:
-    """An early verdict on one score; `newest` is the last checkpoint of its run that has one.
+    """An early verdict on a score; `newest` is True for the last checkpoint of its run with a verdict.
 
-    `whole` is what a whole evaluation has found since, None without one; `agrees` is None where that says nothing.
+    `whole` is the result of a full evaluation since then, None without it; `agrees` is None if it has no usable score.
     """
 
     checkpoint: CheckpointReference
@@ -92,17 +92,15 @@ class EarlyPart:
 
     @property
     def label(self) -> str:
-        """Benchmark and metric."""
         return f"{self.score.benchmark} · {self.score.metric}"
 
     @property
     def interval(self) -> str:
-        """The ends of the estimate's interval."""
         return f"[{measured(self.score.low, None)}, {measured(self.score.high, None)}]"
 
 
 def evaluator_parts(records: Sequence[Record], *, records_at: str | None, page: str | None) -> list[EvaluatorPart]:
-    """Every evaluator of some records; see `links_of` for the other two."""
+    """Returns a part for each evaluator of some records; the other arguments as in `links_of`."""
     return [
         EvaluatorPart(
             title=evaluator_title(evaluator),
@@ -123,7 +121,7 @@ def evaluator_parts(records: Sequence[Record], *, records_at: str | None, page: 
 
 
 def sink_parts(records: Sequence[Record]) -> list[SinkPart]:
-    """Every sink that some records were sent to, or were to be sent to."""
+    """Returns a part for each sink in some records."""
     names = sorted({name for record in records for name in record.sinks})
     parts = []
     for name in names:
@@ -136,7 +134,7 @@ def sink_parts(records: Sequence[Record]) -> list[SinkPart]:
 
 
 def early_parts(verdicts: Sequence[EarlyVerdict], records: Sequence[Record]) -> list[EarlyPart]:
-    """A part for each score that was decided early, by run and step, held against the whole where a record has it."""
+    """Returns a part for each early score, by run and step, compared with the full evaluation if it exists."""
     ordered = sorted(verdicts, key=lambda verdict: (verdict.checkpoint.run, verdict.checkpoint.step, verdict.created))
     wholes = {_state(record): record for record in records if record.succeeded}
     scores = [(verdict, score) for verdict in ordered for score in verdict.scores]
@@ -172,19 +170,19 @@ def _whole(score: EarlyScore, record: Record | None) -> tuple[str | None, bool |
 
 
 def remarks(counts: Sequence[Counts | None]) -> list[str]:
-    """Returns what else there is to know of the questions counted; empty if all were asked whole, and judged."""
+    """Returns the remarks on counted questions; empty if all prompts were complete, and all answers judged."""
     totals = Counter({name: sum(getattr(count, name) for count in counts if count) for name in _REMARKS})
     return [f"{total:,} {_REMARKS[name]}" for name, total in totals.items() if total]
 
 
 def asked_in_several_ways(results: Results) -> list[str]:
-    """Names of metrics that were measured with several settings, each a column of its own."""
+    """Returns the names of metrics measured with several settings, each of which has its own column."""
     named = (f"{column.benchmark} · {column.metric}" for column in results.columns if column.settings)
     return list(dict.fromkeys(named))
 
 
 def same(records: Sequence[Record], value_of: Callable[[Record], Any]) -> list[Group]:
-    """The different values among some records."""
+    """Groups records by the distinct values of `value_of`."""
     groups: dict[str, tuple[Any, list[Record]]] = {}
     for record in records:
         value = value_of(record)

@@ -1,8 +1,8 @@
-"""Curves over training steps as SVG: one small chart per benchmark and metric, drawn with matplotlib.
+"""Curves over training steps as SVG: a small chart per benchmark and metric, drawn with matplotlib.
 
-The charts are made to lie inside an HTML page. Ink, grid and series colours are CSS variables with a fallback, so one
-drawing is right in light and dark; text stays text, in fonts every machine has; nothing outside is referred to. The
-same points give the same bytes.
+The charts are for HTML pages. Ink, grid and series colors are CSS variables with a fallback, so the same drawing works
+in light and dark mode; text stays text, in common fonts; there are no external references. The same points give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from matplotlib.transforms import Transform, offset_copy
 from resources.errors import RecordStatus
 
 WIDTH, HEIGHT = 400, 295
-"""Size of a chart in CSS pixels, before a legend is added below."""
+"""Size of a chart in CSS pixels, without the legend below."""
 Z_95 = 1.96
-"""Standard errors to either side of a value that make its 95 % interval."""
+"""Half width of a 95 % interval in standard errors."""
 SERIES_COLOURS = ("#0072b2", "#c75000", "#007f5c", "#a3498a", "#8f6400", "#3d7fb0", "#5a5f66")
-"""After Okabe and Ito, which colour-blind readers can tell apart, darkened to 3:1 against white."""
+"""Okabe and Ito's colors, distinguishable for color-blind readers, darkened to 3:1 against white."""
 
 _INK, _MUTED, _GRID, _PAPER, _BAD = "#010101", "#020202", "#030303", "#040404", "#050505"
 _VARIABLES = {
@@ -57,9 +57,9 @@ _ALERTS: dict[str, dict[str, Any]] = {
     "open": {**_RING, "markeredgecolor": _BAD, "markeredgewidth": 2.2},
     "acknowledged": {**_RING, "markeredgecolor": _MUTED, "markeredgewidth": 1.5},
 }
-_CHARACTER = 7.5  # widest average character of a 12.5 px label, in px
-_MOST_WITH_CAPS = 25  # points on a curve; more are drawn finer
-_SETTINGS_LOCK = threading.Lock()  # matplotlib's settings belong to the process, Prefect's tasks are threads
+_CHARACTER = 7.5  # upper estimate of a character's width in a 12.5 px label, in px
+_MOST_WITH_CAPS = 25  # points on a curve; with more, markers and lines are finer
+_SETTINGS_LOCK = threading.Lock()  # matplotlib's settings are global, and Prefect's tasks are threads
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
@@ -72,9 +72,9 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def interval(value: float, stderr: float | None, low: float | None, high: float | None) -> tuple[float, float] | None:
-    """The 95 % interval of a number: the one given, else from its standard error; None where neither is known.
+    """Returns the 95 % interval of a number: as given, else from its standard error; None if neither is known.
 
-    A standard error of zero says that all answers scored alike, not that others would.
+    A standard error of 0 means that all answers have the same score, which gives no interval.
     """
     if low is not None and high is not None:
         return low, high
@@ -83,41 +83,39 @@ def interval(value: float, stderr: float | None, low: float | None, high: float 
 
 @dataclass(frozen=True)
 class Point:
-    """One checkpoint on a curve; without a finite value it is a gap, marked with a symbol for its status."""
+    """A checkpoint on a curve; without a finite value it is a gap, marked with a symbol for its status."""
 
     step: int
     value: float | None
     interval: tuple[float, float] | None
     status: RecordStatus
     change: bool = False
-    """True if it was made with other versions than the one before."""
+    """True if its versions differ from those of the previous point."""
     broken: bool = False
-    """True if nobody has shown that those give the same numbers: the line does not go on to it."""
+    """True if that change is not qualified, so that the line is interrupted."""
     outer: tuple[float, float] | None = None
-    """Ends of its 95 % interval over draws of questions and of checkpoints; empty where it is not known."""
+    """Ends of its 95 % interval over draws of questions and checkpoints; empty if unknown."""
     mean: tuple[float, float, float] | None = None
-    """Mean of the last checkpoints, this one included, and the ends of its 95 % interval; empty of too few."""
+    """Mean of the last checkpoints up to this point, and the ends of its 95 % interval; empty with too few."""
     alert: Literal["open", "acknowledged"] | None = None
-    """An alert that was raised here."""
+    """State of an alert at this point."""
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Ends of its 95 % interval; the value itself where none is known."""
+        """Ends of its 95 % interval; the value itself if unknown."""
         value = self.value if self.value is not None else math.nan
         return self.interval or (value, value)
 
     @property
     def shown(self) -> bool:
-        """Returns whether there is a number to draw."""
         return self.value is not None and math.isfinite(self.value)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of one run, by step; `series` is its place among all runs, which its colour and marker follow.
+    """The points of a run by step; `series` is the index of the run, which selects color and marker.
 
-    Of merged checkpoints of a run there are curves of their own in its colour, with open markers; `merged` numbers them
-    from 1.
+    Merged checkpoints of a run are curves of their own in its color, with open markers; `merged` numbers them from 1.
     """
 
     run: str
@@ -128,7 +126,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One metric of one benchmark, with a curve per run."""
+    """A metric of a benchmark, with a curve per run."""
 
     title: str
     note: str
@@ -137,12 +135,12 @@ class Chart:
 
 
 def chart_svg(chart: Chart, *, name: str) -> str:
-    """An `<svg>` element to put into a page; `name` must differ between the charts of a page."""
+    """Returns an `<svg>` element for a page; `name` must be unique in the page."""
     return drawn(chart, name)[0]
 
 
 def charts_svg(charts: Sequence[Chart], *, columns: int = 2) -> str:
-    """A picture of its own (with XML namespace and background) that shows several charts, in rows of `columns`."""
+    """Returns a standalone SVG (with XML namespace and background) of several charts, in rows of `columns`."""
     pictures = [drawn(chart, f"chart-{index}") for index, chart in enumerate(charts)]
     row_height = max((height for _, height in pictures), default=HEIGHT)
     columns = max(1, min(columns, len(pictures)))
@@ -164,7 +162,7 @@ def charts_svg(charts: Sequence[Chart], *, columns: int = 2) -> str:
 
 
 def step_label(step: float) -> str:
-    """A training step, short where nothing is lost: 500, 2k, 2,048, 1.5M."""
+    """Formats a training step, shortened if exact: 500, 2k, 2,048, 1.5M."""
     if step >= 1_000_000 and step % 10_000 == 0:
         return f"{step / 1_000_000:g}M"
     if step >= 1_000 and step % 100 == 0:
@@ -177,13 +175,13 @@ _STEP_FORMATTER = FuncFormatter(lambda value, _: step_label(value).replace("-", 
 
 @lru_cache(256)
 def drawn(chart: Chart, name: str) -> tuple[str, int]:
-    """The element and its height in px; kept, since the page and the picture beside it show the same: 40 ms each."""
+    """Returns the `<svg>` element and its height in px; cached, since page and picture share charts (40 ms each)."""
     statuses = [status for status in _GAP_MARKERS if any(p.status == status for c in chart.curves for p in c.points)]
     legend = _legend(chart, statuses)
     legend_columns = 1 if any(len(label) > 20 for _, label in legend) else 2
     height = HEIGHT + math.ceil(len(legend) / legend_columns) * _LEGEND_ROW + (6 if legend else 0)
     with _SETTINGS_LOCK, matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # the browser's fonts draw the text, not ours
+        warnings.filterwarnings("ignore", message="Glyph")  # the browser draws the text with its own fonts
         figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, facecolor="none")
         bottom = _BOTTOM + height - HEIGHT
         axes = figure.add_axes(
@@ -202,7 +200,7 @@ def drawn(chart: Chart, name: str) -> tuple[str, int]:
                 [handle for handle, _ in legend],
                 [
                     str(number) for number in range(len(legend))
-                ],  # a name that begins with an underscore would be left out
+                ],  # placeholders, since labels with a leading underscore are left out
                 loc="lower left",
                 bbox_to_anchor=(6 / WIDTH, 2 / height),
                 ncols=legend_columns,
@@ -242,7 +240,7 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
         return
     low, high = min(edges), max(edges)
     if low > 0 and low < 0.5 * high:
-        low = 0.0  # a curve that comes from near zero is seen from zero
+        low = 0.0  # start the axis at zero
     pad = max(0.07 * (high - low), 0.02 * abs(high)) or 0.05
     axes.set_ylim(low - (0 if low == 0 and min(edges) > pad else pad), high + pad)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
@@ -285,7 +283,7 @@ def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
     look = _look(curve)
     colour = str(look["color"])
     fine = len(curve.points) > _MOST_WITH_CAPS
-    drawn = [  # a gap before each point that the line does not go on to
+    drawn = [  # NaN before each broken point interrupts the line
         (point.step, value, value - point.ends[0], point.ends[1] - value)
         for point in curve.points
         for value in ([math.nan] if point.broken else [])

@@ -1,4 +1,4 @@
-"""Two builds on one checkpoint, question by question: identical, within noise, or different."""
+"""Comparison of two builds on the same checkpoint, question by question: identical, within noise, or different."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ _WORST: tuple[Verdict, ...] = ("identical", "within noise", "different")
 
 @dataclass(frozen=True)
 class _Question:
-    """A question as two builds put and scored it."""
-
     name: str
     prompt: bool
     output: bool
@@ -56,8 +54,6 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Differences:
-    """Questions of one benchmark, its parts' included, as both sides asked them."""
-
     both: tuple[_Question, ...]
     only_before: int
     only_after: int
@@ -75,13 +71,10 @@ def qualify(
     compared: tuple[str, str],
     margin: float = MARGIN,
 ) -> Qualification:
-    """Returns the verdict on what one checkpoint was asked with two builds.
+    """Returns the verdict on a change of builds, from records of the same checkpoint with both; only successes count.
 
-    Args:
-        before: its succeeded records with the former build.
-        after: those with the later one.
-        compared: the two sides, as they are named.
-        margin: largest difference that counts as noise; a share of the value itself where that is above 1.
+    `margin` is the largest difference that counts as noise, relative to values above 1. Raises `BadInput` for sides
+    without a common evaluation, of several checkpoints, or with changed records.
     """
     pairs = _pairs(before, after, compared)
     tested = [

@@ -1,6 +1,6 @@
-"""Checkpoints × metrics: the numbers of many records, side by side and over training steps.
+"""Results: the scores of many records as checkpoints × metrics.
 
-Numbers of different evaluators never share a column, though their benchmarks may have the same name.
+Scores of different evaluators never share a column, even for benchmarks of the same name.
 """
 
 from __future__ import annotations
@@ -22,55 +22,52 @@ from tasks.spec.evaluators import EVALUATORS, evaluator_title
 _AS_POWERS_FROM = 1e7
 _MOST_DECIMALS = 6
 NOTHING = "–"
-"""Text in place of a number that is not there."""
+"""Placeholder for a missing number."""
 
 
 def evaluator_place(evaluator: str) -> tuple[int, str]:
-    """Returns where an evaluator stands among the others, to sort by."""
+    """Returns a sort key for evaluators."""
     return list(EVALUATORS).index(evaluator) if evaluator in EVALUATORS else len(EVALUATORS), evaluator
 
 
 @dataclass(frozen=True)
 class Column:
-    """One metric of one benchmark; `metric` is empty for a benchmark that has not given a number anywhere."""
+    """A metric of a benchmark; `metric` is empty for a benchmark without any score."""
 
     evaluator: str
     benchmark: str
     metric: str
     higher_is_better: bool | None
     part: bool
-    """True for a subset that its harness reports beside the benchmark that was asked for."""
+    """True for a subset that the harness reports in addition to the requested benchmark."""
     cells: frozenset[tuple[str, ...]]
-    """Benchmark sets of the cells that have it."""
+    """Benchmark sets of the cells with this metric."""
     evaluation_hash: str = ""
-    """Hash of the settings that all its numbers were measured with."""
+    """Hash of the settings of all its scores."""
     settings: str = ""
-    """Words that tell it from the same metric with other settings; empty where there is none."""
+    """Label for its settings if the metric was measured with several; otherwise empty."""
     smooth: bool = False
-    """True for a score that comes along with those of a multiple-choice benchmark."""
+    """True for a smooth score of a multiple-choice benchmark."""
 
     @property
     def arrow(self) -> str:
-        """Returns which direction is better, as a sign; empty where none is."""
         return arrow(self.higher_is_better)
 
     @property
     def label(self) -> str:
-        """Benchmark and metric, with the settings where there are several."""
         name = f"{self.benchmark} · {self.metric}" if self.metric else self.benchmark
         return f"{name} ({self.settings})" if self.settings else name
 
 
 @dataclass(frozen=True)
 class ColumnResult:
-    """The content of one column for one checkpoint: a number, or the record that says why there is none."""
+    """Content of a column for a checkpoint: a score, or the record without it."""
 
     record: Record
     metric: Metric | None
 
     @property
     def text(self) -> str:
-        """The number with its uncertainty, or the status."""
         if self.metric is None:
             return NOTHING if self.record.succeeded else self.record.status
         return " ".join(filter(None, (measured(self.metric.value, None), margin(self.metric))))
@@ -78,7 +75,7 @@ class ColumnResult:
 
 @dataclass(frozen=True)
 class Change:
-    """From the first to the last number of one run in one column."""
+    """The change from the first to the last score of a run in a column."""
 
     run: str
     first_step: int
@@ -86,16 +83,15 @@ class Change:
     first: Metric
     last: Metric
     broken: bool = False
-    """True if versions changed in between, and nothing qualifies the change."""
+    """True if versions changed in between without a qualification."""
 
     @property
     def difference(self) -> float:
-        """Last minus first."""
         return self.last.value - self.first.value
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the difference, as of two independent measurements (Newcombe 1998); None if not known."""
+        """95 % interval of the difference of two independent measurements (Newcombe 1998); None if unknown."""
         from tasks.reports import plots
 
         ends = [
@@ -110,7 +106,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """Returns whether the difference is outside its 95 % interval around no change, and in which direction."""
+        """Direction of the change if its 95 % interval excludes zero, else the reason for no verdict."""
         if self.broken:
             return "other versions"
         if self.interval is None:
@@ -123,13 +119,7 @@ class Change:
 
 
 class Results:
-    """Checkpoints × metrics, from the newest record of every cell.
-
-    Args:
-        records: all that there are.
-        wanted: benchmarks and metrics; everything but smooth scores of parts when left out.
-        qualifications: verdicts on changes of versions.
-    """
+    """Checkpoints × metrics from the newest record of each cell; by default without smooth scores of parts."""
 
     def __init__(
         self,
@@ -163,17 +153,17 @@ class Results:
         self._build_changes: dict[Column, list[BuildChange]] = {}
 
     def merged_by(self, run: str) -> str:
-        """Words for the kind of merge that the checkpoints of a curve are made by; empty where they were written."""
+        """Returns the label of a merged curve's kind of merge; empty for written checkpoints."""
         return run.removeprefix(self.trained[run])
 
     def place_of(self, run: str) -> tuple[int, int]:
-        """The place of a run among those that were trained, and that of its kind of merge, from 1; 0 of none."""
+        """Returns a run's index among the trained runs, and the number of its kind of merge from 1; 0 if not merged."""
         trained = self.trained[run]
         kinds = [name for name, of in self.trained.items() if of == trained and name != of]
         return list(dict.fromkeys(self.trained.values())).index(trained), kinds.index(run) + 1 if run in kinds else 0
 
     def outcome(self, checkpoint: CheckpointReference, column: Column) -> ColumnResult | None:
-        """The newest success, else the newest record; None if this was never evaluated."""
+        """Returns the newest success, else the newest record; None if never evaluated."""
         place = (checkpoint.run, checkpoint.step, column)
         if place not in self._outcomes:
             self._outcomes[place] = self._outcome(checkpoint, column)
@@ -190,16 +180,13 @@ class Results:
 
     @cached_property
     def alerts(self) -> list[Alert]:
-        """Scores of the records that fell below what came before."""
         return alerts_in(self.records, qualifications=self._qualifications)
 
     def alerts_of(self, column: Column) -> list[Alert]:
-        """The alerts of one column."""
         key = (column.evaluator, column.benchmark, column.metric, column.evaluation_hash)
         return [a for a in self.alerts if (a.evaluator, a.benchmark, a.metric, a.evaluation_hash) == key]
 
     def build_changes(self, column: Column) -> list[BuildChange]:
-        """Changes of versions between the numbers of one column."""
         if column not in self._build_changes:
             outcomes = ((checkpoint, self.outcome(checkpoint, column)) for checkpoint in self.checkpoints)
             self._build_changes[column] = build_changes(
@@ -212,7 +199,7 @@ class Results:
         return self._build_changes[column]
 
     def by_evaluator(self, *, parts: bool = False, smooth: bool = False) -> list[tuple[str, list[Column]]]:
-        """The columns under the title of their evaluator: of whole benchmarks, of parts, or smooth scores."""
+        """Returns the columns by title of their evaluator: of whole benchmarks, of parts, or smooth scores."""
         kind = (parts, smooth)
         groups = [
             (name, [c for c in self.columns if c.evaluator == name and (c.part, c.smooth) == kind])
@@ -221,20 +208,18 @@ class Results:
         return [(evaluator_title(evaluator), columns) for evaluator, columns in groups if columns]
 
     def headings(self, columns: Sequence[Column]) -> list[tuple[str, int]]:
-        """The titles of evaluators, each with the number of some columns that stand below it."""
+        """Returns the titles of evaluators with the number of consecutive columns below each."""
         return [(evaluator_title(name), len(list(below))) for name, below in groupby(c.evaluator for c in columns)]
 
     def named(self, column: Column) -> str:
-        """Benchmark and metric, with the evaluator in front where there are several."""
         return f"{evaluator_title(column.evaluator)}: {column.label}" if len(self.evaluators) > 1 else column.label
 
     def metrics(self, column: Column) -> list[Metric]:
-        """All numbers of one column."""
         outcomes = (self.outcome(checkpoint, column) for checkpoint in self.checkpoints)
         return [outcome.metric for outcome in outcomes if outcome and outcome.metric]
 
     def changes(self, column: Column) -> list[Change]:
-        """First to last number, for every run that has at least two."""
+        """Returns the change from first to last score for every run with at least two."""
         changes = []
         for run in self.runs:
             outcomes = [(c.step, self.outcome(c, column)) for c in self.checkpoints if c.run == run]
@@ -278,12 +263,12 @@ def _columns(records: Sequence[Record]) -> list[Column]:
 
 
 def arrow(higher_is_better: bool | None) -> str:
-    """The sign for a direction of improvement."""
+    """Returns the arrow for a direction of improvement."""
     return {True: " ↑", False: " ↓", None: ""}[higher_is_better]
 
 
 def measured(value: float, stderr: float | None) -> str:
-    """A number and its standard error, to as many decimals as its size asks for, from ten millions on as powers."""
+    """Formats a number and its standard error with decimals by magnitude; in scientific notation from 1e7."""
     if math.isfinite(value) and abs(value) >= _AS_POWERS_FROM:
         return f"{value:.3g}" + ("" if stderr is None else f" ± {stderr:.2g}")
     decimals = _decimals(value, fewest=3 if abs(value) < 10 else 2 if abs(value) < 100 else 1)
@@ -300,7 +285,7 @@ def _decimals(*numbers: float, fewest: int) -> int:
 
 
 def margin(metric: Metric) -> str:
-    """The uncertainty of a number, to stand behind it: its 95 % interval, else its standard error; empty without."""
+    """Formats the uncertainty of a score: its 95 % interval, else its standard error; empty without."""
     if metric.low is not None and metric.high is not None:
         return _between(metric.low, metric.high, like=metric.value)
     return measured(metric.value, metric.stderr).partition(" ")[2] if metric.stderr else ""
@@ -314,13 +299,13 @@ def _between(low: float, high: float, *, like: float) -> str:
 
 
 def change_of(change: Change) -> str:
-    """A difference with its sign and 95 % interval."""
+    """Formats a difference with sign and 95 % interval."""
     shown = ("+" if change.difference >= 0 else "−") + measured(abs(change.difference), None)
     return shown if change.interval is None else f"{shown} {_between(*change.interval, like=change.difference)}"
 
 
 def described(change: Change) -> str:
-    """A change in one line."""
+    """Formats a change in a line."""
     first, last = (
         f"{' '.join(filter(None, (measured(metric.value, None), margin(metric))))} at step {step:,}"
         for metric, step in ((change.first, change.first_step), (change.last, change.last_step))
@@ -329,6 +314,6 @@ def described(change: Change) -> str:
 
 
 def questions(metrics: Iterable[Metric]) -> str:
-    """Returns how many questions some numbers were taken over."""
+    """Formats the number of questions behind some scores."""
     numbers = sorted({metric.n for metric in metrics})
     return f"n = {numbers[0]:,}" if len(numbers) == 1 else f"n = {numbers[0]:,} to {numbers[-1]:,}" if numbers else ""

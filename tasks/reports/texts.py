@@ -1,4 +1,4 @@
-"""Records in words: where the numbers come from, who judged, where the harness's own pages are."""
+"""Texts about records: provenance, judges, and addresses of the harness's own pages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from tasks.reports.table import NOTHING
 from tasks.spec.evaluators import evaluator_title
 
 _ESCAPED_IN_MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*<&[!`"})
-_JUDGED = ("judge", "annotator")  # shown by themselves
+_JUDGED = ("judge", "annotator")  # shown separately
 
 
 def judge_of(record: Record) -> str | None:
-    """Returns who compared the answers, and how it was asked; None where nobody judges."""
-    options = record.evaluation.get(record.evaluator) or record.evaluation.get("evaluator")  # older ones have the first
+    """Returns the judge that compared the answers, and its settings; None without a judge."""
+    options = record.evaluation.get(record.evaluator) or record.evaluation.get(
+        "evaluator"
+    )  # older records use the evaluator's name
     judge = options.get("judge") if isinstance(options, dict) else None
     if not isinstance(judge, dict):
         return None
@@ -34,7 +36,7 @@ def judge_of(record: Record) -> str | None:
 
 
 def counted(counts: Counts | None) -> str:
-    """The three counts, with signs that say where they differ."""
+    """Formats the three counts, with = or ≠ between them."""
     if counts is None:
         return NOTHING
     first = "=" if counts.requested == counts.answered else "≠"
@@ -43,7 +45,7 @@ def counted(counts: Counts | None) -> str:
 
 
 def links_of(record: Record, *, records_at: str | None, page: str | None) -> list[tuple[str, str | None]]:
-    """Pages that the harness made: a title, and an address as seen from the report, or None if it cannot be known."""
+    """Returns the harness's pages by title, with the address relative to the report, or None if unknown."""
     if records_at is None or page is None:
         return [(title, None) for title in record.links]
     cell = found_below(records_at, record).cell_uri
@@ -63,7 +65,7 @@ def _address(target: str, page: str) -> str | None:
 
 
 def engine_of(record: Record) -> dict[str, Any]:
-    """The engine as the pool names it, and what the configuration asks of it."""
+    """Returns the engine as reported by the pool, and the requested settings."""
     model = (record.evaluation.get("pool_config") or {}).get("model") or {}
     asked = {key: model[key] for key in ("generation_params", "apply_chat_template") if model.get(key)}
     engine = record.served.get("engine")
@@ -72,7 +74,7 @@ def engine_of(record: Record) -> dict[str, Any]:
 
 
 def served(record: Record) -> str:
-    """Returns how the checkpoint came to be served: how, in how many seconds, why so."""
+    """Formats how the checkpoint was served: method, seconds, reason."""
     facts = {key: value for key, value in record.served.items() if key != "engine" and value is not None}
     how = str(facts.pop("how", "")).replace("_", " ")
     took = f"in {facts.pop('seconds'):,.2f} s" if isinstance(facts.get("seconds"), (int, float)) else ""
@@ -92,7 +94,7 @@ def _device(record: Record) -> dict[str, Any]:
 
 
 def asked_so(record: Record) -> dict[str, Any]:
-    """The way questions were put, as far as it is known: seeds, first token, template, data, known answers."""
+    """Returns the known facts on how requests were built: seeds, first token, template, data, controls."""
     asking, details = record.asking, record.details.items()
     facts = {
         "seeds": asking.seeds,
@@ -125,7 +127,7 @@ PROVENANCE: dict[str, Callable[[Record], Any]] = {
 
 
 def flat(value: Any) -> str:
-    """A JSON-like value in one line."""
+    """Formats a JSON-like value in a line."""
     if isinstance(value, dict):
         return " · ".join(f"{key} {flat(inner)}" for key, inner in value.items()) or NOTHING
     if isinstance(value, (list, tuple)):
@@ -136,10 +138,10 @@ def flat(value: Any) -> str:
 
 
 def pretty(value: Any) -> str:
-    """A JSON-like value over many lines."""
+    """Formats a JSON-like value over several lines."""
     return json.dumps(value, indent=2, sort_keys=True, default=str)
 
 
 def as_markdown(text: str) -> str:
-    """A text as it is, for the cell of a table: whatever it holds adds no row, link, image or HTML."""
+    """Escapes a text for a table cell in Markdown: its content adds no row, link, image or HTML."""
     return "<br>".join(text.translate(_ESCAPED_IN_MARKDOWN).splitlines())

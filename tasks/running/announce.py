@@ -1,4 +1,4 @@
-"""Announcements at the end of a run: of alerts, and to sinks of what they still lack and of the report."""
+"""Announcements at the end of a run: alerts, missing records, and the report are sent to the sinks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tasks.spec.sinks import Sink
 
 @task(task_run_name="look at the sinks", cache_policy=NO_CACHE, persist_result=False)
 def check_sinks(cells: Sequence[Cell]) -> None:
-    """Passes if every sink of cells that are yet to be evaluated can take records, as far as it can tell now."""
+    """Passes if each sink of the unevaluated cells can take records, as far as can be checked now."""
     sinks = {sink.name: sink for cell in cells if not cell.done for sink in cell.config.sinks}
     for sink in sinks.values():
         sink.check()
 
 
 def raise_alerts(cells: Sequence[Cell], *, since: datetime) -> None:
-    """Looks for alerts on the curves that cells of this run have made longer, and tells Prefect's server of new ones.
+    """Searches the curves that this run extended for alerts, and reports new alerts to Prefect's server.
 
-    Nothing here fails a run: an alert follows from the records, and `assay alerts` lists it.
+    Errors are logged and never fail the run: alerts follow from the records, and `assay alerts` lists them.
     """
     if all(cell.done for cell in cells):
         return
@@ -49,16 +49,16 @@ def raise_alerts(cells: Sequence[Cell], *, since: datetime) -> None:
         tell_server(news, run_folder=folder, report=browser_address(report_uri(evaluation_path, run)))
     except AssayError as error:
         report_event(f"alerts of {run} could not be looked for, or told: {error.found}")
-    except Exception as error:  # noqa: BLE001 - the boundary: whatever is told of them, the records are written
+    except Exception as error:  # noqa: BLE001 - the boundary: the records are written already
         report_event(f"alerts of {run} could not be looked for, or told: {type(error).__name__}: {error}")
 
 
 @task(task_run_name="tell the sinks", cache_policy=NO_CACHE, persist_result=False)
 def announce(cells: Sequence[Cell], *, since: datetime) -> None:
-    """Sends the records of earlier runs to sinks that lack them; alerts and the report to those that got something new.
+    """Sends records of earlier runs to sinks that lack them, and alerts and the report to sinks with new records.
 
-    Records of this run were sent when they were written. Nothing here fails a run or is tried again: a record says
-    which sinks have it, and the next run or `assay publish` sends what is missing.
+    Records of this run were sent when they were written. Failures are logged and not retried: a record lists the sinks
+    that have it, and the next run or `assay publish` adds the rest.
     """
     reports: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
     series: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}

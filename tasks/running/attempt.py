@@ -1,4 +1,4 @@
-"""One attempt at a cell: what is known of it so far, the record that this makes, and the word that it is to end."""
+"""An attempt at a cell: its state, the record that it produces, and the interruption signal."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ from tasks.running.serving import ServedCell
 
 
 class Interruption:
-    """The word that a run is to end, as its cells hear it."""
+    """The signal that ends a run; its cells poll it."""
 
     def __init__(self) -> None:
         self._interrupted = threading.Event()
 
     def interrupt(self) -> None:
-        """Makes every cell of the run fail at its next check."""
         self._interrupted.set()
 
     def raise_if_interrupted(self) -> None:
-        """Raises EvaluationInterrupted once the run has been told to end."""
         if self._interrupted.is_set():
             raise EvaluationInterrupted(
                 expected="the run to go on until the cell has its record",
@@ -53,7 +51,7 @@ class Interruption:
 
 @dataclass
 class Attempt:
-    """An attempt at a cell. `name` is its folder beside the record; without a `failure` it has succeeded."""
+    """An attempt at a cell. `name` is its folder next to the record; without a `failure` it has succeeded."""
 
     cell: Cell
     name: str
@@ -64,24 +62,23 @@ class Attempt:
     requests: dict[str, int] = field(default_factory=dict)
     opened: ServedCell | None = None
     machine: dict[str, str] = field(default_factory=dict)
-    """The system that the evaluator ran on, where that is not this process's."""
+    """The system that the evaluator ran on, if that is not this process's."""
     _expected_by_plan: bool = False
 
     @cached_property
     def decided_before(self) -> EarlyVerdict | None:
-        """The early verdict that stood on the cell when the attempt began."""
         return read_early(self.cell.uri)
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Notes what escapes the block as the attempt's failure, unless it has one; only an interruption passes."""
+        """Stores an exception from the block as the failure, if there is none yet; other BaseExceptions propagate."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the boundary: every attempt ends with a record, counted
             self.failure = self.failure or self.failure_of(error)
 
     def failure_of(self, error: Exception) -> AssayError:
-        """Returns the error itself, or the failure that stands for an exception nobody foresaw."""
+        """Returns the error itself if it is an AssayError, else an UnexpectedError that wraps it."""
         if isinstance(error, AssayError):
             return error
         return UnexpectedError.of(error, expected=f"a result of {self.cell.title}, or an error that says what is wrong")
@@ -97,21 +94,18 @@ class Attempt:
             self.seconds[phase] = round(self.seconds.get(phase, 0.0) + time.monotonic() - began, 3)
 
     def expect_by_plan(self, output: Path) -> None:
-        """Expects the cost of its plan, and says so, once there is one in the harness's folder.
-
-        Does nothing where something was expected before, and a second time.
-        """
+        """Predicts and reports the cost from the harness's plan, if it exists and the cell has no prediction yet."""
         if self._expected_by_plan or self.cell.predicted is not None or (asked := tokens_to_ask(output)) is None:
             return
         self._expected_by_plan = True
         self.cell = replace(self.cell, predicted=expected_by_plan(self.cell, asked))
 
     def record(self) -> Record:
-        """Returns the record of the attempt as it stands; scores only of a success."""
+        """Returns the record of the attempt in its current state; only successes have scores."""
         cell, failure = self.cell, self.failure
         parsed = self.parsed
         commit, dirty = git_state()
-        context = FlowRunContext.get()  # asked for itself: prefect.runtime may ask the server, from a cell's thread
+        context = FlowRunContext.get()  # not from prefect.runtime, which may query the server from a cell's thread
         flow_run = context.flow_run if context else None
         return Record(
             status=failure.record_status if failure else "succeeded",
@@ -163,7 +157,7 @@ class Attempt:
     def _replica_seconds(self) -> float | None:
         if self.cell.config.native:
             return self.seconds.get("evaluate", 0.0)
-        if self.opened is None:  # it never came to ask for its checkpoint
+        if self.opened is None:  # it failed before it requested its checkpoint
             return 0.0 if self.cell.config.pool_config else None
         seconds = self.served.get("replica_seconds")
         return None if seconds is None else float(seconds)

@@ -1,4 +1,4 @@
-"""Cells: planned from evaluations and checkpoints, and concluded by the records that stand for them."""
+"""Cells: planned from evaluations and checkpoints, and concluded by their records."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ _MOST_NAMES_IN_A_CELL = 3
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One checkpoint and one set of benchmarks. `uri` is its folder; `record` what stands there already.
+    """A checkpoint with a set of benchmarks. `uri` is its folder; `record` its record at planning time.
 
-    `levanter_fallback` is the same evaluated by Levanter, for where the engine turns out to give no log-probabilities
-    of prompts.
+    `levanter_fallback` is the same evaluated by Levanter, used if the engine returns no prompt log-probabilities.
     """
 
     config: EvaluationConfig
@@ -52,15 +51,13 @@ class Cell:
     record: Record | None
     levanter_fallback: Cell | None = None
     early: WantedEarly | None = None
-    """Decisions wanted of it before all of it is asked, if any."""
+    """Decisions that may end the evaluation before all requests are sent, if any."""
     early_verdict: EarlyVerdict | None = None
-    """The verdict on that, where it stands already."""
     predicted: Predicted | None = None
-    """Expected cost, once somebody has reckoned that."""
 
     @property
     def settled(self) -> bool:
-        """True if it is done, or was decided early as is wanted here."""
+        """True if it is done, or was decided early as requested."""
         return self.done or self.early_verdict is not None
 
     @property
@@ -70,22 +67,21 @@ class Cell:
 
     @property
     def ways(self) -> tuple[Cell, ...]:
-        """The cell and, where there is one, its fallback: a record of either is an outcome."""
+        """The cell and its fallback, if any: a record of either is an outcome."""
         return (self,) if self.levanter_fallback is None else (self, self.levanter_fallback)
 
     @property
     def title(self) -> str:
-        """Checkpoint and evaluator, for people."""
         return f"{self.reference.name} · {self.config.evaluator.title}"
 
 
 def as_served(config: EvaluationConfig) -> EvaluationConfig:
-    """The evaluation with all that says how it is served: a kept pool's configuration, or its own with variables."""
+    """Returns the evaluation with the pool configuration of its kept pool, or its own with engine variables added."""
     if config.pool_name is None and config.pool_config is not None:
         return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
     if config.pool_name is None or config.native:
         return config
-    from tasks.running.kept_pools import access_of  # with all that starts pools
+    from tasks.running.kept_pools import access_of  # imported late: it imports everything that starts pools
 
     served = access_of(config.pool_name, config.pool_key_block).config
     pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})
@@ -94,9 +90,9 @@ def as_served(config: EvaluationConfig) -> EvaluationConfig:
 
 @step(task_run_name="plan")
 def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
-    """A cell for each checkpoint and evaluation, checkpoint by checkpoint, with its record where one stands.
+    """Returns a cell for each checkpoint and evaluation, grouped by checkpoint, with the existing record if any.
 
-    Not retried: what fails here is the request, a checkpoint that changed, or a folder that cannot be written.
+    Not retried: failures come from the request, a changed checkpoint, or a folder that is not writable.
     """
     _check_together(configs)
     hashed: list[tuple[EvaluationConfig, str, tuple[EvaluationConfig, str] | None]] = []
@@ -125,7 +121,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
 
 def _look_at_request(config: EvaluationConfig) -> None:
     evaluator = evaluator_of(config)
-    elsewhere = config.native and not current_client().is_local  # its own is built there, for another device perhaps
+    elsewhere = config.native and not current_client().is_local  # its own is built remotely, maybe for another device
     spec = evaluator.environments[0] if elsewhere else evaluator.environment(config)
     evaluator.check(config, python=ensure_environment(spec).python)
 
@@ -270,7 +266,7 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
 
 
 def conclude(cells: Sequence[Cell]) -> list[Record]:
-    """The records that stand for some cells now.
+    """Returns the current records of the cells.
 
     Raises:
         EvaluationIncomplete, EvaluationInterrupted: not every cell has a succeeded record.
@@ -296,6 +292,6 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
 
 
 def standing_record(cell: Cell) -> FoundRecord | None:
-    """Reads the record that stands for a cell now: a success, else the newest, of the cell or of its fallback."""
+    """Returns the record that counts for a cell and its fallback: the newest success, else the newest record."""
     found = [FoundRecord(way.uri, record) for way in cell.ways if (record := read_record(way.uri)) is not None]
     return max(found, key=lambda item: (item.record.succeeded, item.record.created), default=None)

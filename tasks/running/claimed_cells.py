@@ -1,4 +1,4 @@
-"""Cells claimed by this run, of those that several runs want: each is evaluated by one of them."""
+"""Cells claimed by this run: of several runs that request a cell, a single run evaluates it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _CLAIMS_POLL_SECONDS = 2.0
 
 
 class ClaimedCells:
-    """Claims of some cells of one run, held for as long as the `with` block lasts.
+    """Claims of cells of a run, held while the `with` block lasts.
 
     Args:
-        cells: what is wanted, all of one run and one evaluation path.
-        wait: whether cells that others have are waited for, in case these leave one without an outcome.
-        folder: where the claims lie; follows from the cells, so it is needed where these come later.
+        wait: True to wait for cells that other runs hold, in case these leave a cell without an outcome.
+        folder: folder of the claims; derived from the cells when None, so required where cells are added later.
     """
 
     def __init__(
@@ -61,15 +60,15 @@ class ClaimedCells:
             self._claims.__exit__(kind, error, trace)
 
     def add(self, cells: Iterable[Cell]) -> None:
-        """Wants more cells."""
         for cell in cells:
             self._left[key_of(cell)] = cell
             self._since[key_of(cell)] = now()
 
     def next(self) -> list[Cell]:
-        """Cells that are ours now and have no outcome; none once all have one, or others have them.
+        """Returns newly claimed cells without an outcome; empty once all cells have an outcome or other holders.
 
-        Each cell is offered once. Of those that others had meanwhile, only what they left without an outcome is.
+        Each cell is returned once. A cell that another run held is returned only if that run left it without an
+        outcome.
 
         Raises:
             StorageError: claims cannot be read or written.
@@ -83,7 +82,7 @@ class ClaimedCells:
         return []
 
     def take(self) -> list[Cell]:
-        """Claims what can be had now, without waiting. The rest stays wanted."""
+        """Claims all available cells without waiting. The rest stays requested."""
         claims = self._claims
         if claims is None or not self._left:
             return []
@@ -103,17 +102,16 @@ class ClaimedCells:
         return wanted
 
     def raise_if_lost(self, cell: Cell) -> None:
-        """Raises ClaimLost where that is known already; asks nobody."""
+        """Raises ClaimLost if the loss is known locally; sends no request."""
         if self._claims is not None:
             self._claims.raise_if_lost(key_of(cell))
 
     def prove(self, cell: Cell) -> None:
-        """Raises ClaimLost unless the cell is ours at this moment; asked before anything is published."""
+        """Raises ClaimLost unless this run holds the cell now; called before anything is published."""
         if self._claims is not None:
             self._claims.prove(key_of(cell))
 
     def release(self, *cells: Cell) -> None:
-        """Gives cells up that have their outcome, or are not to be begun."""
         for cell in cells:
             if self._claims is not None:
                 self._claims.release(key_of(cell))
@@ -123,7 +121,7 @@ class ClaimedCells:
         for way in cell.ways:
             record = read_record(way.uri)
             if record is None or (way.record is not None and record.attempt == way.record.attempt):
-                continue  # it stood before, whatever its clock said
+                continue  # it existed at planning time; timestamps are not compared, since clocks differ
             if record.succeeded or (record.created > since and not record.interrupted):
                 return True
         return False
@@ -138,9 +136,9 @@ class ClaimedCells:
 
 
 def put_away(cells: Sequence[Cell]) -> None:
-    """Ends what runs that died right after a success left: their claim, the copy of the answers, the evaluation's name.
+    """Cleans up leftovers of runs that crashed right after a success: claims, copies of the answers, and scopes.
 
-    An evaluation that is done afresh would otherwise go on with their sampled answers.
+    Otherwise a repeated evaluation would reuse their sampled answers.
 
     Raises:
         StorageError: claims cannot be read or written.
@@ -157,13 +155,13 @@ def put_away(cells: Sequence[Cell]) -> None:
 
 
 def key_of(cell: Cell) -> str:
-    """The name of a cell among the claims of its run."""
+    """Returns the name of a cell among the claims of its run."""
     folder = cell.uri.rstrip("/").rsplit("/", 1)[1]
     return f"step-{cell.reference.step}.{folder}"
 
 
 def subject_of(cell: Cell) -> Subject:
-    """The cell as its claim names it."""
+    """Returns the cell as the subject of a claim."""
     return Subject(
         key=key_of(cell),
         checkpoint=cell.reference.name,
@@ -173,7 +171,7 @@ def subject_of(cell: Cell) -> Subject:
 
 
 def described(seen: SeenClaim) -> str:
-    """The holder of a claim in words."""
+    """Returns the holder of a claim as display text."""
     if not seen.readable:
         return f"somebody whose claim cannot be read ({seen.uri}): it ends {LEASE_SECONDS:g} s after it was written"
     if seen.holder is None:

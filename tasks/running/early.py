@@ -1,4 +1,4 @@
-"""A cell that is decided early: what was asked of it before, and the verdict that an attempt came to."""
+"""Cells that are decided early: batches of earlier attempts, and the verdict of an attempt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.running.attempt import Attempt
 
 
 def wanted_early(attempt: Attempt) -> WantedEarly | None:
-    """Decisions wanted of a cell, with the batches of an early verdict that stands: the journal has their answers."""
+    """Returns the requested decisions of a cell, with the batches of its early verdict, answered in the journal."""
     cell, before = attempt.cell, attempt.decided_before
     if before is None:
         return cell.early
@@ -26,7 +26,7 @@ def wanted_early(attempt: Attempt) -> WantedEarly | None:
 
 
 def early_verdict(attempt: Attempt) -> EarlyVerdict:
-    """Returns what an attempt decided before all was asked."""
+    """Returns the verdict of an attempt that was decided before all requests were sent."""
     cell, parsed, record = attempt.cell, attempt.parsed, attempt.record()
     assert parsed is not None and cell.early is not None, "decided early"
     build, qualifications = build_of(record), read_qualifications(cell.config.evaluation_path)

@@ -1,9 +1,8 @@
-"""Expected cost of cells: by what the same evaluation took of other checkpoints, else guessed from other evaluations.
+"""Expected cost of cells: measured on the same evaluation of other checkpoints, else guessed from other evaluations.
 
-A guess is tokens to be asked by the rate that the engine was measured at. Tokens are those of records of the same
-benchmarks, with other settings or of other models, or, where these were never asked, those of the plan that a harness
-writes before its first request; rates are those of records on the same kind of engine. Where either is not known there
-is no guess.
+A guess divides the expected tokens by the engine's measured rate. Token counts come from records of the same benchmarks
+with other settings or models, else from the plan that a harness writes before its first request; rates come from
+records on the same kind of engine. Without token counts or a rate there is no guess.
 """
 
 from __future__ import annotations
@@ -30,34 +29,30 @@ from tasks.spec.names import how_many
 NEVER_MEASURED = "unknown: never measured"
 _UNCOUNTED = "the share of a judge elsewhere, or the seconds of a replica, are not known"
 _MOST_RUNS = 64
-"""Other runs that are looked into for a guess; each is a read of its index."""
+"""Limit on the number of other runs that a guess reads the index of."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected cost of some cells together."""
+    """Expected cost of cells together."""
 
     cells: int
     measured: int
-    """Cells that are expected to take what was measured."""
     guessed: int
-    """Cells of which it is a guess."""
     seconds: float
-    """Of cells with an expectation, one after the other."""
+    """Sum over the cells with an expectation."""
     cost: Spent
-    """Expected cost; what is unknown of it is counted there."""
+    """Expected cost, with counts of cells of unknown price or chips."""
     basis: tuple[str, ...] = ()
-    """Records and reckoning behind guesses."""
+    """Records and calculation behind the guesses."""
     why_unpriced: str | None = None
-    """Reason that a price is unknown, of the first cell without one."""
+    """Reason of the first unpriced cell."""
 
     @property
     def price(self) -> str:
-        """USD in words."""
         return self.cost.price
 
     def lines(self) -> list[str]:
-        """The same for people."""
         known = self.measured + self.guessed
         if not known:
             return [f"expected for {how_many(self.cells, 'cell')}: {NEVER_MEASURED}"]
@@ -71,7 +66,7 @@ class Expected:
         return [*lines, *(f"  guess: {basis}" for basis in self.basis)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for scripts; numbers are those of what is known, None where nothing is."""
+        """Returns the expectation for JSON; numbers cover the known cells, None if no cell is known."""
         known = self.measured + self.guessed
         return {
             "cells": self.cells,
@@ -88,10 +83,10 @@ class Expected:
 
 
 def check_budget(expected: Expected, max_usd: float | None) -> None:
-    """Passes if some cells are expected to cost no more than that; without a bound, or without cells, always.
+    """Passes if the expected cost is at most `max_usd`; always passes without a bound or without cells.
 
     Raises:
-        OverBudget: they are expected to cost more, or nobody knows.
+        OverBudget: the expected cost is higher or unknown.
     """
     if max_usd is None or not expected.cells:
         return
@@ -115,12 +110,7 @@ def check_budget(expected: Expected, max_usd: float | None) -> None:
 
 
 class Expectations:
-    """Expected costs below one evaluation path.
-
-    Args:
-        evaluation_path: folder of the records.
-        known: what the indices of some runs say, by run; the others are looked into when a guess needs them.
-    """
+    """Expected costs below an evaluation path. `known` has indexed records by run; other indices are read on demand."""
 
     def __init__(self, evaluation_path: str, known: Mapping[str, RunRecords]) -> None:
         self._path = evaluation_path
@@ -130,13 +120,7 @@ class Expectations:
             self._typical |= records.typical
 
     def of(self, config: EvaluationConfig, hashes: Iterable[str | None], tariff: Tariff) -> Predicted | None:
-        """The expected cost of one cell; None where it was never measured, and cannot be guessed.
-
-        Args:
-            config: its evaluation, as `as_served` has it.
-            hashes: of the evaluation, and of the same by Levanter where that may be.
-            tariff: price of its replica.
-        """
+        """Returns a cell's expected cost, if known; `config` is from `as_served`, `hashes` include its fallback's."""
         for hash_ in filter(None, hashes):
             if (typical := self._typical.get(hash_)) is not None:
                 replica = typical.replica_seconds
@@ -149,7 +133,7 @@ class Expectations:
         return _priced(config, tariff, "guess", guessed[1], guessed[0], guessed[0])
 
     def of_tokens(self, config: EvaluationConfig, asked: Sequence[TokensToAsk], tariff: Tariff) -> Predicted | None:
-        """A guess from the tokens that an engine is going to be asked; None where its rate was never measured."""
+        """Returns a guess from planned tokens; None if the engine's rate was never measured."""
         if (guessed := guess_of_tokens(config, asked, self._work)) is None:
             return None
         return _priced(config, tariff, "guess", guessed[1], guessed[0], guessed[0])
@@ -161,7 +145,7 @@ class Expectations:
             try:
                 work += indexed_records(folder).work
             except StorageError:
-                continue  # a guess has less to go by
+                continue  # the guess uses fewer records
         return work
 
     def _others(self) -> list[str]:
@@ -188,7 +172,7 @@ def _priced(
 
 
 def guess(config: EvaluationConfig, work: Sequence[Work]) -> tuple[float, str] | None:
-    """Seconds of a replica that an evaluation may take, and the reckoning; None where too little was measured."""
+    """Returns the replica seconds an evaluation may take, and the calculation; None if too little was measured."""
     engine = engine_of(hardware(config), config.evaluator.name if config.native else "pool")
     if engine is None:
         return None
@@ -205,9 +189,9 @@ def guess(config: EvaluationConfig, work: Sequence[Work]) -> tuple[float, str] |
 def guess_of_tokens(
     config: EvaluationConfig, asked: Sequence[TokensToAsk], work: Sequence[Work]
 ) -> tuple[float, str] | None:
-    """Seconds of a replica that tokens may take, and the reckoning; None where the engine's rate was never measured.
+    """Returns the replica seconds that tokens may take, and the calculation; None without a measured rate.
 
-    Answers that are written count as many tokens as the mean of those of other benchmarks, or their limit if less.
+    Generated answers count the mean token number of other benchmarks' answers, or their limit if that is less.
     """
     engine = engine_of(hardware(config), "pool")
     seconds, bases = 0.0, list[str]()
@@ -274,7 +258,7 @@ def _questions(like: Sequence[Work], limit: int | None) -> int | None:
     total = 0
     for name in {name for found in like for name in found.questions}:
         seen = [(found, found.questions[name]) for found in like if name in found.questions]
-        parts = len(like[0].asked) if not name else 1  # together, where a record does not say how many each asks
+        parts = len(like[0].asked) if not name else 1  # all tasks together, if the record has no counts per task
         most = max(count for _, count in seen)
         whole = any(found.limit is None or count < found.limit * parts for found, count in seen)
         if limit is None:
@@ -287,12 +271,7 @@ def _questions(like: Sequence[Work], limit: int | None) -> int | None:
 
 
 def together(predictions: Sequence[Predicted | None], *, why_unpriced: str | None = None) -> Expected:
-    """The expected cost of cells together, by those of each.
-
-    Args:
-        predictions: one of each cell; None where nothing is known.
-        why_unpriced: reason that an hour of theirs has no price.
-    """
+    """Returns the expected cost of cells together; None entries are unknown costs."""
     known = [predicted for predicted in predictions if predicted is not None]
     guesses = [predicted for predicted in known if predicted.how == "guess"]
     unpriced = sum(predicted is None or predicted.usd is None for predicted in predictions)
@@ -318,10 +297,7 @@ def together(predictions: Sequence[Predicted | None], *, why_unpriced: str | Non
 def with_expectations(
     cells: Sequence[Cell], *, tariff_of: Callable[[EvaluationConfig], Tariff] = tariff_of_cell
 ) -> tuple[list[Cell], Expected]:
-    """Cells of one run, each open one with what it is expected to cost, and that of all open ones together.
-
-    Where records cannot be listed, nothing is known of them.
-    """
+    """Returns a run's cells, open cells with expected cost, and their total; unknown if records are unreadable."""
     open_cells = [cell for cell in cells if not cell.settled]
     if not open_cells:
         return list(cells), together([])
@@ -331,7 +307,7 @@ def with_expectations(
     except StorageError:
         known = RunRecords({}, (), {})
     expectations = Expectations(path, {run: known})
-    by_config: dict[int, tuple[Tariff, Predicted | None]] = {}  # all checkpoints share the objects
+    by_config: dict[int, tuple[Tariff, Predicted | None]] = {}  # all checkpoints share the config objects
 
     def expecting(cell: Cell) -> Cell:
         if id(cell.config) not in by_config:
@@ -350,10 +326,7 @@ def with_expectations(
 
 
 def expected_by_plan(cell: Cell, asked: Sequence[TokensToAsk]) -> Predicted | None:
-    """The expected cost of a cell that has begun, by the tokens of its plan, or by records that came meanwhile.
-
-    Says so, as `tell` does; None where no rate of its engine is known, which it says too.
-    """
+    """Returns and reports the expected cost of a started cell, from new records or its plan; None if unknown."""
     path, run, tariff = cell.config.evaluation_path, cell.reference.run, tariff_of_cell(cell.config)
     try:
         known = {run: indexed_records(storage.join(path, run))}
@@ -372,7 +345,7 @@ def expected_by_plan(cell: Cell, asked: Sequence[TokensToAsk]) -> Predicted | No
 
 
 def tell(expected: Expected) -> None:
-    """Says what some cells are expected to cost, before they begin."""
+    """Reports the expected cost of cells before they start."""
     for line in expected.lines():
         report_event(line, Notice)
 

@@ -15,15 +15,14 @@ _KEYS = ("key", "admin_key")
 
 
 def access_of(pool: str, key_block: str | None = None) -> PoolAccess:
-    """Access to the pool of a name, or at an address; see `access_to`.
+    """Returns access to a kept pool, given by name or address; see `access_to`.
 
     Args:
-        pool: its name or address.
         key_block: Prefect secret block with the key of the pool at an address, or with an object of `key` and
-            `admin_key`; the settings have the keys when None.
+            `admin_key`; the keys come from the settings when None.
 
     Raises:
-        BadInput: the block cannot be loaded, or holds something else; or as `access_to`.
+        BadInput: the block cannot be loaded or has other content; or as in `access_to`.
     """
     return access_to(pool, **(_keys_in(key_block) if key_block is not None else {}))
 

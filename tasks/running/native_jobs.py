@@ -1,7 +1,7 @@
-"""Jobs for cells whose evaluator loads the checkpoint itself: one at a time, shared by the cells that wait for it.
+"""Jobs of evaluators that load the checkpoint themselves: a single job at a time, shared by the waiting cells.
 
-So its program is started once, and what it compiles serves all their checkpoints. A job runs on the current backend,
-whichever that is, and goes on where it was after a preemption.
+The evaluator starts once per job, and its compiled code serves all checkpoints of the job. A job runs on the current
+backend and resumes after a preemption.
 """
 
 from __future__ import annotations
@@ -36,22 +36,20 @@ from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event
 
 MOST_IN_A_JOB = 8
-"""Cells that share a job at most, and so wait side by side."""
+"""Most cells of a job, and so of cells that wait in parallel."""
 _POLL_SECONDS = 0.2
 _JOB_POLL_SECONDS = 1.0
 _LOOK_AGAIN_SECONDS = 5.0
 _END_SECONDS = 30.0
-"""Time that the last job has to end once nobody wants anything of it."""
+"""Time that the last job has to end once no cell needs it."""
 _SILENCE_SECONDS = 600.0
-"""Time without an answer after which a job on a backend counts as lost; a controller may be started again."""
+"""Time without an answer until a job on a backend counts as lost; a controller may be restarting meanwhile."""
 _PROGRESS_LINES = 200
 _KEPT_LOG_LINES = 100_000
 
 
 @dataclass(eq=False)
 class _Wanted:
-    """A cell's evaluation: in a job as soon as one is begun, and given up when `abandoned`."""
-
     evaluation: NativeEvaluation
     program: NativeProgram
     name: str
@@ -71,7 +69,7 @@ class _Wanted:
 
 
 class NativeJobs:
-    """The jobs of a run's cells that load checkpoints themselves; after the block none is looked after any more."""
+    """Jobs of the cells of a run that load checkpoints themselves; jobs are not monitored after the block."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -91,12 +89,12 @@ class NativeJobs:
             thread.join(_END_SECONDS)
 
     def expect(self, position: int) -> None:
-        """Lets the next job wait for a cell that is about to ask for one, or to end without."""
+        """Makes the next job wait until the cell at this position requests an evaluation or ends without."""
         with self._changed:
             self._expected.add(position)
 
     def forget(self, position: int) -> None:
-        """Lets no job wait for a cell any more."""
+        """Makes jobs no longer wait for the cell at this position."""
         with self._changed:
             self._expected.discard(position)
             self._changed.notify_all()
@@ -111,15 +109,12 @@ class NativeJobs:
         on_progress: Callable[[Progress], None],
         check: Callable[[], None],
     ) -> Outcome:
-        """Has a job evaluate, alone or among others, and returns how that ended.
+        """Runs an evaluation in a job, alone or with others, and returns its outcome.
 
         Args:
-            evaluation: what is evaluated, and where its output goes.
-            program: what evaluates it.
-            position: of the cell.
-            name: for a job of its own.
-            on_progress: called whenever there is news.
-            check: called at every poll; what it raises ends the evaluation and is raised from here.
+            name: job name, used if this evaluation is the first of the job.
+            on_progress: called on each change of the progress.
+            check: called at each poll; its exceptions end the evaluation and are raised from here.
         """
         wanted, last = _Wanted(evaluation, program, name), None
         with self._changed:
@@ -141,7 +136,7 @@ class NativeJobs:
                 if wanted in self._waiting:
                     self._waiting.remove(wanted)
                     wanted.ended.set()
-            wanted.ended.wait()  # its job goes on for others, or has ended by then
+            wanted.ended.wait()  # until its job goes on without it, or has ended
             raise
         if wanted.error is not None:
             raise wanted.error
@@ -158,7 +153,7 @@ class NativeJobs:
     def _run(self) -> None:
         while True:
             with self._changed:
-                # Those that are expected either come, or end; all that come wait here once so many do.
+                # Expected cells either request an evaluation or end; a full job starts without waiting for them.
                 self._changed.wait_for(lambda: len(self._waiting) >= MOST_IN_A_JOB or not self._expected)
                 if not self._waiting:
                     self._thread = None
@@ -167,7 +162,7 @@ class NativeJobs:
             try:
                 with accelerators_reserved(first.resources):
                     self._run_job(self._taken(first))
-            except Exception as error:  # noqa: BLE001 - the boundary of a thread: each cell that waits is told
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: each waiting cell gets the error
                 _fail(self._taken(first), error)
 
     def _taken(self, first: _Wanted) -> list[_Wanted]:
@@ -189,7 +184,7 @@ class NativeJobs:
             for wanted in together:
                 if not (wanted.ended.is_set() or wanted.abandoned):
                     wanted.error = _failure(job, wanted)
-        except Exception as error:  # noqa: BLE001 - the boundary of a thread: each cell of the job is told
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: each cell of the job gets the error
             _fail(together, error)
         finally:
             for wanted in together:
@@ -246,7 +241,7 @@ def _environment(resources: ResourceConfig) -> EnvironmentConfig:
     variables = {"ASSAY_OFFLINE": "1"} if settings().offline else {}
     if resources.image is not None:
         return create_environment(docker_image=resources.image, env_vars=variables, inherited=inherited)
-    empty = settings().cache_dir / "empty"  # nothing of the folder that we were started in is sent along
+    empty = settings().cache_dir / "empty"  # sends no files of the current working directory
     empty.mkdir(parents=True, exist_ok=True)
     return create_environment(workspace=empty, env_vars=variables, inherited=inherited)
 
@@ -266,7 +261,7 @@ def _announced(job: JobHandle) -> tuple[int, int]:
 def _failure(job: JobHandle, wanted: _Wanted) -> AssayError:
     log = job.logs(_KEPT_LOG_LINES)
     output = wanted.evaluation.output
-    with suppress(StorageError):  # which must not hide how the job ended
+    with suppress(StorageError):  # a failed write must not hide how the job ended
         storage.write_bytes(storage.join(output, LOG_NAME), log.encode())
     remedy = "See harness.log beside the record, then evaluate again"
     return job_failure(job, wanted.program.evaluator, wanted.evaluation.config, log=log, remedy=remedy)

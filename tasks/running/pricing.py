@@ -1,4 +1,4 @@
-"""Price of cells: an hour of the replica that one has, what it has cost, and what cannot be known of it."""
+"""Price of cells: hourly rate of the replica, cost so far, and reasons for unknown costs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from tasks.spec.evaluators import JudgedOptions, JudgeEndpoint
 
 
 def resources_of_replica(config: EvaluationConfig) -> ResourceConfig | None:
-    """Resources of one replica of an evaluation, with all that says how it is served; None where nobody says."""
+    """Returns the resources of a single replica of an evaluation; None without a pool configuration."""
     if config.native:
         return (config.resource_config or ResourceConfig()).model_copy(update={"replicas": 1})
     return config.pool_config.resource_config.model_copy(update={"replicas": 1}) if config.pool_config else None
 
 
 def tariff_of_cell(config: EvaluationConfig) -> Tariff:
-    """The tariff of the replica that an evaluation begun here would have.
-
-    Args:
-        config: the evaluation, as `as_served` has it.
-    """
+    """Returns the tariff of the replica that a locally started evaluation would get; `config` is from `as_served`."""
     resources = resources_of_replica(config)
     if resources is None:
         return Tariff(why_unknown="an endpoint of others answers, which has no price here")
@@ -51,14 +47,12 @@ def cost_of(
     predicted: Predicted | None,
     earlier: Spent | None = None,
 ) -> Cost:
-    """The cost of a cell at the prices of now.
+    """Returns the cost of a cell at current prices.
 
     Args:
-        config: its evaluation.
-        replica_seconds: that a replica was the cell's; None where nobody counted.
-        judged: True if a judge was, or may have been, asked.
-        predicted: what was expected.
-        earlier: cost of attempts before it that left no record.
+        replica_seconds: seconds of a replica spent on the cell; None if they were not counted.
+        judged: True if a judge received requests, or may have.
+        earlier: cost of earlier attempts that left no record.
     """
     tariff = tariff_of_cell(config)
     usd, why = None, tariff.why_unknown
@@ -82,7 +76,7 @@ def cost_of(
 
 
 def judge_elsewhere(config: EvaluationConfig) -> str | None:
-    """The judge, where that is not the checkpoint itself on its own replica; None without such a one."""
+    """Returns the judge as display text; None without a judge or if the checkpoint is its own judge."""
     if not isinstance(config.evaluator, JudgedOptions):
         return None
     judge: JudgeEndpoint | None = config.evaluator.judge

@@ -1,4 +1,4 @@
-"""Getting what some evaluations need: environments, a pool or an endpoint to answer, and a judge."""
+"""Provisioning of evaluations: environments, a pool or an endpoint for answers, and a judge."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ from tasks.spec.names import pool_label
 
 @contextmanager
 def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Servable]) -> Iterator[Serving | None]:
-    """Serving for some checkpoints, for as long as the block lasts; None where no evaluation needs an endpoint.
-
-    Environments are built first where missing.
-    """
+    """Builds missing environments and yields the serving of checkpoints; None if no evaluation needs an endpoint."""
     served = [config for config in configs if not config.native]
     uris = [location for checkpoint in checkpoints for location in checkpoint.locations]
     for config in configs:
@@ -71,17 +68,17 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
             if config.pool_config.device == "cpu":
                 warm.end(pool.close)
             else:
-                pool.close()  # before what it has reserved is given back
+                pool.close()  # before its reserved accelerators are released
 
 
 def require_near(resources: ResourceConfig, uris: Sequence[str]) -> None:
-    """Refuses checkpoints that would cost too much to read where a job of ours gets these resources."""
+    """Raises if reading the checkpoints from a job with these resources would cost too much."""
     client = current_client()
     check_reads(uris, resources, backend=None if client.is_local else client.url)
 
 
 def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
-    """The first of some evaluations, if one pool or endpoint can answer for all."""
+    """Returns the first evaluation if a single pool or endpoint can serve all of them."""
     first = configs[0]
     for config in configs[1:]:
         for name in ("pool_name", "pool_key_block", "base_url", "served_model_name", "pool_config"):
@@ -95,7 +92,7 @@ def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
 
 
 def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | None:
-    """Returns the judge of an evaluation: the one its options name, or the model's own pool; None where nobody judges."""
+    """Returns the judge of an evaluation: the configured judge, or the model's own pool; None without a judge."""
     if not isinstance(config.evaluator, JudgedOptions):
         return None
     judge: JudgeEndpoint | None = config.evaluator.judge
@@ -140,10 +137,7 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
     persist_result=False,
 )
 def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
-    """Builds the environments of engine and evaluators, where missing; retried, since downloads fail now and then.
-
-    A job on another backend builds that of its evaluator itself, where it runs.
-    """
+    """Builds missing local environments of engine and evaluators; retried, since downloads fail now and then."""
     specs = [evaluator_of(config).environment(config) for config in configs if runs_here(config)]
     specs += [
         ENVIRONMENTS[environment_name(config.pool_config)]
@@ -158,7 +152,7 @@ def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
 def start_pool(
     config: InferencePoolConfig, checkpoints: Sequence[Servable], launcher: Launcher | None = None
 ) -> InferencePool:
-    """Starts a pool. Not retried: an engine that does not start says why, and would say it again."""
+    """Starts a pool. Not retried: an engine that fails to start reports the reason, and would fail again."""
     label = pool_label(config.model.name, flow_run.id)
     pool = InferencePool(config, checkpoints, launcher=launcher, on_event=report_event, label=label)
     return pool.__enter__()

@@ -1,4 +1,4 @@
-"""Sides of a requalification: records that are there, or a pinned list to ask the same questions with."""
+"""Sides of a requalification: existing records, or a pinned list of packages to repeat the same requests with."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tasks.records.record import FoundRecord, Record, find_records
 from tasks.spec.evaluation import EvaluationConfig
 
 PRESENT = "present"
-"""The side that is asked with the pinned lists of this Assay."""
+"""The side that uses the pinned lists of this Assay."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side: a folder of records, or pinned lists in place of Assay's own by environment, to ask with."""
+    """A side: a folder of records, or pinned lists by environment that replace Assay's own."""
 
     label: str
     records: str | None = None
@@ -30,11 +30,11 @@ class Side:
 
 
 def side_of(text: str) -> Side:
-    """Returns the side that a text means.
+    """Returns the side named by a text.
 
     Args:
-        text: `present`; a pinned list, whose name begins with its environment's (`lm-eval-0.4.12.txt`); the name of a
-            kept environment (`lm-eval-c15858043edd`); or a folder of records.
+        text: `present`; a pinned list named after its environment (`lm-eval-0.4.12.txt`); the name of a kept
+            environment (`lm-eval-c15858043edd`); or a folder of records.
     """
     if text == PRESENT:
         return Side(text)
@@ -72,16 +72,13 @@ def _environment(name: str) -> str:
 
 
 def recorded_successes(evaluation_path: str, *, digest: str) -> list[FoundRecord]:
-    """Every succeeded record of one checkpoint below a folder."""
+    """Returns all succeeded records of a checkpoint below a folder."""
     found = find_records(evaluation_path)
     return [item for item in found if item.record.checkpoint.digest == digest and item.record.succeeded]
 
 
 def asked_again(records: Sequence[Record], evaluation_path: str) -> list[list[EvaluationConfig]]:
-    """Returns the evaluations behind some records, to be made once more below another folder, by who serves them.
-
-    Pools that were kept up are started anew, as they were configured.
-    """
+    """Returns the records' evaluations for another folder, grouped by serving; kept pools become new pools."""
     served: list[list[EvaluationConfig]] = []
     for record in records:
         config = _config(record, evaluation_path)

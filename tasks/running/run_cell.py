@@ -1,4 +1,4 @@
-"""Running one cell: acquire what answers, run the harness, record the outcome whatever it is, tell the sinks."""
+"""Running a cell: open its endpoint, run the harness, write a record of any outcome, send it to the sinks."""
 
 from __future__ import annotations
 
@@ -65,23 +65,21 @@ from tasks.spec.names import job_name, suites_in
 
 @dataclass(frozen=True, eq=False)
 class CellContext:
-    """A cell's place among those of its run, and what it needs to be evaluated."""
+    """Position of a cell in its run, and shared resources for its evaluation."""
 
     position: int
     cells: int
     harness_of: Callable[[EvaluationConfig], Harness]
     native_jobs: NativeJobs = field(default_factory=NativeJobs)
-    """Runs the evaluators that load checkpoints themselves."""
     on_open: Callable[[], None] = lambda: None
-    """Called once the cell's checkpoint has been asked for."""
+    """Called once the cell's checkpoint was requested."""
     interruption: Interruption = field(default_factory=Interruption)
-    """Ends all cells of the run."""
     claimed: ClaimedCells | None = None
-    """Claims of these cells: nothing is published of one that was lost to another run."""
+    """Claims of these cells: cells lost to another run are not published."""
 
 
 def worth_another_try(_task: object, _run: object, state: Any) -> bool:
-    """Tells Prefect to retry a cell if the failure was ours, not the model's, the benchmark's or the request's."""
+    """Returns True if Prefect must retry: the failure came from Assay, not from model, benchmark or request."""
     error = state.result(raise_on_failure=False)
     if isinstance(error, EvaluationInterrupted):
         return False
@@ -97,9 +95,9 @@ def worth_another_try(_task: object, _run: object, state: Any) -> bool:
     persist_result=False,
 )
 def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Record | None:
-    """Evaluates one cell, publishes its record, whatever the outcome, and sends it to its sinks.
+    """Evaluates a cell, publishes a record of any outcome, and sends it to its sinks.
 
-    Where it was decided early, its verdict is published in place of a record, and None returned.
+    If the cell was decided early, publishes a verdict instead of a record and returns None.
     """
     began = time.monotonic()
     attempt = Attempt(cell, name=f"attempt-{secrets.token_hex(4)}")
@@ -123,7 +121,7 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
                 context.claimed.prove(cell)
             write_early(attempt.cell.uri, early_verdict(attempt))
         finally:
-            _close(attempt, finished=False)  # the rest may be asked later
+            _close(attempt, finished=False)  # the remaining requests may be sent later
         report(done("decided early", time.monotonic() - began))
         return None
     record = _write(attempt, context, wanted=cell)
@@ -186,7 +184,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                     name=_job_name(cell, harness),
                     early=wanted_early(attempt),
                 )
-            attempt.expect_by_plan(output)  # it may have ended between two looks
+            attempt.expect_by_plan(output)  # it may have ended between two checks
     if not attempt.parsed.early:
         verify_counts(attempt.parsed)
     verify_ends(attempt.parsed, cell.config.max_at_limit)
@@ -225,7 +223,7 @@ def _require_planned(cell: Cell) -> None:
             found="other contents",
             remedy="let nothing write there while they are evaluated, and run again: the plan is made anew",
         )
-    if cell.config.native:  # pools see to what they serve
+    if cell.config.native:  # pools check the files that they serve
         require_planned(cell.folder.uri, digest_model_folder(inspect_again(cell.folder)), cell.digests)
 
 
@@ -269,7 +267,7 @@ def _evaluate_natively(
     )
     attempt.seconds["evaluate"], attempt.machine = outcome.seconds, outcome.machine
     outcome.raise_failure()
-    output.mkdir(parents=True, exist_ok=True)  # of a store, all that is published from here are the samples
+    output.mkdir(parents=True, exist_ok=True)  # with a remote store, only the samples are published from this folder
     results = output_here(evaluation, output.with_name(f"{output.name}-copy"))
     return read_output(harness.evaluator, cell.config, results, samples=output / SAMPLES_NAME)
 
@@ -310,7 +308,7 @@ def _write(attempt: Attempt, context: CellContext, *, wanted: Cell) -> Record:
             return _prove_and_write(attempt, context, wanted=wanted)
         except AssayError:
             raise
-        except Exception as error:  # noqa: BLE001 - the boundary: the failure at least is to be known
+        except Exception as error:  # noqa: BLE001 - the boundary: at least the failure must be recorded
             attempt.failure = attempt.failure or attempt.failure_of(error)
             attempt.parsed, attempt.served, attempt.requests = None, {}, {}
             return _prove_and_write(attempt, context, wanted=wanted)
@@ -340,7 +338,7 @@ def _tell(attempt: Attempt, record: Record) -> None:
         show_as_asset(record, cell.uri)
         if cell.config.sinks:
             note_sinks(cell.uri, publish_record(record, cell.uri, cell.config.sinks))
-    except Exception as error:  # noqa: BLE001 - the boundary: the record stands, and the next run tells of it
+    except Exception as error:  # noqa: BLE001 - the boundary: the record is written, and the next run reports it
         report_event(f"{cell.title}: not everyone was told of its record: {attempt.failure_of(error).found}")
 
 
@@ -350,7 +348,7 @@ def _close(attempt: Attempt, *, finished: bool) -> None:
             attempt.opened.close(finished=finished)
         if finished and attempt.cell.config.native:
             end_scope_and_answers(attempt.cell.uri)
-        elif finished:  # the journal of a pool deletes its copy itself
+        elif finished:  # the pool's journal deletes its copy itself
             end_scope(attempt.cell.uri)
-    except Exception as error:  # noqa: BLE001 - the boundary: its record stands
+    except Exception as error:  # noqa: BLE001 - the boundary: its record is written
         report_event(f"{attempt.cell.title}: its answers stay in the journal: {attempt.failure_of(error).found}")

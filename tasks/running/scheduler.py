@@ -1,4 +1,4 @@
-"""Evaluating cells side by side: every evaluator at once on one pool, checkpoint by checkpoint."""
+"""Evaluating cells in parallel: all evaluators at once on a single pool, checkpoint by checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TURN_SECONDS = 0.05
 
 
 def stage_tokenizers(cells: Sequence[Cell]) -> list[Servable]:
-    """The checkpoints of those cells that need serving, each once, as a pool is told of them."""
+    """Returns the checkpoints of cells that need serving, without duplicates, as the pool's input."""
     first = {cell.reference.name: cell for cell in reversed(cells) if not cell.config.native}
     return [
         stage_tokenizer(cell) for name in dict.fromkeys(c.reference.name for c in cells) if (cell := first.get(name))
@@ -43,9 +43,9 @@ def stage_tokenizers(cells: Sequence[Cell]) -> list[Servable]:
     persist_result=False,
 )
 def stage_tokenizer(cell: Cell) -> Servable:
-    """The cell's checkpoint, as a pool is told of it; its tokenizer is copied to this machine for the harness.
+    """Returns the cell's checkpoint as input of a pool; copies its tokenizer to this machine for the harness.
 
-    The weights are copied by the replicas, each before it needs them. Retried, since copying fails now and then.
+    Replicas copy the weights, each before it needs them. Retried, since copying fails now and then.
     """
     return Servable.from_folder(cell.reference.name, cell.folder, cell.digests)
 
@@ -58,21 +58,19 @@ def schedule_cells(
     configs: Sequence[EvaluationConfig] | None = None,
     claimed: ClaimedCells | None = None,
 ) -> None:
-    """Runs cells, in order, as many at once as `serving` can use; each publishes its own record.
+    """Runs cells in order, as many at once as `serving` can use; each publishes its own record.
 
     Args:
-        cells: ordered by checkpoint, so that a pool is asked for few checkpoints at once.
-        serving: answers for those that need an endpoint.
-        arriving: yields them where `cells` grows. The next one may be long in coming: what has begun goes on meanwhile.
-        configs: the evaluations that they belong to; read from the cells when None.
-        claimed: claims of these cells; each is given up when it has its outcome.
+        cells: ordered by checkpoint, so that few checkpoints of a pool are requested at once.
+        arriving: yields the cells if `cells` grows. It may block for long: started cells go on meanwhile.
+        claimed: claims of these cells; each is released when it has its outcome.
     """
     if configs is None:
         configs = list({id(cell.config): cell.config for cell in cells}.values())
     evaluations = sum(not config.native for config in configs)
     at_once = evaluations + (serving.checkpoints_at_once if serving else 0)
     threads = ThreadPoolExecutor(max(1, at_once), thread_name_prefix="cell")
-    # Cells that load their checkpoints themselves keep no pool waiting; they wait for the job that they share.
+    # Cells that load their checkpoints themselves block no pool; they wait for their shared job.
     native_threads = ThreadPoolExecutor(MOST_IN_A_JOB, thread_name_prefix="native-cell")
     interruption = Interruption()
     running: list[Future[Exception | None]] = []
@@ -97,9 +95,9 @@ def schedule_cells(
                 future = executor.submit(copy_context().run, _run_and_release, cell, serving, context)
                 running.append(future)
                 while not (cell.config.native or asked.wait(_TURN_SECONDS) or future.done()):
-                    pass  # checkpoints are asked for in order, though evaluated side by side
+                    pass  # checkpoints are requested in order, though evaluated in parallel
             unrecorded = [future.result() for future in running]
-        except BaseException:  # a signal, or Prefect itself: what has begun is ended, the rest is not begun
+        except BaseException:  # a signal, or Prefect itself: end started cells, start no more
             interruption.interrupt()
             for executor in (threads, native_threads):
                 executor.shutdown(wait=False, cancel_futures=True)

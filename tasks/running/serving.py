@@ -1,4 +1,4 @@
-"""Serving of checkpoints to evaluators: by a pool that we start, one that is kept up, or an endpoint that runs."""
+"""Serving of checkpoints to evaluators: by a pool started for the run, a kept pool, or an external endpoint."""
 
 from __future__ import annotations
 
@@ -19,78 +19,75 @@ from resources.tracing import past_span
 
 CLIENT_CONCURRENCY = 16
 CLIENT_TIMEOUT_SECONDS = 1800.0
-"""Requests at once, and time for an answer, that an endpoint started by others is trusted with."""
+"""Concurrent requests, and timeout of a request, for an external endpoint."""
 _MOST_APART = 0.05
-"""Nats a token by which one model's rounding, in any order of its requests, moves the weights of texts at most."""
+"""Largest mean difference in nats per token between log-likelihoods of fixed texts by the same model, due to rounding
+and request order."""
 _TRIES = 3
 _NOT_RECORDED = {"number", "model", "digest", "failure", "ended"}
 
 
 class ServedCell(Protocol):
-    """A checkpoint that answers, or will, for one attempt at one cell."""
+    """A checkpoint that serves an attempt at a cell, now or once it is loaded."""
 
     @property
-    def running(self) -> RunningModel:
-        """The endpoint to ask, and how."""
-        ...
+    def running(self) -> RunningModel: ...
 
     @property
     def weighed(self) -> tuple[float, ...]:
-        """Weights of fixed texts before the first question, for an endpoint of others; a pool proves its replicas."""
+        """Log-likelihoods of fixed texts before the first request, for external endpoints; empty for pools."""
         ...
 
     def check(self) -> None:
-        """Raises if nobody will answer any more."""
+        """Raises if the endpoint will not answer any more."""
         ...
 
     def prove_unchanged(self) -> None:
-        """Raises if it is another model by now than the one that answered first."""
+        """Raises if the endpoint now serves another model than at the first answer."""
         ...
 
     def counts(self) -> dict[str, int]:
-        """Requests of this attempt counted so far, by outcome; empty where nobody counts."""
+        """Returns the requests of this attempt so far, by outcome; empty if they are not counted."""
         ...
 
     def asked_all(self) -> dict[str, Any]:
-        """Lets the checkpoint go, since nothing more will be asked; returns how it was served, for the record."""
+        """Releases the checkpoint after the last request; returns how it was served, for the record."""
         ...
 
     def close(self, *, finished: bool) -> None:
-        """Ends the attempt; `finished` says that the cell has its record, and nobody needs its answers again."""
+        """Ends the attempt; `finished` is True if the cell has its record, so that its answers are not needed again."""
         ...
 
 
 class Serving(Protocol):
-    """A source of checkpoints that answer."""
+    """A source of served checkpoints."""
 
     @property
     def checkpoints_at_once(self) -> int:
-        """Number of checkpoints it works on at once; 0 for an endpoint that serves one whatever is asked."""
+        """Number of checkpoints it works on at once; 0 for an endpoint that always serves the same model."""
         ...
 
     def has_prompt_logprobs(self, name: str) -> bool:
-        """Tells if a checkpoint answers with log-probabilities of its prompts; asks for it where that is unknown."""
+        """Returns True if a checkpoint returns prompt log-probabilities; sends a request if that is unknown."""
         ...
 
     def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
-        """Asks for a checkpoint on behalf of a cell.
+        """Requests a checkpoint for a cell.
 
         Args:
-            name: of the checkpoint.
-            cell: the same in every attempt that may use answers of an earlier one.
-            attempt: name of this attempt.
+            cell: scope shared by all attempts that may reuse answers of earlier attempts.
             mirror: folder for a copy of the answers.
-            in_chat: whether questions go through the chat template.
+            in_chat: True if requests go through the chat template.
         """
         ...
 
     def bring(self, checkpoints: Sequence[Servable]) -> None:
-        """Makes more checkpoints known, before they are asked for."""
+        """Registers more checkpoints before they are requested."""
         ...
 
 
 class SharedSeconds:
-    """Seconds of replicas, divided among the cells that have a checkpoint at the time, each moment in equal parts."""
+    """Replica seconds, divided at each moment equally among the cells that use a checkpoint."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,13 +95,13 @@ class SharedSeconds:
         self._parts: dict[str, dict[str, float]] = {}
 
     def join(self, model: str, attempt: str, total: float) -> None:
-        """Lets an attempt have its part of a checkpoint from now on, when so many seconds were spent on it in all."""
+        """Starts counting an attempt's share of a checkpoint that has used `total` seconds so far."""
         with self._lock:
             self._divide(model, total)
             self._parts.setdefault(model, {})[attempt] = 0.0
 
     def leave(self, model: str, attempt: str, total: float | None = None) -> float:
-        """Ends that; returns the attempt's part, 0 where it had none. Without a total nothing more is divided."""
+        """Stops counting; returns the attempt's seconds, 0 if it had none. Without `total`, the share does not grow."""
         with self._lock:
             if total is not None:
                 self._divide(model, total)
@@ -113,7 +110,7 @@ class SharedSeconds:
     def _divide(self, model: str, total: float) -> None:
         parts = self._parts.get(model, {})
         seen = self._seen.get(model, 0.0)
-        spent = total - seen if total >= seen else total  # a proxy that was started again counts anew
+        spent = total - seen if total >= seen else total  # a restarted proxy counts from 0
         self._seen[model] = total
         for attempt in parts:
             parts[attempt] += spent / len(parts)
@@ -121,26 +118,22 @@ class SharedSeconds:
 
 @dataclass(frozen=True, eq=False)
 class PoolServing:
-    """A pool, through a session of ours."""
+    """A pool, used through a PoolSession."""
 
     session: PoolSession
     shares: SharedSeconds = field(default_factory=SharedSeconds)
 
     @property
     def checkpoints_at_once(self) -> int:
-        """As many as there are replicas."""
         return self.session.access.config.resource_config.replicas
 
     def bring(self, checkpoints: Sequence[Servable]) -> None:
-        """See `Serving.bring`."""
         self.session.bring(checkpoints)
 
     def has_prompt_logprobs(self, name: str) -> bool:
-        """See `Serving.has_prompt_logprobs`."""
         return self.session.has_prompt_logprobs(name)
 
     def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
-        """See `Serving.open`."""
         deaths, now = _deaths(self.session), time.time()
         self.shares.join(name, attempt, self.session.replica_seconds(name))
         try:
@@ -166,7 +159,7 @@ class _PoolCell:
         self.session.check(self.running.model)
 
     def prove_unchanged(self) -> None:
-        """Does nothing: each answer of a pool is one of a replica that has proved its weights."""
+        pass  # each answer comes from a replica that has verified its weights
 
     def counts(self) -> dict[str, int]:
         return self.session.cell_counts(self.opened).model_dump()
@@ -176,7 +169,7 @@ class _PoolCell:
         report = self.session.report_of(name, self.opened)
         seconds = self.shares.leave(name, self.opened.attempt, self.session.replica_seconds(name))
         self.session.unwant(name)
-        # Answered from the journal alone, a checkpoint needs no engine.
+        # If all answers come from the journal, no engine is needed.
         loaded = report.model_dump(exclude=_NOT_RECORDED) if report else {"how": "not needed"}
         if report is not None and report.ended > self.opened_at:
             began = report.ended - report.seconds
@@ -187,7 +180,7 @@ class _PoolCell:
         return {**served, "engine_errors": errors} if errors else served
 
     def close(self, *, finished: bool) -> None:
-        self.shares.leave(self.running.model, self.opened.attempt)  # where the pool was gone before it had asked all
+        self.shares.leave(self.running.model, self.opened.attempt)  # if the pool was gone before asked_all
         self.session.close_cell(self.opened, finished=finished)
 
 
@@ -199,14 +192,14 @@ def _deaths(session: PoolSession) -> frozenset[tuple[str, int, str | None]]:
 
 
 def same_model(first: Sequence[float], second: Sequence[float]) -> bool:
-    """True if weights of fixed texts are those of one model, but for rounding."""
+    """Returns True if log-likelihoods of fixed texts come from the same model, up to rounding."""
     if len(first) != len(second):
         return False
     return fmean(abs(value - before) for value, before in zip(second, first, strict=True)) <= _MOST_APART
 
 
 class EndpointServing:
-    """An endpoint of others, of which nothing is known but its address; it serves what it serves."""
+    """An external endpoint of which only the address is known; it loads no checkpoints on request."""
 
     checkpoints_at_once = 0
 
@@ -219,15 +212,13 @@ class EndpointServing:
         self._engine = EngineClient(self._base_url.removesuffix("/v1"), self._key)
 
     def bring(self, checkpoints: Sequence[Servable]) -> None:
-        """See `Serving.bring`; the endpoint itself is told nothing."""
         self._checkpoints = {**self._checkpoints, **{checkpoint.name: checkpoint for checkpoint in checkpoints}}
 
     def has_prompt_logprobs(self, name: str) -> bool:
-        """Asks the endpoint once."""
         return self._engine.has_prompt_logprobs(self._model(name))
 
     def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
-        """Finds the checkpoint among the names the endpoint offers; it is not asked to load anything."""
+        """Finds the checkpoint among the model names that the endpoint offers."""
         model = self._model(name)
         only_chat = False
         try:
@@ -253,7 +244,7 @@ class EndpointServing:
 
     def _model(self, name: str) -> str:
         offered = self._engine.model_names()
-        # A server that was given no name uses the path it was given.
+        # A server started without a model name uses its model path as the name.
         known = [self._served_name] if self._served_name else [name, self._checkpoints[name].uri]
         model = next((known_name for known_name in known if known_name in offered), None)
         if model is None:
@@ -280,7 +271,7 @@ class _EndpointCell:
             try:
                 now = self.engine.canary(running.model, prompt_logprobs=running.prompt_logprobs)
             except EndpointUnusable:
-                return  # nobody can know
+                return  # cannot be verified
             except ModelUnusable:
                 continue
             if same_model(now, self.weighed):
@@ -298,5 +289,4 @@ class _EndpointCell:
         running = self.running
         return {"by": "endpoint", "base_url": running.base_url, "model": running.model, "weights": "as its owner says"}
 
-    def close(self, *, finished: bool) -> None:
-        """Does nothing: there is nothing to close."""
+    def close(self, *, finished: bool) -> None: ...

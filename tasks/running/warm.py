@@ -1,7 +1,7 @@
-"""Engine and evaluators of a command, imported once, and from before the first of them is needed.
+"""Engine and evaluators of a command, imported once, before they are needed.
 
-Importing them takes longer than everything else that comes before the first question, and waits for nothing: not for
-Prefect's server, nor for the pool. So nothing here imports Prefect.
+Importing them takes longer than all other preparation and depends neither on Prefect's server nor on the pool. So this
+module does not import Prefect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tasks.spec.evaluation import EvaluationConfig
 
 @dataclass(frozen=True, eq=False)
 class Harness:
-    """An evaluator, the interpreter of its environment, and what keeps it imported; neither where it runs elsewhere."""
+    """An evaluator, its interpreter, and the server that keeps it imported; the last two are None if remote."""
 
     evaluator: Evaluator
     python: Path | None
@@ -37,12 +37,11 @@ class Harness:
 
     @property
     def native(self) -> NativeProgram:
-        """The evaluator as a job of the current backend runs it."""
         return NativeProgram(self.evaluator, self.python, self.server.warm if self.server else None)
 
 
 class WarmPrograms:
-    """Programs that are kept imported until `stack` is closed; each is started when it is first asked for."""
+    """Programs that stay imported until `stack` is closed; each is started on first use."""
 
     def __init__(self, stack: ExitStack, *, on_progress: Callable[[str], None] = lambda line: None) -> None:
         self._stack = stack
@@ -53,17 +52,16 @@ class WarmPrograms:
         self._endings = stack.enter_context(ThreadPoolExecutor(thread_name_prefix="ending"))
 
     def end(self, close: Callable[[], None]) -> None:
-        """Begins to end something that the programs are used by, which the end of their block waits for."""
+        """Closes a user of the programs in the background; the end of the block waits for it."""
         ending = self._endings.submit(copy_context().run, close)
         self._stack.callback(ending.result)
 
     def prepare(self, configs: Sequence[EvaluationConfig]) -> None:
-        """Begins to import the evaluators of some evaluations; takes no time but to build an environment."""
+        """Starts importing the evaluators in the background; blocks only while an environment is built."""
         for kind in dict.fromkeys(map(_kind, configs)):
             self._harness([config for config in configs if _kind(config) == kind])
 
     def harness_of(self, config: EvaluationConfig) -> Harness:
-        """The evaluator of an evaluation; made ready now if it was not expected to be needed."""
         return self._harness([config])
 
     def _harness(self, configs: Sequence[EvaluationConfig]) -> Harness:
@@ -79,7 +77,7 @@ class WarmPrograms:
             return harness
 
     def launcher(self, config: InferencePoolConfig) -> Launcher | None:
-        """The engine of a pool of this machine; None where its replicas run elsewhere, and import it there."""
+        """Returns the engine launcher of a local pool; None if replicas run remotely and import the engine there."""
         client = current_client()
         if not client.is_local:
             return None
@@ -99,10 +97,7 @@ _begun: ContextVar[WarmPrograms | None] = ContextVar("warm_programs", default=No
 
 @contextmanager
 def begun_early(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
-    """Begins to import what some evaluations will need, for whoever evaluates in the block; waits for nothing.
-
-    What has no environment yet is left to whoever builds it.
-    """
+    """Starts importing programs with existing environments, for all evaluations in the block; does not wait."""
     with warm_programs() as warm:
         for config in configs:
             own = config.pool_config if config.pool_name is None and not config.native else None
@@ -114,7 +109,7 @@ def begun_early(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
 
 @contextmanager
 def warm_programs(*, on_progress: Callable[[str], None] = lambda line: None) -> Iterator[WarmPrograms]:
-    """The programs that were begun by whoever called, else those of the block, for everybody who is called in it."""
+    """Yields the caller's programs if there are any, else new programs, which calls in the block share."""
     if (begun := _begun.get()) is not None:
         yield begun
         return
@@ -125,7 +120,7 @@ def warm_programs(*, on_progress: Callable[[str], None] = lambda line: None) -> 
 
 
 def runs_here(config: EvaluationConfig) -> bool:
-    """Tells if the evaluator of an evaluation runs on this machine, which then needs its environment."""
+    """Returns True if the evaluator runs on this machine, and so needs its environment locally."""
     return not config.native or current_client().is_local
 
 

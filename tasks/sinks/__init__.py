@@ -1,1 +1,1 @@
-"""Sinks: where results are announced, beside the records themselves."""
+"""Sinks: destinations to publish results to, in addition to the records."""

@@ -21,69 +21,60 @@ STEP_METRIC = "training_step"
 """The x axis of all curves."""
 REPORT_NAME = "report.html"
 ALERT = "alert"
-"""Tag of a tracker's run one of whose curves has raised an alert."""
+"""Tag of a tracker's run in which a curve has raised an alert."""
 SEVERAL_BUILDS = "several builds"
-"""Tag of a tracker's run whose records were made with different versions of engine, harness or data."""
+"""Tag of a tracker's run with records of different versions of engine, harness or data."""
 
 
 class Series(BaseModel):
-    """The records that one run of a tracker shows as curves: those of one evaluation hash and kind of merge.
-
-    Numbers that were measured with other settings would otherwise stand in one curve under the same name, and so would
-    those of merged checkpoints beside those that training wrote.
-    """
+    """The records that a tracker's run shows as curves: those of the same evaluation hash and kind of merge. Otherwise
+    curves would mix values measured with different settings, or of merged and trained checkpoints."""
 
     model_config = ConfigDict(frozen=True)
 
     run: str
-    """The training run."""
     evaluator: str
-    """The harness."""
     evaluation_path: str
-    """Folder of the records."""
     evaluation_hash: str
-    """Hash of all settings."""
     benchmarks: tuple[str, ...]
-    """The benchmarks, which the hash stands for too."""
+    """The benchmarks, which the hash includes too."""
     max_eval_instances: int | None
-    """Questions per benchmark, if they were limited."""
+    """Questions per benchmark, if limited."""
     merged_by: str = ""
-    """Kind of merge of its checkpoints; empty for those that training wrote."""
+    """Kind of merge of its checkpoints; empty for trained checkpoints."""
 
     @property
     def name(self) -> str:
-        """The name that people see."""
         limit = f" limit {self.max_eval_instances}" if self.max_eval_instances else ""
         asked = f"{self.evaluator} {in_few_words(self.benchmarks)}{limit} {self.evaluation_hash[:8]}"
         return f"{self.run}{self.merged_by} {asked}"
 
     @property
     def id(self) -> str:
-        """Identifies the series wherever it is published from, as long as the records stay where they are."""
+        """Id of the series, the same from every machine while the records stay at their path."""
         identity = [self.run, self.evaluator, self.evaluation_path, self.evaluation_hash]
         content = json.dumps([*identity, *([self.merged_by] if self.merged_by else [])])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 class Announcement(BaseModel):
-    """A succeeded record on its way to a sink, or with `record` unset alerts, or the report over a whole run."""
+    """A succeeded record to publish or, if `record` is unset, alerts, or the report over a whole run."""
 
     model_config = ConfigDict(frozen=True)
 
     series: Series
-    """The series that it belongs to."""
     record: Record | None
-    """The record, without what became of it at sinks, so that the same record is the same bytes."""
+    """The record without its status at sinks, so that the same record is the same bytes."""
     cell_uri: str
     """Its folder."""
     report_uri: str
-    """Page over the training run's records; perhaps not there."""
+    """Page over the training run's records; may be missing."""
     alerts: tuple[KnownAlert, ...] = ()
-    """Alerts of its series; empty where it is the record or the report."""
+    """Alerts of its series; empty for a record or a report."""
 
     @classmethod
     def of(cls, record: Record, cell_uri: str) -> Announcement:
-        """A record that lies in `<evaluation_path>/<run>/step-<N>/<evaluator>/<cell>`."""
+        """Returns the announcement of a record in `<evaluation_path>/<run>/step-<N>/<evaluator>/<cell>`."""
         cell_uri = storage.absolute(cell_uri)
         run_uri = storage.parent(storage.parent(storage.parent(cell_uri)))
         series = Series(
@@ -99,29 +90,25 @@ class Announcement(BaseModel):
         return cls(series=series, record=record.model_copy(update={"sinks": {}}), cell_uri=cell_uri, report_uri=report)
 
     def of_report(self) -> Announcement:
-        """The report that this record is a part of."""
         return self.model_copy(update={"record": None})
 
     def of_alerts(self, alerts: Sequence[KnownAlert]) -> Announcement:
-        """Those of some alerts that this record's series has raised."""
         series = self.series.evaluator, self.series.evaluation_hash, self.series.merged_by
         own = [a for a in alerts if (a.alert.evaluator, a.alert.evaluation_hash, a.alert.merged_by) == series]
         return self.model_copy(update={"record": None, "alerts": tuple(own)})
 
     @property
     def known(self) -> Record:
-        """The record, where there is one by construction."""
         assert self.record is not None, "only asked for announcements of records"
         return self.record
 
     @property
     def run_uri(self) -> str:
-        """Folder of the training run's records."""
         return storage.parent(self.report_uri)
 
     @property
     def place(self) -> str:
-        """Path of the cell's folder inside the folder of the records."""
+        """Path of the cell's folder relative to the folder of the records."""
         return self.cell_uri.removeprefix(self.series.evaluation_path).strip("/")
 
     @property
@@ -130,11 +117,10 @@ class Announcement(BaseModel):
         return storage.join(self.cell_uri, self.known.attempt)
 
     def record_json(self) -> bytes:
-        """The record as it is published."""
         return self.known.model_dump_json(indent=2).encode()
 
     def samples(self, limit: int) -> Iterator[Sample]:
-        """The first questions of every benchmark, `limit` in all at most; none if the record has no samples."""
+        """Yields the first questions of every benchmark, at most `limit` in total; empty without samples."""
         benchmarks = self.known.benchmarks
         each = -(-limit // max(len(benchmarks), 1))
         taken: dict[str, int] = {}
@@ -152,13 +138,12 @@ class Announcement(BaseModel):
 
 
 def metric_values(record: Record) -> dict[str, float]:
-    """Numbers by the names they have in every tracker: `benchmark/metric`, its `…_stderr`, `…_low`, `…_high` and `…_n`.
+    """Returns values by their names in every tracker: `benchmark/metric`, with `…_stderr`, `…_low`, `…_high` and `…_n`.
 
-    Of each benchmark, also questions with cut prompts (`benchmark/truncated`), left out (`…/skipped`) and with answers
-    at the length limit (`…/at_limit`), and its metrics without the latter (`benchmark/completed/metric`). Parts of a
-    benchmark, such as the 57 subjects of MMLU, have no smooth scores there.
-
-    Of the cost what is known: `cost/usd`, `cost/chip_seconds`, `cost/seconds`, and each with `predicted_`.
+    Per benchmark also the number of questions with truncated prompts (`benchmark/truncated`), skipped questions
+    (`…/skipped`), answers at the length limit (`…/at_limit`), and metrics without the latter
+    (`benchmark/completed/metric`). Smooth scores of a benchmark's parts, such as MMLU's 57 subjects, are omitted. Known
+    costs: `cost/usd`, `cost/chip_seconds`, `cost/seconds`, each also with `predicted_`.
     """
     values: dict[str, float] = {}
     for metric in (m for m in record.metrics if not m.smooth or m.benchmark in record.benchmarks):
@@ -189,13 +174,13 @@ def _cost_values(record: Record) -> dict[str, float]:
 
 
 def alert_values(known: KnownAlert) -> dict[str, float]:
-    """The number of an alert by its name in every tracker: by how much the value is off, at its training step."""
+    """Returns an alert's deviation, measured minus expected, by its name in every tracker."""
     alert = known.alert
     return {f"{alert.benchmark}/{alert.metric}_alert": alert.found - alert.expected}
 
 
 def build_mark(record: Record) -> tuple[str, str]:
-    """A key for the build behind a record, and its versions in a line; a series with two such keys has changed it."""
+    """Returns a key for a record's versions, and the versions as a line of text; a new key means changed versions."""
     build = build_of(record)
     named = {**build.engine, **build.harness, **{f"data of {name}": found for name, found in build.data.items()}}
     text = ", ".join(f"{name} {version}" for name, version in sorted(named.items())) + f", method {build.method}"
@@ -203,5 +188,5 @@ def build_mark(record: Record) -> tuple[str, str]:
 
 
 def has_several_builds(known: Iterable[str]) -> bool:
-    """Tells if there are keys of several builds among what a tracker's run has."""
+    """Returns True if the keys of a tracker's run include several versions."""
     return len({key for key in known if key.startswith("build/")}) > 1

@@ -1,4 +1,4 @@
-"""Records that sinks do not have yet, and sending them."""
+"""Finds records that sinks do not have yet, and sends them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,23 @@ class SinkList(Config):
     """A file with nothing but sinks."""
 
     sinks: Sinks
-    """Places to publish to."""
+    """Destinations to publish to."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """Outcome of publishing one record, or the report over its run, at one sink."""
+    """Outcome of publishing a record, or the report over its run, at a sink."""
 
     title: str
     sink: str
     state: SinkState
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the outcome as JSON has it."""
         return {"what": self.title, "sink": self.sink, **self.state.model_dump(mode="json")}
 
 
 def sinks_in(sink: str | None, config: str | None) -> tuple[Sink, ...] | None:
-    """The sinks that a file names, or None if none was given: then each record goes where its evaluation said."""
+    """Returns the sinks in a file; None if no file is given, so that each record uses the sinks of its evaluation."""
     if sink is not None and config is not None:
         raise BadInput(expected="--sink or --config", found="both", remedy="leave one of them out")
     if sink is None and config is None:
@@ -65,7 +64,7 @@ def _sinks_of_file(uri: str) -> tuple[Sink, ...]:
     except FileNotFoundError:
         raise BadInput(expected="a file with a sink", found=f"{uri} is not there", remedy="check the path") from None
     except (yaml.YAMLError, UnicodeDecodeError):
-        # Without what was read: it may be a file of keys.
+        # The content is not quoted: it may be a file of keys.
         raise BadInput(expected=f"YAML in {uri}", found="something else", remedy="correct it") from None
     if isinstance(content, dict) and "kind" in content:
         content = {"sinks": [content]}
@@ -80,14 +79,13 @@ def publish_missing(
     on_published: Callable[[Published], None] = lambda _: None,
     rejected: dict[str, str] | None = None,
 ) -> list[Published]:
-    """Sends every succeeded record below a folder to the sinks that lack it, oldest first, then the reports.
+    """Sends every succeeded record below a folder to the sinks that lack it, oldest first, then alerts and reports.
 
     Args:
-        path: the folder.
-        sinks: where to; where each record's own evaluation said if None.
-        again: send also what a sink has.
-        on_published: told of each outcome as it comes.
-        rejected: takes the cells whose record does not count, and why.
+        sinks: the destinations; if None, those of each record's own evaluation.
+        again: send also to sinks that already have the record.
+        on_published: called with each outcome.
+        rejected: filled with invalid records by cell, and the reason.
     """
     every = find_records(path, rejected=rejected)
     found = sorted(((e.cell_uri, e.record) for e in every if e.record.succeeded), key=lambda pair: pair[1].created)

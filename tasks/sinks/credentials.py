@@ -13,7 +13,7 @@ from resources.jobs import inheritance
 from resources.settings import process_environment
 from tasks.spec.sinks import Sink, sink_kinds
 
-# Set by a training job of the user's for itself; in ours they would send results into that job's run.
+# A user's training job sets these for itself; in Assay they would send results into that job's run.
 _NOT_OURS = re.compile(
     r"WANDB_(?!API_KEY$|BASE_URL$|HTTP|HTTPS|CA_|IDENTITY).*|MLFLOW_(RUN_ID|EXPERIMENT_\w+|TRACKING_URI)"
 )
@@ -25,31 +25,28 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "1",
-    # gcsfs asks for every bucket whether it is a zonal one, over another API, for up to 60 s.
+    # gcsfs checks for every bucket if it is zonal, through another API, for up to 60 s.
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
 }
 
 
 class Credentials(BaseModel):
-    """Secrets and variables for the process that talks to one sink, beside its configuration.
-
-    `variables` is its whole environment, `arguments` are further ones of the sink's `send`.
-    """
+    """Secrets and variables for the process of a sink. `variables` is its whole environment, `arguments` are further
+    arguments of the sink's `send`."""
 
     model_config = ConfigDict(frozen=True)
 
     variables: dict[str, str]
     arguments: dict[str, Any] = {}
     secrets: tuple[SecretStr, ...] = ()
-    """Texts that must not show in anything the process writes."""
+    """Texts that must not occur in the process's output."""
 
     def scrubbed(self, text: str) -> str:
-        """Return a text with all that is secret replaced."""
         return scrub(text, (secret.get_secret_value() for secret in self.secrets))
 
 
 def credentials_of(sink: Sink) -> Credentials:
-    """Return the credentials for a sink."""
+    """Returns the credentials of a sink."""
     names = (*inheritance.SENDER, *sink.variables, *sink.secret_variables)
     found = process_environment(inherited=names)
     inherited = {name: value for name, value in found.items() if not _NOT_OURS.fullmatch(name)}
@@ -61,9 +58,9 @@ def credentials_of(sink: Sink) -> Credentials:
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
-    """A text without the secrets, nor what looks like one in an address or a header."""
+    """Returns a text without the secrets, and without anything that looks like a secret in an address or a header."""
     for secret in secrets:
-        if len(secret) >= 4:  # shorter ones would blot out words
+        if len(secret) >= 4:  # shorter secrets would match parts of words
             text = text.replace(secret, "***")
     text = re.sub(r"://[^/@\s]+@", "://***@", text)
     text = re.sub(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}", r"\1 ***", text)
@@ -71,7 +68,7 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
 
 
 def secrets_of_blocks(names: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the content of Prefect's Secret blocks by the variable that is to have it, where a block is named."""
+    """Returns the content of Prefect's Secret blocks by variable, for variables with a block."""
     return {variable: _secret(name) for variable, name in names.items() if name is not None}
 
 
@@ -83,11 +80,7 @@ def _secret(name: str) -> str:
 
 
 def loaded_block(kind: Any, name: str) -> Any:
-    """Return a block of Prefect's.
-
-    Raises:
-        SinkFailed: it cannot be loaded.
-    """
+    """Returns a Prefect block. Raises SinkFailed if it cannot be loaded."""
     try:
         return kind.load(name, _sync=True)
     except Exception as error:  # noqa: BLE001 - a boundary: Prefect raises its client's and pydantic's errors

@@ -1,8 +1,8 @@
 """Results in a model's folder for the Hugging Face hub: `model-index` metadata, and entries for its leaderboards.
 
-The card of a checkpoint is a README.md. What others wrote into it stays: its text, its other metadata, and results
-from elsewhere; only the numbers of the same benchmark from the same evaluator are replaced. Beside it lies a file of
-`.eval_results` for each benchmark that has a leaderboard.
+The card of a checkpoint is a README.md. Its text, other metadata and results from elsewhere are kept; only values of
+the same benchmark and evaluator are replaced. Each benchmark with a leaderboard has a file in `.eval_results` next to
+it.
 """
 
 from __future__ import annotations
@@ -28,29 +28,26 @@ _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n?", re.DOTALL | re.MULTILIN
 
 
 class HuggingFaceSink(SinkConfig):
-    """The results in a model card for each checkpoint, and in files for leaderboards. Nothing is uploaded.
-
-    Those of a merged checkpoint lie under its name, and say what it was made of.
-    """
+    """The results in a model card for each checkpoint, and in files for leaderboards. Nothing is uploaded. The card of
+    a merged checkpoint lies under its name and lists its inputs."""
 
     secret_variables = ("HF_TOKEN",)
     client_lasts = True
 
     kind: Literal["hugging_face"] = "hugging_face"
-    """Says that this sink is a model card."""
+    """Selects this sink, a model card."""
     path: str | None = None
     """Folder that gets `<run>/step-<N>/README.md`, of a merged checkpoint `<run>/<name>/README.md`; the folder of the
     records when unset."""
     task_type: str = "text-generation"
-    """The hub's name for what the model does."""
+    """The hub's name for the model's task."""
     leaderboards: dict[str, Leaderboard] = {}
-    """Leaderboards that get a score, by benchmark; one that was asked a part of its questions sends none."""
+    """Leaderboards to send scores to, by benchmark; evaluations of a part of the questions are not sent."""
     source_url: Annotated[str, AfterValidator(web_address)] | None = None
-    """Web page with more, which leaderboards link."""
+    """Web page with details, linked by leaderboards."""
 
     @property
     def name(self) -> str:
-        """Its name in records."""
         return f"hugging_face:{self.path.rstrip('/') if self.path else 'beside the records'}"
 
 
@@ -58,7 +55,7 @@ CONFIG = HuggingFaceSink
 
 
 def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
-    """Writes a record's numbers into the card of its checkpoint; says where that lies. Reports are not taken."""
+    """Writes a record's values into the card of its checkpoint and returns the card's path; ignores reports."""
     if announcement.record is None:
         return None
     record = announcement.record
@@ -82,7 +79,7 @@ def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
 
 
 def with_results(card: str, record: Record, announcement: Announcement, *, task_type: str, uri: str) -> str:
-    """A model card with a record's numbers in its metadata."""
+    """Returns a model card with a record's values in its metadata."""
     front = _FRONT_MATTER.match(card)
     body = card[front.end() :] if front else card
     try:
@@ -134,7 +131,7 @@ def _result(record: Record, announcement: Announcement, benchmark: str, task_typ
         "dataset": {"name": benchmark, "type": benchmark, "args": {"evaluator": record.evaluator, **made}},
         "metrics": metrics,
     }
-    if not storage.is_local(announcement.cell_uri):  # a path of this machine says nothing to who reads the card
+    if not storage.is_local(announcement.cell_uri):  # a local path is useless to readers of the card
         url = storage.join(announcement.cell_uri, RECORD_NAME)
         result["source"] = {"name": f"{record.evaluator} through Assay", "url": url}
     return result

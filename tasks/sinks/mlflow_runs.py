@@ -1,7 +1,7 @@
-"""MLflow: a run for a series with its curves by training step, and below it a run for each of its records.
+"""MLflow: a run per series with its curves by training step, with a child run per record.
 
-Tags and the three artifacts of a record follow those that evaluation jobs on GKE have had before: what the harness
-left, the configuration of the evaluation, and the harness's own configuration.
+Tags and the three artifacts of a record follow those of earlier evaluation jobs on GKE: the harness's output, the
+configuration of the evaluation, and the harness's own configuration.
 """
 
 from __future__ import annotations
@@ -47,18 +47,14 @@ SERIES_TAG = "assay.series"
 CELL_TAG = "assay.cell"
 _PARENT_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
 _TAG_CHARACTERS = 5000
-_METRICS_AT_ONCE = 1000  # the most that a server takes
-_GIVEN = "given"
-"""Folder with the files that asked for the evaluation."""
-_HARNESS_CONFIGURATION = "work"
-"""Folder in an attempt's with the files that the harness was given."""
+_METRICS_AT_ONCE = 1000  # a server's maximum
+_GIVEN = "given"  # folder with the files that requested the evaluation
+_HARNESS_CONFIGURATION = "work"  # folder in an attempt with the harness's input files
 
 
 class MlflowSink(SinkConfig):
-    """Runs in MLflow: one for each series, one below it for each record.
-
-    User name, password or token are in MLflow's own variables.
-    """
+    """Runs in MLflow: a run for each series, and a child run for each record. User name, password or token are in
+    MLflow's own variables."""
 
     secret_variables = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
     variables = ("MLFLOW_*",)
@@ -66,21 +62,21 @@ class MlflowSink(SinkConfig):
     takes_alerts = True
 
     kind: Literal["mlflow"] = "mlflow"
-    """Says that this sink is MLflow."""
+    """Selects this sink, MLflow."""
     tracking_uri: str
     """A tracking server, such as http://10.0.0.15:5000; or sqlite:///FILE, or a folder, on this machine."""
     experiment: str
-    """The experiment; made if it is not there."""
+    """The experiment; created if missing."""
     run_name: str | None = None
     """Name of a series' run; training run, harness and benchmarks when unset."""
     description: str | None = None
     """Text that MLflow shows with each run."""
     tags: dict[str, str] = {}
-    """Tags of each run; they win over Assay's own of the same names."""
+    """Tags of each run; they override Assay's own of the same names."""
     files: tuple[str, ...] = ()
-    """Files of this machine that are kept with each record, such as those that asked for the evaluation."""
+    """Local files to add to each record, such as the configuration that requested the evaluation."""
     harness_output: bool = True
-    """Send the harness's own output too, which holds questions and answers."""
+    """Send the harness's own output too, which contains questions and answers."""
     username: str | None = None
     """User name, in place of MLFLOW_TRACKING_USERNAME."""
     password_block: str | None = None
@@ -102,27 +98,23 @@ class MlflowSink(SinkConfig):
 
     @property
     def name(self) -> str:
-        """Its name in records."""
         return f"mlflow:{self.tracking_uri} {self.experiment}"
 
     @property
     def folder(self) -> str | None:
-        """Folder of a store of this machine; in the working folder, as a path from there."""
+        """Folder of a local store, relative if it lies in the working folder."""
         folder = local_folder(self.tracking_uri)
         here = f"{Path.cwd()}{os.sep}"
         return folder.removeprefix(here) if folder is not None else None
 
     @property
     def shown_by(self) -> str:
-        """Command, or address, that shows MLflow's pages."""
         return command_to_show(self.tracking_uri)
 
     def check(self) -> None:
-        """Pass if the server answers, or the folder can be written."""
         check_reachable(self.tracking_uri, self.name)
 
     def access(self) -> Access:
-        """Return the user's name, and the password or token where a block has it."""
         blocks = {"MLFLOW_TRACKING_PASSWORD": self.password_block, "MLFLOW_TRACKING_TOKEN": self.token_block}
         user = {"MLFLOW_TRACKING_USERNAME": self.username} if self.username is not None else {}
         return Access(variables={**secrets_of_blocks(blocks), **user})
@@ -132,7 +124,7 @@ CONFIG = MlflowSink
 
 
 def send(announcement: Announcement, sink: MlflowSink) -> str | None:
-    """Adds a record below the run of its series, or alerts or the report page to that; says where it is to be seen."""
+    """Adds a record below the run of its series, or alerts or the report page to that run; returns its address."""
     is_report = announcement.record is None and not announcement.alerts
     if is_report and not storage.exists(announcement.report_uri):
         return None
@@ -186,7 +178,7 @@ def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-            found = client.get_experiment_by_name(sink.experiment)  # made by somebody else meanwhile
+            found = client.get_experiment_by_name(sink.experiment)  # created by another process meanwhile
     if found is None or found.lifecycle_stage != "active":
         raise SinkFailed(
             expected=f"the experiment {sink.experiment} of {sink.tracking_uri}",

@@ -1,4 +1,4 @@
-"""Places where MLflow keeps runs: a tracking server, a file of SQLite, or a folder, which holds such a file."""
+"""MLflow's stores: a tracking server, an SQLite file, or a folder, which contains such a file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from resources.storage import storage
 from tasks.spec.sinks import web_address
 
 DATABASE = "mlflow.db"
-"""File of SQLite in a folder that is a tracking store."""
+"""SQLite file in a folder that is a tracking store."""
 _SQLITE = "sqlite:///"
 _REACH_SECONDS = 10.0
 
 
 def tracking_place(text: str) -> str:
-    """Return a tracking server's address without a slash at its end, `sqlite:////whole/path`, or a folder's whole path."""
+    """Returns a server's address without a trailing slash, `sqlite:////absolute/path`, or a folder's absolute path."""
     if text.startswith(("http://", "https://")):
         return web_address(text)
     if text.startswith(_SQLITE) and len(text) > len(_SQLITE):
@@ -33,22 +33,20 @@ def tracking_place(text: str) -> str:
 
 
 def local_folder(place: str) -> str | None:
-    """Return the folder of a store on this machine, which its artifacts lie in too; None for a server."""
+    """Returns the folder of a local store, which contains its artifacts too; None for a server."""
     if place.startswith(("http://", "https://")):
         return None
     return storage.parent(place.removeprefix(_SQLITE)) if place.startswith(_SQLITE) else place
 
 
 def client_uri(place: str) -> str:
-    """Return the tracking URI that MLflow's own client understands."""
+    """Returns the tracking URI for MLflow's client."""
     return place if place.startswith(("http", _SQLITE)) else f"{_SQLITE}{storage.join(place, DATABASE)}"
 
 
 def command_to_show(place: str) -> str:
-    """Return a command that shows a place in MLflow's pages, or the address of a server, which has them itself.
-
-    The pages are no part of the client that is installed here, so uv fetches them.
-    """
+    """Returns the address of a server, or a command that shows a local store in MLflow's pages. The installed client
+    does not include the pages, so uv fetches them."""
     if local_folder(place) is None:
         return place
     uvx = "uvx" if shutil.which("uvx") else f"{quote(uv.find_uv_bin())} tool run"
@@ -56,7 +54,8 @@ def command_to_show(place: str) -> str:
 
 
 def check_reachable(place: str, name: str) -> None:
-    """Pass if a server answers, whatever it says of access, or a folder can be written."""
+    """Raises SinkFailed if a server does not respond or returns HTTP status 500 or above, or if a folder is not
+    writable or contains runs in files."""
     folder = local_folder(place)
     if folder is not None:
         if next(Path(folder).glob("*/meta.yaml"), None) is not None:

@@ -1,4 +1,4 @@
-"""Facts about a record that MLflow gets beside its numbers: tags, and the data sets that were asked."""
+"""Metadata of a record for MLflow: tags and data sets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from tasks.records.record import Record
 from tasks.sinks.announcement import Announcement
 
 _IN_A_RUN = re.compile(r"/([0-9a-f]{32})/artifacts/(.+)")
-_DIGEST_CHARACTERS = 36
-"""MLflow takes no longer ones."""
+_DIGEST_CHARACTERS = 36  # MLflow's limit
 
 
 def run_tags(announcement: Announcement) -> dict[str, str]:
-    """Return tags about the evaluation, the machine and the job; `None` where there is no such thing."""
+    """Returns tags about the evaluation, the machine and the job; the text `None` if not applicable."""
     record = announcement.known
     evaluation = record.evaluation
     pool = evaluation.get("pool_config") or {}
@@ -69,7 +68,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
 
 
 def series_tags(announcement: Announcement) -> dict[str, str]:
-    """Return tags that all records of a series share."""
+    """Returns tags that all records of a series share."""
     series = announcement.series
     return {
         "model_name": series.run,
@@ -104,10 +103,8 @@ def _harness_arguments(record: Record) -> dict[str, Any]:
 
 
 def datasets(record: Record) -> dict[str, dict[str, str]]:
-    """Return the data set of each benchmark that asks questions itself, as MLflow describes one.
-
-    Its digest is the revision, or that of its rows; where neither is known, that of the prompts made of them.
-    """
+    """Returns the data set of each benchmark that has questions of its own, in MLflow's form. Its digest is the
+    revision, or that of its rows; if neither is known, that of the prompts."""
     found: dict[str, dict[str, str]] = {}
     for benchmark, details in record.details.items():
         place, at, revision = (details.data or "").partition("@")

@@ -1,8 +1,8 @@
-"""The tree of records, copied to any place that fsspec can write. The record goes last.
+"""The tree of records, copied to any file system of fsspec. The record is written last.
 
-A file that is there already with the same content is not sent again, so an upload that was cut off goes on where it
-was, file by file. Object stores tell a checksum with their listing; where none is told, the size is compared, which
-is enough for the files of an attempt: their folder's name is used once.
+Existing files with the same content are not sent again, so an interrupted upload resumes file by file. Content is
+compared by the listed checksum or, if the store lists none, by size, which suffices for the files of an attempt: its
+folder's name is never reused.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _NEEDED = "storage.objects.list, .get, .create and .delete, or s3:ListBucket, s3
 
 
 class ObjectStoreSink(SinkConfig):
-    """The tree of records, copied to an object store or any other place that fsspec can write."""
+    """The tree of records, copied to an object store or any other file system of fsspec."""
 
     secret_variables = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_CONNECTION_STRING")
     client_lasts = True
 
     kind: Literal["object_store"] = "object_store"
-    """Says that this sink is an object store."""
+    """Selects this sink, an object store."""
     url: str | None = None
-    """Folder that gets the tree, such as gs://bucket/evaluations; signed in to as the machine is."""
+    """Folder that gets the tree, such as gs://bucket/evaluations; uses the machine's credentials."""
     block: str | None = None
     """Name of a Prefect block of type GCS Bucket, in place of url."""
     harness_output: bool = True
-    """Copy the harness's own output too, which holds questions and answers."""
+    """Copy the harness's own output too, which contains questions and answers."""
     timeout_seconds: float = Field(default=900.0, gt=0)
-    """Wall clock of one record; what arrived by then is not sent again."""
+    """Time limit of a record (wall clock); files that arrived by then are not sent again."""
 
     @model_validator(mode="after")
     def _one_place(self) -> ObjectStoreSink:
@@ -56,11 +56,10 @@ class ObjectStoreSink(SinkConfig):
 
     @property
     def name(self) -> str:
-        """Its name in records."""
         return f"object_store:{self.url.rstrip('/') if self.url else f'block {self.block}'}"
 
     def access(self) -> Access:
-        """Return the folder and the client's options of the block; the machine's own sign-in where it has none."""
+        """Returns the block's folder and client options; without a block, the machine's credentials apply."""
         if self.block is None:
             return Access()
         from prefect_gcp.cloud_storage import GcsBucket
@@ -84,10 +83,8 @@ def send(
     place: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> str | None:
-    """Copies a record with its attempt, or the report page, and returns its place there.
-
-    `place` is the folder that a block named, in place of the sink's url; `options` are the client's, with credentials.
-    """
+    """Copies a record with its attempt, or the report page, and returns the copy's address. `place` is a block's
+    folder, in place of the sink's url; `options` are the client's, with credentials."""
     url = place or str(sink.url)
     if storage.absolute(url).rstrip("/") == announcement.series.evaluation_path:
         raise SinkFailed(
@@ -95,7 +92,7 @@ def send(
         )
     with _explained(url), _local_files(announcement, sink) as files:
         store, root = fsspec.core.url_to_fs(storage.absolute(url), **(options or {}))
-        store.invalidate_cache()  # listings that this process has read for an earlier record
+        store.invalidate_cache()  # listings cached for an earlier record
         run = announcement.run_uri.removeprefix(announcement.series.evaluation_path).strip("/")
         path = f"{run}/{REPORT_NAME}" if announcement.record is None else announcement.place
         if announcement.record is None:
@@ -117,7 +114,7 @@ def _local_files(announcement: Announcement, sink: ObjectStoreSink) -> Iterator[
         return
     with tempfile.TemporaryDirectory(prefix="assay-sink-") as scratch:
         folder = Path(scratch) / "attempt"
-        storage.copy_to_local(announcement.attempt_uri, folder)  # of this machine too: without links that lead out
+        storage.copy_to_local(announcement.attempt_uri, folder)  # local files too: without links that lead out
         found = sorted(path for path in folder.rglob("*") if path.is_file())
         yield {posixpath.join(record.attempt, path.relative_to(folder).as_posix()): path for path in found}
 
@@ -140,7 +137,7 @@ def _is_there(info: dict[str, Any] | None, path: Path) -> bool:
     if md5 := info.get("md5Hash"):
         return md5 == base64.b64encode(_md5(path)).decode()
     etag = str(info.get("ETag") or "").strip('"').lower()
-    # An ETag with a dash is over parts: then the size has to do. One of an encrypted object is no MD5: sent again.
+    # An ETag with a dash covers parts, so only sizes are compared. That of an encrypted object is no MD5: sent again.
     return not re.fullmatch("[0-9a-f]{32}", etag) or etag == _md5(path).hex()
 
 
@@ -168,7 +165,7 @@ def _explained(url: str) -> Iterator[None]:
         raise SinkFailed(
             expected=f"a bucket at {url}", found=str(error), remedy="create it, or mend the url"
         ) from error
-    except Exception as error:  # every store's client has errors of its own
+    except Exception as error:  # clients of stores have different error classes
         message = str(error).strip() or type(error).__name__
         code = getattr(error, "code", None)
         if (

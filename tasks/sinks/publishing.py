@@ -1,7 +1,7 @@
-"""Sending records to their sinks: each bounded in time, none able to fail a cell or to stop the others.
+"""Sends records to their sinks, with a time limit each; a failure affects neither the cell nor other sinks.
 
-What was sent stands in the record. What was not is sent by the next evaluation, or by `assay publish`; nothing is
-tried again here beyond what a sink's own client does.
+The record lists the sinks that have it. Missing sinks are retried by the next evaluation, or by `assay publish`; this
+module adds no retries to those of a sink's client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REASON_CHARACTERS = 800
 
 
 def missing_sinks(record: Record, sinks: Sequence[Sink]) -> tuple[Sink, ...]:
-    """Those of some sinks that a record is yet to be sent to; none for a record without a success."""
+    """Returns those of some sinks that lack a record; empty if the record has not succeeded."""
     if not record.succeeded:
         return ()
     have = {name for name, state in record.sinks.items() if state.status == "published"}
@@ -41,22 +41,15 @@ def missing_sinks(record: Record, sinks: Sequence[Sink]) -> tuple[Sink, ...]:
 def publish_record(
     record: Record, cell_uri: str, sinks: Sequence[Sink], *, senders: Senders | None = None
 ) -> dict[str, SinkState]:
-    """Sends a record to some sinks, side by side, and says what became of it at each; raises nothing.
-
-    A record without a success is sent nowhere: the next run tries its cell again, and the report shows its status.
-
-    Args:
-        record: the record.
-        cell_uri: its folder.
-        sinks: where to.
-        senders: those of the series that this is sent in; without any, all processes end with it.
-    """
+    """Sends a record to some sinks in parallel, and returns its state at each; raises nothing. Records that have not
+    succeeded are not sent: the next run retries the cell, and the report shows its status. `senders` are shared by a
+    series of records; without them, all processes end with the call."""
     if not record.succeeded or not sinks:
         return {}
     announcement = Announcement.of(record, cell_uri)
     sends_files = any(getattr(sink, "harness_output", False) for sink in sinks)
     if sends_files and storage.is_local(announcement.attempt_uri):
-        with suppress(StorageError):  # raised again by the sink
+        with suppress(StorageError):  # the sink raises it again
             others = [file for file in storage.list_files(announcement.attempt_uri) if not file.regular]
             if others:
                 _log.warning("Not sent: %d pipes, or links that lead out, in %s", len(others), announcement.attempt_uri)
@@ -66,7 +59,7 @@ def publish_record(
 def publish_report(
     record: Record, cell_uri: str, sinks: Sequence[Sink], *, senders: Senders | None = None
 ) -> dict[str, SinkState]:
-    """Sends the report over the run that a record belongs to; what became of it, at those sinks that take reports."""
+    """Sends the report over a record's run; returns its state at the sinks that accept reports."""
     if not sinks:
         return {}
     states = _publish(Announcement.of(record, cell_uri).of_report(), sinks, senders)
@@ -81,7 +74,7 @@ def publish_alerts(
     *,
     senders: Senders | None = None,
 ) -> dict[str, SinkState]:
-    """Sends alerts that the series of a record has raised; what became of them, at those sinks that take alerts."""
+    """Sends alerts of a record's series; returns their state at the sinks that accept alerts."""
     announcement = Announcement.of(record, cell_uri).of_alerts(alerts)
     taking = [sink for sink in sinks if sink.takes_alerts]
     return _publish(announcement, taking, senders) if announcement.alerts and taking else {}
@@ -94,10 +87,10 @@ def _publish(announcement: Announcement, sinks: Sequence[Sink], senders: Senders
     stop = Event()
     with ThreadPoolExecutor(len(sinks), thread_name_prefix="sink") as threads:
         try:
-            # The context carries the Prefect run, whose server has the blocks.
+            # The context carries the Prefect run; blocks are loaded from its server.
             running = [threads.submit(copy_context().run, _state, announcement, sink, senders, stop) for sink in sinks]
             return {sink.name: future.result() for sink, future in zip(sinks, running, strict=True)}
-        except BaseException:  # a signal: what is being sent is given up
+        except BaseException:  # a signal: sends in progress are aborted
             stop.set()
             raise
 
@@ -108,7 +101,7 @@ def _state(announcement: Announcement, sink: Sink, senders: Senders, stop: Event
         credentials = credentials_of(sink)
         scrubbed = credentials.scrubbed
         with _turn(Sending(announcement, sink, stop)):
-            # The wait for a turn has a wall clock of its own.
+            # The wait for a turn has its own time limit.
             answer = senders.ask(Sending(announcement, sink, stop), credentials)
         if answer.found is not None:
             raise SinkFailed(expected=answer.expected or "", found=answer.found, remedy=answer.remedy or "")

@@ -1,7 +1,4 @@
-"""The processes that talk to sinks, each kept for what follows at the same sink, until their series is over.
-
-Importing a tracker's client takes seconds, so a series of records pays for it once.
-"""
+"""The processes that send to sinks, reused for the series of records: importing a tracker's client takes seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Sending:
-    """One announcement on its way to one sink. `stop` is set when nobody waits for it any more."""
+    """An announcement in transit to a sink. `stop` is set when its result is no longer needed."""
 
     announcement: Announcement
     sink: Sink
@@ -42,31 +39,26 @@ class Sending:
 
     @property
     def over(self) -> bool:
-        """Tells if the time is up, or the publishing was stopped."""
         return self.stop.is_set() or time.monotonic() > self.deadline
 
 
 class Senders:
-    """The processes of a series of announcements; those that are idle end with the `with` block, all others before.
-
-    Threads may share it: a process has one announcement at a time, and who finds none idle starts another.
-    """
+    """The sender processes of a series of announcements; idle processes end with the `with` block. Thread-safe: a
+    process handles a single announcement at a time; if none is idle, another is started."""
 
     def __init__(self) -> None:
         self._idle: list[_Sender] = []
         self._lock = Lock()
 
     def __enter__(self) -> Self:
-        """Starts nothing: the first announcement does."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the processes, with all they started."""
         while self._idle:
             self._idle.pop().end()
 
     def ask(self, sending: Sending, credentials: Credentials) -> Answer:
-        """Lets a process send it. One that takes too long, does not answer or is refused ends, with all it started."""
+        """Sends through an idle or new process; after a timeout, crash or error, it is killed with its children."""
         sender = self._take(sending.sink, credentials) or _Sender(sending.sink, credentials)
         good = False
         try:
@@ -92,14 +84,12 @@ class Senders:
 
 
 class _Sender:
-    """A process that sends announcements to one sink, one after another."""
-
     def __init__(self, sink: Sink, credentials: Credentials) -> None:
         self.sink = sink
         self.credentials = credentials
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  not a pipe: what a library leaves running would hold it
         self._process = subprocess.Popen(
-            # -P: modules are not looked for in the folder we are in.
+            # -P: modules are not imported from the working folder.
             [sys.executable, "-P", "-m", "tasks.sinks.sending"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,8 +1,8 @@
-"""The process that talks to one sink: `python -m tasks.sinks.sending`, started by `senders`.
+"""The process that sends to a sink: `python -m tasks.sinks.sending`, started by `senders`.
 
-A process of its own can be ended when a sink hangs, has an environment of its own, and takes along what client
-libraries leave running. It reads lines of JSON (`Job`), answers each with one (`Answer`), and dies with whoever started
-it, since then its standard input ends.
+A separate process can be killed when a sink hangs, has its own environment, and takes leftovers of client libraries
+with it. It reads lines of JSON (`Job`), answers each with a line (`Answer`), and exits when its parent dies, since then
+its standard input is closed.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from pydantic import BaseModel, ConfigDict
 from resources.errors import AssayError, SinkFailed
 from tasks.sinks.announcement import Announcement
 
+# New objects before a collection; at Python's 700, collections take a tenth of the import of a tracker's client.
 _GARBAGE_THRESHOLD = 50_000
-"""New objects before a collection; at Python's 700, a tenth of importing a tracker's client is collections."""
 
 
 class Job(BaseModel):
-    """An announcement and the sink that it is to be sent to."""
+    """An announcement and the sink to send it to."""
 
     model_config = ConfigDict(frozen=True)
 
     module: str
     """The sink's module, which has `CONFIG` and `send`."""
     sink: dict[str, Any]
-    """Its configuration."""
     announcement: Announcement
     arguments: dict[str, Any] = {}
     """Further arguments of `send`, with credentials."""
 
 
 class Answer(BaseModel):
-    """Outcome of a job: the place where the record can be seen, or the error."""
+    """Outcome of a job: the address of the record at the sink, or the error."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,17 +51,13 @@ class Answer(BaseModel):
 
 
 def send(job: Job) -> str | None:
-    """Send it, and return the place where it can be seen; None if this sink takes no such thing.
-
-    Raises:
-        AssayError: the sink did not take it.
-    """
+    """Sends a job and returns its address at the sink; None if the sink ignores it. Raises AssayError on failure."""
     sink = import_module(job.module)
     return sink.send(job.announcement, sink.CONFIG.model_validate(job.sink), **job.arguments)
 
 
 def answer_to(job: Job) -> Answer:
-    """Sends a job and returns its outcome, whatever happens."""
+    """Sends a job and returns its outcome; raises nothing."""
     try:
         return Answer(where=send(job))
     except AssayError as error:
@@ -79,13 +74,13 @@ def answer_to(job: Job) -> Answer:
 def _read(jobs: SimpleQueue[str]) -> None:
     for line in sys.stdin:
         jobs.put(line)
-    with suppress(ProcessLookupError):  # started by hand, we lead no group
+    with suppress(ProcessLookupError):  # started manually, this process leads no group
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 
 def main() -> None:
-    """Answers the jobs on standard input. Only answers go to standard output; libraries write beside it."""
+    """Answers the jobs on standard input. Standard output is reserved for answers; libraries' output goes to stderr."""
     gc.set_threshold(_GARBAGE_THRESHOLD)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,8 +1,8 @@
-"""Weights & Biases: one run for a series, with the training step as x axis; the only module that imports wandb.
+"""Weights & Biases: a run per series, with the training step as x axis; the only module that imports wandb.
 
-Records arrive out of order when several cells are evaluated at once, so curves have a step metric of their own, and
-W&B's counter of lines means nothing. A run is resumed by its id. Which attempts it has stands in its config: a line
-of its history cannot be replaced, so one that is there is not sent twice.
+Records arrive out of order when several cells are evaluated in parallel, so curves use a step metric of their own, and
+W&B's line counter is meaningless. A run is resumed by its id. Its config lists the attempts that it has: lines of its
+history cannot be replaced, so an attempt is never sent twice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 _FINISHED = ".finished"
 _ALERTS, _REPORT = "alerts-", "report"
-_TITLE_CHARACTERS = 63  # W&B takes no longer one
+_TITLE_CHARACTERS = 63  # W&B's limit
 _FIXED: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -55,7 +55,7 @@ _FIXED: dict[str, Any] = {
     "x_disable_stats": True,
     "x_disable_machine_info": True,
     "x_save_requirements": False,
-    # A few tries over some seconds each; what is down for longer is published later.
+    # A few retries over a few seconds; after longer outages, records are published later.
     "x_graphql_retry_max": 3,
     "x_graphql_retry_wait_max_seconds": 4,
     "x_graphql_timeout_seconds": 15,
@@ -74,21 +74,21 @@ class WeightsAndBiasesSink(SinkConfig):
     takes_alerts = True
 
     kind: Literal["wandb"] = "wandb"
-    """Says that this sink is Weights & Biases."""
+    """Selects this sink, Weights & Biases."""
     project: str
-    """The project; made if it is not there."""
+    """The project; created if missing."""
     entity: str | None = None
-    """The team or user that the project belongs to; the key's own when unset."""
+    """The team or user that owns the project; the key's own when unset."""
     base_url: str | None = None
-    """Your own server; WANDB_BASE_URL, or else the public one, when unset."""
+    """Your own server; WANDB_BASE_URL, or else the public server, when unset."""
     mode: Literal["online", "offline"] = "online"
     """Send to the server, or write files for `wandb sync`."""
     folder: str | None = None
-    """Local folder for offline files; `wandb` beside the report when unset."""
+    """Local folder for offline files; `wandb` next to the report when unset."""
     tags: tuple[str, ...] = ()
-    """Tags of the run, beside those of the records."""
+    """Tags of the run, in addition to those of the records."""
     max_samples: int = Field(default=50, ge=0)
-    """Questions with answers in the table of a checkpoint."""
+    """Questions with answers in a checkpoint's table."""
     api_key_block: str | None = None
     """Name of a Prefect Secret block with the key, in place of WANDB_API_KEY."""
 
@@ -113,12 +113,10 @@ class WeightsAndBiasesSink(SinkConfig):
 
     @property
     def name(self) -> str:
-        """Its name in records."""
         where = f"{self.entity}/{self.project}" if self.entity else self.project
         return f"wandb:{where}" + (" offline" if self.mode == "offline" else "")
 
     def access(self) -> Access:
-        """Return the key, where a block has it."""
         return Access(variables=secrets_of_blocks({"WANDB_API_KEY": self.api_key_block}))
 
 
@@ -126,7 +124,7 @@ CONFIG = WeightsAndBiasesSink
 
 
 def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
-    """Adds a record, alerts, or the report page to the run of its series; says where that is to be seen."""
+    """Adds a record, alerts, or the report page to the run of its series; returns the run's address."""
     is_report = announcement.record is None and not announcement.alerts
     if is_report and not storage.exists(announcement.report_uri):
         return None
@@ -169,7 +167,7 @@ def _folder(announcement: Announcement, sink: WeightsAndBiasesSink) -> Iterator[
         name = f"{storage.basename(announcement.cell_uri)}-{record.attempt}" if record else _REPORT
     folder = home / announcement.series.id / (f"step-{record.checkpoint.step}" if record else "all") / name
     if name == _REPORT or not (folder / _FINISHED).exists():
-        shutil.rmtree(folder, ignore_errors=True)  # of a try that was cut off
+        shutil.rmtree(folder, ignore_errors=True)  # leftovers of an interrupted try
     folder.mkdir(parents=True, exist_ok=True)
     yield folder
 
@@ -203,7 +201,7 @@ def _run(announcement: Announcement, sink: WeightsAndBiasesSink, folder: Path) -
         run.define_metric("*", step_metric=STEP_METRIC)
         yield run
         run.finish()
-        wandb.teardown()  # only now W&B's own process has written the end of its file, and nothing of it is left
+        wandb.teardown()  # only after this, W&B's process has written the end of its file and has exited
     except SinkFailed:
         raise
     except (wandb.Error, TimeoutError, ConnectionError, OSError, ValueError) as error:
@@ -218,7 +216,7 @@ def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBias
     record = announcement.known
     key = f"published/{announcement.place}"
     step = record.checkpoint.step
-    # First, since it may fail: a line of the history must not be there without its mark in the configuration.
+    # First, since it may fail: the history must not get a line without its mark in the configuration.
     _add_file(run, f"record-{step}-{record.cell}", "record", RECORD_NAME, announcement.record_json())
     if run.config.get(key) != record.attempt:
         before: dict[str, Any] = dict(run.summary)
@@ -229,7 +227,7 @@ def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBias
         if table is not None:
             line[f"samples/step-{step}"] = table
         run.log(line)
-        if int(before.get(STEP_METRIC, -1)) > step:  # the summary is to show the latest step, not the latest arrival
+        if int(before.get(STEP_METRIC, -1)) > step:  # the summary shows the latest step, not the latest arrival
             run.summary.update({name: before[name] for name in (STEP_METRIC, *values) if name in before})
         run.config.update(
             {
@@ -298,11 +296,11 @@ def _add_file(run: wandb.Run, name: str, kind: str, file: str, content: bytes) -
 
     cleaned = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
     artifact = wandb.Artifact(f"{run.id}-{cleaned}"[:128], type=kind)
-    # W&B takes a copy. A record.json that stayed among the records would be taken for one of them.
+    # W&B copies it. A record.json left among the records would count as a record.
     with tempfile.TemporaryDirectory(prefix="assay-wandb-") as scratch:
         path = Path(scratch) / file
         path.write_bytes(content)
         artifact.add_file(str(path), name=file)
     logged = run.log_artifact(artifact)
     if not run.offline:
-        logged.wait()  # otherwise nobody hears of an upload that failed
+        logged.wait()  # otherwise a failed upload goes unnoticed

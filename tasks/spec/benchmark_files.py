@@ -1,8 +1,6 @@
-"""Benchmarks as their files describe them, and the files elsewhere that they name.
-
-A path counts where a benchmark's data, metric, `include` or `!function` stands, and any other text that is a file's
-path. Data of a hub or at a web address is not looked at, nor what Python files open themselves.
-"""
+"""Benchmark files, and the external files that they reference: paths in data, metric, `include` or `!function`, and
+any other text that is a file's path. Data on a hub or the web is ignored, and so is data that Python files open
+themselves."""
 
 from __future__ import annotations
 
@@ -18,21 +16,18 @@ from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.yaml_text import BoundedLoader, YamlBeyondBounds, load_yaml
 
+# Keys below which a text may also be a folder or contain wildcards.
 _DATA = ("dataset_path", "dataset_kwargs", "metric")
-"""Keys below which a text may also be a folder, or have wildcards."""
 _SCHEME = re.compile(r"^(?:file|local):(?://)?(?=[/~])")
 _OTHER_SCHEME = re.compile(r"^[a-z0-9+]+://")
 _LONGEST_PATH = 4096
 
 
 class _Function(str):
-    """A function that a benchmark names, as module and name."""
-
     __slots__ = ()
 
 
-class _Loader(BoundedLoader):
-    """Imports none of the functions."""
+class _Loader(BoundedLoader): ...
 
 
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
@@ -40,33 +35,21 @@ _Loader.add_constructor("!function", lambda loader, node: _Function(node.value))
 
 
 def read_benchmark(content: bytes) -> Any:
-    """A benchmark's file, in which functions are their names.
-
-    Raises:
-        ValueError, YAMLError: it is no YAML, or beyond a bound.
-    """
+    """Returns a benchmark file's content, with functions as their names. Raises ValueError or YAMLError if invalid."""
     return load_yaml(content.decode(), _Loader)
 
 
 def is_hidden(name: str) -> bool:
-    """Tells if a file below a folder is a version control's, an editor's or the like: nothing that lm-eval looks for.
-
-    It takes any YAML file for a benchmark, but for Jupyter's copies.
-    """
+    """Returns True if lm-eval ignores a file: hidden files other than YAML, and Jupyter's copies."""
     return "/." in f"/{name}" and (".ipynb_checkpoints" in name or not name.endswith(".yaml"))
 
 
 def files_elsewhere(root: str, names: Iterable[str], *, arguments: Any, all_is_data: bool) -> set[str]:
-    """Every file outside of a folder, or hidden, that the benchmarks in it name, however deep, or arguments beside it.
-
-    Args:
-        root: the folder, here or in a store.
-        names: names of files below it.
-        arguments: more of what benchmarks are configured with.
-        all_is_data: any argument may be a folder, or have wildcards.
-    """
+    """Returns every file, outside of a folder or hidden in it, that its benchmarks or `arguments` reference,
+    recursively. `names` are files below `root`; with `all_is_data`, any argument may be a folder or contain
+    wildcards."""
     files = sorted(names)
-    # lm-eval works in the folder of the benchmark or group that it loads, HELM looks into its own folder too.
+    # lm-eval uses the folder of the loaded benchmark or group as working directory; HELM also reads its own.
     bases = {posixpath.dirname(name) for name in files if name.endswith((".yaml", ".json"))} or {""}
     described, found = _described(root, [name for name in files if name.endswith(".yaml")])
     texts = [*_texts(arguments, is_data=all_is_data)]
@@ -123,7 +106,7 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
 
 
 def _texts(value: Any, *, is_data: bool, seen: set[tuple[int, bool]] | None = None) -> Iterator[tuple[str, bool]]:
-    seen = set() if seen is None else seen  # an alias stands for the same value again, or for one that it is in
+    seen = set() if seen is None else seen  # a YAML alias repeats a value, or refers to an enclosing value
     if isinstance(value, dict | list | tuple):
         if (id(value), is_data) in seen:
             return
@@ -149,7 +132,7 @@ def _outside(root: str, base: str, text: str) -> str | None:
     if not (posixpath.isabs(path) or "/." in f"/{path}"):
         return None
     if not posixpath.isabs(path) and not storage.is_local(root):
-        return None  # it is copied first: what lies beside it does not come along
+        return None  # the folder is copied first, without its neighbours
     here = storage.resolved(root)
     place = posixpath.normpath(posixpath.join(here, _normal(here, path)))
     real = f"{storage.resolved(place)}/"

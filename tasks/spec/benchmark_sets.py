@@ -1,4 +1,4 @@
-"""Named sets of benchmarks, and what benchmarks need. The names themselves are data: `suite_data/sets.yaml`."""
+"""Named sets of benchmarks, and benchmarks' requirements. The names are data: `suite_data/sets.yaml`."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ SUITE_DATA = Path(__file__).parent / "suite_data"
 
 
 class BenchmarkSet(Config):
-    """Benchmarks that are asked for together, under one name."""
+    """Benchmarks that are requested together under a name."""
 
     about: str
     """Its purpose."""
     evals: tuple[EvalTaskConfig, ...]
-    """The benchmarks, in order, those of the sets it uses included."""
+    """The benchmarks in order, including those of the sets it uses."""
     note: str | None = None
-    """A remark for readers who know it from elsewhere."""
+    """A remark on differences from similar sets, or from scores published elsewhere."""
     left_out: Mapping[str, str] = {}
-    """Benchmarks that one would expect here, each with the reason why it is not."""
+    """Benchmarks that readers might expect in it, each with the reason for its absence."""
 
 
 class BenchmarkNeeds(Config):
-    """Needs of benchmarks, beyond an endpoint that answers."""
+    """Requirements of benchmarks, beyond an endpoint."""
 
     fewshot: int = 0
-    """The most worked examples in front of one question."""
+    """Largest number of few-shot examples."""
     prompt_logprobs: bool | None = False
-    """True if one of them asks for log-probabilities of the prompt; None where that is not known."""
+    """True if any benchmark requests log-probabilities of the prompt; None if unknown."""
     generates: bool | None = False
-    """True if one of them lets the model write; None where that is not known."""
+    """True if any benchmark requests generated text; None if unknown."""
     runs_code: bool = False
-    """True if programs that the model wrote are run."""
+    """True if programs written by the model are run."""
     access: tuple[str, ...] = ()
-    """Keys and forms, in words."""
+    """Required keys and access forms, as text."""
 
 
 @cache
@@ -52,7 +52,7 @@ def _data() -> dict[str, Any]:
 
 @cache
 def benchmark_sets() -> dict[str, BenchmarkSet]:
-    """Every set by its name."""
+    """Returns every set by its name."""
     return {name: _resolved(name) for name in _data()["sets"]}
 
 
@@ -82,10 +82,8 @@ def _entry(entry: str | dict[str, Any], content: dict[str, Any]) -> EvalTaskConf
 
 
 def expanded(evals: Any) -> Any:
-    """Benchmarks as a suite writes them: a set's name, or a list of set names, benchmark names and benchmarks.
-
-    A name in capitals is a set's. Anything that is none of these is left for pydantic to refuse.
-    """
+    """Returns benchmarks from a set's name, or from a list of set names, benchmark names and benchmarks. Names in
+    capitals are sets. Other values are passed through for pydantic to reject."""
     if isinstance(evals, str):
         evals = [evals]
     if not isinstance(evals, (list, tuple)):
@@ -111,7 +109,7 @@ def _expanded_entry(entry: Any) -> Iterable[Any]:
 
 
 def needs_of(evals: Iterable[EvalTaskConfig]) -> BenchmarkNeeds:
-    """Returns the needs of lm-eval's benchmarks, as far as they are known: of those in no set they are not."""
+    """Returns the requirements of lm-eval's benchmarks; unknown for benchmarks that are in no set."""
     evals = tuple(evals)
     facts = _data()["facts"]
     names = {task.name for task in evals}
@@ -130,11 +128,9 @@ def needs_of(evals: Iterable[EvalTaskConfig]) -> BenchmarkNeeds:
 def split_by_kind(
     evals: Iterable[EvalTaskConfig],
 ) -> tuple[tuple[EvalTaskConfig, ...], tuple[EvalTaskConfig, ...]]:
-    """Benchmarks that compare choices, which Levanter can do too, and those that need an engine.
-
-    The latter let the model write, wholly or in part, or score texts longer than the model holds. One of which nothing
-    is known is among the former.
-    """
+    """Returns multiple-choice benchmarks, which Levanter supports too, and benchmarks that need an engine: they
+    generate text at least partly, or score texts longer than the model's context. Unknown benchmarks are among the
+    former."""
     facts = _data()["facts"]
     needing = {*facts["generates"], *facts["generates_and_compares"], *facts["scores_whole_texts"]}
     evals = tuple(evals)
@@ -145,7 +141,7 @@ def split_by_kind(
 
 @cache
 def bundled_names() -> frozenset[str]:
-    """Benchmarks of every evaluator whose data come with Assay, or with `assay stage` beside files that do."""
+    """Returns the benchmarks of every evaluator that come with Assay as data, or as files for `assay stage`."""
     files = (path for folder in (BUNDLED, SUITE_DATA) for path in folder.rglob("*"))
     return frozenset(path.stem for path in files if path.suffix in (".yaml", ".json"))
 

@@ -1,4 +1,4 @@
-"""The benchmarks that come with Assay, and a digest of any folder of benchmarks."""
+"""The bundled benchmarks, and a digest of any folder of benchmarks."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import EVALUATORS, LmEvalBenchmarkOptions
 
 BUNDLED = Path(__file__).parent / "bundled"
-"""Benchmarks as lm-eval reads them, one YAML and one JSONL file each; other harnesses' in folders of their own."""
+"""lm-eval benchmarks, a YAML and a JSONL file each; other harnesses' are in subfolders."""
 COPIED = "benchmarks"
-"""Name that a folder from a store gets in a harness's working folder."""
+"""Name of a folder from a store after it is copied into a harness's working folder."""
 
 
 def benchmarks_uri(config: EvaluationConfig) -> str:
-    """The folder with an evaluation's own benchmarks; the bundled ones where it names none."""
+    """Returns the folder of an evaluation's benchmarks; the bundled ones by default."""
     return config.benchmarks_path or str(BUNDLED)
 
 
 def copied_benchmarks(config: EvaluationConfig) -> dict[str, str]:
-    """The folder to copy into a harness's working folder, by its name there; none where it is on this machine."""
+    """Returns the folder to copy into a harness's working folder, by its name in it; empty for local folders."""
     path = config.benchmarks_path
     return {} if path is None or storage.is_local(path) else {COPIED: path}
 
 
 def benchmarks_here(config: EvaluationConfig) -> str:
-    """Returns the path to an evaluation's own benchmarks: on this machine, or as copied into the working folder."""
+    """Returns the path to an evaluation's benchmarks: local, or as copied into the working folder."""
     return COPIED if copied_benchmarks(config) else str(storage.local_path(benchmarks_uri(config)).absolute())
 
 
 def evaluation_hash(config: EvaluationConfig) -> str:
-    """Digest over all that can change a score but the checkpoint."""
+    """Returns a digest over every input of the scores except the checkpoint."""
     return digest_of({**config.score_inputs(), "benchmarks": benchmarks_digest(config)})
 
 
 def benchmarks_digest(config: EvaluationConfig) -> str:
-    """Digest over the benchmarks folder and files elsewhere that are named: changed questions are another evaluation."""
+    """Returns a digest over the benchmarks folder and the external files that it references."""
     root, names = _files_of(config)
     return digest_of(
         [
@@ -51,7 +51,7 @@ def benchmarks_digest(config: EvaluationConfig) -> str:
 
 
 def named_elsewhere(config: EvaluationConfig) -> set[str]:
-    """Files outside of the benchmarks folder that benchmarks or their arguments name."""
+    """Returns the files outside of the benchmarks folder that benchmarks or their arguments reference."""
     root, names = _files_of(config)
     return files_elsewhere(
         root,
@@ -90,7 +90,7 @@ def _refuse_linked_folders(root: Path) -> None:
 
 def _refuse_links_out(root: Path, names: Iterable[str]) -> None:
     for path in (root / name for name in names):
-        if path.is_symlink() and path.exists():  # a pipe, or a link to nothing, counts for nothing
+        if path.is_symlink() and path.exists():  # pipes and dangling links are ignored
             raise BadInput(
                 expected=f"regular files in {root}, and links that stay in it",
                 found=f"{path}, a link to {path.resolve()}",

@@ -19,20 +19,21 @@ from tasks.spec.sinks import Sinks
 
 
 class EvalTaskConfig(Config):
-    """One benchmark."""
+    """A benchmark."""
 
     name: str
-    """The benchmark's name as its harness knows it, such as mmlu."""
+    """The benchmark's name in its harness, such as mmlu."""
     num_fewshot: int | None = Field(default=None, ge=0)
-    """Worked examples in front of each question; the benchmark's own number when unset."""
+    """Few-shot examples in front of each question; the benchmark's own number when unset."""
     task_alias: str | None = None
     """Name under which its metrics are published."""
     task_kwargs: JsonObject = {}
     """Overrides of the benchmark's own configuration in lm-eval; arguments of HELM's run entry, of Inspect's task."""
     force_fewshot: bool = False
-    """Ask with num_fewshot examples also where lm-eval's benchmark says that it takes none."""
+    """Use num_fewshot examples even if lm-eval's benchmark declares that it takes none."""
     cluster_by: str | None = None
-    """Field of lm-eval's documents, or of the metadata of Inspect's samples, that questions of one cluster share."""
+    """Field of lm-eval's documents, or of the metadata of Inspect's samples, that has the same value within a cluster
+    of questions."""
 
     @field_validator("name", "task_alias")
     @classmethod
@@ -47,11 +48,10 @@ class EvalTaskConfig(Config):
 
     @property
     def metric_key(self) -> str:
-        """The name its metrics are published under."""
         return self.task_alias or self.name
 
     def score_inputs(self) -> dict[str, Any]:
-        """Return all that can change its score."""
+        """Returns every setting that can change its score."""
         return self.model_dump(exclude={"cluster_by"} if self.force_fewshot else {"cluster_by", "force_fewshot"})
 
 
@@ -59,17 +59,17 @@ class CheckpointSelection(Config):
     """Selection among a run's checkpoints."""
 
     which: Literal["all", "latest", "first"] = "all"
-    """Every complete checkpoint, or only the one with the highest or lowest step."""
+    """Every complete checkpoint, or only that with the highest or lowest step."""
     steps: tuple[int, ...] = ()
-    """Only these training steps; one that has no complete checkpoint is an error."""
+    """Only these training steps; a step without a complete checkpoint is an error."""
     every_n_steps: int | None = Field(default=None, ge=1)
-    """Keep only the first step at or past each multiple of this, and the last one."""
+    """Keep only the first step at or past each multiple of this number, and the last step."""
     wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
     """Longest wait for checkpoints that are still being written."""
 
     @property
     def words(self) -> str:
-        """The selection in words, to stand behind the run's name; empty where it selects all."""
+        """The selection as text to append to the run's name; empty if all are selected."""
         if self.steps:
             return f", {'step' if len(self.steps) == 1 else 'steps'} {in_few_words(map(str, self.steps))}"
         if self.every_n_steps is not None:
@@ -87,51 +87,51 @@ class CheckpointSelection(Config):
 
 
 class EvaluationConfig(Config):
-    """An evaluation of one checkpoint, or of every checkpoint of a run."""
+    """An evaluation of a checkpoint, or of every checkpoint of a run."""
 
     evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
-    """The harness: its name, or its options with its name."""
+    """The harness: its name, or its options including its name."""
     model_path: str
     """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs://, s3://, or in MLflow. Or
-    the name of a merged one, such as mean(runs/a@last:5)."""
+    the name of a merged checkpoint, such as mean(runs/a@last:5)."""
     merge: MergeOptions | None = None
-    """An average of checkpoints of the run at model_path, in their place; it becomes the model_path, as its name."""
+    """An average of checkpoints of the run at model_path, evaluated in their place; model_path becomes its name."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
-    """The benchmarks, evaluated together as one cell per checkpoint."""
+    """The benchmarks, evaluated together as a single cell per checkpoint."""
     evaluation_path: str = "evaluations"
     """Folder for records and the harness's own output; local, gs:// or s3://."""
     model_name: str | None = None
     """The run's name in records and reports; the pool's model name, else the path's, when unset."""
     pool_config: InferencePoolConfig | None = None
-    """The pool to start; one on this machine's CPU when nothing else serves the model."""
+    """The pool to start; a pool on this machine's CPU if the model is not served otherwise."""
     pool_name: str | None = None
-    """A kept pool (`assay pool up`), by its name or by its address, in place of pool_config."""
+    """Name or address of a kept pool (`assay pool up`), in place of pool_config."""
     pool_key_block: str | None = None
     """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint that serves the checkpoint, in place of a pool; ends in /v1."""
     served_model_name: str | None = None
-    """The checkpoint's name at base_url, where that is neither its own name nor its path."""
+    """The checkpoint's name at base_url, if it is neither its own name nor its path."""
     discover_latest_checkpoint: bool = False
-    """Take the newest complete checkpoint below model_path."""
+    """Use the newest complete checkpoint below model_path."""
     max_eval_instances: int | None = Field(default=None, ge=1)
     """Questions per benchmark; all when unset."""
     max_truncated: float = Field(default=0.05, ge=0, le=1)
-    """Largest share of a benchmark's questions whose prompts may be cut to fit; with more, nothing is asked."""
+    """Largest share of a benchmark's questions with truncated prompts; with more, no requests are sent."""
     max_at_limit: float | None = Field(default=None, ge=0, le=1)
     """Largest share of a benchmark's answers that may end at the length limit; with more, the score is withheld."""
     apply_chat_template: bool | None = None
-    """Ask through the model's chat template; as the pool says when unset."""
+    """Format prompts with the model's chat template; the pool's setting when unset."""
     benchmarks_path: str | None = None
     """Folder with your own benchmarks; those bundled with Assay when unset."""
     resource_config: ResourceConfig | None = None
     """Resources of an evaluator that loads the checkpoint itself; this machine's CPU when unset."""
     sinks: Sinks = ()
-    """Places where results are announced, beside the records."""
+    """Destinations to publish results to, in addition to the records."""
     timeout_seconds: float = Field(default=4 * 3600, gt=0)
-    """Wall clock of one cell."""
+    """Time limit of a cell (wall clock)."""
     wandb_tags: tuple[str, ...] = ()
-    """Tags that go into every record."""
+    """Tags to add to every record."""
 
     @model_validator(mode="before")
     @classmethod
@@ -186,38 +186,34 @@ class EvaluationConfig(Config):
 
     @property
     def named(self) -> str:
-        """The run's name as far as model_name and model_path say."""
+        """The run's name according to model_name and model_path only."""
         return self.model_name or name_of(self.model_path)[0]
 
     @property
     def run_name(self) -> str:
-        """The run's name in records and reports."""
         return self.model_name or (self.pool_config.model.name if self.pool_config else name_of(self.model_path)[0])
 
     @property
     def place(self) -> str:
-        """The run, and the step where model_path names one, for the names of flow runs."""
+        """The run, and the step if it is in model_path, for the names of flow runs."""
         step = name_of(self.model_path)[2]
         return f"{self.run_name} step-{step}" if step else self.run_name
 
     @property
     def asked(self) -> str:
-        """The benchmarks in a few words."""
         return in_few_words([task.metric_key for task in self.evals])
 
     @property
     def asks_in_chat(self) -> bool:
-        """Tells if benchmarks are sent as conversations."""
         if self.apply_chat_template is not None:
             return self.apply_chat_template
         return self.pool_config is not None and self.pool_config.model.apply_chat_template
 
     def options(self, kind: type[OptionsKind]) -> OptionsKind:
-        """Return the evaluator's options for the code of that evaluator, which knows their kind."""
         return options_as(kind, self.evaluator)
 
     def score_inputs(self) -> dict[str, Any]:
-        """Return all that can change a score, apart from the checkpoint and the files of the benchmarks."""
+        """Returns every setting that can change a score, except the checkpoint and the benchmarks' files."""
         asked: dict[str, Any] = {
             "evaluator": self.evaluator.name,
             "evals": [task.score_inputs() for task in self.evals],
@@ -246,16 +242,16 @@ class EvaluationConfig(Config):
 
     @property
     def native(self) -> bool:
-        """Tells if the evaluator loads the checkpoint itself, so that nothing has to serve it."""
+        """True if the evaluator loads the checkpoint itself, without a server."""
         return isinstance(self.evaluator, NativeOptions)
 
     @property
     def native_reference(self) -> str | None:
-        """A Hugging Face folder of the model, named for checkpoints in Levanter's own layout."""
+        """The Hugging Face folder configured for checkpoints in Levanter's own layout."""
         return self.evaluator.reference if isinstance(self.evaluator, NativeOptions) else None
 
     def levanter_fallback(self) -> EvaluationConfig | None:
-        """Return the same evaluation by Levanter, where that is to take over from an engine; None where it is not."""
+        """Returns the same evaluation by Levanter if it is configured to replace the engine, else None."""
         options = self.evaluator.levanter_fallback
         if options is None:
             return None
@@ -278,5 +274,5 @@ def _of_one_machine(resources: ResourceConfig) -> ResourceConfig:
 
 
 def digest_of(content: Any) -> str:
-    """Hex digest of any JSON-like value, the same for the same content."""
+    """Returns a deterministic hex digest of a JSON-like value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

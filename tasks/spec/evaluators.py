@@ -1,8 +1,6 @@
-"""The evaluators there are, and the options of the one that an evaluation names.
-
-An evaluator is a folder with `options.py`, whose `OPTIONS` is its kind of options, and `evaluator.py`, whose
-`EVALUATOR` drives the harness. Both are imported when a configuration is first read, so this module knows no harness.
-"""
+"""Registry of evaluators and their options. An evaluator is a folder with `options.py`, which defines `OPTIONS` (the
+options class), and `evaluator.py`, which defines `EVALUATOR` (runs the harness). Both are imported when a configuration
+is first read, so this module depends on no harness."""
 
 from __future__ import annotations
 
@@ -25,66 +23,66 @@ EVALUATORS: dict[str, str] = {
     "inspect_ai": "tasks.evaluators.inspect_ai",
     "levanter_lm_evaluation_harness": "tasks.evaluators.levanter",
 }
-"""The folder of each evaluator, by its name in configurations and records, in the order of reports."""
+"""The package of each evaluator, by its name in configurations and records, in the order of reports."""
 DEFAULT_EVALUATOR = "lm_evaluation_harness"
 _POLICY = re.compile(r"(?:(?:[pco]|params|compute|output)=(?:f32|float32|bf16|bfloat16)(?:,|$))+")
 
 
 class EvaluatorOptions(Config):
-    """Options of one evaluator. A kind of options adds `name: Literal[...]`, its tag, and what its harness is told."""
+    """Options of an evaluator. Subclasses add `name: Literal[...]` as tag, and the harness's options."""
 
     title: ClassVar[str]
-    """The evaluator's name in what people read."""
+    """The evaluator's display name."""
     in_suites: ClassVar[Mapping[str, Any]] = {}
-    """Options that have another value in suites, where these do not say."""
+    """Different defaults of options in suites."""
 
     name: Any
-    """The evaluator's name in configurations, records and paths; each kind of options has a Literal of its own."""
+    """The evaluator's name in configurations, records and paths; a Literal in each subclass."""
 
     def score_inputs(self) -> dict[str, Any]:
-        """Return the options that can change a score; the evaluation hash is taken over them."""
+        """Returns the options that can change a score; input of the evaluation hash."""
         return self.model_dump(mode="json", exclude={"name"})
 
     @property
     def levanter_fallback(self) -> EvaluatorOptions | None:
-        """Options of Levanter where it is to evaluate if the engine gives no log-probabilities of prompts."""
+        """Options of Levanter, if it must evaluate when the engine returns no log-probabilities of prompts."""
         return None
 
     def without_fallback(self) -> Self:
-        """Return the options of benchmarks that Levanter cannot evaluate."""
+        """Returns the options for benchmarks that Levanter cannot evaluate."""
         return self
 
 
 class CodeOptions(EvaluatorOptions):
-    """Options of an evaluator with benchmarks that run code which the model writes."""
+    """Options of an evaluator with benchmarks that run code written by the model."""
 
     allow_code_execution: tuple[str, ...] = ()
     """Benchmarks that may run the model's code on this machine, such as humaneval."""
 
 
 class LmEvalBenchmarkOptions(CodeOptions):
-    """Options of an evaluator that asks lm-eval's benchmarks."""
+    """Options of an evaluator that runs lm-eval's benchmarks."""
 
     long_prompts: Literal["truncate_left", "skip", "fail"] = "truncate_left"
-    """Prompts too long for the model: cut on the left as lm-eval does, leave the question out, or refuse to begin."""
+    """Prompts too long for the model: truncate on the left as lm-eval does, skip the question, or refuse to start."""
 
 
 class NativeOptions(EvaluatorOptions):
-    """Options of an evaluator that loads the checkpoint itself, so that nothing has to serve it."""
+    """Options of an evaluator that loads the checkpoint itself, without a server."""
 
     reference: str | None = None
-    """For Levanter's own checkpoints, a Hugging Face folder of the model; an export beside them when unset."""
+    """For Levanter's own checkpoints, a Hugging Face folder of the model; an export next to them when unset."""
 
 
 class LevanterComputation(Config):
-    """Options for Levanter's computation of log-probabilities."""
+    """Options of Levanter's log-likelihood computation."""
 
     max_length: int = Field(default=4096, ge=2)
-    """Most tokens of a request; longer ones are cut on the left."""
+    """Most tokens of a request; longer requests are truncated on the left."""
     precision: str | None = None
-    """A policy such as p=f32,c=bfloat16 (parameters, computation); float32 on a CPU, this one elsewhere when unset."""
+    """A policy such as p=f32,c=bfloat16 (parameters, computation); when unset, float32 on a CPU, else that policy."""
     rows_per_device: int = Field(default=4, ge=1)
-    """Rows computed at once on each device; one holds many short requests."""
+    """Rows per batch on each device; a row packs many short requests."""
 
     @field_validator("precision")
     @classmethod
@@ -95,16 +93,17 @@ class LevanterComputation(Config):
 
 
 class JudgeEndpoint(Config):
-    """The judge of outputs: an endpoint, a pool that is kept up, or the pool of the model itself."""
+    """The judge of outputs: an endpoint, a kept pool, or the pool of the model itself."""
 
     base_url: str | None = None
     """An OpenAI-compatible endpoint, ending in /v1; its key is read from ASSAY_JUDGE_API_KEY."""
     pool_name: str | None = None
-    """A kept pool (`assay pool up`), by its name or by its address."""
+    """Name or address of a kept pool (`assay pool up`)."""
     pool_key_block: str | None = None
     """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     model: str | None = None
-    """The judge's name there; in a pool, a checkpoint. The evaluated checkpoint itself where its own pool judges."""
+    """The judge's name at that endpoint; in a pool, a checkpoint. The evaluated checkpoint itself when its own pool
+    judges."""
 
     @model_validator(mode="after")
     def _one_judge(self) -> JudgeEndpoint:
@@ -118,55 +117,54 @@ class JudgeEndpoint(Config):
 
     @property
     def elsewhere(self) -> bool:
-        """Tells if it is asked at another address than the model."""
         return self.base_url is not None or self.pool_name is not None
 
 
 class Judge(JudgeEndpoint):
-    """The judge of two outputs, and the way AlpacaEval asks it."""
+    """The judge of two outputs, and AlpacaEval's way of prompting it."""
 
     annotator: str = "weighted_alpaca_eval_gpt4_turbo"
-    """Configuration of the judge: one of AlpacaEval's own, a bundled one, or a folder in benchmarks_path."""
+    """Configuration of the judge: one of AlpacaEval's own, a bundled configuration, or a folder in benchmarks_path."""
     constrained: bool = False
-    """Let the judge say only a verdict; needs vLLM, and a configuration with fixed verdicts."""
+    """Restrict the judge's output to a verdict; needs vLLM, and a configuration with fixed verdicts."""
 
     @field_validator("annotator")
     @classmethod
     def _annotator_counts(cls, annotator: str) -> str:
-        if annotator.startswith("/") or "/." in f"/{annotator}":  # such files are not in the evaluation's hash
+        if annotator.startswith("/") or "/." in f"/{annotator}":  # hidden files are not in the evaluation's hash
             raise ValueError(f"expected a judge's annotator in benchmarks_path that is not hidden, found {annotator!r}")
         return annotator
 
 
 class JudgedOptions(EvaluatorOptions):
-    """Options of an evaluator whose scores are, or may be, a judge's verdicts."""
+    """Options of an evaluator that scores, or may score, by a judge's verdicts."""
 
     judge: Any
-    """The judge of the model's outputs, a `JudgeEndpoint` or None; each kind of options has a type of its own."""
+    """The judge of the model's outputs, a `JudgeEndpoint` or None; subclasses narrow the type."""
 
 
 def options_kind(name: str) -> type[EvaluatorOptions]:
-    """Return the kind of options of a registered evaluator."""
+    """Returns the options class of a registered evaluator."""
     return import_module(f"{EVALUATORS[name]}.options").OPTIONS
 
 
 def evaluator_title(name: str) -> str:
-    """Return how people call an evaluator; its name where a record has one that is not registered here."""
+    """Returns an evaluator's display name; its name if it is not registered."""
     return options_kind(name).title if name in EVALUATORS else name
 
 
 def evaluator_titles() -> dict[str, str]:
-    """Return the title of each evaluator by its name."""
+    """Returns the title of each evaluator by its name."""
     return {name: evaluator_title(name) for name in EVALUATORS}
 
 
 def short_evaluator_names() -> dict[str, str]:
-    """Return the name of each evaluator by the one that the command takes too, which is that of its folder."""
+    """Returns evaluator names by their short names on the command line, which are those of their folders."""
     return {package.rpartition(".")[2].replace("_", "-"): name for name, package in EVALUATORS.items()}
 
 
 def spelled_out(evaluator: Any) -> Any:
-    """Return what stands under `evaluator` with its name in it: a bare name, or options without one, become options."""
+    """Returns the value of `evaluator` as options with a name; bare names and options without a name are completed."""
     if isinstance(evaluator, str):
         return {"name": evaluator}
     return {"name": DEFAULT_EVALUATOR, **evaluator} if isinstance(evaluator, dict) else evaluator
@@ -177,8 +175,6 @@ def _option_kinds() -> tuple[type[EvaluatorOptions], ...]:
 
 
 class _RegisteredNames:
-    """Emits the names of evaluators as choices, for forms."""
-
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"type": "string", "enum": list(EVALUATORS)}
 
@@ -192,7 +188,7 @@ def _registered(name: str) -> str:
 AnyEvaluator = Annotated[
     EvaluatorOptions, OneOfTheRegistered(_option_kinds, tag="name", spelled_out=spelled_out), AnyOfInForms()
 ]
-"""The options of one evaluator, told apart by `name`; a bare name stands for that evaluator's defaults."""
+"""The options of an evaluator, discriminated by `name`; a bare name means that evaluator's defaults."""
 EvaluatorName = Annotated[str, AfterValidator(_registered), _RegisteredNames()]
 """Name of a registered evaluator."""
 
@@ -201,13 +197,13 @@ OptionsKind = TypeVar("OptionsKind", bound=EvaluatorOptions)
 
 
 def options_as(kind: type[OptionsKind], options: EvaluatorOptions) -> OptionsKind:
-    """Return options as the kind that an evaluator's own code knows them to be."""
+    """Returns options narrowed to the given class."""
     assert isinstance(options, kind), f"{kind.__name__} expected, found {type(options).__name__}"
     return options
 
 
 def is_native(evaluator: Any) -> bool:
-    """Tell whether what stands under `evaluator` names one that loads the checkpoint itself."""
+    """Returns True if the value of `evaluator` is an evaluator that loads the checkpoint itself."""
     if isinstance(evaluator, EvaluatorOptions):
         return isinstance(evaluator, NativeOptions)
     content = spelled_out(evaluator)

@@ -1,4 +1,4 @@
-"""Configurations from YAML or JSON files, with errors that name the place, the expectation and the likely intent."""
+"""Reads configurations from YAML or JSON, with errors that give line, expectation and the likely intended key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_config(uri: str, kind: type[_Model]) -> _Model:
 
 
 def build_config(content: dict[str, Any], kind: type[_Model], *, source: str, text: bytes | None = None) -> _Model:
-    """Validates a configuration that came from `source`; mistakes are named with their lines in `text`, if given."""
+    """Validates a configuration from `source`; if `text` is given, errors include its line numbers."""
     try:
         return kind.model_validate(content)
     except RecursionError as error:
@@ -49,7 +49,7 @@ def build_config(content: dict[str, Any], kind: type[_Model], *, source: str, te
         problems = [
             f"{_line(problem['loc'], document)}{_described(problem, kind)}"
             for problem in error.errors()
-            if problem["type"] != "default_factory_not_called"  # it follows from another field, which is wrong
+            if problem["type"] != "default_factory_not_called"  # caused by another field, which is reported
         ]
         raise BadInput(
             expected=f"a valid {kind.__name__} in {source}",
@@ -68,14 +68,14 @@ def _line(location: tuple[int | str, ...], node: yaml.Node | None) -> str:
                 found = (node.value[part], node.value[part])
             case _:
                 found = None
-        # A tag of a union (cpu, gpu, tpu), and a field that is missing, have no place in the document.
+        # Tags of a union (cpu, gpu, tpu) and missing fields have no line in the document.
         if found is not None:
             line, node = found[0].start_mark.line + 1, found[1]
     return f"line {line}: " if line is not None else ""
 
 
 def _described(problem: Any, kind: type[BaseModel]) -> str:
-    classes = kind.model_json_schema().get("$defs", {})  # a class in a location is the tag of a union
+    classes = kind.model_json_schema().get("$defs", {})  # class names in a location are tags of a union
     place = ".".join(str(part) for part in problem["loc"] if part not in classes)
     if problem["type"] != "extra_forbidden":
         message = problem["msg"].removeprefix("Value error, ")
@@ -95,7 +95,7 @@ def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[st
             node = node.get("items") or {}
         elif part in node.get("properties", {}):
             node = node["properties"][part]
-        # A tag of a union (cpu, gpu, tpu) is part of the location, but not of the document.
+        # Tags of a union (cpu, gpu, tpu) are part of the location, but not of the document.
         elif tagged := [
             alternative
             for alternative in _alternatives(node, schema)

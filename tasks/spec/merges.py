@@ -1,4 +1,4 @@
-"""Options of a merged checkpoint, which become its name."""
+"""Options of a merged checkpoint, from which its name is built."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from resources.config import Config
 
 
 class MergeOptions(Config):
-    """An average of checkpoints of the run at model_path, which is evaluated in their place."""
+    """An average of checkpoints of the run at model_path, evaluated in their place."""
 
     kind: MergeKind = "mean"
-    """The plain or weighted average, an exponential moving one, the weights of a decayed learning rate, or two
+    """The plain or weighted average, an exponential moving average, the weights of a decayed learning rate, or two
     checkpoints interpolated."""
     steps: Annotated[str, Field(pattern=f"^({STEPS_PATTERN})$")] | tuple[int, ...] = "last:5"
     """Steps of the run: a list, 8000..10000, ..10000, 8000.. or last:5."""
@@ -24,7 +24,6 @@ class MergeOptions(Config):
     second checkpoint of an interpolate."""
 
     def merge(self, path: str) -> Merge:
-        """Returns the merge of checkpoints of a run."""
         steps = self.steps if isinstance(self.steps, str) else "+".join(map(str, self.steps))
         match self.weights:
             case None:
@@ -36,13 +35,13 @@ class MergeOptions(Config):
             case number:
                 parameter = _decimal(number)
         merge = Merge(self.kind, (Source(path, steps),), parameter)
-        found = merge_of(str(merge))  # which refuses what could not be written as a name
+        found = merge_of(str(merge))  # rejects merges that have no valid name
         assert found is not None, "it was written as one"
         return found
 
 
 def with_merge_named(values: Any) -> Any:
-    """Writes the merge of a request into its model_path."""
+    """Moves the merge of a request into its model_path, as the merge's name."""
     if not isinstance(values, dict) or values.get("merge") is None:
         return values
     if not isinstance(path := values.get("model_path"), str) or merge_of(path) is not None:

@@ -1,4 +1,4 @@
-"""Names of runs and checkpoints, read from where they lie."""
+"""Names of runs and checkpoints, derived from their paths."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ _NUMBERED = re.compile(r"^models:/+([^/@]+)/(\d+)(?=/|$)")
 _REGISTERED = re.compile(r"^models:/+([^/@]+)[@/]([^/]+)")
 _OF_RUN = re.compile(r"^runs:/+([^/]+)/?")
 _RUN_ID = re.compile("[0-9a-f]{32}")
-_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?([0-9]{1,18})")  # no step has more digits
+_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?([0-9]{1,18})")  # more digits are no step
 
 
 def step_of(component: str) -> int | None:
-    """The training step that a folder name such as step-2000, checkpoint-500 or global_step_10 stands for."""
+    """Returns the training step in a folder name such as step-2000, checkpoint-500 or global_step_10."""
     match = _STEP.fullmatch(component)
     return int(match.group(1)) if match else None
 
 
 def name_of(uri: str) -> tuple[str, str, int]:
-    """Run, checkpoint name and step behind a location: `$RUN/hf/step-$N` is the checkpoint `$RUN-$N` of `$RUN`.
+    """Returns run, checkpoint name and step of a path: `$RUN/hf/step-$N` is the checkpoint `$RUN-$N` of `$RUN`.
 
-    So are `$RUN/step-$N` and an export within it, `$RUN/step-$N/hf`.
-
-    A folder without a step is a run of its own at step 0. What is an artifact of a run of MLflow's ends in the first
-    digits of its id, since there all are called `model`; `models:/llama/3` is the run `llama-v3`. A merged checkpoint
-    has run and step of its last one; one of steps that are still to be found has its run's name.
+    `$RUN/step-$N` and an export within it, `$RUN/step-$N/hf`, are the same. A folder without a step is a run of its own
+    at step 0. Names of MLflow run artifacts end in the first 8 digits of the run's id, since all are called `model`;
+    `models:/llama/3` is the run `llama-v3`. A merged checkpoint has run and step of its last input, or only its run's
+    name while its steps are unresolved.
     """
     if (merge := merge_of(uri)) is not None:
         return _name_of_merge(merge)
@@ -72,7 +71,7 @@ def _name_of_merge(merge: Merge) -> tuple[str, str, int]:
 
 
 def in_steps(steps: Sequence[int]) -> str:
-    """A few steps as people write them: 1000..3000 by 1000, or one by one."""
+    """Returns a few steps for display: as a range such as 1000..3000 by 1000, or listed."""
     distances = {after - before for before, after in pairwise(steps)}
     if len(steps) > 2 and len(distances) == 1:
         return f"{steps[0]}..{steps[-1]} by {distances.pop()}"
@@ -80,7 +79,7 @@ def in_steps(steps: Sequence[int]) -> str:
 
 
 def run_folder_of(uri: str) -> str:
-    """The folder of the run that a checkpoint's folder belongs to: less step and `hf`; of a merged one, the last's."""
+    """Returns the folder of a checkpoint's run, without step and `hf`; for a merged checkpoint, of its last input."""
     folder = _without_export(locations_of(uri)[-1])
     if step_of(storage.basename(folder)) is not None:
         folder = storage.parent(folder)
@@ -88,7 +87,7 @@ def run_folder_of(uri: str) -> str:
 
 
 def place_of(uri: str) -> str:
-    """The place of a checkpoint for as long as it is the same one: rewritten, and moved into `hf` or out of it, too."""
+    """Returns a checkpoint's path without `hf`, which is unchanged by rewriting it or moving it into or out of `hf`."""
     if (merge := merge_of(uri)) is not None:
         return str(merge.with_locations(place_of))
     return storage.join(run_folder_of(uri), storage.basename(_without_export(uri)))
@@ -101,18 +100,18 @@ def _without_export(uri: str) -> str:
 
 
 def in_few_words(names: Iterable[str]) -> str:
-    """The first two names, and how many more there are."""
+    """Returns the first two names, and the number of further names."""
     every = list(names)
     return ", ".join(every[:2]) + (f" and {len(every) - 2} more" if len(every) > 2 else "")
 
 
 def how_many(number: int, noun: str) -> str:
-    """A number with what it counts: 1 cell, 2,000 cells."""
+    """Returns a number with its noun: 1 cell, 2,000 cells."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def artifact_key(title: str) -> str:
-    """Returns the beginning of the keys of Prefect's artifacts about a run."""
+    """Returns the prefix of the keys of Prefect's artifacts about a run."""
     cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in title.lower())
     return "-".join(part for part in cleaned.split("-") if part)[:60] or "evaluation"
 
@@ -123,18 +122,18 @@ def job_label(flow_run: str | None) -> str | None:
 
 
 def pool_label(run: str, flow_run: str | None) -> str:
-    """Returns a label in the names of a pool's jobs: the run that it serves, and the flow run where there is one."""
+    """Returns a label in the names of a pool's jobs: the served run, and the flow run if any."""
     return "-".join(part for part in (_in_job_names(run)[:50], job_label(flow_run)) if part)
 
 
 def job_name(*parts: str, flow_run: str | None) -> str:
-    """A name for a job that nobody else has: what it is and of what, then the flow run; 100 characters at most."""
+    """Returns a unique name for a job, of its kind and subject, then the flow run; 100 characters at most."""
     tail = "-".join(part for part in (job_label(flow_run), secrets.token_hex(4)) if part)
     return f"{_in_job_names('-'.join(parts))[: 99 - len(tail)]}-{tail}"
 
 
 def suites_in(tags: Iterable[str]) -> list[str]:
-    """The suites that tags of a record or of an evaluation name."""
+    """Returns the suites named in tags of a record or of an evaluation."""
     return [tag.removeprefix("suite=") for tag in tags if tag.startswith("suite=")]
 
 

@@ -1,4 +1,4 @@
-"""Paths that mean the same place wherever a flow runs."""
+"""Paths that mean the same location in every working folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from resources.storage import storage
 
 
 def is_relative(path: str) -> bool:
-    """Tells if a path means another place in another working folder; an address in a store never does."""
+    """Returns True if a path depends on the working folder; addresses in a store never do."""
     return any(storage.is_local(place) and not storage.local_path(place).is_absolute() for place in locations_of(path))
 
 
 def check_deployed_paths(paths: Iterable[str]) -> None:
-    """Refuses relative paths, for a flow that a worker runs in a folder of its own."""
+    """Refuses relative paths, for a flow that a worker runs in a temporary folder."""
     relative = [path for path in paths if is_relative(path)]
     if relative:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Unions of configurations that a registry names, so that the union need not import what is registered."""
+"""Unions of the configuration classes in a registry, so that the union need not import them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from resources.config import Config
 
 @dataclass(frozen=True)
 class OneOfTheRegistered:
-    """Validates any registered kind as a union told apart by a tag, built when first needed."""
+    """Validates any registered class as a tagged union, built on first use."""
 
     kinds: Callable[[], tuple[type[Config], ...]]
-    """Imports and returns the registered kinds."""
+    """Imports and returns the registered classes."""
     tag: str
-    """The field that tells them apart."""
+    """The discriminator field."""
     spelled_out: Callable[[Any], Any] = lambda value: value
-    """Rewrites what stands in a file into the form that a kind takes."""
+    """Converts the value in a file to the form that the classes accept."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a validator that builds the union when it is called."""
         return core_schema.no_info_plain_validator_function(self._validated)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema of the union."""
         return handler(_union(self.kinds(), self.tag).core_schema)
 
     def _validated(self, value: Any) -> Any:

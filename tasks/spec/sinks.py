@@ -1,8 +1,6 @@
-"""The sinks there are, and the base of their configurations. Keys and passwords never stand here.
-
-A sink is a module with `CONFIG`, its kind of configuration, and `send`, which sends an announcement and returns the
-place where it can be seen. It is imported when a configuration with sinks is first read, or by the process that sends.
-"""
+"""Registry of sinks, and the base class of their configurations, which never contain keys or passwords. A sink is a
+module with `CONFIG`, its configuration class, and `send`, which sends an announcement and returns its address at the
+sink. It is imported when a configuration with sinks is first read, or by the sender process."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ SINKS: dict[str, str] = {
     "mlflow": "tasks.sinks.mlflow_runs",
     "hugging_face": "tasks.sinks.hugging_face",
 }
-"""The module of each sink, by the kind that its configuration names."""
+"""The module of each sink, by `kind` in its configuration."""
 
 _KEY_FIELD = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _KEY_VALUE = re.compile(
@@ -41,54 +39,54 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Access:
-    """Keys and places from outside the configuration."""
+    """Keys and addresses from outside the configuration."""
 
     variables: dict[str, str] = field(default_factory=dict)
-    """Variables for the environment of the process that sends."""
+    """Environment variables of the sender process."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the sink's `send`, as JSON has them."""
+    """Further arguments of the sink's `send`, as JSON."""
     secrets: tuple[str, ...] = ()
-    """Texts in the arguments that are kept out of what is written."""
+    """Secrets in the arguments, to be removed from outputs."""
 
 
 class SinkConfig(Config):
-    """Configuration of a sink, which holds no key. A kind adds `kind: Literal[...]`, its tag, and its options."""
+    """Configuration of a sink, without keys. Subclasses add `kind: Literal[...]` as tag, and options."""
 
     secret_variables: ClassVar[tuple[str, ...]] = ()
-    """Variables of the environment that hold keys of this sink; their values are kept out of what is written."""
+    """Environment variables with keys of this sink; their values are removed from outputs."""
     variables: ClassVar[tuple[str, ...]] = ()
-    """Further variables that the process which sends inherits; a name may hold `*`."""
+    """Further variables that the sender process inherits; a name may contain `*`."""
     client_lasts: ClassVar[bool] = False
-    """Tells that a process which has sent a record sends the next as well as a new one would."""
+    """True if a sender process can be reused for the next record."""
     takes_alerts: ClassVar[bool] = False
-    """Tells that it has curves, and says beside them what left them."""
+    """True if it has curves and shows alerts on them."""
 
     timeout_seconds: float = Field(default=120.0, gt=0)
-    """Time limit of one record; after it the sink has failed for this record."""
+    """Time limit of a record, after which it is marked failed at this sink."""
     kind: Any
-    """The sink's kind, as its registry has it; each configuration has a Literal of its own."""
+    """The sink's kind in the registry; a Literal in each subclass."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its name in records."""
+        """Returns its name in records."""
 
     @property
     def shown_by(self) -> str | None:
-        """Command, or address, that shows people what it has; None where its records say."""
+        """Command or address that displays its content; None if the records have the address."""
         return None
 
     def access(self) -> Access:
-        """Return what `send` needs beside the configuration; called where Prefect's blocks can be loaded."""
+        """Returns the inputs of `send` beyond the configuration; called where Prefect's blocks can be loaded."""
         return Access()
 
     def check(self) -> None:
-        """Pass if the place can take records, as far as that can be told before there are any."""
+        """Raises an error if the sink cannot accept records, as far as can be checked in advance."""
 
     @model_validator(mode="before")
     @classmethod
     def _holds_no_key(cls, values: Any) -> Any:
-        # Not a ValueError: pydantic would print the value beside it.
+        # Not a ValueError: pydantic would print the value with it.
         if not isinstance(values, dict):
             return values
         for name, value in values.items():
@@ -104,27 +102,27 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        # A tag called api_key is as good as a field of that name, whatever its value looks like; and a commit looks
-        # like a key.
+        # Keys count too: a tag called api_key is treated as a field of that name, regardless of its value;
+        # commits look like keys and are exempt.
         parts = [(f"?{key}=", [] if str(key).endswith("git_sha") else _texts(item)) for key, item in value.items()]
         return [text for key, texts in parts for text in (key, *texts)]
     return [text for item in value for text in _texts(item)] if isinstance(value, list | tuple) else []
 
 
 def web_address(address: str) -> str:
-    """Return an address of a server without a slash at its end; a ValueError where it is none."""
+    """Returns a server's address without a trailing slash. Raises ValueError if it is no http or https address."""
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
         raise ValueError(f"expected an address that begins with http:// or https://, found {address!r}")
     return address.rstrip("/")
 
 
 def sink_kinds() -> tuple[type[SinkConfig], ...]:
-    """Return the configuration of each registered sink."""
+    """Returns the configuration class of each registered sink."""
     return tuple(import_module(module).CONFIG for module in SINKS.values())
 
 
 Sink = Annotated[SinkConfig, OneOfTheRegistered(sink_kinds, tag="kind"), AnyOfInForms()]
-"""A place where results are announced; `kind` tells them apart."""
+"""A destination of results, discriminated by `kind`."""
 
 
 def _distinct(sinks: tuple[Sink, ...]) -> tuple[Sink, ...]:
@@ -136,4 +134,4 @@ def _distinct(sinks: tuple[Sink, ...]) -> tuple[Sink, ...]:
 
 
 Sinks = Annotated[tuple[Sink, ...], AfterValidator(_distinct)]
-"""Sinks, no two of them the same place."""
+"""Sinks with distinct names."""

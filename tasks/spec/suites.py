@@ -1,8 +1,5 @@
-"""Suites: evaluations that belong together, under one name.
-
-A suite says what is asked; a request says of which model, and where. Together they are a number of
-`EvaluationConfig`s, which one pool serves.
-"""
+"""Suites: named groups of evaluations. A suite defines benchmarks; a request names the model and the paths. Together
+they yield `EvaluationConfig`s served by a single pool."""
 
 from __future__ import annotations
 
@@ -46,20 +43,20 @@ _ENGINE_KWARGS: dict[str, Any] = {"max_model_len": 4096}
 
 
 class SuiteEvaluation(Config):
-    """One evaluation of a suite: benchmarks that one evaluator asks together."""
+    """An evaluation of a suite: benchmarks that an evaluator runs together."""
 
     label: str
     """Its name within the suite."""
     evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
-    """The harness: its name, or its options with its name."""
+    """The harness: its name, or its options including its name."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
     """Benchmarks, and names of sets in capitals."""
     apply_chat_template: bool | None = None
-    """Ask through the model's chat template; as the pool says when unset."""
+    """Format prompts with the model's chat template; the pool's setting when unset."""
     max_eval_instances: int | None = Field(default=None, ge=1)
-    """Questions per benchmark, unless the request says another number."""
+    """Questions per benchmark, unless the request has a number."""
     max_truncated: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's questions whose prompts may be cut to fit; 0.05 when unset."""
+    """Largest share of a benchmark's questions with truncated prompts; 0.05 when unset."""
     max_at_limit: float | None = Field(default=None, ge=0, le=1)
     """Largest share of a benchmark's answers that may end at the length limit; any when unset."""
     texts: str | None = None
@@ -82,7 +79,7 @@ class SuiteEvaluation(Config):
 
     @property
     def needs(self) -> BenchmarkNeeds:
-        """Needs of its benchmarks; for harnesses other than lm-eval only the examples are known."""
+        """Requirements of its benchmarks; only few-shot examples are known for harnesses other than lm-eval."""
         if isinstance(self.evaluator, LmEvalBenchmarkOptions):
             return needs_of(self.evals)
         fewshot = max(task.num_fewshot or 0 for task in self.evals)
@@ -97,20 +94,20 @@ def _with_defaults(evaluator: Any) -> Any:
 
 
 class Suite(Config):
-    """Evaluations that belong together, and how the engine is started for them."""
+    """Evaluations that belong together, and the engine settings for them."""
 
     name: str
     """Its name for `--suite`."""
     description: str
     """Its purpose, in a sentence."""
     extends: str | None = None
-    """Another suite, whose evaluations come first and whose engine arguments hold where this one has none."""
+    """Another suite: its evaluations come first, its engine arguments are defaults."""
     evaluations: tuple[SuiteEvaluation, ...] = Field(min_length=1)
     """The evaluations, in order."""
     engine_kwargs: JsonObject = _ENGINE_KWARGS
-    """Engine arguments where the request has none of that name."""
+    """Default engine arguments; those of the request override them."""
     resources: ResourceConfig | None = None
-    """Resources of engines where the request names none; their device, where the request names no accelerator."""
+    """Resources of engines if the request has none; their device if the request names no accelerator."""
     revisions: dict[str, str] = {}
     """Branch, tag or commit by data set, SHA-256 by address, for `assay stage`; else the newest."""
 
@@ -137,14 +134,11 @@ class Suite(Config):
         return evaluations
 
     def __str__(self) -> str:
-        """Its name, for the names of flow runs."""
         return self.name
 
     def evaluations_of(self, request: SuiteRequest) -> tuple[EvaluationConfig, ...]:
-        """The evaluations of one model, all served by the same pool or endpoint.
-
-        Where benchmarks may go to Levanter, those that it cannot ask become an evaluation of their own.
-        """
+        """Returns the evaluations of a model, all served by the same pool or endpoint. If Levanter may run benchmarks,
+        unsupported benchmarks become a separate evaluation."""
         wanted = self._chosen(request)
         served = _serving(self, request)
         return tuple(_config(asked, request, served, suite=self.name) for part in wanted for asked in _parts(part))
@@ -164,13 +158,13 @@ class Suite(Config):
 
 
 class SuiteRequest(Config):
-    """A model that a suite is asked of, and the place for its records."""
+    """The model to run a suite on, and the location of its records."""
 
     model_path: str
     """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://. Or the name of
-    a merged one, such as mean(runs/a@last:5)."""
+    a merged checkpoint, such as mean(runs/a@last:5)."""
     merge: MergeOptions | None = None
-    """An average of checkpoints of the run at model_path, in their place; it becomes the model_path, as its name."""
+    """An average of checkpoints of the run at model_path, evaluated in their place; model_path becomes its name."""
     evaluation_path: str = "evaluations"
     """Folder for records and the harness's own output; local, gs:// or s3://."""
     model_name: str | None = None
@@ -178,37 +172,37 @@ class SuiteRequest(Config):
     pool_config: InferencePoolConfig | None = None
     """The inference pool to start, in place of resource_config."""
     pool_name: str | None = None
-    """A kept pool (`assay pool up`), by its name or by its address."""
+    """Name or address of a kept pool (`assay pool up`)."""
     pool_key_block: str | None = None
     """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint that already serves the checkpoint; ends in /v1."""
     served_model_name: str | None = None
-    """Name under which base_url serves it, where it is neither the checkpoint's nor its path."""
+    """The checkpoint's name at base_url, if it is neither its own name nor its path."""
     resource_config: ResourceConfig | None = None
     """Resources of engines, and of evaluators that load the checkpoint themselves."""
     max_eval_instances: int | None = Field(default=None, ge=1)
-    """Questions per benchmark, for a quick look; as the suite says when unset."""
+    """Questions per benchmark, for a quick check; the suite's setting when unset."""
     max_truncated: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's questions whose prompts may be cut to fit; as the suite says when unset."""
+    """Largest share of a benchmark's questions with truncated prompts; the suite's setting when unset."""
     max_at_limit: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's answers that may end at the length limit; as the suite says when unset."""
+    """Largest share of a benchmark's answers that may end at the length limit; the suite's setting when unset."""
     apply_chat_template: bool | None = None
-    """Ask through the model's chat template; as the suite says when unset."""
+    """Format prompts with the model's chat template; the suite's setting when unset."""
     benchmarks_path: str | None = None
-    """Folder with benchmarks of one's own, as YAML files of the harness."""
+    """Folder with your own benchmarks, as YAML files of the harness."""
     only: tuple[str, ...] = ()
-    """Labels of the evaluations that are wanted; all when empty."""
+    """Labels of the evaluations to run; all when empty."""
     allow_code_execution: tuple[str, ...] = ()
     """Benchmarks that may run the model's code on this machine, such as humaneval."""
     judge: Judge | None = None
-    """The judge of evaluations that need one; as the suite says when unset."""
+    """The judge of evaluations that need it; the suite's setting when unset."""
     sinks: Sinks = ()
-    """Places where results are announced, beside the records."""
+    """Destinations to publish results to, in addition to the records."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """Wall clock of one cell."""
+    """Time limit of a cell (wall clock)."""
     wandb_tags: tuple[str, ...] = ()
-    """Tags that go into every record, beside the suite's name."""
+    """Tags to add to every record, in addition to the suite's name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -217,25 +211,23 @@ class SuiteRequest(Config):
 
     @property
     def place(self) -> str:
-        """The run, and the step where model_path names one, for the names of flow runs."""
+        """The run, and the step if it is in model_path, for the names of flow runs."""
         run, _, step = name_of(self.model_path)
         return (self.model_name or run) + (f" step-{step}" if step else "")
 
 
 class _SuitesAsChoices:
-    """Emits the suites that come with Assay as choices, and beside them any text, for forms."""
-
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         choices = {"type": "string", "enum": list(_contents()), "title": "built in"}
         return {"anyOf": [choices, {"type": "string", "title": "file"}]}
 
 
 SuiteName = Annotated[str, _SuitesAsChoices()]
-"""Name of a suite, or a YAML file with one."""
+"""Name of a suite, or a YAML file with a suite."""
 
 
 def load_suite(name_or_file: str) -> Suite:
-    """A suite that comes with Assay, or one of one's own in a YAML file, in any store."""
+    """Returns a built-in suite, or your own from a YAML file in any store."""
     if not name_or_file.endswith((".yaml", ".yml", ".json")):
         return built_in_suite(name_or_file)
     return load_config(name_or_file, Suite)
@@ -243,13 +235,13 @@ def load_suite(name_or_file: str) -> Suite:
 
 @cache
 def built_in_suites() -> dict[str, Suite]:
-    """Every suite that comes with Assay, by its name, in the order of their file."""
+    """Returns every built-in suite by its name, in the order of their file."""
     return {name: built_in_suite(name) for name in _contents()}
 
 
 @cache
 def built_in_suite(name: str) -> Suite:
-    """One suite that comes with Assay."""
+    """Returns a built-in suite."""
     if name not in _contents():
         near = difflib.get_close_matches(name, _contents(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there: {', '.join(_contents())}"
@@ -272,7 +264,7 @@ def _contents() -> dict[str, Any]:
 
 
 def texts_folder(name: str) -> str:
-    """Returns the folder on this machine with the benchmarks whose staged texts have that name."""
+    """Returns the local folder with benchmarks on the staged texts of that name."""
     return str(settings().cache_dir / "benchmarks" / name)
 
 
@@ -300,7 +292,7 @@ def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
     named = ModelConfig(name=request.model_name or name_of(request.model_path)[0])
     pool = request.pool_config or InferencePoolConfig(resource_config=resources, model=named)
     if suite.resources is not None and isinstance(pool.resource_config.device, CpuConfig):
-        # Whoever names a pool for its engine arguments has not asked for another device.
+        # A pool given for its engine arguments does not imply a CPU device.
         asked = pool.resource_config.model_dump(exclude_unset=True)
         on_device = ResourceConfig.model_validate({**asked, "device": suite.resources.device})
         pool = pool.model_copy(update={"resource_config": on_device})

@@ -1,1 +1,1 @@
-"""Intervals and tests that hold for the questions there are: few, clustered, weighted, or measured as ratios."""
+"""Intervals and tests that are valid for few, clustered or weighted questions, and for ratios of sums."""

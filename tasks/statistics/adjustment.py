@@ -1,25 +1,23 @@
-"""Several tests at once: what each p is worth among them, and what may be spent on each decision of a series."""
+"""Multiple tests: adjusted p-values, and the share of the error probability for each decision of a series."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:  # it takes 0.15 s, which is for nothing in most processes
+if TYPE_CHECKING:  # the import takes 0.15 s, which most processes do not need
     import numpy as np
 
 Adjustment = Literal["bh", "holm", "none"]
 FIRST_BLOCK = 64
-"""Decisions of a series that share the first half of what may be spent."""
+"""Number of decisions in a series that share the first half of the error probability."""
 
 
 def adjusted(p_values: Sequence[float | None], *, by: Adjustment) -> list[float | None]:
-    """Returns what each p is worth among so many; those that are None are not among them.
+    """Returns p-values adjusted for their number; None entries are not counted.
 
-    Args:
-        p_values: one for each test.
-        by: `bh` (Benjamini and Hochberg) bounds the share of false differences among those called so, `holm` the
-            chance of even one; `none` leaves them as they are.
+    `bh` (Benjamini and Hochberg) bounds the false discovery rate, `holm` the probability of any false difference;
+    `none` returns the p-values unchanged.
     """
     from scipy import stats
 
@@ -31,10 +29,10 @@ def adjusted(p_values: Sequence[float | None], *, by: Adjustment) -> list[float 
 
 
 def spent(number: int) -> float:
-    """Share of the chance of an error that the decision of this number, from 1, may spend; all together spend 1.
+    """Returns the share of the error probability for decision `number`, counted from 1; the shares of all sum to 1.
 
-    The first 64 share a half, the next 128 a quarter, the next 256 an eighth: the shares change seldom, so that a rule
-    that could be decided once can be decided again.
+    The first 64 share a half, the next 128 a quarter, the next 256 an eighth. Shares change rarely, so that a rule that
+    could be decided before can be decided again.
     """
     block = ((number - 1) // FIRST_BLOCK + 1).bit_length() - 1
     return 0.5 ** (block + 1) / (FIRST_BLOCK * 2**block)

@@ -1,22 +1,22 @@
-"""Alarms of a run's curves: scores that fell below what came before, by more than training and questions waver.
+"""Alarms of a run's curves: drops of a score that are larger than the noise of training and questions.
 
-A local level with slope is learned from the checkpoints of each series, and predicts the next. A one-sided CUSUM (Page
-1954) adds up by how much scores fall short of that, less an allowance; above a threshold it alarms, and the level
-starts again. Comparing a checkpoint with its neighbour does the same with no memory, and calls jitter a regression.
+A local level with slope is fitted to the checkpoints of each series and predicts the next. A downward CUSUM (Page
+1954) sums the shortfalls from the prediction, less an allowance; above a threshold it raises an alarm, and the level
+restarts. Comparing a checkpoint only with its neighbor has no memory, and takes jitter for regressions.
 
-- The level follows as fast as it predicted best so far: hardly, where a curve is flat, and fast, where it bends.
-- While the sum is above zero nothing is learned: a drop that is suspected does not become the level. If the suspicion
-  goes, what was held back is learned.
-- The yardstick is how far earlier checkpoints lay from their predictions, in units of the questions' standard error,
-  moderated by the other series of the run (Smyth 2004, empirical Bayes), and at least a quarter of that error. It comes
-  from few checkpoints, so each shortfall goes through Student's t to the normal number of the same chance (Hawkins
-  1987).
-- A rise that ends is no drop: no more is expected than the level, nor than the best of the last three scores.
-- Errors that go on from one checkpoint to the next are predicted too (AR(1), by a lag-1 correlation that the series of
-  a run share), and the yardstick is that of the rest. It grows where the latest errors of the run are larger.
-- One shortfall alone stays below the threshold unless it is larger than heavy tails give: an outlier is no level.
-- The threshold follows from the mean number of checkpoints between two false alarms (Siegmund 1985). That of a run is
-  shared by its series, so each of them gets as many times more.
+- The level follows at the speed that has predicted best so far: slowly on a flat curve, fast at a bend.
+- While the sum is above zero nothing is fitted: a suspected drop does not become the level. If the sum returns to zero,
+  the scores held back are fitted.
+- Shortfalls are measured in units of the spread of earlier prediction errors, relative to the standard error of the
+  questions. The spread is moderated by the other series of the run (Smyth 2004, empirical Bayes), and is at least a
+  quarter of that standard error. It comes from few checkpoints, so each shortfall is converted by Student's t to the
+  normal quantile of the same probability (Hawkins 1987).
+- The end of a rise is no drop: the expected score is at most the level, and at most the best of the last three scores.
+- Autocorrelated errors are predicted too (AR(1), with a lag-1 correlation shared by the series of a run); the spread is
+  that of the remainder. It grows if the latest errors of the run are larger.
+- A single shortfall stays below the threshold unless it is larger than heavy tails explain: an outlier is no level.
+- The threshold follows from the mean number of checkpoints between two false alarms (Siegmund 1985). That number is
+  shared by the series of a run, so each series gets it multiplied by their number.
 """
 
 from __future__ import annotations
@@ -31,47 +31,46 @@ from typing import NamedTuple
 from tasks.statistics.training_noise import clipped_spread
 
 CHECKPOINTS_BETWEEN_FALSE_ALARMS = 1_000
-"""Mean distance of two false alarms of a run, whatever number of series it has: 50 checkpoints have one in 5 % of runs.
-"""
+"""Mean distance of two false alarms of a run with any number of series: 5 % of runs with 50 checkpoints have any."""
 FEWEST_BEFORE = 10
-"""Checkpoints of a series before the first that can alarm."""
-_ALLOWANCE = 2.0  # standard deviations, half the shift looked for: 2 points where half a point is jitter
-_SLOPES = (0.0001, 0.003, 0.1)  # variances of the slope's change per checkpoint, by that of the noise
-_BETTER = 1.1  # error of a path by that of the next one that bends more, for which that is taken
-_STEEP = 1e6  # variance of a slope of which nothing is known yet, by that of the noise
-_OVERSHOOT = 1.166  # of a sum of normal numbers over a threshold (Siegmund 1985)
-_CALIBRATION = 0.82  # of the threshold, by simulation: the approximation is of smaller steps, that may alarm alone
-_ALONE = 0.9  # of the threshold: as far as one shortfall goes, unless Student's t with so few degrees of freedom
-_HEAVY = 3.0  # takes it for a rare one
+"""Checkpoints of a series before it can raise alarms."""
+_ALLOWANCE = 2.0  # standard deviations, half of the shift to detect: 2 points where jitter is half a point
+_SLOPES = (0.0001, 0.003, 0.1)  # variances of the slope's change per checkpoint, relative to the noise variance
+_BETTER = 1.1  # a path that bends more is used if it reduces the error by more than this factor
+_STEEP = 1e6  # variance of an unknown slope, relative to the noise variance
+_OVERSHOOT = 1.166  # mean overshoot of a sum of normal numbers over a threshold (Siegmund 1985)
+_CALIBRATION = 0.82  # of the threshold, by simulation: the approximation is for smaller steps, any of which may alarm
+_ALONE = 0.9  # of the threshold: the most that a single shortfall adds, unless it adds more
+_HEAVY = 3.0  # under a Student's t with at most this many degrees of freedom
 _MOST_ALIKE = 0.95  # lag-1 correlation
 _REACH, _CARRIED = (
     2.5,
     4.0,
-)  # spreads beyond which an error counts as this large: in the correlation, in what follows it
-_COMMON = 30.0, 5.0  # pairs of errors that the correlation of all series is worth to each, and that 0 is to all
-_LATEST = 5  # errors of each series by which its jitter is seen to grow
-_WORTH = 0.5  # degrees of freedom of a prediction error, by simulation: a level is estimated with it
-_SHORTEST = 0.25  # of the questions' standard error: neighbours that answer 97 % of questions alike waver by as much
-_REMEMBERED = 40  # prediction errors: a training that calms down is judged by what it does now
-_MOST_BORROWED = 200.0  # degrees of freedom that the other series of a run give, however alike they are
-_FEWEST_ERRORS, _FEWEST_ALIKE = 5, 4  # of a series that lends its noise, and of such series
-_UNKNOWN = 50.0  # variance of a prediction, by that of the noise, above which it says nothing
+)  # clipping of errors, in spreads: in the correlation, and in the AR(1) prediction
+_COMMON = 30.0, 5.0  # prior weights in pairs of errors: of the common correlation for each series, of 0 for the common
+_LATEST = 5  # latest errors of each series, to detect growing jitter
+_WORTH = 0.5  # degrees of freedom per prediction error, by simulation: the level is estimated from them too
+_SHORTEST = 0.25  # of the questions' standard error: the spread if neighbors answer 97 % of questions alike
+_REMEMBERED = 40  # prediction errors, so that a training that calms down is judged by its recent spread
+_MOST_BORROWED = 200.0  # largest degrees of freedom from the other series of a run
+_FEWEST_ERRORS, _FEWEST_ALIKE = 5, 4  # fewest degrees of freedom of a series for the moderation, and fewest such series
+_UNKNOWN = 50.0  # relative to the noise variance: predictions of larger variance are not used
 
 
 @dataclass(frozen=True)
 class Score:
-    """A value, turned so that higher is better, and the standard error of its questions; both on one scale."""
+    """A score, turned so that higher is better, and the standard error from its questions, on the same scale."""
 
     value: float
     stderr: float
     breaks: bool = False
-    """True if it does not go on from what came before."""
+    """True if it does not continue the earlier scores."""
     unvaried: bool = False
-    """True if all answers scored alike, so that the error comes from the interval, and nothing wavers by less."""
+    """True if all answers have equal scores: the error comes from the interval, and is a lower limit of noise."""
 
 
 class Alarm(NamedTuple):
-    """A drop that was found at the place `at` of a series, began at `since`, and fell short of `expected`."""
+    """A drop detected at index `at` of a series, started at index `since`, below the score `expected`."""
 
     at: int
     since: int
@@ -81,11 +80,9 @@ class Alarm(NamedTuple):
 def alarms(
     series: Sequence[Sequence[Score | None]], *, distance: int = CHECKPOINTS_BETWEEN_FALSE_ALARMS
 ) -> list[list[Alarm]]:
-    """Returns the alarms of each series of a run.
+    """Returns the alarms of each series of a run; `distance` is the mean number of checkpoints between false alarms.
 
-    Args:
-        series: scores at the checkpoints of the run, in their order, the same for all; None where there is none.
-        distance: mean number of checkpoints between two false alarms of the run.
+    `series` has scores at the same checkpoints for all series; None for a missing score.
     """
     watched = [_Series() for _ in series]
     limit = threshold(distance * len(series)) if series else 0.0
@@ -109,7 +106,7 @@ def alarms(
 
 
 def threshold(distance: float) -> float:
-    """The sum at which to alarm, so that there are so many checkpoints between two false alarms in the mean."""
+    """Returns the CUSUM threshold for a mean number of checkpoints between two false alarms."""
     low, high = 0.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -123,9 +120,7 @@ class _Noise(NamedTuple):
     freedom: float
 
 
-class _Trend(NamedTuple):
-    """A level and a slope, with their variances by that of the noise (Kalman's filter)."""
-
+class _Trend(NamedTuple):  # Kalman filter; variances are relative to the noise variance
     level: float
     bends: float
     slope: float = 0.0
@@ -153,11 +148,9 @@ class _Trend(NamedTuple):
 
 @dataclass(frozen=True)
 class _Path:
-    """A trend that bends so much, and how far scores lay from its predictions, in units of their questions' error."""
-
     start: _Trend | None
     bends: float
-    errors: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()  # of predictions, in standard errors of the questions
     latest: float = 0.0
 
     @property
@@ -199,8 +192,6 @@ class _Path:
 
 @dataclass
 class _Series:
-    """The state of one series: what was learned, what is held back, and both sums."""
-
     paths: list[_Path] = field(default_factory=lambda: [_Path(None, bends) for bends in _SLOPES])
     path: _Path = field(init=False)
     correlation: float = field(init=False)
@@ -250,7 +241,7 @@ class _Series:
                 self._learn(earlier)
             self.held = []
             self.rising = [*self.rising, score] if self.risen > 0.0 else []
-            if self.risen > limit:  # a jump upwards is no news, but the level and slope before it are past
+            if self.risen > limit:  # a jump upwards raises no alarm, but invalidates level and slope
                 self._begin(self.rising, unlearned=len(self.rising))
         self.stderr = score.stderr
         return alarm
@@ -312,7 +303,7 @@ def _moderated(own: Sequence[_Noise]) -> list[_Noise]:
     mean = math.fsum(centred) / len(centred)
     chance = math.fsum(_log_chi_square(noise.freedom)[1] for noise in known) / len(known)
     more = math.fsum((value - mean) ** 2 for value in centred) / (len(centred) - 1) - chance
-    borrowed = min(_MOST_BORROWED, (1 + math.sqrt(1 + 2 * more)) / more if more > 0 else math.inf)  # of trigamma
+    borrowed = min(_MOST_BORROWED, (1 + math.sqrt(1 + 2 * more)) / more if more > 0 else math.inf)  # inverse trigamma
     common = math.exp(mean + _log_chi_square(borrowed)[0])
     return [
         _Noise(math.sqrt((noise.freedom * noise.spread**2 + borrowed * common) / freedom), freedom)

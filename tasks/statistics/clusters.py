@@ -1,9 +1,9 @@
-"""Means of questions that come in clusters and strata, with errors that hold for few clusters of unequal size.
+"""Means over questions in clusters and strata, with errors that are valid for few clusters of unequal size.
 
-Questions about one passage are right or wrong together, so a cluster counts as a whole (Miller 2024, arXiv 2411.00640).
-Variances are those of Bell and McCaffrey (2002; CR2), which few clusters do not make too small. Degrees of freedom are
-G − 1 for G clusters of one size, and fewer for unequal ones. Strata, such as the subjects of MMLU, are weighed and
-never mixed.
+Questions about the same passage are correlated, so a cluster counts as a unit (Miller 2024, arXiv 2411.00640).
+Variances are those of Bell and McCaffrey (2002; CR2), which are not too small for few clusters. Degrees of freedom are
+G − 1 for G clusters of equal size, and fewer for unequal sizes. Strata, such as the subjects of MMLU, are weighted and
+never pooled.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # it takes 0.15 s, which is for nothing in most processes
+if TYPE_CHECKING:  # the import takes 0.15 s, which most processes do not need
     import numpy as np
 
 
 @dataclass(frozen=True)
 class Stratum:
-    """Values of the questions of one benchmark, with the cluster of each, and its weight among the strata.
+    """Values of a benchmark's questions, with the cluster of each, and the weight of the stratum.
 
-    `sizes` are what sums of values are divided by, such as words; 1 for each question unless given.
+    `sizes` are the divisors of the sums of values, such as numbers of words; by default 1 per question.
     """
 
     values: Sequence[float] | np.ndarray
@@ -31,10 +31,10 @@ class Stratum:
 
 
 class Estimate(NamedTuple):
-    """A weighted mean with the numbers for its interval; no error is known of a single cluster.
+    """A weighted mean with the numbers for its interval; `stderr` is None for a single cluster.
 
-    `skewness` is that of the mean, not of single questions. `constant` are the strata whose clusters are all the same,
-    which add nothing to the error: weight, mean and clusters of each.
+    `skewness` is that of the mean. `constant` has weight, mean and number of clusters of each stratum with equal values
+    in all clusters, which adds nothing to the error.
     """
 
     value: float
@@ -52,7 +52,7 @@ class _Moments(NamedTuple):
 
 
 def estimate(strata: Sequence[Stratum]) -> Estimate:
-    """Returns the weighted mean of the means of strata; those of a single cluster are taken together as one."""
+    """Returns the weighted mean of strata means; strata with a single cluster are pooled into a common stratum."""
     import numpy as np
 
     value, clusters = 0.0, 0
@@ -100,7 +100,7 @@ def _moments(sums: np.ndarray, sizes: np.ndarray, weight: float) -> _Moments:
 
     shares = sizes / sizes.sum()
     residuals = sums - shares * sums.sum()
-    residuals[np.abs(residuals) <= 1e-12 * np.abs(sums).max(initial=0.0)] = 0.0  # values that are all the same
+    residuals[np.abs(residuals) <= 1e-12 * np.abs(sums).max(initial=0.0)] = 0.0  # equal values
     parts = weight * residuals / sizes.sum()
     freedom = _freedom(shares)
     return _Moments(float((parts**2 / (1 - shares)).sum()), float((parts**3).sum()), freedom)

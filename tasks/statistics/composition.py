@@ -1,4 +1,4 @@
-"""Questions that a published value is made of: a mean over them, a weighted one over benchmarks, or a ratio of sums."""
+"""Compositions: the questions behind a published value, which is a mean, a weighted mean or a ratio of sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCALES = (1.0, 100.0)
 
 
 class Asked(NamedTuple):
-    """One question in one metric: a sum and what it is divided by, its cluster, its prompt's digest, its repeats."""
+    """A question's part in a metric: sum and divisor, cluster, digest of the prompt, number of repeats."""
 
     sum: float
     size: float
@@ -29,30 +29,30 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Composition:
-    """The questions of a value by benchmark and name, the weights of the benchmarks, and the way to the value."""
+    """The questions of a value by benchmark and name, the weights of the benchmarks, and the scale of the value."""
 
     asked: Mapping[str, Mapping[str, Asked]]
     weights: Mapping[str, float]
     scale: float = 1.0
     form: RatioForm | None = None
     left_out: int = 0
-    """Questions that some of several values lack, of which this is the mean."""
+    """For a mean of several values: questions that are missing in some of them."""
 
     @property
     def is_plain(self) -> bool:
-        """True for a mean over questions of one benchmark that stand alone."""
+        """True for a mean over independent questions of a single benchmark."""
         return self.clusters is None and len(self.asked) == 1 and self.form is None
 
     @property
     def clusters(self) -> int | None:
-        """Clusters that its questions are in, repeats of one being one; None where each stands alone."""
+        """Number of clusters, with repeats of a question counted once; None if all questions are independent."""
         every = [question for asked in self.asked.values() for question in asked.values()]
         clusters = len({question.cluster for question in every})
         return clusters if clusters < sum(question.repeats for question in every) else None
 
 
 class Paired(NamedTuple):
-    """Two values over the questions that both have, with their difference, and what was left out."""
+    """Two values over their common questions, their difference, and the numbers of left-out questions."""
 
     finding: Finding
     values: tuple[float, float]
@@ -63,7 +63,7 @@ class Paired(NamedTuple):
 
 
 def composition_of(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> Composition | str:
-    """The questions, of its record's samples, that a metric's value is made of, or why they are not known."""
+    """Returns the questions in its record's samples that make a metric's value, or the reason why they are unknown."""
     own = questions.get(metric.benchmark, ())
     if parts := [question.ratios[metric.name] for question in own if metric.name in question.ratios]:
         form: RatioForm = "bits" if metric.name.startswith("bits_per") else "exp"
@@ -81,10 +81,10 @@ def composition_of(metric: Metric, questions: Questions, metrics: Iterable[Metri
 
 
 def mean_composition(found: Sequence[Composition | str]) -> Composition | str:
-    """The mean of several values, question by question where all have one, or why it is not known.
+    """Returns the mean of several values over the questions common to all, or the reason why there is none.
 
-    A question that was put in different words keeps no digest of its prompt. Of ratios, the sums are averaged: the mean
-    of perplexities is a geometric one.
+    Questions with differing prompts keep no prompt digest. For ratios, the sums are averaged: the mean of perplexities
+    is geometric.
     """
     compositions = [each for each in found if not isinstance(each, str)]
     if len(compositions) < len(found):
@@ -118,14 +118,14 @@ def _mean_asked(each: Sequence[Asked]) -> Asked:
 
 
 def composed(found: Composition) -> tuple[float, Interval]:
-    """Returns the value that questions give, and its interval."""
+    """Returns the value computed from the questions, and its interval."""
     return _value(found, {part: list(asked.values()) for part, asked in found.asked.items()}), _interval(found)
 
 
 def part_of(found: Composition, wanted: Callable[[str, str], bool]) -> Composition | None:
-    """The same over some of the questions, told by benchmark and name; benchmarks without any leave the others theirs.
+    """Restricts a composition to the questions for which `wanted(benchmark, name)` is True; None if there are none.
 
-    None without questions.
+    The weights of benchmarks without questions go to the others in proportion.
     """
     kept = {part: {name: q for name, q in asked.items() if wanted(part, name)} for part, asked in found.asked.items()}
     kept = {part: asked for part, asked in kept.items() if asked}
@@ -136,7 +136,7 @@ def part_of(found: Composition, wanted: Callable[[str, str], bool]) -> Compositi
 
 
 def with_interval(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> Metric:
-    """Returns a metric with its 95 % interval, and with the standard error that clusters, weights or ratios give it."""
+    """Returns a metric with 95 % interval, and the standard error given by clusters, weights or ratios."""
     found = composition_of(metric, questions, metrics)
     if isinstance(found, str):
         interval = normal_interval(metric.value, metric.stderr or None)
@@ -149,7 +149,7 @@ def with_interval(metric: Metric, questions: Questions, metrics: Iterable[Metric
 
 
 def compare_compositions(first: Composition, second: Composition) -> Paired | str:
-    """Tests the difference of two values on the questions that both have, or says why it cannot."""
+    """Tests the difference of two values on their common questions, or returns the reason why it cannot."""
     if (first.form, first.scale, first.asked.keys()) != (second.form, second.scale, second.asked.keys()):
         return "they are made of other parts"
     names = {part: sorted(asked.keys() & second.asked[part].keys()) for part, asked in first.asked.items()}

@@ -1,16 +1,16 @@
-"""The verdict of a whole benchmark before the whole of it is asked, wrong with a stated probability at most.
+"""Sequential verdict on a benchmark's score before all questions are evaluated, with a bounded error probability.
 
-A score is a weighted mean over N frozen questions. Each has a prediction that is known beforehand, as a rule the
-baseline's own score, and a new score in [0, 1]. Questions are asked in random order without replacement, those of a
-cluster together as a single draw. A draw adds D, its weighted new scores less its predictions, to the score. Were the
-whole exactly at the margin, what is left would have to add δ per draw on average: known before each draw, and what a
-random draw adds in expectation. So betting a share f of the capital on "more than δ" is a fair game,
-K⁺ = Π (1 + f (D − δ) / (δ − A)), where A is the least that any draw left could add; K⁻ bets on less, down from B, the
-most. By Ville's inequality a capital that bets against the truth reaches 1/α with probability α at most, however long
-it is played (Waudby-Smith and Ramdas 2020, arXiv 2006.04347). Capitals are spread over several f, since the best one is
-unknown. For questions that stand alone and were right or wrong this is the game over U = (D + 1) / 2.
+A score is a weighted mean over N fixed questions. Each has a prediction known beforehand, usually the baseline's own
+score, and a new score in [0, 1]. Questions are drawn in random order without replacement; those of a cluster are a
+single draw. A draw adds D, its weighted new scores less its predictions, to the score. If the full score were exactly
+at the margin, the remaining draws would have to add δ per draw on average: δ is known before each draw, and is the
+expectation of a random draw. So betting a share f of the capital on "more than δ" is a fair game, K⁺ = Π (1 + f (D − δ)
+/ (δ − A)), where A is the least that any remaining draw could add; K⁻ bets on less, with the most, B. By Ville's
+inequality, a capital that bets against the truth reaches 1/α with probability α at most, at any stopping time
+(Waudby-Smith and Ramdas 2020, arXiv 2006.04347). The capital is spread over several f, since the best f is unknown. For
+independent questions with scores 0 or 1, this is the game over U = (D + 1) / 2.
 
-Nothing but numpy is imported: programs of harnesses, in environments of their own, take a copy of this file along.
+Imports only numpy: harness programs in environments of their own use a copy of this file.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import numpy as np
 
 EarlyWord = Literal["not worse", "worse"]
 BETS = np.geomspace(0.02, 0.9, 20)
-"""Shares of the capital that are bet: from those for differences of few thousandths to those for obvious ones."""
-_ROUNDING = 1e-9  # of a score: a whole at the margin is not worse
-_LEAST_ROOM = 1e-15  # where rounding leaves less between a mean and its bound; smaller bets are as fair
+"""Shares f of the capital per bet: from small shares, for differences of few thousandths, to large."""
+_ROUNDING = 1e-9  # of a score: a full score at the margin is not worse
+_LEAST_ROOM = 1e-15  # lower limit of the distance between mean and bound against rounding; smaller bets stay fair
 _HALVINGS = 40
 
 
 class EarlyDecision:
-    """Decides whether a score lies at or above a threshold, while its questions are asked draw after draw.
+    """Decides if a score is at or above a threshold while its questions are evaluated draw by draw.
 
     Args:
-        draws: draw of each question, in the order of asking; those of a draw stand side by side.
-        shares: weight of each question in the score, together 1.
+        draws: draw of each question in request order; the questions of a draw are adjacent.
+        shares: weight of each question in the score; they sum to 1.
         predictions: a number in [0, 1] for each question, known beforehand.
-        threshold: the lowest score that is not worse.
-        alpha: largest probability of a verdict that the whole contradicts.
+        threshold: lowest score that is not worse.
+        alpha: largest probability of a verdict that the full evaluation contradicts.
     """
 
     def __init__(
@@ -64,20 +64,16 @@ class EarlyDecision:
         self._capitals = np.zeros((2, len(BETS)))
         self.questions = len(codes)
         self.word: EarlyWord | None = None
-        """The verdict, once it is known."""
+        """The verdict; None while undecided."""
         self._decide(self._needed, np.empty(0))
 
     @property
     def asked(self) -> int:
-        """Questions asked until the verdict was known, or until now."""
+        """Questions evaluated up to the verdict, or so far."""
         return int(self._starts[len(self._added)])
 
     def add(self, scores: Sequence[float]) -> None:
-        """Takes the scores of the next questions, whole draws; those after the verdict are passed over.
-
-        Raises:
-            ValueError: a score is outside of [0, 1].
-        """
+        """Adds the scores of the next whole draws, ignored after the verdict; raises `ValueError` outside of [0, 1]."""
         given = np.asarray(scores, dtype=float)
         outside = given[~((given >= 0) & (given <= 1))]
         if len(outside):
@@ -120,9 +116,9 @@ class EarlyDecision:
         return np.concatenate([np.zeros((2, 1, len(BETS))), np.cumsum(gains, axis=1)], axis=1)
 
     def estimate(self) -> tuple[float, float, float]:
-        """The score of the whole, and an interval for it, each end of which is wrong with probability alpha at most.
+        """Returns the estimated full score and the ends of its interval, each wrong with probability alpha at most.
 
-        It holds whenever asking was stopped, and agrees with the verdict.
+        The interval is valid at any stopping time, and consistent with the verdict.
         """
         total, draws = float(self._added.sum()), len(self._added)
         least, most = total + float(self._rest[0, draws]), total + float(self._rest[1, draws])
@@ -154,10 +150,10 @@ def _mixed(paths: np.ndarray) -> np.ndarray:
 
 
 class EarlyAsking:
-    """Decides several scores whose questions are asked in one order; nobody asks for what is decided.
+    """Decides several scores over the same request order; questions needed only by decided scores are skipped.
 
     Args:
-        wanted: `draws`, the draw of each question in the order of asking; `scores`, each with the places of its
+        wanted: `draws` has the draw of each question in request order; `scores` has for each score the indices of its
             `questions`, their `shares` and `predictions`, its `metric`, `threshold` and `alpha`, and `bound` and
             `mirrored` as in `unit_score`.
     """
@@ -176,11 +172,10 @@ class EarlyAsking:
 
     @property
     def decided(self) -> bool:
-        """True once every score is."""
         return all(decision.word for decision in self.decisions)
 
     def next(self, number: int) -> list[int]:
-        """Places of the next questions of undecided scores: as many, or more where a draw has more; none at the end."""
+        """Returns the next `number` question indices of undecided scores, more to complete a draw, none at the end."""
         pairs = zip(self._scores, self.decisions, strict=True)
         open_ones = {place for score, decision in pairs if not decision.word for place in score["questions"]}
         places: list[int] = []
@@ -191,11 +186,7 @@ class EarlyAsking:
         return places
 
     def take(self, answers: Mapping[int, Mapping[str, float]]) -> None:
-        """Takes the scores of questions by place and metric.
-
-        Raises:
-            ValueError: one is missing, or outside of what its metric can be.
-        """
+        """Adds scores by question index and metric; raises `ValueError` for a missing score or a score out of range."""
         self._answered |= answers
         for score, decision in zip(self._scores, self.decisions, strict=True):
             if decision.word:
@@ -212,5 +203,5 @@ class EarlyAsking:
 
 
 def unit_score(value: float, *, bound: float, mirrored: bool) -> float:
-    """A score from 0 to `bound` as one from 0 to 1 of which more is better."""
+    """Maps a score in [0, `bound`] to [0, 1] with higher as better; `mirrored` if lower is better."""
     return 1 - value / bound if mirrored else value / bound

@@ -9,16 +9,16 @@ from typing import Literal, NamedTuple
 from tasks.statistics.clusters import Estimate, Stratum, estimate
 
 CONFIDENCE = 0.95
-"""Share of intervals that hold the true value."""
+"""Coverage of the intervals."""
 _FEW_QUESTIONS = 200
 _FEW_RIGHT = 5
 
 RatioForm = Literal["exp", "bits", "nats"]
-"""Ways from a log-likelihood per unit to a value: perplexity, bits, or nats."""
+"""Transformations of a log-likelihood per unit: perplexity, bits, or nats."""
 
 
 class Interval(NamedTuple):
-    """A standard error and the ends of a 95 % interval, None where nothing is known; and the way to them, in words."""
+    """A standard error and the ends of a 95 % interval, None if unknown; and the name of the method."""
 
     stderr: float | None
     low: float | None
@@ -26,15 +26,15 @@ class Interval(NamedTuple):
     method: str = ""
 
     def scaled(self, scale: float) -> Interval:
-        """Returns it on a scale on which scores are so many times as large."""
         stderr, low, high = (None if number is None else number * scale for number in self[:3])
         return Interval(stderr, low, high, self.method)
 
 
 def mean_interval(strata: Sequence[Stratum]) -> Interval:
-    """The interval of a weighted mean: of a share where every value is 0 or 1, else by a t distribution.
+    """Returns the interval of a weighted mean: of a share if all values are 0 or 1, else of a t distribution.
 
-    Strata that are all the same hide their error, so their own intervals are combined with that of the rest (MOVER).
+    Strata with equal values in all clusters hide their error, so their own intervals are combined with the rest
+    (MOVER).
     """
     import numpy as np
 
@@ -53,21 +53,21 @@ def mean_interval(strata: Sequence[Stratum]) -> Interval:
 
 
 def unseen_reach(parts: Sequence[tuple[float, int]]) -> float:
-    """The largest change of a value by clusters that differ from those seen, in parts whose clusters were all the same.
+    """Returns the largest plausible change of a value by unseen clusters, for parts with equal values in all clusters.
 
-    Of each part: the change of the value if all of its clusters differed, and the number of those seen.
+    `parts` has the change of the value if all clusters of a part differed, and the number of clusters seen.
     """
     tail, parts = (1 - CONFIDENCE) / 2, [(most, number) for most, number in parts if most > 0.0]
     if not parts:
         return 0.0
     each = math.hypot(*(most * (1 - tail ** (1 / number)) for most, number in parts))
-    # Together: in Π (1 − q)^n ≥ tail no shares q change the value more than if each part were known as the least is.
+    # Jointly: under Π (1 − q)^n ≥ tail the change is largest if each part is as little known as the least known part.
     whole = math.fsum(most for most, _ in parts)
     return min(each, whole * (1 - tail ** (1 / (whole * min(number / most for most, number in parts)))))
 
 
 def ratio_interval(sums: Sequence[tuple[float, float]], clusters: Sequence[Hashable], *, form: RatioForm) -> Interval:
-    """The interval of a ratio of log-likelihoods to units, such as a perplexity, taken in nats, where it is normal."""
+    """Returns the interval of a ratio of log-likelihoods to units, such as a perplexity, computed in nats."""
     found = estimate([Stratum([pair[0] for pair in sums], clusters, sizes=[pair[1] for pair in sums])])
     value = ratio_value(found.value, form)
     if found.stderr is None:
@@ -78,7 +78,7 @@ def ratio_interval(sums: Sequence[tuple[float, float]], clusters: Sequence[Hasha
 
 
 def normal_interval(value: float, stderr: float | None) -> Interval:
-    """The interval that follows from a standard error alone."""
+    """Returns the normal interval for a standard error."""
     if stderr is None or not math.isfinite(stderr):
         return Interval(stderr, None, None)
     reach = quantile(math.inf) * stderr
@@ -86,7 +86,7 @@ def normal_interval(value: float, stderr: float | None) -> Interval:
 
 
 def ratio_value(log_likelihood_per_unit: float, form: RatioForm) -> float:
-    """The value that a log-likelihood per unit gives; infinite where a float cannot hold it."""
+    """Converts a log-likelihood per unit to a value; infinite on overflow."""
     if form == "exp":
         try:
             return math.exp(-log_likelihood_per_unit)
@@ -96,19 +96,19 @@ def ratio_value(log_likelihood_per_unit: float, form: RatioForm) -> float:
 
 
 def ratio_slope(value: float, form: RatioForm) -> float:
-    """The change of a value with its log-likelihood per unit."""
+    """Returns the derivative of a value with respect to its log-likelihood per unit."""
     return {"exp": -value, "bits": -1 / math.log(2), "nats": -1.0}[form]
 
 
 def quantile(freedom: float, *, tail: float = (1 - CONFIDENCE) / 2) -> float:
-    """The number of standard errors above which a t distribution has so much of its mass."""
-    from scipy import special  # a third of the time that scipy.stats takes to import
+    """Returns the upper quantile of a t distribution with probability `tail` above it, in standard errors."""
+    from scipy import special  # imports in a third of the time of scipy.stats
 
     return float(-special.stdtrit(freedom, tail) if math.isfinite(freedom) else -special.ndtri(tail))
 
 
 def tail_beyond(errors: float, freedom: float) -> float:
-    """The mass of a t distribution above so many standard errors."""
+    """Returns the probability of a t distribution above `errors` standard errors."""
     from scipy import special
 
     return float(special.stdtr(freedom, -errors) if math.isfinite(freedom) else special.ndtr(-errors))

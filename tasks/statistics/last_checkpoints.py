@@ -1,7 +1,7 @@
-"""The mean of the last checkpoints: a score that training's jitter moves less than that of one checkpoint.
+"""The mean of the last checkpoints: a score with less jitter of training than that of a single checkpoint.
 
-All of them were asked the same questions, so the noise of questions stays as large as it is for one. Jitter of k
-checkpoints is √k times smaller.
+All checkpoints have the same questions, so the noise of questions does not shrink. Jitter is √k times smaller for k
+checkpoints.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from tasks.statistics.training_noise import Point, TrainingNoise, trends
 
 LAST = 5
-"""Checkpoints that are taken together unless told otherwise."""
+"""Default number of checkpoints."""
 
 
 class LastCheckpoints(NamedTuple):
-    """A mean over checkpoints, with its standard errors over draws of questions and of checkpoints; None if unknown."""
+    """A mean over checkpoints, with standard errors over draws of questions and of checkpoints; None if unknown."""
 
     mean: float
     question_stderr: float | None
@@ -25,7 +25,6 @@ class LastCheckpoints(NamedTuple):
 
     @property
     def stderr(self) -> float | None:
-        """The error over draws of both; None where either is unknown."""
         if self.question_stderr is None or self.training_stderr is None:
             return None
         return math.hypot(self.question_stderr, self.training_stderr)
@@ -34,7 +33,7 @@ class LastCheckpoints(NamedTuple):
 def mean_of_last(
     points: Sequence[Point], question_stderrs: Sequence[float | None], *, noise: TrainingNoise | None, last: int = LAST
 ) -> LastCheckpoints | None:
-    """Returns the mean of the last checkpoints; None of fewer, and while they trend: it would be an earlier score."""
+    """Returns the mean of the last checkpoints; None for fewer, or if they trend, as it would be an earlier score."""
     if len(points) < last or trends(points[-last:], noise):
         return None
     known = [stderr for stderr in question_stderrs[-last:] if stderr is not None]

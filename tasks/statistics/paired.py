@@ -1,7 +1,6 @@
-"""Is a difference more than chance? Tests for two checkpoints that were asked the same questions.
+"""Significance tests for the difference of two checkpoints evaluated on the same questions.
 
-What differs within pairs is tested: much finer than comparing two means as if they had been taken over different
-questions.
+Paired differences are tested, which is more powerful than comparing two means over independent questions.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ TestName = Literal["McNemar, mid-p", "paired t", "paired ratio", "z, unpaired", 
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference (second less first), its 95 % interval, and how likely one as large is by chance alone.
+    """A difference (second less first), its 95 % interval, and its p-value.
 
-    Interval, `p` and standard error are None where they cannot be known: nothing was repeated, and no standard error
-    was given. `clusters` is the number of independent units that were tested.
+    Interval, `p` and standard error are None if they cannot be computed, without repetition or a given standard error.
+    `clusters` is the number of independent units tested.
     """
 
     test: TestName
@@ -39,14 +38,13 @@ class Finding:
     clusters: int | None = None
 
     def scaled(self, scale: float) -> Finding:
-        """Returns the difference on a scale on which scores are so many times as large."""
         low, high, stderr = (
             None if number is None else number * scale for number in (self.low, self.high, self.stderr)
         )
         return replace(self, difference=self.difference * scale, low=low, high=high, stderr=stderr)
 
     def detectable(self, missed: float) -> float | None:
-        """The smallest loss that the interval of an equal checkpoint rules out, but for the chance `missed`."""
+        """Returns the smallest loss that the interval of an equal checkpoint excludes with probability 1 − `missed`."""
         if self.stderr is None:
             return None
         return (quantile(self.freedom) + quantile(self.freedom, tail=missed)) * self.stderr
@@ -54,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class PairedStratum:
-    """Scores of two checkpoints on the same questions of one benchmark, with clusters and weight as in `Stratum`."""
+    """Scores of two checkpoints on the same questions of a benchmark, with clusters and weight as in `Stratum`."""
 
     first: Sequence[float]
     second: Sequence[float]
@@ -63,7 +61,7 @@ class PairedStratum:
 
 
 def compare_pairs(strata: Sequence[PairedStratum]) -> Finding:
-    """The test that fits: McNemar's where single questions are right or wrong, else a t test over clusters."""
+    """Chooses the test: McNemar's for independent questions with scores 0 or 1, else a t test over clusters."""
     import numpy as np
 
     pairs = [(np.asarray(stratum.first, dtype=float), np.asarray(stratum.second, dtype=float)) for stratum in strata]
@@ -78,14 +76,14 @@ def compare_pairs(strata: Sequence[PairedStratum]) -> Finding:
 
 
 class McNemarP(NamedTuple):
-    """The chance of as uneven a number on one side if both are alike: exact, and the mid-p."""
+    """Two-sided p-values of McNemar's test: exact, and mid-p."""
 
     exact: float
     mid: float
 
 
 def mcnemar_p(won: int, lost: int) -> McNemarP:
-    """McNemar's p of questions that only one of two got right, by the binomial distribution."""
+    """Returns McNemar's p-values, by the binomial distribution, from the numbers of questions won and lost."""
     from scipy import special
 
     if won == lost:
@@ -97,11 +95,11 @@ def mcnemar_p(won: int, lost: int) -> McNemarP:
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> Finding:
-    """McNemar's test: of the questions that only one of two got right, are as many on either side?
+    """Runs McNemar's test on the questions that only a single checkpoint answered correctly.
 
-    With the mid-p (Fagerland, Lydersen and Laake 2013): the exact p finds differences where there are none too seldom.
-    The interval is the score interval (Tango 1998), whose lower end is above a true loss in 3.2 % of cases at most (10
-    to 200 questions); that of Bonett and Price in up to 6.9 %. The standard error is that of an equal checkpoint.
+    Uses the mid-p (Fagerland, Lydersen and Laake 2013), since the exact p is too conservative. The interval is the
+    score interval (Tango 1998); its lower end is above a true loss in 3.2 % of cases at most (10 to 200 questions);
+    that of Bonett and Price in up to 6.9 %. The standard error is that of an equal checkpoint.
     """
     questions = len(first)
     lost, won = int((first & ~second).sum()), int((~first & second).sum())
@@ -115,10 +113,10 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> Finding:
 
 
 def score_bound(won: float, lost: float, questions: int) -> float:
-    """The lower end of the score interval of a difference between two shares of the same questions (Tango 1998).
+    """Returns the lower end of the score interval of a difference between two paired shares (Tango 1998).
 
-    The largest difference below that found which no shares make likely at 2.5 %. Of all `questions`, only the second
-    got `won` right, and only the first `lost`.
+    It is the largest difference below the observed difference that is rejected at 2.5 %. Of all `questions`, only the
+    second checkpoint answered `won` correctly, and only the first `lost`.
     """
     low, high, reach = -1.0, (won - lost) / questions, quantile(math.inf)
     for _ in range(_HALVINGS):
@@ -139,7 +137,7 @@ def paired_ratio(
     *,
     form: RatioForm,
 ) -> Finding:
-    """Compares two ratios of log-likelihoods to units of the same documents, by what each document adds to both."""
+    """Compares two ratios of log-likelihoods to units over the same documents, by each document's influence on both."""
     import numpy as np
 
     one, other = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
@@ -158,7 +156,7 @@ def paired_ratio(
 
 
 def compare_means(first: float, second: float, *, stderrs: tuple[float | None, float | None]) -> Finding:
-    """A z test of two means from their standard errors, as if they were taken over different questions."""
+    """Runs a z test of two means by their standard errors, as if over independent questions."""
     difference = second - first
     known = [stderr for stderr in stderrs if stderr is not None]
     stderr = math.hypot(*known)
@@ -173,10 +171,10 @@ def _paired_t(differences: Sequence[Stratum], *, largest: float) -> Finding:
     found = estimate(differences)
     if found.stderr is None:
         return Finding("none", found.value, None, None, None)
-    if math.isnan(largest) and found.stderr == 0.0:  # equal likelihoods: nothing but the same weights gives them
+    if math.isnan(largest) and found.stderr == 0.0:  # equal likelihoods, as only the same weights give
         p = 1.0 if found.value == 0.0 else None
         return Finding("paired t", found.value, found.value, found.value, p, 0.0, clusters=found.clusters)
-    # Only so many of a part's clusters differ from all that were seen, else some of them would have been seen.
+    # Limits the share of unseen clusters with other values: with more of them, some would have been seen.
     hidden = found.constant if found.stderr == 0.0 or len(differences) > 1 else ()
     unseen = unseen_reach([(weight * (largest + abs(mean)), number) for weight, mean, number in hidden])
     errors = quantile(found.freedom)

@@ -1,4 +1,4 @@
-"""Scores of single questions, from the samples beside records: what two checkpoints are compared with."""
+"""Scores of single questions from the samples of records, for comparisons of two checkpoints."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tasks.statistics.composition import Composition, composition_of
 
 
 class QuestionScores:
-    """Looks up scores in the samples of records; every file is read once."""
+    """Reads scores from the samples of records; each file is read once."""
 
     def __init__(self) -> None:
         self._read: dict[tuple[str, str], KeptSamples | StorageError | None] = {}
 
     def of(self, found: FoundRecord, metric: Metric) -> Composition | str:
-        """The questions that a metric is made of, or why they are not known."""
+        """Returns the questions behind a metric, or the reason why they are unknown."""
         kept = self._kept(found)
         if kept is None:
             return "no samples were kept"
@@ -25,7 +25,7 @@ class QuestionScores:
         return composition_of(metric, kept.questions, found.record.metrics)
 
     def verified(self, found: FoundRecord) -> Verification:
-        """Returns whether a record is what was written, by itself and its samples."""
+        """Verifies a record by its own digests and its samples."""
         return verified_with(found, self._kept(found))
 
     def _kept(self, found: FoundRecord) -> KeptSamples | StorageError | None:

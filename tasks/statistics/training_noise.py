@@ -1,16 +1,16 @@
-"""Noise of training: how far a score wavers from checkpoint to checkpoint around its trend.
+"""Noise of training: the spread of a score from checkpoint to checkpoint around its trend.
 
-Two noises lie on every point of a curve. The one of questions says what another draw of as many questions would have
-given. The same questions are asked at every checkpoint, so most of it is shared by them: it moves a curve as a whole,
-and does not show in how the curve wavers. What it does not share, since neighbours get other questions right, shows
-there, as does the jitter of the weights. Neighbours therefore measure the jitter together with the part of the
-questions' noise that is not shared, and both together are what a curve on these questions wavers by.
+Every point of a curve has two kinds of noise. Sampling noise of the questions is the difference that another draw of as
+many questions would make. All checkpoints have the same questions, so they share most of it: it shifts the whole curve
+and is not visible in its wavering. The part that is not shared, as neighbors answer different questions correctly, is
+visible, and so is the jitter of the weights. Differences of neighbors therefore measure the jitter plus the unshared
+part of the questions' noise, which together are the spread of a curve on these questions.
 
-The trend is taken out by second differences over steps as distances (Gasser, Sroka and Jennen-Steinmetz 1986), which no
-slope enters. A bend does: where a curve goes one way over four checkpoints, its differences show the trend, so they
-count only where they show less than the others. A curve that has too few others has no noise that could be told from
-its trend. Heineman et al. 2025 (arXiv 2508.13144) take the spread of the last
-checkpoints, which a slope enters.
+The trend is removed by second differences with steps as distances (Gasser, Sroka and Jennen-Steinmetz 1986), which are
+free of any slope. A bend is not removed: where a curve moves in the same direction over four checkpoints, its
+differences include the trend, so they count only if they reduce the estimate. With too few other differences, the noise
+cannot be separated from the trend. Heineman et al. 2025 (arXiv 2508.13144) use the spread of the last checkpoints,
+which includes the slope.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from statistics import median
 from typing import NamedTuple
 
 FEWEST_CHECKPOINTS = 5
-"""Finite values in a row from which a noise of training is told: three second differences."""
-_CLEARLY, _ROUNDING = 2.0, 1e-12  # standard errors of a slope; of the sums behind it
-_NORMAL = 0.6745  # median of the absolute value of a standard normal number
-_REACH = 3.0  # robust standard deviations beyond which a difference counts as this large: a step, or a lost checkpoint
-_DEPENDENT = 35 / 18  # second differences overlap, so their mean square wavers as that of so many times fewer does
+"""Fewest consecutive finite values for an estimate: three second differences."""
+_CLEARLY, _ROUNDING = 2.0, 1e-12  # in standard errors of a slope; relative to its sums
+_NORMAL = 0.6745  # median absolute value of a standard normal number
+_REACH = 3.0  # clipping of a difference in robust standard deviations, against steps and lost checkpoints
+_DEPENDENT = 35 / 18  # second differences overlap, so they count as this many times fewer independent values
 
 
 Point = tuple[float, float]
@@ -36,7 +36,7 @@ Point = tuple[float, float]
 
 
 class TrainingNoise(NamedTuple):
-    """Standard deviation of one checkpoint around the trend, and the degrees of freedom that it is known with."""
+    """Standard deviation of a checkpoint around the trend, and the degrees of freedom of the estimate."""
 
     stddev: float
     freedom: float
@@ -45,10 +45,8 @@ class TrainingNoise(NamedTuple):
 def training_noise(runs: Sequence[Sequence[Point]]) -> TrainingNoise | None:
     """Returns the noise of training in the curves of a run, or of sibling runs together.
 
-    None of too few checkpoints, and where curves go one way: that is a trend.
-
-    Args:
-        runs: neighbouring checkpoints; a curve that breaks is as many as it has pieces.
+    None for too few checkpoints, or if the curves move in the same direction throughout, which is a trend. `runs` has
+    the consecutive checkpoints of each curve; a broken curve is split into its pieces.
     """
     every, wavering = [], []
     for points in runs:
@@ -68,7 +66,7 @@ def training_noise(runs: Sequence[Sequence[Point]]) -> TrainingNoise | None:
 
 
 def trends(points: Sequence[Point], noise: TrainingNoise | None) -> bool:
-    """True if the slope over all points is above twice its standard error, or its noise cannot be estimated."""
+    """Returns True if the slope over all points is above twice its standard error, or the noise is unknown."""
     if noise is None:
         return True
     middle = math.fsum(step for step, _ in points) / len(points)
@@ -78,20 +76,17 @@ def trends(points: Sequence[Point], noise: TrainingNoise | None) -> bool:
 
 
 def clipped_spread(deviations: Sequence[float]) -> float:
-    """The root of the mean square, for which no deviation counts more than those of a normal number could.
-
-    Of few deviations the middle one is itself uncertain, so they are left more room.
-    """
+    """Returns the root mean square, clipped to the range of normal numbers; more widely for few deviations."""
     sizes = sorted(map(abs, deviations))
-    most = _REACH * (1 + 4 / len(sizes)) * median(sizes) / _NORMAL or math.inf  # most are 0: nothing to clip by
+    most = _REACH * (1 + 4 / len(sizes)) * median(sizes) / _NORMAL or math.inf  # infinite if most deviations are 0
     usual = sizes[: bisect(sizes, most)]
     clipped = len(sizes) - len(usual)
     return math.sqrt((sum(map(mul, usual, usual)) + (clipped * most**2 if clipped else 0.0)) / len(sizes))
 
 
 def together(question_stderr: float | None, noise: TrainingNoise | None) -> float | None:
-    """Standard error of one value over draws of questions and of checkpoints; None where either is unknown.
+    """Returns the standard error of a value over draws of questions and checkpoints; None if either is unknown.
 
-    What questions add to the wavering is in both, so it is too large by that, and never too small.
+    The unshared noise of questions is in both parts, so the result may be too large, and never too small.
     """
     return None if question_stderr is None or noise is None else math.hypot(question_stderr, noise.stddev)

@@ -1,4 +1,4 @@
-"""Cells of a run that is being trained: checkpoints are planned as they become complete, until the training ends."""
+"""Cells of a run that is being trained: planned as checkpoints become complete, until the training ends."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ _LOG_LINES = 40
 
 
 class ArrivingCheckpoints:
-    """The checkpoints of a run, each told once it is complete, and again if it is written again.
+    """The checkpoints of a run: each is returned once it is complete, and again if it is rewritten.
 
-    A checkpoint is looked into when two lists agree about its files, so one that is being written costs nothing.
+    A checkpoint is read only after two listings agree about its files, so polling during a write is cheap.
 
     Args:
-        uri: folder that holds them.
-        every_n_steps: leave out steps that are not the first at or past a multiple of this, but for the last one.
+        every_n_steps: return only the first step at or past each multiple of this, and the last step.
     """
 
     def __init__(self, uri: str, *, every_n_steps: int | None = None) -> None:
@@ -49,10 +48,10 @@ class ArrivingCheckpoints:
         self._complete: set[int] = set()
 
     def find_new(self, *, last: bool = False) -> list[Checkpoint]:
-        """Those that are complete and were not told of yet, by step.
+        """Returns the complete checkpoints that were not returned before, sorted by step.
 
         Args:
-            last: nobody writes any more, so what is there is looked into at once, and the last step is wanted too.
+            last: True if the training has ended: skips the wait for two equal listings, and includes the last step.
 
         Raises:
             StorageError: they cannot be listed or read.
@@ -74,7 +73,7 @@ class ArrivingCheckpoints:
                 arrived.append(found)
             elif found is not None and last:
                 report_event(f"left out {found.uri}: {'; '.join(found.problems)}")
-        self._looked_into |= looked_into  # only now: had one of them not been readable, none would have been told
+        self._looked_into |= looked_into  # only now: an unreadable checkpoint must not mark the others as returned
         self._complete |= {checkpoint.step for checkpoint in arrived}
         if self._every is not None:
             taken = first_at_multiples(self._complete, self._every)
@@ -85,27 +84,20 @@ class ArrivingCheckpoints:
         return sorted(arrived, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
 
     def forget(self, uris: Iterable[str]) -> None:
-        """Lets some checkpoints be told again, since nothing came of them."""
+        """Makes `find_new` return some checkpoints again, for example after a failure."""
         for uri in uris:
             self._looked_into.pop(uri, None)
 
 
 class ArrivingCells:
-    """The cells that are wanted, not done and ours, in order of arrival.
+    """The cells that this run must evaluate, in order of arrival.
 
-    `wanted` has those that came so far, `planned` every cell, those that were done before too. What others have claimed
-    is left to them; it is looked at again with each look, and what they still have when the training ends is left in
-    `claimed`.
+    `wanted` has the cells that have arrived, `planned` all cells, including cells with a record. Cells that other runs
+    have claimed are polled again in each round; those still claimed when the training ends stay in `claimed`.
 
     Args:
-        configs: what each checkpoint is asked.
-        exports: where checkpoints come from.
         job: the training; None if it has ended.
-        claimed: who else wants these cells.
-        poll_seconds: between two looks.
-        plan: finds out which cells some checkpoints are for.
-        sleep: waits.
-        silence_seconds: how long the backend of the training may give no answer.
+        silence_seconds: time without an answer after which the training's backend counts as lost.
     """
 
     def __init__(
@@ -135,7 +127,7 @@ class ArrivingCells:
         self._ended = False
 
     def arrive(self) -> Iterator[Cell]:
-        """Yields the cells, from the first one on; waits for the next until the training ends."""
+        """Yields the cells from the first on, and waits for more until the training ends."""
         position = 0
         while True:
             while position < len(self.wanted):
@@ -146,13 +138,14 @@ class ArrivingCells:
             self._look()
 
     def first(self) -> list[Servable]:
-        """The checkpoints to begin with, once there are some; none if there is nothing to evaluate."""
+        """Returns the first checkpoints once there are some; empty if there is nothing to evaluate."""
         while not self.wanted and not self._ended:
             self._look()
         return stage_tokenizers(self.wanted)
 
     def _look(self) -> None:
-        ended = self._training is None or self._training.has_ended()  # asked first: what it wrote last is there then
+        # before listing, so that the last checkpoints are found
+        ended = self._training is None or self._training.has_ended()
         found: list[Checkpoint] = []
         ours: list[Cell] = []
         try:
@@ -198,14 +191,12 @@ class ArrivingCells:
 
     def _is_the_one_begun(self, cell: Cell) -> bool:
         same = self._digests.get(cell.reference.name, cell.reference.digest) == cell.reference.digest
-        if not same:  # requests under way name it, and would be answered by other weights
+        if not same:  # requests in flight use its name, and would be answered by other weights
             report_event(f"{cell.reference.name} was written again and is another one now: evaluate it afterwards")
         return same
 
 
 class _WatchedTraining:
-    """A training job, and what is told of it."""
-
     def __init__(self, job: JobHandle, silence_seconds: float) -> None:
         self._job = job
         self._silence_seconds = silence_seconds
@@ -216,7 +207,7 @@ class _WatchedTraining:
         try:
             details = self._job.details()
             self._tell(details)
-        except BackendUnavailable as error:  # a training of days must not end because a controller is restarted
+        except BackendUnavailable as error:  # a training of days must survive a restart of its controller
             if time.monotonic() - self._answered_at > self._silence_seconds:
                 raise
             report_event(f"the training cannot be looked at: {error.found}")
@@ -236,7 +227,7 @@ class _WatchedTraining:
 
 
 def step_in(log: str) -> str | None:
-    """Returns how far a training is, from what Levanter's `json_logger` wrote last."""
+    """Returns the progress of a training from the last line of Levanter's `json_logger`."""
     lines = _STEP_LINE.findall(log)
     if not lines:
         return None

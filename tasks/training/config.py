@@ -17,7 +17,7 @@ from tasks.spec.paths import is_relative
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
 EXPORTS = "hf"
-"""Folder of a run with its checkpoints in Hugging Face's layout."""
+"""Folder of a run with its checkpoints in Hugging Face layout."""
 _SECTIONS = ("data", "trainer", "model", "optimizer", "adapter", "eval_harness", "labeled_eval")
 _FIELDS = (
     *_SECTIONS,
@@ -26,7 +26,7 @@ _FIELDS = (
     *("peft_save_path", "peft_hf_upload", "merged_hf_save_path", "merged_hf_upload"),
     *("data_seed", "initialize_from_checkpoint_path", "eval_harness_steps", "log_entropy"),
 )
-"""Fields of `levanter.main.train_lm.TrainLmConfig` in the pinned version; an unknown name costs a start otherwise."""
+"""Fields of `levanter.main.train_lm.TrainLmConfig` in the pinned version, to reject unknown names before a start."""
 
 
 _HUB_FIELDS = ("tokenizer", "reference_checkpoint", "initialize_from_hf")
@@ -34,23 +34,24 @@ _PATH_FIELD = re.compile(rf"(^|\.)([a-z_]+_(path|dir|urls)|initialize_from|{'|'.
 
 
 class TrainLmOnPodConfig(Config):
-    """A training by Levanter's `train_lm`, on resources of whichever backend runs the jobs."""
+    """A training by Levanter's `train_lm` on any job backend."""
 
     train_config: dict[str, Any] | str
     """Levanter's own configuration of `train_lm`, or a YAML file with it, in any store."""
     resources: ResourceConfig = ResourceConfig()
-    """Its resources; a TPU slice is one replica."""
+    """Its resources; a TPU slice is a single replica."""
     output_path: str | None = None
-    """Folder for checkpoints/, hf/ and logs/, local, gs:// or s3://; where train_config says when unset."""
+    """Folder for checkpoints/, hf/ and logs/, local, gs:// or s3://; the paths of train_config apply when unset."""
     impute_run_id_from_output_path: bool = True
-    """Call the run what output_path ends in, unless an id is given; else each run gets a folder below it."""
+    """Name the run after the last part of output_path, unless an id is given; else each run gets a folder below it."""
     env_vars: dict[str, str] = Field(default={}, repr=False)
-    """Variables of the training, which win over all defaults."""
+    """Environment variables of the training, which override all defaults."""
     auto_build_caches: bool = False
-    """Tokenize data that has no cache yet, rather than refuse it."""
+    """Tokenize data without a cache instead of refusing it."""
     temporary_path: str | None = None
     """Folder for temporary checkpoints (ttl=14d/) and compiled programs (ttl=30d/), which its store deletes after so
-    many days; tmp/ in the bucket of output_path when unset."""
+    many days; tmp/ in the bucket of output_path when unset.
+    """
 
     @field_validator("train_config")
     @classmethod
@@ -75,17 +76,17 @@ class TrainLmOnPodConfig(Config):
 
     @property
     def exports(self) -> str | None:
-        """Returns where checkpoints in Hugging Face's layout go, if that follows from this configuration alone."""
+        """The folder of checkpoints in Hugging Face layout; None if this configuration alone does not determine it."""
         if self.output_path is None or not self.impute_run_id_from_output_path:
             return None
         return storage.join(self.output_path, EXPORTS)
 
 
 def check_train_config(config: dict[str, Any]) -> None:
-    """Looks at what costs nothing to look at; Levanter itself reads the rest, minutes later.
+    """Checks what needs no import of Levanter, which reads the rest minutes later.
 
     Raises:
-        ValueError: it is no configuration of `train_lm`.
+        ValueError: it is not a configuration of `train_lm`.
     """
     for name in config:
         if name not in _FIELDS:
@@ -136,31 +137,31 @@ class ExportsEvaluation(EvaluationConfig):
     """An evaluation of every checkpoint that a training exports."""
 
     model_path: str = ""
-    """Leave it out: the exports of the training."""
+    """Leave unset: the exports of the training."""
 
 
 class ExportsRequest(SuiteRequest):
-    """The request for a suite that is asked of every checkpoint that a training exports."""
+    """A suite request for every checkpoint that a training exports."""
 
     model_path: str = ""
-    """Leave it out: the exports of the training."""
+    """Leave unset: the exports of the training."""
 
 
 class TrainAndEvaluateConfig(Config):
-    """A training, and what its checkpoints are asked while it runs: evaluations, or a suite."""
+    """A training and the evaluations, or suite, of its checkpoints."""
 
     training: TrainLmOnPodConfig
     """The training; it needs an output_path."""
     evaluations: tuple[ExportsEvaluation, ...] = ()
-    """Evaluations that one pool serves."""
+    """Evaluations that share a single pool."""
     suite: SuiteName | None = None
     """A suite by its name or file, in place of evaluations."""
     request: ExportsRequest | None = None
-    """As for a suite: the place of its records, the resources of its engines."""
+    """As for a suite: the folder of its records, the resources of its engines."""
     every_n_steps: int | None = Field(default=None, ge=1)
-    """Evaluate only the first step at or past each multiple of this, and the last one."""
+    """Evaluate only the first step at or past each multiple of this, and the last step."""
     poll_seconds: float = Field(default=2.0, gt=0)
-    """Time between two listings of the exports; a checkpoint is taken once two agree about it."""
+    """Time between two listings of the exports; a checkpoint is evaluated once two listings agree about it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -170,7 +171,7 @@ class TrainAndEvaluateConfig(Config):
         try:
             exports = TrainLmOnPodConfig.model_validate(values.get("training")).exports
         except ValidationError:
-            return values  # which is reported when the field itself is looked at
+            return values  # reported when the field itself is validated
         if exports is None:
             raise ValueError(
                 "expected a training with an output_path that names the run (impute_run_id_from_output_path), since "
@@ -190,19 +191,16 @@ class TrainAndEvaluateConfig(Config):
 
     @property
     def exports(self) -> str:
-        """Returns where the checkpoints are that are evaluated."""
         exports = self.training.exports
         assert exports is not None, "checked when it was made"
         return exports
 
     @property
     def place(self) -> str:
-        """The run and what is asked of it, for the name of the flow run."""
         asked = self.suite or in_few_words(evaluation.asked for evaluation in self.evaluations)
         return f"{name_of(self.exports)[0]} · {asked}"
 
     def asked(self) -> tuple[EvaluationConfig, ...]:
-        """The evaluations, those of the suite where one is named."""
         if self.suite is None:
             return self.evaluations
         assert self.request is not None

@@ -1,7 +1,4 @@
-"""Training by Levanter through the job client, whichever backend that is: submit, wait, end.
-
-`run_levanter_train_lm` waits for the end; `training` leaves the time until then to its block.
-"""
+"""Training by Levanter through the job client on any backend."""
 
 from __future__ import annotations
 
@@ -31,37 +28,30 @@ from tasks.training.variables import accelerator_defaults, variables_of
 
 CONFIG_NAME = "train_config.json"
 SILENCE_SECONDS = 600.0
-"""Time without an answer after which a training on a backend counts as lost; a controller may be started again."""
+"""Time without an answer after which a training on a backend counts as lost; a controller may be restarting."""
 _JOB_NAME = "train_lm"
 _LOOK_AGAIN_SECONDS = 5.0
 
 
 class _Refusal(BaseModel):
-    """The reason of `run_levanter_train.py` for a configuration that it cannot follow."""
-
     expected: str
     found: str
     remedy: str
 
 
 class _Trained(BaseModel):
-    """The file that a training writes last."""
-
     digest: str
 
 
 def run_levanter_train_lm(config: TrainLmOnPodConfig, *, client: Client | None = None) -> JobStatus:
-    """Trains to the end, on the current client unless one is given. Interrupted, it ends the training."""
+    """Trains to the end, on the current client by default; ends the training when interrupted."""
     with training(config, client=client) as job:
         return finished(job)
 
 
 @contextmanager
 def training(config: TrainLmOnPodConfig, *, client: Client | None = None) -> Iterator[JobHandle]:
-    """A training for as long as the block lasts; what has not ended by then is terminated.
-
-    Its accelerators are reserved until it has ended.
-    """
+    """Runs a training, with its accelerators reserved, for the duration of the block; terminates it at the end."""
     planned = plan_training(config)
     chosen = client or current_client()
     chosen.check_resources(config.resources)
@@ -115,7 +105,7 @@ def _wait_for_answer(job: JobHandle, silence_seconds: float, sleep: Callable[[fl
 
 
 def plan_training(config: TrainLmOnPodConfig) -> Training:
-    """A training as it will be: named, with its places."""
+    """Returns a training with its run id and paths filled in."""
     planned = training_of(config, process=training_variables())
     check_gcs_paths_same_region(
         {"train_config": planned.train_config, "output_path": config.output_path, "compiled": planned.compiled},
@@ -126,7 +116,7 @@ def plan_training(config: TrainLmOnPodConfig) -> Training:
 
 
 def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
-    """The job of a training. It is tried again as often as it is preempted, and not where it fails by itself."""
+    """Returns the job of a training; preempted attempts are retried, failed attempts are not."""
     workspace = Path.cwd()
     resources = _of_one_type_where_variables_differ(config.resources, workspace)
     variables = variables_of(
@@ -140,7 +130,7 @@ def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
     arguments = {"device": resources.device.kind, "trained": planned.trained, "digest": planned.digest}
     return JobRequest(
         name=f"{_JOB_NAME}-{re.sub(r'[^A-Za-z0-9._-]', '-', planned.run_id)[:80]}",
-        # The node builds the environment, or has it: nothing of this machine's paths is in the request.
+        # The node builds or reuses the environment, so the request has no paths of this machine.
         entrypoint=Call(train, (planned.train_config,), arguments),
         resources=resources,
         environment=create_environment(workspace=workspace, env_vars=variables),
@@ -154,7 +144,7 @@ def _of_one_type_where_variables_differ(resources: ResourceConfig, workspace: Pa
 
 
 def is_trained(planned: Training) -> bool:
-    """Returns whether a training of the same configuration has come to its end there."""
+    """Returns True if a training of the same configuration has finished in the same folder."""
     if planned.trained is None:
         return False
     try:

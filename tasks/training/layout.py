@@ -1,4 +1,4 @@
-"""Layout of a training: its folders, the name of its run, and Levanter's configuration that says so."""
+"""Layout of a training: its folders, its run id, and Levanter's configuration with both."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _COMPILED = "ttl=30d/compilation-cache"
 
 @dataclass(frozen=True)
 class Training:
-    """A training as it will be: `train_config` is Levanter's, with run id and places filled in.
+    """A planned training: `train_config` is Levanter's configuration with run id and paths filled in.
 
-    `trained` is the file that is written last, and `digest` what stands in it; `compiled` is where compiled programs
-    go, None for this machine's cache.
+    `trained` is the file that is written last and records `digest`; `compiled` is the folder for compiled programs,
+    None for this machine's cache.
     """
 
     run_id: str
@@ -42,7 +42,7 @@ class Training:
 
 
 def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Training:
-    """Names the run and fills in places."""
+    """Returns a training with its run id and paths filled in."""
     given = _train_config(config)
     run_id = run_id_of(config, given, process=process)
     output = storage.absolute(config.output_path) if config.output_path else None
@@ -63,7 +63,7 @@ def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Tr
         trainer["require_accelerator"] = False
     data = {**(given.get("data") or {}), "auto_build_caches": config.auto_build_caches}
     if output is not None:
-        data.setdefault("cache_dir", storage.join(output, TOKENS))  # Levanter's own is in a folder that goes away
+        data.setdefault("cache_dir", storage.join(output, TOKENS))  # Levanter's default is in a temporary folder
     return Training(
         run_id=run_id,
         train_config={**given, **places, "data": data, "trainer": trainer},
@@ -74,8 +74,9 @@ def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Tr
 
 
 def run_id_of(config: TrainLmOnPodConfig, train_config: Mapping[str, Any], *, process: Mapping[str, str]) -> str:
-    """The run's id: the trainer's own, else RUN_ID of the training, else of this process, else the last part of
-    `output_path`, if that may be taken, else a new one."""
+    """Returns the run's id: the trainer's own, else RUN_ID of the training, else RUN_ID of this process, else the last
+    part of `output_path` if `impute_run_id_from_output_path`, else a new id.
+    """
     imputed = None
     if config.impute_run_id_from_output_path and config.output_path:
         imputed = storage.basename(storage.absolute(config.output_path))
@@ -89,7 +90,7 @@ def run_id_of(config: TrainLmOnPodConfig, train_config: Mapping[str, Any], *, pr
 
 
 def default_run_id() -> str:
-    """Eight random letters and digits: W&B gives a run with an id of another form no name to display."""
+    """Returns eight random letters and digits: W&B shows no name for a run with an id of another form."""
     return base64.b32encode(secrets.token_bytes(5)).decode().lower()
 
 

@@ -1,4 +1,4 @@
-"""The node of a training's job: builds the environment where it runs, and runs Levanter in it."""
+"""The node of a training's job: builds the environment and runs Levanter in it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ _REFUSAL_FILE = "refused.json"
 
 
 def train(train_config: Mapping[str, Any], *, device: str, trained: str | None, digest: str) -> None:
-    """Trains, and ends this process with the exit code of the training.
-
-    Args:
-        train_config: Levanter's configuration.
-        device: kind of device that JAX is built for.
-        trained: file that is written once all is done, in any store.
-        digest: what goes into it.
-    """
+    """Trains, records `digest` in the file `trained`, and ends this process with the training's exit code."""
     python = ensure_environment(LEVANTER[device]).python
     with tempfile.TemporaryDirectory(prefix="assay-training-") as name:
         folder = Path(name)
@@ -41,7 +34,7 @@ def train(train_config: Mapping[str, Any], *, device: str, trained: str | None, 
         refusal = folder / _REFUSAL_FILE
         if refusal.is_file():
             announce(refusal.read_text(errors="replace"))
-    if returncode:  # as shells write a signal, which backends know from an exit code of the training's own
+    if returncode:  # signals as in shells (128 + n), which backends distinguish from a training's own exit code
         sys.exit(returncode if returncode > 0 else 128 - returncode)
 
 
@@ -58,7 +51,7 @@ def _run(command: list[str], folder: Path) -> int:
 
 @contextmanager
 def _passing_on_sigterm(training: subprocess.Popen[bytes]) -> Iterator[None]:
-    if current_thread() is not main_thread():  # a backend may run calls in threads, and keep signals to itself
+    if current_thread() is not main_thread():  # a backend may run calls in threads, and handle signals itself
         yield
         return
     before = signal.signal(signal.SIGTERM, lambda *_: training.terminate())

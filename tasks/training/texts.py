@@ -1,4 +1,4 @@
-"""Training texts that a configuration of Levanter names, to be searched for questions."""
+"""Training texts in a configuration of Levanter, for contamination scans."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FIELDS = {
 
 
 def training_texts(uri: str) -> tuple[list[TextSource], list[str]]:
-    """Texts that a training learns from, and those of its components that lie in no file, with the reason.
+    """Returns the training texts, and the components without files, each with the reason.
 
-    Components of weight 0 are only validated on, so they are left out.
+    Components of weight 0 are only validated on, and left out.
 
     Args:
         uri: YAML with a TrainAndEvaluateConfig, a TrainLmOnPodConfig or Levanter's own configuration.

@@ -1,4 +1,4 @@
-"""The environment variables of a training: defaults of the accelerator and ours, below what the caller says."""
+"""The environment variables of a training, by precedence: the caller's, defaults of the accelerator, ours."""
 
 from __future__ import annotations
 
@@ -33,31 +33,28 @@ def variables_of(
     workspace: Path,
     git_commit: str | None,
 ) -> dict[str, str]:
-    """The variables of a training's job, beside those of every job.
+    """Returns the variables of a training's job, without those of every job.
 
     Args:
-        training: what is trained.
-        given: by the caller; they win, but for RUN_ID, which names the run that was decided on.
-        device: that it runs on.
+        given: variables by the caller; they override all except RUN_ID.
         process: variables of the submitting process.
-        workspace: folder in which Levanter's launcher keeps defaults for accelerators.
-        git_commit: of the code, if that is known.
+        workspace: folder with the accelerator defaults of Levanter's launcher.
     """
     defaults = {**_DEFAULTS, **({"GIT_COMMIT": git_commit} if git_commit else {})}
     defaults |= {name: process[name] for name in ("WANDB_MODE",) if name in process}
     variables = {**defaults, **accelerator_defaults(workspace, device), **given, "RUN_ID": training.run_id}
     if isinstance(device, TpuConfig):
         _check_wandb({**process, **variables})
-    if training.compiled:  # else it is the cache of the machine that it runs on, which only that one knows
+    if training.compiled:  # else the cache of the machine that runs it, which sets this itself
         variables.setdefault("JAX_COMPILATION_CACHE_DIR", training.compiled)
     if "://" in variables.get("JAX_COMPILATION_CACHE_DIR", ""):
-        # XLA's own caches are files of this machine; asked for on a store, they fail the first compilation.
+        # XLA's own caches are local files; with a store they fail the first compilation.
         variables.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
     return variables
 
 
 def accelerator_defaults(workspace: Path, device: Device) -> dict[str, str]:
-    """Returns what the file of Levanter's launcher says for a TPU: for all of them, for the generation, for the type."""
+    """Returns the defaults of Levanter's launcher file for a TPU: of all TPUs, of the generation, and of the type."""
     if not isinstance(device, TpuConfig):
         return {}
     path = next((workspace / name for name in _LEVANTER_FILES if (workspace / name).is_file()), None)

@@ -1,1 +1,1 @@
-"""Questions and answers behind published values: columns for a page, the page, and a server for it."""
+"""Viewer of questions and answers behind published scores: data for a page, the page, and its server."""

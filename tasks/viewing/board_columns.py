@@ -1,4 +1,4 @@
-"""The columns of one board side by side: questions that all its checkpoints share, scores, flags, texts and answers."""
+"""Columns of a board: questions shared by all checkpoints, with scores, flags, texts and answers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ _Texts = tuple[str, str, str | None, list[str]]
 
 
 class BoardColumns:
-    """Everything that is shown of a board as far as its samples are read.
+    """Everything shown of a board, as far as its samples are read.
 
-    Questions are in the order of the column that has most of them, then those of others. Where a column has another
-    order, `_places` says at which of its places a question is.
+    Questions are in the order of the longest column, followed by questions missing in it. For a column in another
+    order, `_places` has the index of each question in that column. `read` and `unreadable` use the keys of `place_of`.
     """
 
     def __init__(self, board: Board, kept: KeptColumns, *, read: Container[str], unreadable: Mapping[str, str]) -> None:
-        """Takes a board, the places of samples that are read, and why some of these could not be, by their place."""
         self.board = board
         self._kept = kept
         self._unreadable = unreadable
@@ -53,7 +52,6 @@ class BoardColumns:
 
     @cached_property
     def questions(self) -> Questions:
-        """Returns all questions by name."""
         names = list(self._names)
         parts = list(dict.fromkeys(part for part, _ in names)) or [self.board.shown.benchmark]
         number_of = {part: number for number, part in enumerate(parts)}
@@ -75,7 +73,7 @@ class BoardColumns:
 
     @cached_property
     def scales(self) -> list[Scale]:
-        """Returns every metric of single questions: published ones first, shares from 0 to 1, others by their ends."""
+        """Metrics of single questions, published first; the scale is [0, 1], or the range of scores beyond that."""
         found: dict[str, list[float]] = {}
         for column in filter(None, self._columns):
             for metric in column.metrics:
@@ -85,13 +83,13 @@ class BoardColumns:
         return [_scale(name, found[name], self.board) for name in names]
 
     def scores(self, metric: int) -> np.ndarray:
-        """Bytes of a metric, checkpoints × questions."""
+        """Returns the bytes of a metric, checkpoints × questions."""
         import numpy as np
 
         return np.stack([self.scores_at(checkpoint, metric) for checkpoint in range(len(self._columns))])
 
     def scores_at(self, checkpoint: int, metric: int) -> np.ndarray:
-        """Bytes of a metric at a checkpoint, by question."""
+        """Returns the bytes of a metric at a checkpoint, by question."""
         import numpy as np
 
         scale, column = self.scales[metric], self._columns[checkpoint]
@@ -102,7 +100,7 @@ class BoardColumns:
         return self._spread(checkpoint, as_bytes(values, scale), absent=NO_SCORE)
 
     def flags(self) -> np.ndarray:
-        """Flags, checkpoints × questions; those that were not asked have none."""
+        """Returns the flags, checkpoints × questions; 0 for questions missing at a checkpoint."""
         import numpy as np
 
         found = np.zeros((len(self._columns), len(self._names)), dtype=np.uint8)
@@ -114,7 +112,6 @@ class BoardColumns:
         return found
 
     def question(self, number: int) -> ViewedQuestion:
-        """Texts of a question, and its answers at every checkpoint."""
         asked: _Texts | None = None
         answers: list[list[Answer]] = []
         for checkpoint, column in enumerate(self._columns):
@@ -135,12 +132,7 @@ class BoardColumns:
         return ViewedQuestion(context, prompt, target, choices, answers)
 
     def search(self, text: str, *, is_over: Callable[[], bool]) -> Found:
-        """Questions that hold a text, whatever its case: in what was asked, and in what was answered.
-
-        Args:
-            text: what is looked for.
-            is_over: tells that it was looked for long enough.
-        """
+        """Searches prompts and answers for a text, ignoring case, until `is_over` returns True."""
         wanted = text.casefold()
         escaped = orjson.dumps(wanted)[1:-1].decode()
         in_questions: set[int] = set()

@@ -1,4 +1,4 @@
-"""Boards: benchmarks with the checkpoints that answered them, from records alone."""
+"""Boards: benchmarks with their evaluated checkpoints, from records alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HASH_CHARACTERS = 8
 
 @dataclass(frozen=True)
 class Board:
-    """A benchmark as it is shown, with the record of each of its checkpoints, and its metrics as they are published."""
+    """A benchmark as shown, with the record of each checkpoint, and its published metrics."""
 
     shown: ViewedBenchmark
     records: Sequence[FoundRecord]
@@ -30,16 +30,11 @@ class Board:
 
     @property
     def with_samples(self) -> list[int]:
-        """Numbers of the checkpoints that have samples."""
         return [number for number, checkpoint in enumerate(self.shown.checkpoints) if checkpoint.samples]
 
 
 def boards_of(found: Sequence[FoundRecord]) -> list[Board]:
-    """A board for each benchmark that was asked for, by evaluator and settings; of several records the one that counts.
-
-    Args:
-        found: records, in the order of runs and steps.
-    """
+    """Returns a board per requested benchmark, evaluator and settings, with the current record of each checkpoint."""
     places = {id(item.record): item for item in found}
     apart = told_apart([item.record.checkpoint for item in found])
     held: dict[tuple[str, str, str], dict[str, Record]] = {}
@@ -68,7 +63,7 @@ def boards_of(found: Sequence[FoundRecord]) -> list[Board]:
 
 
 def boards_of_sample(record: Record, benchmark: str) -> list[str]:
-    """The benchmarks of a record that show the questions of another one: itself, and groups that this is a part of."""
+    """Returns a record's benchmarks that show the questions of `benchmark`: itself, and the groups that contain it."""
     groups = {metric.benchmark: metric.parts for metric in record.metrics if metric.parts}
 
     def holds(group: str) -> bool:
@@ -80,7 +75,7 @@ def boards_of_sample(record: Record, benchmark: str) -> list[str]:
     shown = [name for name in named if name == benchmark or holds(name)] or list(islice(by_name, 1))
     measured = {metric.benchmark for metric in record.metrics}
     left = [name for name in named if name not in measured] or named
-    return shown or (left if len(left) == 1 else [])  # of several benchmarks none is guessed
+    return shown or (left if len(left) == 1 else [])  # ambiguous if several remain
 
 
 def _counts(record: Record) -> tuple[bool, bool, float]:

@@ -1,38 +1,38 @@
-"""Columns: the form in which a page gets questions and answers, loaded part by part.
+"""Columns: the data format between the page and its server or file, loaded part by part.
 
-The page asks for names below its own address, of a server or of the file that it stands in:
+The page requests these names relative to its own address, from the server or its own file:
 
-    index.json                          `Index`: which benchmarks there are; from records alone
+    index.json                          `Index`: the benchmarks, from records alone
     <key>/questions.json                `Questions`: a benchmark's questions and checkpoints, without texts
     <key>/scores/<metric>.bin           bytes, checkpoint after checkpoint: the score of each question, see below
     <key>/flags.bin                     bytes, checkpoint after checkpoint: the flags of each question
     <key>/part/<number>.json            `Part`: texts and answers of `questions_per_part` questions at every checkpoint
     <key>/pairs/<metric>-<a>-<b>.json   `Pair`: the second of two checkpoints against the first
-    <key>/search.json?text=<text>       `Found`: questions that hold a text, of a server only
+    <key>/search.json?text=<text>       `Found`: questions that contain a text, from a server only
 
-Questions, checkpoints and metrics are numbers, counted from 0 in the order of `Questions`. The byte of question q at
-checkpoint c is number c × questions + q. A score's byte is 0 to 254, from `low` to `high` of its metric; 255 stands for
-no score, and so do all bytes of a checkpoint without samples. Flags are a sum: `CUT`, `UNSCORED`, `SHORTENED`.
+Questions, checkpoints and metrics are identified by index from 0, in the order of `Questions`. Question q at checkpoint
+c has byte number c × questions + q. A score byte of 0 to 254 spans `low` to `high` of its metric; 255 means no score,
+as for all bytes of a checkpoint without samples. Flags are a sum of `CUT`, `UNSCORED` and `SHORTENED`.
 
 A server sends everything gzipped, with that content encoding. In a file, each name is the `data-name` of a
-`<script type="application/octet-stream">` that holds the same, gzipped, in base64.
+`<script type="application/octet-stream">` with the same gzipped content in base64.
 
-A server that has read some of a benchmark's samples answers for `questions.json` with what is there: checkpoints that
-are `unread` have no score, and questions, metrics and their numbers may be others once more are read. With
-`?unread=<how many>` behind their names, scores, flags and parts are those of that answer; the page asks for all of it
-anew until none is unread. Pairs and searches, and everything while there is no score yet, are answered with status 202
-and `Progress` until all are read; the page asks again.
+While a server reads a benchmark's samples, `questions.json` has the current state: `unread` checkpoints have no score,
+and questions, metrics and their indices may change as more is read. With `?unread=<number>` appended, scores, flags and
+parts match the `questions.json` of that state; the page reloads everything until no checkpoint is unread. Until all
+samples are read, pairs and searches, and without any score every request, get status 202 and `Progress`; the page
+repeats the request.
 
-What goes wrong has a status of 400 or more and `{"error": text}`. A name that is not there has status 404 on a server,
-and no script in a file: pairs are in a file for neighbours, and for the first and last checkpoint with samples.
+Errors have a status of 400 or more and `{"error": text}`. A missing name has status 404 on a server, and no script in a
+file: a file has pairs of neighbors, and of the first and last checkpoint with samples.
 
-Two checkpoints are told apart by the bytes of a metric. The second has *won* a question where its score is the better
-one, *lost* it where it is the worse one. Of those alike, *both* have it from the middle of the scale on, on the better
-side, and *neither* the others. A metric without a direction counts as one whose higher values are better.
+Two checkpoints are compared by the bytes of a metric. The second has *won* a question with a better score, and *lost* a
+question with a worse score. Equal scores count as *both* on the better half of the scale (including its middle), else
+as *neither*. For a metric without a direction, higher counts as better.
 
-A question is *right* where both would have it. Over the checkpoints of a run that have a score of it, it was *learned*
-at the first from which on it is right to the end, *lost* at the first from which on it is wrong to the end though it
-was right before, and *flips* as often as right follows on wrong or wrong on right.
+A question is *right* on that better half. Over the checkpoints of a run that have a score of it, it was *learned* at
+the first checkpoint from which it stays right to the end, and *lost* at the first from which it stays wrong to the end
+after being right before. *Flips* counts the changes between right and wrong.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-if TYPE_CHECKING:  # it takes 0.1 s, which is for nothing in most processes
+if TYPE_CHECKING:  # the import takes 0.1 s, which most processes do not need
     import numpy as np
 
 CUT = 1
 """Flag of an answer that ended at the length limit."""
 UNSCORED = 2
-"""Flag of a question that was asked and has no score, or whose record was withheld."""
+"""Flag of a requested question without a score, or with a withheld record."""
 SHORTENED = 4
-"""Flag of a prompt that was cut on the left to fit."""
+"""Flag of a prompt cut on the left to fit."""
 NO_SCORE = 255
 """Byte of a question without a score."""
 _HIGHEST = 254
@@ -60,7 +60,7 @@ _HIGHEST = 254
 
 @dataclass(frozen=True)
 class Score:
-    """A published value, with its 95 % interval where one is known."""
+    """A published value, with its 95 % interval if known."""
 
     value: float
     low: float | None
@@ -69,10 +69,10 @@ class Score:
 
 @dataclass(frozen=True)
 class ViewedCheckpoint:
-    """A checkpoint of one benchmark. `merge` says how it was made of others, `note` why it has no score.
+    """A checkpoint of a benchmark. `merge` describes its inputs if merged, `note` the reason for a missing score.
 
-    Those that a run has by one kind of merge are a run of their own, as in reports. `scores` are published values by
-    metric, `samples` tells if its answers were kept.
+    Merged checkpoints are a run of their own for each kind of merge, as in reports. `scores` has published values by
+    metric; `samples` is True if its answers were stored.
     """
 
     run: str
@@ -87,10 +87,10 @@ class ViewedCheckpoint:
 
 @dataclass(frozen=True)
 class ViewedBenchmark:
-    """A benchmark by one evaluator with one set of settings, and its checkpoints by run and step.
+    """A benchmark by an evaluator with a set of settings, and its checkpoints by run and step.
 
-    `key` is made of letters, digits and `-`. `settings` are words for what tells it from others of its name, empty
-    where there are none. `metrics` are those with published values, the first is to be shown first.
+    `key` has letters, digits and `-`. `settings` is a label that distinguishes benchmarks of the same name, otherwise
+    empty. `metrics` are the published metrics, the default first.
     """
 
     key: str
@@ -104,7 +104,7 @@ class ViewedBenchmark:
 
 @dataclass(frozen=True)
 class Index:
-    """Everything that can be opened, from records alone. `searches` tells if `search.json` is there."""
+    """All benchmarks, from records alone. `searches` is True if `search.json` is available."""
 
     title: str
     searches: bool
@@ -113,7 +113,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Scale:
-    """A metric of single questions: its bytes go from `low` to `high`; `smooth` ones come along with others."""
+    """A metric of single questions, with bytes from `low` to `high`; `smooth` as in records."""
 
     name: str
     higher_is_better: bool | None
@@ -124,11 +124,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions of a benchmark by name; `part` numbers the benchmark of a group that each is of, by `parts`.
+    """Questions of a benchmark by name; for a group, `part` has the index in `parts` of each question's benchmark.
 
-    `part` is empty where there is one. `clusters` are names of shared passages, empty where no question has one.
-    `unreadable` says why the samples of a checkpoint could not be read, by its number. `unread` are the numbers of
-    checkpoints whose samples are still to be read.
+    `part` is empty for a single benchmark. `clusters` are names of shared passages, empty without any. `unreadable` has
+    read errors of samples by checkpoint index. `unread` has the indices of checkpoints with samples not yet read.
     """
 
     ids: Sequence[str]
@@ -143,9 +142,9 @@ class Questions:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of one checkpoint. `scores` are on the metric's own scale; `finish` is the reason for its end.
+    """An answer of a checkpoint. `scores` are on the metric's own scale; `finish` is the finish reason.
 
-    `prompt` and `context` are given where they are other ones than the question's, as are `target` and `choices`.
+    `prompt`, `context`, `target` and `choices` are given only if they differ from the question's.
     """
 
     output: str
@@ -162,9 +161,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class ViewedQuestion:
-    """A question as it was asked: `context` and then `prompt`. `answers` has a list for each checkpoint.
+    """A question: its prompt is `context` followed by `prompt`. `answers` has a list for each checkpoint.
 
-    A list is empty where the question was not asked, and holds several answers where it was asked repeatedly.
+    A list is empty if the checkpoint lacks the question, and has several answers to a repeated question.
     """
 
     context: str
@@ -176,7 +175,7 @@ class ViewedQuestion:
 
 @dataclass(frozen=True)
 class Part:
-    """Questions in a row, the first of which has the number `first`."""
+    """Consecutive questions, the first with index `first`."""
 
     first: int
     questions: Sequence[ViewedQuestion]
@@ -184,11 +183,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Pair:
-    """The second of two checkpoints against the first: questions by what became of them, and if that is chance.
+    """The second of two checkpoints against the first: indices of questions by outcome, and a significance test.
 
-    `values`, `difference`, its 95 % interval and `p` are those of `assay compare` before it adjusts for the number of
-    metrics, `test` is the test behind them. `exact_p` is McNemar's exact p, where that is the test. `reason` says why
-    there is no test. `changes` are those of engine, harness or data between both.
+    `values`, `difference`, its 95 % interval, `p` and `test` are those of `assay compare` before the adjustment for the
+    number of metrics. `exact_p` is the exact p-value if the test is McNemar's. `reason` is the reason for no test.
+    `changes` are the changes of engine, harness or data between both.
     """
 
     won: Sequence[int]
@@ -208,9 +207,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Found:
-    """Numbers of the questions that hold a text: in context, prompt, target or choices, or in any answer.
+    """Indices of questions with a text: in context, prompt, target or choices, or in any answer.
 
-    `complete` is false where there were too many to go on.
+    `complete` is False if the search ended early.
     """
 
     in_questions: Sequence[int]
@@ -220,24 +219,24 @@ class Found:
 
 @dataclass(frozen=True)
 class Progress:
-    """Files with samples of a benchmark that are read, of how many."""
+    """Number of sample files of a benchmark that are read, and in total."""
 
     read: int
     of: int
 
 
 def as_json(value: Any) -> bytes:
-    """A value of this form as it is sent, before it is packed."""
+    """Encodes a value of this format before compression."""
     return orjson.dumps(value)
 
 
 def packed(content: bytes) -> bytes:
-    """Content as it is sent, or put in a file; the same content always gives the same bytes."""
+    """Compresses content for sending or for a file; equal content gives equal bytes."""
     return gzip.compress(content, compresslevel=1, mtime=0)
 
 
 def as_bytes(scores: np.ndarray, scale: Scale) -> np.ndarray:
-    """Scores as bytes; those that are no number have none."""
+    """Converts scores to bytes; NaN becomes `NO_SCORE`."""
     import numpy as np
 
     span = scale.high - scale.low
@@ -247,7 +246,7 @@ def as_bytes(scores: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 def is_right(scores: np.ndarray, scale: Scale) -> np.ndarray:
-    """Tells of bytes which are on the better half of a scale; those without a score are not."""
+    """Returns for each byte if it is on the better half of its scale; False without a score."""
     if scale.higher_is_better is False:
         return 2 * scores.astype(int) < _HIGHEST
     return (2 * scores.astype(int) >= _HIGHEST) & (scores != NO_SCORE)

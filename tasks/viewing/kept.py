@@ -1,7 +1,7 @@
-"""Columns kept on this machine, so that samples are read once: a file of SQLite for each place of records.
+"""Local storage of columns, so that samples are read only once: a SQLite file per location of records.
 
-Below a hundred thousand questions at all checkpoints together it pays for nobody, and stands in memory. Files lie below
-the cache's folder and never beside records; whatever is wrong with one, it is made anew.
+Up to 100,000 questions over all checkpoints, columns stay in memory. Files are in the cache folder, never next to
+records; a damaged file is rebuilt.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from tasks.viewing.reading import Column, ColumnMetric, digest_of
 _log = logging.getLogger(__name__)
 _FORMAT = 2
 _FILES = ("", "-wal", "-shm")
-_MOST_BYTES = 8 * 2**30
-"""Bytes of all files together; above it those go that were not opened for longest."""
+_MOST_BYTES = 8 * 2**30  # of all files together
 _BLOCKS_IN_MEMORY = 1024
-_SECONDS = 60.0  # that a writer waits for another one
+_SECONDS = 60.0  # timeout of a writer waiting for another writer
 _TABLES = """
 create table if not exists file (place text primary key) without rowid;
 create table if not exists held (
@@ -48,9 +47,9 @@ create table if not exists texts (digest blob primary key, content blob) without
 
 
 def kept_at(location: str) -> Path | None:
-    """Returns the file with columns of the records below a location; None if others can write the folder.
+    """Returns the file for columns of the records below a location; None if other users can write to its folder.
 
-    A file that others could have written is removed. Both are logged.
+    Removes a file that other users could have written. Logs both cases.
     """
     name = hashlib.sha256(f"{_FORMAT} {storage.absolute(location)}".encode()).hexdigest()[:32]
     path = settings().cache_dir / "columns" / f"{name}.sqlite"
@@ -67,14 +66,14 @@ def kept_at(location: str) -> Path | None:
 
 
 def place_of(found: FoundRecord) -> str:
-    """Name of the samples of a record: another one for other samples."""
+    """Returns the key of a record's samples; it changes with their content."""
     record = found.record
     state = record.digests.samples or record.created.isoformat()
     return hashlib.sha256("\n".join((found.cell_uri, record.attempt, state)).encode()).hexdigest()
 
 
 class HeldColumn:
-    """A column that is kept, less its texts and answers."""
+    """A stored column without its texts and answers."""
 
     def __init__(self, number: int, questions: bytes, size: int, metrics: str, flags: bytes, texts: bytes) -> None:
         self.number = number
@@ -86,10 +85,9 @@ class HeldColumn:
 
 
 class KeptColumns:
-    """Columns of one place of records; safe to use from several threads, and from several processes if in a file."""
+    """Columns of a location of records, in memory without a path; thread-safe, and process-safe if in a file."""
 
     def __init__(self, path: Path | None) -> None:
-        """Opens them; in memory without a path."""
         self.path = path
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,18 +102,17 @@ class KeptColumns:
         self._block = lru_cache(maxsize=_BLOCKS_IN_MEMORY)(self._read_block)
 
     def close(self) -> None:
-        """Lets the file go."""
         with self._lock:
             self._connection.close()
 
     def missing(self, places: Sequence[str]) -> list[str]:
-        """Those of some places whose samples are not read yet."""
+        """Returns the keys with samples that are not read yet."""
         with self._lock:
             known = {place for (place,) in self._connection.execute("select place from file")}
         return [place for place in places if place not in known]
 
     def take(self, place: str, columns: Mapping[str, Column], texts: Mapping[bytes, bytes]) -> None:
-        """Keeps what was read at a place: all of it, or nothing."""
+        """Stores the columns read for a key: all of them, or on an error none."""
         with self._writing() as connection:
             if connection.execute("select 1 from file where place = ?", (place,)).fetchone():
                 return
@@ -132,7 +129,6 @@ class KeptColumns:
             connection.execute("insert into file values (?)", (place,))
 
     def column(self, place: str, benchmark: str) -> HeldColumn | None:
-        """The column of a benchmark that was read at a place, if there is one."""
         with self._lock:
             row = self._connection.execute(
                 "select number, questions, size, metrics, flags, texts from held where place = ? and benchmark = ?",
@@ -141,7 +137,7 @@ class KeptColumns:
         return HeldColumn(*row) if row else None
 
     def scores(self, column: HeldColumn, metric: int) -> bytes:
-        """Scores of a column in one of its metrics, as float32."""
+        """Returns the scores of a column in a metric, as float32 bytes."""
         with self._lock:
             start, length = 4 * metric * column.size + 1, 4 * column.size
             found = self._connection.execute(
@@ -150,15 +146,13 @@ class KeptColumns:
             return found.fetchone()[0]
 
     def texts(self, digest: bytes) -> bytes:
-        """Content that is kept by its digest."""
         return self._block("select content from texts where digest = ?", (digest,))
 
     def answers(self, column: HeldColumn, block: int) -> bytes:
-        """A line for each question of a block."""
+        """Returns the answers of a block, a line per question."""
         return self._block("select content from answers where held = ? and block = ?", (column.number, block))
 
     def knows(self, digest: bytes) -> bool:
-        """Tells if some content is kept already."""
         with self._lock:
             return bool(self._connection.execute("select 1 from texts where digest = ?", (digest,)).fetchone())
 
@@ -183,14 +177,13 @@ class KeptColumns:
 
 
 class TextKeeper:
-    """Texts of one file as it is read: those that are not kept already are, under their digest."""
+    """Collects the texts of a file as it is read, by digest, if they are not stored yet; calls return the digest."""
 
     def __init__(self, kept: KeptColumns) -> None:
         self.new: dict[bytes, bytes] = {}
         self._kept = kept
 
     def __call__(self, content: bytes) -> bytes:
-        """Returns the digest of some content."""
         digest = digest_of(content)
         if digest not in self.new and not self._kept.knows(digest):
             self.new[digest] = packed(content)
@@ -198,7 +191,7 @@ class TextKeeper:
 
 
 def named_questions(content: bytes) -> list[tuple[str, str, str | None]]:
-    """Benchmark, id and cluster of each question of a column."""
+    """Returns benchmark, id and cluster of each question of a column."""
     return [(benchmark, name, cluster) for benchmark, name, cluster in orjson.loads(content)]
 
 
@@ -209,7 +202,7 @@ def _connected(path: Path | None) -> sqlite3.Connection:
     try:
         if path is not None:
             connection.execute("pragma journal_mode = wal")
-            connection.execute("pragma synchronous = off")  # what a crash of the machine takes is made anew
+            connection.execute("pragma synchronous = off")  # data lost in a crash of the machine is rebuilt
         connection.executescript(_TABLES)
     except sqlite3.DatabaseError:
         connection.close()
@@ -218,12 +211,12 @@ def _connected(path: Path | None) -> sqlite3.Connection:
 
 
 def make_room(path: Path) -> None:
-    """Removes the files beside one that were opened least lately, until all are within their bound or in use."""
+    """Removes the least recently opened files in the folder of `path` until all fit in 8 GiB; skips files in use."""
     if path.exists():
         path.touch()
     files: list[tuple[float, int, Path]] = []
     for file in path.parent.glob("*.sqlite"):
-        with suppress(FileNotFoundError):  # another one makes room too
+        with suppress(FileNotFoundError):  # another process removes files too
             state = file.stat()
             files.append((state.st_mtime, state.st_size, file))
     total = 0
@@ -239,7 +232,7 @@ def _is_open(path: Path) -> bool:
             connection.execute("pragma journal_mode = delete")
     except sqlite3.OperationalError:
         return True
-    except sqlite3.DatabaseError:  # it is none, so nobody has
+    except sqlite3.DatabaseError:  # not a database, so not in use
         return False
     return False
 

@@ -1,9 +1,9 @@
-"""The page: its own files as a server sends them, and one file that holds it with everything that it shows.
+"""The page: its files for a server, and a single file of the page with all its data.
 
-The files lie in `page/`: `index.html`, which names every style sheet as `<link rel="stylesheet" href="NAME.css">` and
-its first module as `<script type="module" src="NAME.js"></script>`, each on a line of its own. For one file they are
-put in place of these lines, so modules import each other by `import { … } from "./NAME.js";` and export by `export`
-before a declaration, nothing is renamed by either, and no two modules declare one name.
+The files are in `page/`: `index.html` has each style sheet as `<link rel="stylesheet" href="NAME.css">` and the first
+module as `<script type="module" src="NAME.js"></script>`, each on a line of its own. A single file inlines them in
+place of these lines. So modules must import each other by `import { … } from "./NAME.js";` and export by `export`
+before a declaration, without renaming, and no two modules may declare the same name.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tasks.viewing.columns import packed
 from tasks.viewing.view import IN_MEMORY, View
 
 CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-"""Kinds of files that the page has, by the ends of their names."""
+"""Content types of the page's files by extension."""
 MOST_ANSWERS = IN_MEMORY
-"""Answers that a file holds at most, some 30 MB where they are short."""
+"""Largest number of answers in a file, about 30 MB if they are short."""
 MOST_BYTES = 128 * 2**20
-"""Bytes of the files of samples that a file holds at most, as they are kept: some 400 MB of text."""
+"""Largest size of the sample files for a page, as stored (compressed); about 400 MB of text."""
 BESIDE_A_REPORT = 20_000
-"""Answers up to which a report has such a file beside it without being asked: a second, and some 5 MB."""
+"""Largest number of answers at which a report gets this page without a request: takes 1 s and about 5 MB."""
 BYTES_BESIDE_A_REPORT = 16 * 2**20
-"""Bytes of the files of samples up to which it has: 20,000 short answers have 2 MB, as many of 30 kB 200 MB."""
+"""Largest size of the sample files for such a page: 20,000 short answers have 2 MB, answers of 30 kB 200 MB."""
 _QUESTIONS_PER_PART = 32
 _STYLE = re.compile(r'^[ \t]*<link rel="stylesheet" href="([\w-]+\.css)">[ \t]*$', re.MULTILINE)
 _SCRIPT = re.compile(r'^[ \t]*<script type="module" src="([\w-]+\.js)"></script>[ \t]*$', re.MULTILINE)
@@ -44,18 +44,18 @@ _HEAD = re.compile(r"<head>\n?")
 
 @cache
 def page_files() -> Mapping[str, bytes]:
-    """Every file of the page by its name."""
+    """Returns every file of the page by name."""
     folder = files("tasks.viewing") / "page"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in CONTENT_TYPES}
 
 
 def answers_of(found: Sequence[FoundRecord]) -> int:
-    """Answers that were kept with records."""
+    """Returns the number of answers stored with records."""
     return sum(item.record.samples or 0 for item in found)
 
 
 def bytes_of(found: Sequence[FoundRecord]) -> int:
-    """Bytes of the files of samples beside records, as they are kept."""
+    """Returns the size of the sample files of records in bytes, as stored."""
     folders = [storage.join(item.cell_uri, item.record.attempt) for item in found if item.record.samples]
     files = (file for folder in folders for file in storage.list_files(folder))
     return sum(file.size for file in files if storage.basename(file.uri) == SAMPLES_NAME)
@@ -64,14 +64,9 @@ def bytes_of(found: Sequence[FoundRecord]) -> int:
 def write_page(
     found: Sequence[FoundRecord], uri: str, *, title: str, location: str, wanted: RecordFilter | None = None
 ) -> str:
-    """Writes the page of some records with all that it shows as one file, and returns where.
+    """Writes the page of some records with all its data as a single file and returns its URI.
 
-    Args:
-        found: the records.
-        uri: where the file is to lie.
-        title: heading.
-        location: folder or place that the records lie below.
-        wanted: the benchmarks that it shows; all if left out.
+    `location` is the folder or store of the records; `wanted` filters benchmarks.
     """
     with closing(View(found, title=title, location=location, wanted=wanted)) as view:
         storage.write_bytes(uri, one_file(view.contents(questions_per_part=_QUESTIONS_PER_PART)))
@@ -79,18 +74,14 @@ def write_page(
 
 
 def write_beside_report(found: Sequence[FoundRecord], report: str, *, title: str, location: str) -> str | None:
-    """Writes the page beside a report, and returns where; None where there are no answers, or too many for that."""
+    """Writes the page next to a report and returns its URI; None without answers, or with too many."""
     if not 0 < answers_of(found) <= BESIDE_A_REPORT or bytes_of(found) > BYTES_BESIDE_A_REPORT:
         return None
     return write_page(found, f"{report.removesuffix('.html')}-questions.html", title=title, location=location)
 
 
 def one_file(contents: Mapping[str, bytes]) -> bytes:
-    """The page in one file, with what it asks for in it.
-
-    Args:
-        contents: content by the names of `columns`.
-    """
+    """Returns the page as a single file with the contents, by the names of `columns`, embedded."""
     parts = {name: content.decode() for name, content in page_files().items()}
     styles: list[str] = []
     scripts: list[str] = []

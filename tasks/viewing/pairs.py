@@ -1,4 +1,4 @@
-"""Two checkpoints side by side: questions by what became of them, and the test of `assay compare`."""
+"""Comparison of two checkpoints: questions by outcome, and the test of `assay compare`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 SamplesOf = Callable[[int], KeptSamples | None]
-"""Looks up the samples of a checkpoint."""
+"""Returns the samples of a checkpoint."""
 
 
 def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samples_of: SamplesOf) -> Pair:
-    """The second of two checkpoints against the first, in one metric; all by their numbers."""
+    """Compares the second of two checkpoints with the first in a metric; all are given by index."""
     scale = columns.scales[metric]
     before, after = (columns.scores_at(number, metric) for number in (first, second))
     won, lost, both, neither = _sorted(before, after, scale)

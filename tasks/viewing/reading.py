@@ -1,7 +1,7 @@
-"""Samples read into columns: what a page shows of all questions at once, apart from texts and answers in blocks.
+"""Parsing of samples into columns: data of all questions at once, and texts and answers in blocks.
 
-A file is read line by line, once. Texts are the same at most checkpoints, so blocks of them are known by their digest
-and kept once; only answers are kept for each.
+A file is read line by line, once. Texts are the same at most checkpoints, so blocks of texts are stored once by their
+digest; only answers are stored for each checkpoint.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK = 64
-"""Questions of a block, which is read at once: 64 at 200 checkpoints are 12,800 answers, parsed in 0.05 s."""
+"""Questions per block, the unit of reading: 64 at 200 checkpoints are 12,800 answers, parsed in 0.05 s."""
 _OF_AN_ANSWER = ("output", "scores", "log_likelihoods", "finish", "tokens", "truncated")
-_MOST = 1e38  # float32 ends at 3.4e38; two of these still differ by a number
-_OUTLIERS = (1.0, 99.0)  # percentiles between which perplexities are told apart: one text can have 1e30
+_MOST = 1e38  # below the largest float32, 3.4e38, so that differences stay finite
+_OUTLIERS = (1.0, 99.0)  # percentile range of perplexities on the scale: a single text can have 1e30
 
 
 @dataclass(frozen=True)
 class ColumnMetric:
-    """A metric of a column, with the ends of its scores."""
+    """A metric of a column, with its range of scores."""
 
     name: str
     low: float
@@ -41,10 +41,10 @@ class ColumnMetric:
 
 @dataclass(frozen=True)
 class Column:
-    """One benchmark at one checkpoint, question by question in the order of its file.
+    """A benchmark at a checkpoint, question by question in the order of its file.
 
-    `questions` is the digest of their names, `texts` are those of blocks of their texts. `scores` are float32, metric
-    after metric. `answers` are packed, each a line with a list: of the answers to one question.
+    `questions` is the digest of the names; `texts` has a digest for each block of texts. `scores` are float32, metric
+    after metric. `answers` are compressed blocks with a line per question: a list of its answers.
     """
 
     questions: bytes
@@ -58,8 +58,6 @@ class Column:
 
 @dataclass
 class _Reading:
-    """A column as it grows."""
-
     keep: Callable[[bytes], bytes]
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     clusters: list[str | None] = field(default_factory=list)
@@ -124,13 +122,10 @@ class _Reading:
 def columns_in(
     content: bytes, *, uri: str, shown_by: Callable[[str], Sequence[str]], keep: Callable[[bytes], bytes]
 ) -> dict[str, Column]:
-    """The columns of a file with samples, by benchmark.
+    """Parses the content of a samples file into columns by benchmark.
 
-    Args:
-        content: of the file.
-        uri: where it lies.
-        shown_by: the benchmarks that show a sample's own one, which may be a part of groups.
-        keep: keeps names and texts, and returns their digest.
+    `shown_by` returns the benchmarks that show a sample's own benchmark, which may be part of groups; `keep` stores
+    names and texts and returns their digest.
     """
     found: dict[str, _Reading] = {}
     try:
@@ -145,7 +140,7 @@ def columns_in(
 
 
 def digest_of(content: bytes) -> bytes:
-    """The digest that texts are known by."""
+    """Returns the digest that identifies texts."""
     return hashlib.sha256(content).digest()[:16]
 
 

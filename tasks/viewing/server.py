@@ -1,8 +1,7 @@
-"""A server of a view: read only, for one person who has its address.
+"""Read-only server of a view, for a single user with its address.
 
-The address holds a random token, without which nothing is answered. Requests that name this machine by a name that it
-was not given are refused, so that no page elsewhere can have a browser ask for it under a name of its own (DNS
-rebinding). Nothing but the page's files and the columns is served: no name is a path on a disk.
+Every path must start with a random token. Requests with an unknown `Host` name are refused, against DNS rebinding by
+other sites. Only the page's files and the columns are served: no name is a path on disk.
 """
 
 from __future__ import annotations
@@ -34,23 +33,16 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Rules for browsers, in every answer."""
-_EARLY = ("questions.json", "flags.bin", "scores/", "part/")  # that are answered while samples are still read
+"""Security headers of every response."""
+_EARLY = ("questions.json", "flags.bin", "scores/", "part/")  # answered while samples are being read
 _NUMBER = re.compile(r"[0-9]{1,6}")
-_PATIENCE_SECONDS = 0.5  # that a request waits for samples before it is told of progress
+_PATIENCE_SECONDS = 0.5  # wait of a request for samples before it gets a progress response
 _CLOSING_SECONDS = 1.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def serve(view: View, *, host: str, port: int, on_address: Callable[[str], None]) -> None:
-    """Serves a view until it is told to end by Ctrl-C or SIGTERM.
-
-    Args:
-        view: the view.
-        host: address or name of this machine to listen at.
-        port: port, or 0 for a free one.
-        on_address: is told the page's address, with its token.
-    """
+    """Serves a view until Ctrl-C or SIGTERM; calls `on_address` with address and token. Port 0 takes a free port."""
     asyncio.run(_serve(view, host, port, on_address))
 
 
@@ -79,12 +71,9 @@ async def _serve(view: View, host: str, port: int, on_address: Callable[[str], N
 
 
 def application(view: View, *, token: str, host: str) -> web.Application:
-    """The server's answers.
+    """Returns the web application of a view; `token` is the first part of every path.
 
-    Args:
-        view: the view.
-        token: the first part of every path.
-        host: name by which it may be asked, beside `localhost` and numbers.
+    `host` is an accepted `Host` name, in addition to `localhost` and IP addresses.
     """
     reading: dict[str, asyncio.Future[None]] = {}
 

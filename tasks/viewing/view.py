@@ -1,4 +1,4 @@
-"""A view of records: answers to everything that the page asks for, by name."""
+"""View of records: responses to all requests of the page, by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tasks.viewing.pairs import pair_of
 from tasks.viewing.reading import columns_in
 
 IN_MEMORY = 100_000
-"""Questions at all checkpoints together below which nothing is kept in a file, and no further process reads."""
+"""Total questions over all checkpoints up to which columns stay in memory, and no further process reads samples."""
 _SEARCH_SECONDS = 10.0
 _NAME = re.compile(
     r"([a-z0-9-]+)/(?:(questions|flags)|(scores|part|pairs)/(\d{1,9}(?:-\d{1,9}-\d{1,9})?))\.(?:json|bin)"
@@ -38,15 +38,15 @@ _NAME = re.compile(
 
 
 class View:
-    """Records as the page sees them. Samples of a benchmark are read when something of it is first asked for."""
+    """Records as shown by the page. The samples of a benchmark are read at its first request.
+
+    `location` is the folder of the records; above `IN_MEMORY` samples, its columns are stored in a file. `wanted`
+    filters benchmarks.
+    """
 
     def __init__(
         self, found: Sequence[FoundRecord], *, title: str, location: str, wanted: RecordFilter | None = None
     ) -> None:
-        """Takes records that were found below a location, and which of their benchmarks are shown.
-
-        Columns of large ones are kept for the location.
-        """
         takes = (wanted or RecordFilter()).takes
         boards = (board for board in boards_of(found) if takes(board.shown.benchmark, ""))
         self.boards = {board.shown.key: board for board in boards}
@@ -59,25 +59,21 @@ class View:
         self._unreadable: dict[str, str] = {}
         self._ended = threading.Event()
         self._samples = lru_cache(maxsize=4)(self._read_samples)
-        self._so_far: dict[str, dict[str, None]] = {}  # places that are read, by benchmark, in the order of reading
+        self._so_far: dict[str, dict[str, None]] = {}  # keys of samples read, by benchmark, in the order of reading
         self._joined = lru_cache(maxsize=4)(self._join)
         self._joining = threading.Lock()
         self._newest_search = object()
 
     def close(self) -> None:
-        """Lets go of what is kept."""
         self._kept.close()
 
     def unread(self, key: str) -> Progress | None:
-        """The files of a benchmark that are read, of how many; None once all are."""
+        """Returns the progress of reading a benchmark's files; None if all are read."""
         places, missing = self._missing(key)
         return Progress(len(places) - len(missing), len(places)) if missing else None
 
     def read(self, key: str) -> None:
-        """Reads the samples of a benchmark that are not read yet, newest first, then from all over the run.
-
-        Those that cannot be read are passed over from then on.
-        """
+        """Reads the unread samples of a benchmark: newest first, then spread over the run. Skips unreadable files."""
         wanted, missing = self._missing(key)
         missing = _spread(missing)
         if self._path is None or len(missing) < 2:
@@ -86,7 +82,9 @@ class View:
                     return
                 self._take(place, partial(_read, wanted[place], self._kept))
             return
-        self._take(missing[0], partial(_read, wanted[missing[0]], self._kept))  # alone, so that it is there soonest
+        self._take(
+            missing[0], partial(_read, wanted[missing[0]], self._kept)
+        )  # first and alone, as the fastest way to show something
         workers = ProcessPoolExecutor(
             max_workers=min(len(os.sched_getaffinity(0)), len(missing) - 1),
             mp_context=get_context("spawn"),
@@ -103,7 +101,7 @@ class View:
             workers.shutdown(wait=True, cancel_futures=True)
 
     def end_reading(self) -> None:
-        """Has `read` return after the file that it is at."""
+        """Makes `read` return after the current file."""
         self._ended.set()
 
     def _missing(self, key: str) -> tuple[dict[str, FoundRecord], list[str]]:
@@ -118,19 +116,16 @@ class View:
             self._unreadable[place] = str(error)
 
     def index(self, *, searches: bool = True) -> Index:
-        """Everything that can be opened."""
         return Index(self.title, searches, [board.shown for board in self.boards.values()])
 
     def has_scores(self, key: str) -> bool:
-        """Tells if there is something to see of a benchmark, of which more may be still to be read."""
+        """Returns True if any scores of a benchmark are read."""
         return bool(self.columns(key).scales)
 
     def answer(self, name: str, *, unread: int | None = None) -> bytes | None:
-        """The content of a name, not packed; None where there is none.
+        """Returns the uncompressed content of a name in `columns`; None for an unknown name.
 
-        Args:
-            name: see `columns`.
-            unread: as of when so many checkpoints were still to be read; now, if not given.
+        `unread` selects the state with that number of unread checkpoints, by default the current state.
         """
         if name == "index.json":
             return as_json(self.index())
@@ -151,7 +146,7 @@ class View:
             return None
 
     def part(self, key: str, number: int, *, questions: int = 1, unread: int | None = None) -> Part:
-        """Texts and answers of questions in a row."""
+        """Returns texts and answers of consecutive questions; raises `IndexError` after the last."""
         columns = self.columns(key, unread=unread)
         first, last = number * questions, min((number + 1) * questions, len(columns.questions.ids))
         if first >= last:
@@ -159,12 +154,11 @@ class View:
         return Part(first, [columns.question(at) for at in range(first, last)])
 
     def pair(self, key: str, metric: int, first: int, second: int) -> Pair:
-        """The second of two checkpoints against the first."""
         columns = self.columns(key)
         return pair_of(columns, metric, first, second, samples_of=partial(self._samples, key))
 
     def search(self, key: str, text: str) -> Found:
-        """Questions that hold a text; those that were found when the time for it is over, or a newer search begins."""
+        """Searches questions for a text; returns partial results after 10 s, or when a newer search begins."""
         ends = time.monotonic() + _SEARCH_SECONDS
         this = self._newest_search = object()
         return self.columns(key).search(
@@ -172,7 +166,7 @@ class View:
         )
 
     def contents(self, *, questions_per_part: int) -> dict[str, bytes]:
-        """The content of every name, for a file; samples that are not read yet are."""
+        """Returns the content of every name, for a file; reads unread samples first."""
         found = {"index.json": as_json(self.index(searches=False))}
         for key, board in self.boards.items():
             self.read(key)
@@ -191,7 +185,7 @@ class View:
         return found
 
     def columns(self, key: str, *, unread: int | None = None) -> BoardColumns:
-        """The columns of a benchmark as far as it is read; made once for requests that come side by side."""
+        """Returns the columns of a benchmark as far as read; concurrent requests share them."""
         with self._joining:
             wanted, unread_places = self._missing(key)
             missing = set(unread_places)
@@ -208,7 +202,7 @@ class View:
     def _read_samples(self, key: str, checkpoint: int) -> KeptSamples | None:
         try:
             return kept_samples(self.boards[key].records[checkpoint])
-        except StorageError:  # the page says of the checkpoint what is wrong with them
+        except StorageError:  # the page shows the error at the checkpoint
             return None
 
     def _bytes_of(self, key: str, metric: int | None, *, unread: int | None = None) -> bytes:

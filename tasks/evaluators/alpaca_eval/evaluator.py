@@ -1,8 +1,4 @@
-"""AlpacaEval: outputs generated through the endpoint, and compared with a baseline's by a judge.
-
-Driven through a program of ours that runs in its environment: generation and judging are two phases of one process,
-each with a key of its own.
-"""
+"""AlpacaEval: our program generates outputs through the endpoint; a judge compares them with a baseline's."""
 
 from __future__ import annotations
 
@@ -45,11 +41,9 @@ class AlpacaEval:
     import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        """Returns the harness's environment: all evaluations share it."""
         return ALPACA_EVAL
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """Nothing but the imports."""
         return ()
 
     def command(
@@ -61,7 +55,7 @@ class AlpacaEval:
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        """Our program with a job file that holds all but the keys; the model judges itself where there is no judge."""
+        """Returns our program with a job file of everything but the keys; without a judge, the model judges itself."""
         assert isinstance(model, RunningModel), "AlpacaEval asks an endpoint"
         options = config.options(AlpacaEvalOptions)
         remote = bool(copied_benchmarks(config))
@@ -109,16 +103,13 @@ class AlpacaEval:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Win rates with their errors, and counts from plan, outputs and verdicts."""
         return read_results(output, config)
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """One for each instruction, with its preference from 0 to 1 as win_rate."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
-        """From the last progress bar in the log: first outputs are counted, then verdicts."""
-        bars = list(_BAR.finditer(log))
+        bars = list(_BAR.finditer(log))  # first of outputs, then of verdicts
         if not bars:
             return None
         found = bars[-1]
@@ -126,7 +117,6 @@ class AlpacaEval:
         return Progress(f"{found['key']}, {found['stage']}", min(done, total), total)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Reads sets of instructions and looks the judge's configuration up."""
         check_instructions(config)
         _check_annotator(config, python)
 

@@ -1,4 +1,4 @@
-"""Sets of instructions for AlpacaEval: which there are, where their files lie, and whether these can be used."""
+"""Sets of instructions for AlpacaEval: their names, files and checks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 OFFICIAL = "alpaca_eval"
-"""AlpacaEval's own 805 instructions with the outputs of its baseline, which lie on the hub."""
+"""AlpacaEval's own 805 instructions with the outputs of its baseline, on the hub."""
 BUNDLED_SETS = BUNDLED / "alpaca_eval"
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """The files of one set; no `uri` means that it is the official one."""
+    """The files of a set; without `uri` it is the official set."""
 
     key: str
     uri: str | None
@@ -31,7 +31,7 @@ class InstructionSet:
 
 
 class Instruction(BaseModel):
-    """One line of a set; what else it holds is kept."""
+    """An entry of a set; its other fields remain in the file."""
 
     instruction: str
     output: str | None = None
@@ -42,7 +42,7 @@ _INSTRUCTIONS: TypeAdapter[list[Instruction]] = TypeAdapter(list[Instruction])
 
 
 def instruction_sets(config: EvaluationConfig) -> tuple[InstructionSet, ...]:
-    """The sets of an evaluation, by the names in `evals`; looks nothing up."""
+    """Returns the sets of an evaluation, by the names in `evals`, without reading them."""
     options = config.options(AlpacaEvalOptions)
     return tuple(
         InstructionSet(task.metric_key, options.instructions_path or _uri(task, config), options.reference_outputs_path)
@@ -57,7 +57,7 @@ def _uri(task: EvalTaskConfig, config: EvaluationConfig) -> str | None:
 
 
 def check_instructions(config: EvaluationConfig) -> None:
-    """Reads every set of an evaluation but the official one, and refuses what cannot be used."""
+    """Reads every set of an evaluation but the official set, and raises for unusable settings and files."""
     options = config.options(AlpacaEvalOptions)
     given = (options.instructions_path, options.reference_outputs_path, options.length_control_path)
     remote = [path for path in given if path is not None and not storage.is_local(path)]
@@ -118,7 +118,7 @@ def _read(uri: str, *, content: str) -> list[Instruction]:
         first: Any = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the whole"
         raise BadInput(expected=expected, found=f"{place}: {first['msg']}", remedy=remedy) from error
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not text
         raise BadInput(expected=expected, found=str(error), remedy=remedy) from error
     if not found:
         raise BadInput(expected=expected, found="an empty list", remedy=remedy)

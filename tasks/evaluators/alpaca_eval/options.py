@@ -1,4 +1,4 @@
-"""Options of AlpacaEval, beyond the instructions: sampling, and who judges."""
+"""Options of AlpacaEval, beyond the instructions: sampling and the judge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILES = ("instructions_path", "reference_outputs_path", "length_control_path")
 
 
 class GenerationParams(Config):
-    """Sampling of outputs; a field that is unset is as in the model's generation_params, or else as stated."""
+    """Sampling of outputs; an unset field is as in the model's generation_params, or else as documented."""
 
     temperature: float | None = Field(default=None, ge=0)
     """0.7 when unset."""
@@ -32,7 +32,7 @@ class GenerationParams(Config):
     repetition_penalty: float | None = Field(default=None, gt=0)
     """1 when unset."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Tokens that end an output, beside the model's own; not sent when unset."""
+    """Tokens that end an output, in addition to the model's own; not sent when unset."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest output; 2048 tokens, or half of the context if that is less, when unset."""
 
@@ -48,25 +48,25 @@ class AlpacaEvalOptions(JudgedOptions):
     title: ClassVar = "AlpacaEval"
 
     name: Literal["alpaca_eval"] = "alpaca_eval"
-    """Says that this evaluator is AlpacaEval."""
+    """Selects AlpacaEval."""
     judge: Judge = Judge()
     """The judge that compares the model's outputs with the reference's."""
     generation_params: GenerationParams = GenerationParams()
     """Sampling of the outputs, over the generation_params of the model."""
     engine_parameters: bool = True
-    """Send top_k, min_p, repetition_penalty and stop_token_ids, which vLLM knows and OpenAI's own service refuses."""
+    """Send top_k, min_p, repetition_penalty and stop_token_ids, which vLLM takes and OpenAI's own service rejects."""
     prompt_template: str = DEFAULT_PROMPT
     """The prompt where no chat template is applied."""
     prompt_stops: tuple[str, ...] = ("### Instruction:",)
-    """Texts that end an output there; up to four."""
+    """Texts that end an output where no chat template is applied; up to four."""
     instructions_path: str | None = None
     """Local JSON file with your own instructions, in place of the set that evals names."""
     reference_outputs_path: str | None = None
-    """Local JSON file with the outputs to compare with; those beside the instructions when unset."""
+    """Local JSON file with the outputs to compare with; those in the file of instructions when unset."""
     length_control_path: str | None = None
     """AlpacaEval's df_gamed.csv, for the length-controlled win rate where there is no hub."""
     max_judge_errors: float = Field(default=0.0, ge=0, lt=1)
-    """Most outputs without a usable verdict, as a share; the win rate is over the others."""
+    """Largest share of outputs without a usable verdict; the win rate is over the other outputs."""
 
     @field_validator("prompt_template")
     @classmethod
@@ -83,12 +83,12 @@ class AlpacaEvalOptions(JudgedOptions):
         return stops
 
     def sampling(self, model_params: dict[str, Any] | None) -> dict[str, Any]:
-        """Sampling parameters by name, those of no value left out."""
+        """Returns the sampling parameters that have a value, by name."""
         layers = (_DEFAULTS.model_dump(), model_params or {}, self.generation_params.model_dump(mode="json"))
         return {name: value for layer in layers for name, value in layer.items() if value is not None}
 
     def score_inputs(self) -> dict[str, Any]:
-        """Return the options that can change a score: files by their content, wherever they lie."""
+        """Returns the options that can change a score, with digests of files in place of their paths."""
         paths = {name: path for name in _FILES if (path := getattr(self, name)) is not None}
         contents = {name: content_digest(path) or f"none at {path}" for name, path in paths.items()}
         return {**self.model_dump(mode="json", exclude={"name", *_FILES}), **contents}

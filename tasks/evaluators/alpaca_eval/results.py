@@ -1,7 +1,6 @@
-"""Reads what our AlpacaEval program leaves behind: a plan, outputs, references, annotations, and results.
+"""Reads the files of our AlpacaEval program, any of which may be incomplete.
 
-The number of instructions comes from the plan, which is written before the first request; outputs and verdicts are
-counted in their files, one by one. Nothing here trusts a file to be whole.
+Instructions are counted in the plan, written before the first request; outputs and verdicts in their files.
 """
 
 from __future__ import annotations
@@ -37,35 +36,29 @@ WIN_RATE = "win_rate"
 
 
 class _Plan(BaseModel):
-    """Instructions by set, as our program found them before it asked anything."""
-
     sets: dict[str, int]
     asking: Asking = Asking()
 
 
 class _Results(BaseModel):
-    """Metrics that the program computed from the annotations, by set; none for one that was not judged."""
-
-    metrics: dict[str, dict[str, float | None]]
+    metrics: dict[str, dict[str, float | None]]  # by set; empty for a set that was not judged
     versions: dict[str, str] = {}
     unanswered: Unanswered = Unanswered()
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """One instruction: what was answered, what it was compared with, and the preference for it from 0 to 1."""
-
     instruction: str
     output: str | None
     reference: str | None
     prompt: str
-    preference: float | None
+    preference: float | None  # from 0 to 1
     finish: str | None = None
     tokens: int | None = None
 
 
 def folder_of(output: Path, key: str, config: EvaluationConfig) -> Path:
-    """Returns the folder with one set's files: the attempt's folder itself, unless there are several sets."""
+    """Returns the folder with a set's files: the attempt's folder itself, unless there are several sets."""
     return output if len(config.evals) == 1 else output / key
 
 
@@ -90,7 +83,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         details[key] = BenchmarkDetails(questions=questions, unclosed=unclosed, control=_NO_CONTROL)
     if requested == answered and scored + left_out == requested and not _has_win_rates(plan, metrics):
         raise invalid_results(_HARNESS, output, "no usable win rate")
-    # Where the win rate may be that over the judged ones alone, the others are not among those requested.
+    # Outputs that max_judge_errors leaves out of the win rate do not count as requested.
     counts = Counts(requested=requested - left_out, answered=answered - left_out, scored=scored, judge_errors=errors)
     return Parsed(
         metrics=tuple(metrics),
@@ -104,7 +97,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
 
 
 def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """One sample for each instruction that was asked, whatever came of it."""
+    """Yields a sample for each instruction, answered or not."""
     plan, _ = _read_both(output, config)
     for key in plan.sets:
         seen: Counter[str] = Counter()
@@ -157,7 +150,7 @@ def _judged(folder: Path) -> list[_Judged]:
     for row in _rows(folder / OUTPUTS_NAME):
         instruction, output, prompt = row["instruction"], row.get("output"), row.get("prompt")
         reason, tokens = row.get("finish_reason"), row.get("completion_tokens")
-        # An instruction may stand there twice, with another output to compare with each time.
+        # An instruction may occur twice, with another output to compare with each time.
         left = references[instruction]
         reference = left.pop(0) if left else None
         judged.append(

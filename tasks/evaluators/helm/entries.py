@@ -1,4 +1,4 @@
-"""The run entries of HELM: those it knows, those a file has, and whether an evaluation's benchmarks are among them."""
+"""The run entries of HELM: its own, those in a file, and checks of an evaluation's benchmarks against them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,26 @@ from tasks.evaluators.helm.options import HelmOptions
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
-ALL_ENTRIES = "all"
-"""The benchmark that stands for every entry of a file."""
-OWN_FOLDER = "helm"
-"""Folder of a user's own run entries inside the benchmarks folder."""
+ALL_ENTRIES = "all"  # the benchmark that means every entry of a file
+OWN_FOLDER = "helm"  # of a user's own run entries, inside the benchmarks folder
 _PROGRAM = Path(__file__).parent / "programs" / "list_helm.py"
 _LIST_SECONDS = 600  # 3 s on 2 cores; a network disk takes longer
 _FEW = 20
 
 
 class _Arguments(BaseModel):
-    """Arguments of the function behind a run entry."""
-
     needed: list[str]
     optional: list[str]
     any: bool
 
 
 class _Known(BaseModel):
-    """The run entries of HELM by name, and the arguments that all of them take."""
-
     entries: dict[str, _Arguments]
     expanders: list[str]
 
 
 def check_entries(config: EvaluationConfig, *, python: Path) -> None:
-    """Looks every benchmark up, with its arguments."""
+    """Looks up every benchmark with its arguments."""
     _check_folder(config)
     path = config.options(HelmOptions).run_specs_path
     own = _own_names(config) if path is None else set()
@@ -72,7 +66,7 @@ def check_entries(config: EvaluationConfig, *, python: Path) -> None:
 
 
 def read_entries_file(uri: str) -> bytes:
-    """The content of a file of run entries."""
+    """Returns the content of a file of run entries."""
     if storage.content_digest(uri) is None:
         raise BadInput(
             expected="a file of run entries", found=f"run_specs_path={uri}, which is none", remedy="Correct the path"

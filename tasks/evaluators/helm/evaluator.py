@@ -1,4 +1,4 @@
-"""HELM, driven through a program of ours that runs in its environment."""
+"""HELM, driven by our program in its environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROGRAM = Path(__file__).parent / "programs" / "run_helm.py"
 _JOB_FILE = "job.json"
 _ENTRIES_FILE = "run_specs.conf"
 _MOST_THREADS = 64
-"""HELM asks with one thread a request; more than this many get in each other's way."""
+"""HELM uses a thread per request; more than 64 slow each other down."""
 _PROGRESS = re.compile(r"Answered (?P<done>\d{1,15}) of (?P<total>\d{1,15}) requests of (?P<stage>[^\r\n]+)")
 
 
@@ -42,11 +42,9 @@ class Helm:
     import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        """Returns the harness's environment: all evaluations share it."""
         return HELM
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """None: everything is imported and read beforehand."""
         return ()
 
     def command(
@@ -58,7 +56,6 @@ class Helm:
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        """Our program with a job file that holds all but the key."""
         assert isinstance(model, RunningModel), "HELM asks an endpoint"
         options = config.options(HelmOptions)
         files = {}
@@ -110,19 +107,15 @@ class Helm:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """The metrics that count in each run, counts from plan and scenario states, and the web site."""
         return read_results(output, config)
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Every question of every run, in each trial."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
-        """From the last line that our program wrote about it."""
         return Progress.last_in(log, _PROGRESS)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks every run entry up, with its arguments."""
         check_entries(config, python=python)
 
 

@@ -21,10 +21,10 @@ class HelmOptions(EvaluatorOptions):
     title: ClassVar = "HELM"
 
     name: Literal["helm"] = "helm"
-    """Says that this evaluator is HELM."""
+    """Selects HELM."""
     run_specs_path: str | None = None
     """HOCON file of run entries, local, gs:// or s3://. A benchmark then names the entries that agree with task_kwargs;
-    `all` names every one. Models in it are ignored."""
+    `all` names every entry. Models in it are ignored."""
     priority: int | None = Field(default=None, ge=1)
     """Only entries of the file with this priority or a lower number."""
     groups: tuple[str, ...] = ()
@@ -32,20 +32,20 @@ class HelmOptions(EvaluatorOptions):
     num_train_trials: int | None = Field(default=None, ge=1)
     """Times each question is asked, with other examples in front; the run entry's own when unset."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Requests at once; as many as the endpoint works on, 64 at most, when unset."""
+    """Requests at once; when unset, as many as the endpoint works on, but at most 64."""
     request_retries: int = Field(default=2, ge=0)
-    """Further tries of a failed request, within seconds."""
+    """Retries of a failed request, within seconds."""
     exit_on_error: bool = False
     """End at the first request without an answer or run that fails, instead of finishing the others."""
     skip_completed_runs: bool = True
     """Take over runs that an earlier attempt at the same cell has finished."""
     failed_control: Literal["withhold", "note"] = "withhold"
-    """A run whose grader scores none of its own right answers: withhold the score, or only say so."""
+    """If a run's grader scores none of its own right answers: withhold the score, or only note it."""
     site: bool = True
     """Keep HELM's web site of the results (2 MB)."""
 
     def score_inputs(self) -> dict[str, Any]:
-        """Return the options that can change a score: not how fast, how often or how patiently it is asked."""
+        """Returns the options that can change a score, as opposed to speed, retries and handling of errors."""
         specs = content_digest(self.run_specs_path, length=16) if self.run_specs_path is not None else None
         inputs = {
             "run_specs": specs,

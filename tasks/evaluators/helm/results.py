@@ -1,7 +1,7 @@
-"""Reads what HELM leaves behind: a plan (ours), and for each run a scenario state and two files of statistics.
+"""Reads HELM's files, any of which may be incomplete.
 
-The number of questions comes from the plan, which is written before a run asks anything. Answers are counted in the
-scenario state, one by one, and scores in the statistics of each question. Nothing here trusts a file to be whole.
+Questions are counted in the plan, written before a run's first request, answers in the scenario state, and scores in
+the statistics of each question.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs of HELM as it leaves them behind: a plan (ours), and for each a scenario state and two files of statistics.
-
-Nothing here trusts a file to be whole.
-"""
+"""HELM's runs as files, any of which may be incomplete: a plan (ours), and three files for each run."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ TRUNCATED = "prompt_truncated"
 
 
 class PlannedRun(BaseModel):
-    """One run of HELM, as our program planned it: the metrics that count, the first one most."""
+    """A planned run of HELM: the metrics that count, the most important first."""
 
     key: str
     label: str
@@ -36,7 +33,7 @@ class PlannedRun(BaseModel):
 
 
 class Plan(BaseModel):
-    """The runs by name, as our program planned them before it asked anything."""
+    """The runs by name, as our program planned them before the first request."""
 
     suite: PathPart
     helm: str
@@ -58,7 +55,7 @@ class _Name(BaseModel):
 
 
 class Stat(BaseModel):
-    """One statistic."""
+    """A statistic."""
 
     name: _Name
     count: int
@@ -141,39 +138,34 @@ class QuestionKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it was left behind."""
+    """A run as read from its files."""
 
     plan: PlannedRun
-    input_prefix: str
-    """Text that it puts before each question."""
+    input_prefix: str  # before each question
     states: Mapping[QuestionKey, list[RequestState]]
     stats: list[Stat]
     by_question: Mapping[tuple[str, int, str], dict[str, float]]
     """Finite statistics of each question: instance, trial, perturbation."""
-    splits: Mapping[str, str | None]
-    """The split that an instance belongs to."""
+    splits: Mapping[str, str | None]  # of each instance
 
     @property
     def benchmark(self) -> str:
-        """Name that it is published under."""
         return f"{self.plan.key}.{self.plan.label}" if self.plan.label else self.plan.key
 
     def statistics(self, key: QuestionKey) -> Mapping[str, float]:
-        """Of one question, all that HELM has."""
         return self.by_question.get((key.instance, key.trial, key.perturbation), {})
 
     def is_truncated(self, key: QuestionKey) -> bool:
-        """True if the prompt of a question was cut."""
         return self.statistics(key).get(TRUNCATED, 0) > 0
 
     def scores(self, key: QuestionKey) -> dict[str, float]:
-        """Of one question, in the metrics that count."""
+        """Returns a question's scores in the metrics that count."""
         found = self.statistics(key)
         return {name: found[name] for name in self.plan.metrics if name in found}
 
     @cached_property
     def published(self) -> dict[str, Stat]:
-        """The metrics that count, as HELM has them: on the main split, without perturbations, over all trials."""
+        """HELM's values of the metrics that count: on the main split, without perturbations, over all trials."""
         chosen: dict[str, Stat] = {}
         for name in self.plan.metrics:
             found = {
@@ -185,19 +177,19 @@ class Run:
         return chosen
 
     def shares(self, key: QuestionKey) -> dict[str, float]:
-        """The scores of one question that are part of published metrics; perturbed ones and other splits have none."""
+        """Returns a question's scores that enter published metrics; none for perturbed questions and other splits."""
         split = self.splits.get(key.instance)
         of_split = {name for name, stat in self.published.items() if stat.name.split == split and not key.perturbation}
         return {name: score for name, score in self.scores(key).items() if name in of_split}
 
 
 def read_plan(output: Path) -> Plan:
-    """The plan of the runs in `output`."""
+    """Reads the plan of the runs in `output`."""
     return read_result(HARNESS, output / PLAN_NAME, Plan)
 
 
 def planned_runs(output: Path, plan: Plan, config: EvaluationConfig) -> Iterator[Run]:
-    """The runs in `output`."""
+    """Yields the runs in `output`."""
     require_plan_of((run.key for run in plan.runs.values()), config, harness=HARNESS, output=output)
     for name, planned_run in plan.runs.items():
         folder = output / RESULTS_FOLDER / "benchmark_output" / "runs" / plan.suite / name
@@ -230,12 +222,12 @@ def _named(perturbation: _Perturbation | None) -> str:
 
 
 def is_answered(state: RequestState) -> bool:
-    """True if an answer came back."""
+    """Returns True if a request has an answer."""
     return state.result is not None and state.result.success and bool(state.result.completions)
 
 
 def finish(states: list[RequestState], *, of_letters: bool = False) -> str | None:
-    """The reason that the answers to a question ended; none where given texts are weighed, or letters asked for."""
+    """Returns the finish reason of a question's answers; None if given texts are scored, or letters requested."""
     if any(state.request.echo_prompt or (state.output_mapping and not of_letters) for state in states):
         return None
     completions = [completion for state in states if state.result for completion in state.result.completions]

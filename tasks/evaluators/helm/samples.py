@@ -1,4 +1,4 @@
-"""Reads the samples that HELM left in a run: prompt, answer and scores of each question."""
+"""Reads HELM's samples of a run: prompt, answer and scores of each question."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HASH_DIGITS = 12
 
 
 def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """Every question of the runs in `output`, in each trial."""
+    """Yields every question of the runs in `output`, in each trial."""
     for run in planned_runs(output, read_plan(output), config):
         forms = Counter(key.instance for key in run.states)
         for key, states in run.states.items():

@@ -1,1 +1,1 @@
-"""Inspect: tasks of the UK AI Security Institute's framework, asked of an endpoint."""
+"""Inspect: tasks of the UK AI Security Institute's framework, run against an endpoint."""

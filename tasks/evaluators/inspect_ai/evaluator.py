@@ -1,4 +1,4 @@
-"""Inspect, driven through a program of ours that runs in its environment."""
+"""Inspect, driven by our program in its environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHARED_PROGRAMS = str(_PROGRAM.parents[2] / "programs")
 _FETCH_OPTION = "--fetch"
 _JOB_FILE = "job.json"
 _LONGEST_ANSWER = 2048
-"""Tokens of an answer to a prompt that is sent as it is, where nobody says; half of a shorter context."""
+"""Default limit of tokens of an answer to a plain prompt; half of a shorter context."""
 _PROGRESS = re.compile(r"Answered (?P<done>\d{1,15}) of (?P<total>\d{1,15}) (?P<stage>samples)")
 
 
@@ -43,11 +43,9 @@ class Inspect:
     import_variables: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        """Returns the harness's environment: all evaluations share it."""
         return INSPECT_AI
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """Nothing but the imports."""
         return ()
 
     def command(
@@ -59,7 +57,6 @@ class Inspect:
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        """Our program with a job file that holds all but the keys."""
         assert isinstance(model, RunningModel), "Inspect asks an endpoint"
         options = config.options(InspectOptions)
         same_endpoint = judge is not None and (judge.base_url, judge.api_key) == (model.base_url, model.api_key)
@@ -99,19 +96,16 @@ class Inspect:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """The metrics of each task with their errors, counts from plan and samples, and Inspect's own log."""
         return read_results(output, config)
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Every question, in each epoch."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
-        """From the last line that our program wrote about it."""
         return Progress.last_in(log, _PROGRESS)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks every task up, and refuses what Inspect would ignore."""
+        """Looks up every task, and refuses settings that Inspect would ignore."""
         for task, found in zip(config.evals, find_tasks(config), strict=True):
             package = found.task.partition("/")[0]
             if found.file is None and not installed(package, python):

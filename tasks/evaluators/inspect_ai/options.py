@@ -16,9 +16,9 @@ class InspectOptions(JudgedOptions, CodeOptions):
     title: ClassVar = "Inspect"
 
     name: Literal["inspect_ai"] = "inspect_ai"
-    """Says that this evaluator is Inspect."""
+    """Selects Inspect."""
     judge: JudgeEndpoint | None = None
-    """The model for the role `grader`, which judges answers where a task has them judged; the model when unset."""
+    """The model for the role `grader`, which judges answers if a task has a judge; the evaluated model when unset."""
     epochs: int | None = Field(default=None, ge=1)
     """Times each question is asked; the task's own number when unset."""
     solver: str | None = None
@@ -30,14 +30,14 @@ class InspectOptions(JudgedOptions, CodeOptions):
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Share of the probability that is sampled from; the task's own, else the engine's default when unset."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of an answer; the task's own, else what the context leaves, without a chat template half of it."""
+    """Most tokens of an answer; the task's own, else the rest of the context, or half of it without a chat template."""
     emulate_tools: bool = False
     """Describe tools in the prompt and read calls out of the answer, for engines without a parser of tool calls."""
     higher_is_better: dict[str, bool] = {}
-    """Directions of metrics by name: true if more is better. Only that of accuracy is known without being said."""
+    """Directions of metrics by name: true if more is better. By default only accuracy has a direction."""
 
     def score_inputs(self) -> dict[str, Any]:
-        """Return the options that can change a score."""
+        """Returns the options that can change a score."""
         return self.model_dump(mode="json", exclude={"name", "allow_code_execution", "higher_is_better"})
 
 

@@ -1,8 +1,4 @@
-"""Reads what our Inspect program leaves behind: a plan, a row for each sample, and results.
-
-The number of questions comes from the plan, which is written before the first request; answers and scores are counted
-in the rows, one by one.
-"""
+"""Reads the files of our Inspect program: a plan from before the first request, a row for each sample, and results."""
 
 from __future__ import annotations
 
@@ -33,20 +29,15 @@ from tasks.spec.evaluation import EvaluationConfig
 _HARNESS = "Inspect"
 _NO_CONTROL = "no control: its scorers take no known answers"
 _ROUNDING = 1e-9
-LOGS = "inspect"
-"""Folder of Inspect's own logs, which `inspect view --log-dir` opens."""
+LOGS = "inspect"  # folder of Inspect's own logs, for `inspect view --log-dir`
 
 
 class _Plan(BaseModel):
-    """Questions by benchmark, in every epoch, as our program found them before it asked anything."""
-
-    questions: dict[str, int]
+    questions: dict[str, int]  # by benchmark, over all epochs
     asking: Asking = Asking()
 
 
 class _Group(BaseModel):
-    """One group of samples, by a field of their metadata."""
-
     field: str
     template: str
     name: str
@@ -56,8 +47,6 @@ class _Group(BaseModel):
 
 
 class _Number(BaseModel):
-    """A metric of Inspect's, and the score of single samples that it is taken over."""
-
     name: str
     value: float
     stderr: float | None
@@ -69,9 +58,7 @@ class _Number(BaseModel):
 
 
 class _Results(BaseModel):
-    """Metrics by benchmark; none for one whose metrics failed."""
-
-    metrics: dict[str, list[_Number]]
+    metrics: dict[str, list[_Number]]  # by benchmark; empty if its metrics failed
     logs: dict[str, str]
     problems: dict[str, str] = {}
     versions: dict[str, str] = {}
@@ -79,8 +66,6 @@ class _Results(BaseModel):
 
 
 class _Row(BaseModel):
-    """One sample in one epoch."""
-
     benchmark: str
     id: str
     epoch: int
@@ -130,10 +115,10 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
 
 
 def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """One sample for each question in each epoch, whatever came of it.
+    """Yields a sample for each question in each epoch, answered or not.
 
-    A score is given under the name of each metric that is its mean, else under the scorer's. Questions are clustered by
-    the field of their metadata that the benchmark or the task's own error names; else epochs of one are a cluster.
+    A score is named after each metric that is its mean, else after the scorer. Questions are clustered by the metadata
+    field that the benchmark or the task's own error names; else the epochs of a question are a cluster.
     """
     plan, results = _read_both(output, config)
     rows = _rows(output)
@@ -194,7 +179,7 @@ def _rows(output: Path) -> dict[str, list[_Row]]:
     path = output / "samples.jsonl"
     try:
         with open_regular(output, path.name) as lines:
-            while line := lines.readline(MOST_BYTES_OF_A_LINE):  # the rest of a longer one is no row
+            while line := lines.readline(MOST_BYTES_OF_A_LINE):  # the rest of a longer line is not a row
                 row = _Row.model_validate_json(line)
                 rows[row.benchmark].append(row)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Tasks of Inspect by name: in files of the benchmarks folder, which are read and never imported, or in a package."""
+"""Inspect's tasks by name: in files of the benchmarks folder, which are parsed and never imported, or in a package."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvaluationConfig
 
 _FOLDER = "inspect_ai"
-"""Folder of tasks inside the benchmarks folder, where they do not lie in that itself."""
+"""Folder of tasks inside the benchmarks folder; they may also lie directly in that."""
 
 
 @dataclass(frozen=True)
 class FoundTask:
-    """A task: its name in Inspect, and the file that defines it; None for one of a package."""
+    """A task: its name in Inspect, and the file that defines it; None for a task of a package."""
 
     task: str
     file: str | None
 
 
 def find_tasks(config: EvaluationConfig) -> list[FoundTask]:
-    """The tasks that an evaluation names, in its order: `task`, `file@task` without .py, or `package@task`."""
+    """Returns the tasks of an evaluation, in order: named `task`, `file@task` without .py, or `package@task`."""
     own = list(_own_tasks(config))
     return [_found(task.name, own, config) for task in config.evals]
 
 
 def installed(package: str, python: Path) -> bool:
-    """Tell whether a package is in an environment; True where that is not built yet."""
+    """Returns True if a package is in an environment, or the environment is not built yet."""
     libraries = list(python.absolute().parents[1].glob("lib/python3*/site-packages"))
     return not libraries or any((library / package).is_dir() for library in libraries)
 

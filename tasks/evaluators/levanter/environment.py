@@ -1,4 +1,4 @@
-"""The environments that Levanter runs in, for evaluations and for trainings: JAX built for each kind of device."""
+"""The environments of Levanter, for evaluations and trainings: JAX built for each kind of device."""
 
 from __future__ import annotations
 
@@ -21,4 +21,3 @@ LEVANTER = {
         ("tpu", "levanter-tpu", "3.12"),
     )
 }
-"""By the kind of device."""

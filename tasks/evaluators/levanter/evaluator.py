@@ -1,7 +1,4 @@
-"""Levanter: loads a checkpoint itself, on the resources asked for, and compares log-probabilities. Needs no pool.
-
-Benchmarks are lm-eval's. The results are those that lm-eval writes, so the same reader reads them.
-"""
+"""Levanter: loads a checkpoint itself on the requested resources, and scores lm-eval's log-probability benchmarks."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ _SCORING = re.compile(r"^Scoring \((?P<stage>.*)\): (?P<done>\d{1,15})/(?P<total
 
 
 class _Facts(BaseModel):
-    """The part of what our program found out about itself that is read."""
-
     versions: dict[str, str]
 
 
@@ -55,11 +50,9 @@ class Levanter:
     import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        """JAX built for the device that the evaluation runs on."""
         return LEVANTER[(config.resource_config or ResourceConfig()).device.kind]
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """The index of lm-eval's own benchmarks, where one of them is wanted."""
         return _LM_EVAL.preload_arguments(config)
 
     def command(
@@ -71,7 +64,6 @@ class Levanter:
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        """Our program with a job file."""
         assert isinstance(model, LocalCheckpoint), "Levanter is given a checkpoint"
         options = config.options(LevanterOptions)
         resources = config.resource_config or ResourceConfig()
@@ -118,7 +110,6 @@ class Levanter:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Metrics and counts as lm-eval reports them, with the versions of what computed them."""
         parsed = read_results(output, config)
         try:
             facts = _Facts.model_validate_json((output / _FACTS_NAME).read_bytes())
@@ -131,15 +122,13 @@ class Levanter:
         return replace(parsed, versions={**parsed.versions, **facts.versions})
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Question by question."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
-        """From the last line about requests that are scored."""
         return Progress.last_in(log, _SCORING)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks every benchmark up as for lm-eval; those that generate are refused, some only by the program."""
+        """Looks up every benchmark as for lm-eval; refuses benchmarks that generate, some only in the program."""
         _check_one_machine(config.resource_config or ResourceConfig())
         _LM_EVAL.check(config, python=python)
         writing = [task.name for task in config.evals if task.name in _known_to_generate(config)]

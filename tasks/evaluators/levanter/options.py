@@ -14,10 +14,10 @@ class LevanterOptions(LmEvalBenchmarkOptions, NativeOptions, LevanterComputation
     title: ClassVar = "Levanter"
 
     name: Literal["levanter_lm_evaluation_harness"] = "levanter_lm_evaluation_harness"
-    """Says that this evaluator is Levanter."""
+    """Selects Levanter."""
 
     def score_inputs(self) -> dict[str, Any]:
-        """Return the options that can change a score. What `reference` holds is part of the checkpoint's digest."""
+        """Returns the options that can change a score; the content of `reference` is in the checkpoint's digest."""
         return {**self.model_dump(mode="json", include={"max_length", "precision", "long_prompts"}), "method": METHOD}
 
 

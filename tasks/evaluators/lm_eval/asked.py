@@ -1,4 +1,4 @@
-"""Reads `asked.json`: the way in which our program asked, the ends of answers, and the parts of groups."""
+"""Reads `asked.json`: request settings, ends of answers, and the parts of groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKED_NAME = "asked.json"
 
 
 class Ends(BaseModel):
-    """Ends of all answers to one question."""
+    """Ends of all answers to a question."""
 
     reasons: tuple[str | None, ...] = ()
     tokens: tuple[int | None, ...] = ()
@@ -25,24 +25,19 @@ class Ends(BaseModel):
 
     @property
     def finish(self) -> str | None:
-        """The reason that counts for the question: the limit, if one of its answers ended there."""
+        """The question's finish reason: the limit, if any of its answers ended there."""
         known = [reason for reason in self.reasons if reason]
         return LENGTH if LENGTH in known else known[0] if known else None
 
 
 class GroupParts(BaseModel):
-    """Benchmarks that a group is the mean of, and for each of its metrics, whether it is weighted by their sizes."""
+    """Benchmarks that a group averages, and for each metric True if their sizes are weights."""
 
     leaves: tuple[str, ...]
     by_size: dict[str, bool]
 
     def weights(self, metric: str, sizes: Mapping[str, int]) -> dict[str, float]:
-        """Weights of those that have the metric, together 1; empty where nothing is known.
-
-        Args:
-            metric: name without its filter.
-            sizes: questions by benchmark, of those that have it.
-        """
+        """Returns weights (sum 1) of the benchmarks in `sizes`, which have the metric (without filter), if known."""
         if metric not in self.by_size:
             return {}
         given = {leaf: sizes[leaf] if self.by_size[metric] else 1 for leaf in self.leaves if leaf in sizes}
@@ -51,7 +46,7 @@ class GroupParts(BaseModel):
 
 
 class Asked(BaseModel):
-    """The content of the file; empty for a run without one."""
+    """Content of `asked.json`; empty for a run without it."""
 
     asking: Asking = Asking()
     ends: dict[str, dict[int, Ends]] = {}
@@ -60,7 +55,7 @@ class Asked(BaseModel):
     unanswered: Unanswered = Unanswered()
 
     def way(self, seeds: Mapping[str, Any]) -> Asking:
-        """The way of asking, with the seeds that the harness's results name."""
+        """Returns the request settings, with the seeds in the harness's results."""
         drawn = {
             name.removesuffix("_seed"): value
             for name, value in seeds.items()
@@ -69,7 +64,6 @@ class Asked(BaseModel):
         return self.unanswered.noted(self.asking.model_copy(update={"seeds": {**drawn, **self.asking.seeds}}))
 
     def detailed(self, name: str, details: BenchmarkDetails) -> BenchmarkDetails:
-        """Details of a benchmark with the ends of its answers."""
         ends = list(self.ends.get(name, {}).values())
         reasons = Counter(reason for end in ends for reason in end.reasons if reason)
         found = {
@@ -81,6 +75,6 @@ class Asked(BaseModel):
 
 
 def read_asked(output: Path) -> Asked:
-    """The file of the run in `output`; an empty one where there is none."""
+    """Reads the file of the run in `output`; empty if it is missing."""
     path = output / ASKED_NAME
     return read_result("lm-eval", path, Asked) if path.exists() else Asked()

@@ -1,4 +1,4 @@
-"""Clusters of lm-eval's questions: those about one passage, by a field of their documents."""
+"""Clusters of lm-eval's questions about the same passage, by a field of their documents."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _HASH_DIGITS = 12
 
 
 def clusters_of(names: Sequence[str], docs: Mapping[str, Any], *, cluster_by: str | None) -> dict[str, str]:
-    """Clusters of the questions of one benchmark, by the names of questions; those that stand alone are left out.
+    """Returns the clusters of a benchmark's questions, by question; leaves out questions that share none.
 
     Args:
-        names: of the benchmark: its harness's, and those it is published under.
+        names: the harness's of the benchmark, and those it is published under.
         docs: document of each question.
-        cluster_by: field that the configuration names, if it does.
+        cluster_by: field that the configuration names.
     """
     fields = [cluster_by] if cluster_by else _fields(names)
     for field in fields:

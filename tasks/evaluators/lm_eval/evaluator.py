@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, driven through a program of ours that runs in its environment."""
+"""lm-evaluation-harness, driven by our program in its environment."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from tasks.spec.evaluators import LmEvalBenchmarkOptions
 FETCH_OPTION = "--fetch"
 _JOB_FILE = "job.json"
 _SHARED_PROGRAMS = str(PROGRAM.parents[2] / "programs")
-"""Folder of the programs that ours has in common with those of other harnesses."""
 _PROMPTS_PER_REQUEST = 8
-"""More would save little, and lose more in flight where something is killed: 580 prompts took 1.4 s instead of 2.3."""
+"""More would save little, and lose more in flight at a kill: 580 prompts took 1.4 s instead of 2.3 s."""
 
 _BAR = re.compile(
     r"Requesting API(?: \((?P<stage>[^)\r\n]*); (?P<before>\d{1,15}) before, (?P<all>\d{1,15}) in all\))?:"
@@ -55,11 +54,9 @@ class LmEval:
     )
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        """Returns the harness's environment: all evaluations share it."""
         return LM_EVAL
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """The index of lm-eval's own benchmarks, where one of them is wanted."""
         own = own_benchmarks(config).names
         return () if all(task.name in own for task in config.evals) else ("--built-in",)
 
@@ -72,7 +69,6 @@ class LmEval:
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        """Our program with a job file that holds all but the key."""
         assert isinstance(model, RunningModel), "lm-eval asks an endpoint"
         options = config.options(LmEvalOptions)
         job = {
@@ -102,7 +98,7 @@ class LmEval:
             "long_prompts": options.long_prompts,
             "failed_control": options.failed_control,
             "allow_code_execution": list(options.allow_code_execution),
-            # A pool serves the checkpoint that the tokenizer comes from; what another endpoint serves, it alone knows.
+            # A pool serves the checkpoint that the tokenizer comes from; for other endpoints that is unknown.
             "prove_tokenizer": config.base_url is not None,
             "model_args": {
                 "model": model.model,
@@ -110,7 +106,7 @@ class LmEval:
                 "tokenizer_backend": "huggingface",
                 "tokenizer": model.tokenizer,
                 # Prompts travel as token ids: as text, an engine puts a BOS in front that the harness did not count,
-                # so the log-probabilities it sums are one token off; and chat templates need it.
+                # so the log-probabilities it sums are off by a token; and chat templates need it.
                 "tokenized_requests": True,
                 # With 1, the harness takes another path, which sends other stop strings.
                 "num_concurrent": max(2, model.capacity),
@@ -131,15 +127,12 @@ class LmEval:
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Metrics as lm-eval reports them, groups and their parts included, and counts from plan and samples."""
         return read_results(output, config)
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Question by question, those that were left out with no score."""
         return read_samples(output, config)
 
     def progress(self, log: str) -> Progress | None:
-        """From the last progress bar in the log, which our program labels with benchmarks and totals."""
         bars = list(_BAR.finditer(log))
         if not bars:
             return None
@@ -150,7 +143,7 @@ class LmEval:
         return Progress(found["stage"], min(int(found["before"]) + done, int(found["all"])), int(found["all"]))
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks every benchmark up: first in the folder of one's own, then among those that come with lm-eval."""
+        """Looks up every benchmark: first in the user's folder, then among lm-eval's own."""
         own = own_benchmarks(config)
         run_code = set(own.run_code)
         if any(task.name not in own.names for task in config.evals):

@@ -1,4 +1,4 @@
-"""Benchmarks that lm-eval can ask: those in a user's own folder, and those that come with it."""
+"""Benchmarks that lm-eval can run: those in a user's own folder, and lm-eval's own."""
 
 from __future__ import annotations
 
@@ -28,30 +28,26 @@ _LIST_SECONDS = 600  # 13 s to read fifteen thousand benchmark files on 2 cores;
 class OwnBenchmarks:
     """Benchmarks in a user's own folder."""
 
-    names: set[str] = field(default_factory=set)
-    """Benchmarks, groups and tags."""
-    unreadable: list[str] = field(default_factory=list)
-    """Files that are no YAML."""
+    names: set[str] = field(default_factory=set)  # benchmarks, groups and tags
+    unreadable: list[str] = field(default_factory=list)  # files that are not YAML
     run_code: set[str] = field(default_factory=set)
-    """Benchmarks whose own file says that they run code written by the model."""
+    """Benchmarks marked in their own file as running model-written code."""
 
 
 class Listing(BaseModel):
     """Benchmarks that come with lm-eval."""
 
-    benchmarks: list[str]
-    """Benchmarks, groups and tags."""
-    run_code: list[str]
-    """Those among them that run code written by the model, or have a part that does."""
+    benchmarks: list[str]  # benchmarks, groups and tags
+    run_code: list[str]  # names that run model-written code, or have a part that does
 
 
 def listed_benchmarks(python: Path) -> list[str]:
-    """All names that come with lm-eval; asked once per environment, since that takes it many seconds."""
+    """Returns all names that come with lm-eval; cached per environment, since listing takes many seconds."""
     return listing(python).benchmarks
 
 
 def listing(python: Path) -> Listing:
-    """Lists the benchmarks that come with the lm-eval of an environment, see `listed_benchmarks`."""
+    """Lists the benchmarks that come with the lm-eval of an environment; see `listed_benchmarks`."""
     environment = python.absolute().parent.parent
     remembered = settings().environments_dir / f"{environment.name}.index.json"
     try:
@@ -82,12 +78,12 @@ def listing(python: Path) -> Listing:
 
 
 def local_benchmarks(config: EvaluationConfig) -> Path:
-    """The folder with benchmarks of one's own, where it lies on this machine."""
+    """Returns the path of the user's folder of benchmarks if it lies on this machine."""
     return storage.local_path(benchmarks_uri(config)).absolute()
 
 
 def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
-    """Reads the user's own folder of benchmarks, here or in a store."""
+    """Reads the user's folder of benchmarks, local or in a store."""
     if config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path):
         with TemporaryDirectory() as folder:
             copy = Path(folder) / "benchmarks"

@@ -1,7 +1,6 @@
-"""Reads what lm-eval leaves behind: a plan (ours), `results_*.json`, and `samples_<benchmark>_*.jsonl`.
+"""Reads lm-eval's files, any of which may be incomplete.
 
-The number of questions comes from the plan, which is written before the first request; answers and scores are
-counted in the samples, one by one. Nothing here trusts a file to be whole.
+Questions are counted in our plan, written before the first request; answers and scores in the samples.
 """
 
 from __future__ import annotations
@@ -28,40 +27,36 @@ _HARNESS = "lm-eval"
 
 RESULTS_FOLDER = "lm_eval"
 NO_ANSWER = "[[no answer came back]]"
-"""Text that stands for an answer without any text; the harness's own default would be scored as an empty one."""
+"""Placeholder for an answer without any text; the harness's own default would be scored as an empty answer."""
 
 
 class PlannedTask(BaseModel):
-    """Plan of one task of the harness, and what was noticed of it before anything was asked."""
+    """Plan of a task of the harness, and findings before the first request."""
 
     questions: int
     output_type: str
     skipped: int = 0
     truncated: int = 0
     truncated_questions: tuple[int, ...] = ()
-    contexts: dict[int, int] = {}
-    """Characters that stand before the question, by question, where they are known and any."""
+    contexts: dict[int, int] = {}  # characters before the question, by question
     data: str | None = None
     control: str | None = None
     notes: tuple[str, ...] = ()
-    smooth: tuple[str, ...] = ()
-    """Scores that our program adds to the task's own."""
+    smooth: tuple[str, ...] = ()  # scores that our program adds to the task's own
 
     @property
     def details(self) -> BenchmarkDetails:
-        """The part of a benchmark's details that is known before answers come."""
         ours = {"output_type", "truncated_questions", "contexts", "smooth"}
         return BenchmarkDetails.model_validate(self.model_dump(exclude=ours))
 
 
 class Plan(BaseModel):
-    """Tasks of the harness by benchmark, as our program found them before it asked anything."""
+    """Tasks of the harness by benchmark, as our program found them before the first request."""
 
     benchmarks: dict[str, dict[str, PlannedTask]]
 
     @property
     def tasks(self) -> dict[str, PlannedTask]:
-        """All of them by the names they are published under, each of which there is once."""
         return {name: task for tasks in self.benchmarks.values() for name, task in tasks.items()}
 
 
@@ -75,12 +70,12 @@ class Results(BaseModel):
     transformers_version: str = "unknown"
 
     def metric_name(self, benchmark: str, name: str, filter_name: str) -> str:
-        """A metric's name in records: with its filter where the benchmark has several."""
+        """Returns a metric's name in records: with its filter if the benchmark has several."""
         several = len({split(key)[1] for key in self.results[benchmark] if "," in key}) > 1
         return f"{name},{filter_name}" if several and filter_name != "none" else name
 
     def sizes(self, key: str) -> dict[str, int]:
-        """Questions by benchmark, of those that have a metric under a filter."""
+        """Returns the questions by benchmark, for benchmarks that have this metric and filter."""
         return {name: row["sample_len"] for name, row in self.results.items() if key in row and "sample_len" in row}
 
 
@@ -142,7 +137,7 @@ def _read_early(output: Path) -> Parsed:
 
 
 def read_files(output: Path) -> tuple[Plan, Results, Callable[[str], Path]]:
-    """The plan, the results, and where the samples of a task lie."""
+    """Returns the plan, the results, and a function for the path of a task's samples."""
     plan = read_result(_HARNESS, output / PLAN_NAME, Plan)
     path = _newest_results(output)
     results = read_result(_HARNESS, path, Results)
@@ -178,18 +173,18 @@ def _metrics(results: Results, asked: Asked, tasks: Mapping[str, PlannedTask]) -
 
 
 def split(key: str) -> tuple[str, str]:
-    """`exact_match,strict-match` → metric and filter."""
+    """Splits `exact_match,strict-match` into metric and filter."""
     name, _, filter_name = key.rpartition(",")
     return name, filter_name
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Tells if it is a number, and no truth value."""
+    """Returns True for a number that is no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_finite(number: float) -> bool:
-    """Tells if it fits into a float, and is neither infinite nor NaN."""
+    """Returns True if a number fits into a float, and is neither infinite nor NaN."""
     try:
         return math.isfinite(number)
     except OverflowError:  # an integer beyond all floats, which JSON allows
@@ -213,10 +208,10 @@ def _count(path: Path, output_type: str, filters: set[str]) -> _Counted:
 
 
 def sample_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Every line that is a whole sample; a lost line is a question without an answer."""
+    """Yields every line that is a whole sample; a lost line counts as a question without an answer."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            while line := lines.readline(MOST_BYTES_OF_A_LINE):  # the rest of a longer one is no sample either
+            while line := lines.readline(MOST_BYTES_OF_A_LINE):  # the rest of a longer line is no sample either
                 try:
                     sample = json.loads(line)
                 except (ValueError, RecursionError):

@@ -19,12 +19,12 @@ RATIOS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 _HASH_DIGITS = 12
 _LONGEST_INDICES = 4096  # parsing takes hundreds of times the memory of the text
 _CONVERSATION, _TURN, _USERS_TURN = "['[{", '{"role": ', '{"role": "user"'
-"""Beginnings of a conversation as lm-eval's samples have it, of its turns, and of those of the user."""
+"""Prefixes of a conversation in lm-eval's samples, of its turns, and of the user's turns."""
 _Arguments = list[list[Any]]
 
 
 def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """Every question of the run in `output`, then those that were left out since their prompts are too long."""
+    """Yields every question of the run in `output`, then the questions skipped because of too long prompts."""
     plan, results, stamped = read_files(output)
     ends = read_asked(output).ends
     evals = {task.metric_key: task for task in config.evals}

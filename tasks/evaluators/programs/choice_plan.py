@@ -1,7 +1,7 @@
-"""Requests that weigh choices by way of an engine's prefix cache, and their order.
+"""Plans and sends the requests that score choices through an engine's prefix cache, for `choice_scoring.py`.
 
-A context that shares its beginning with another one waits for that one, and the order is that of a tree, depth first,
-so that what is shared is computed once, and used before it is dropped. For `choice_scoring.py`: standard library only.
+The order is that of a tree, depth first: a context waits for another context with the same beginning, so that the
+shared part is computed once, and used before it is evicted. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Any
 
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 LEAST_SHARED = 64
-"""Tokens that two contexts must share for one to wait for the other: computing fewer costs less than waiting."""
-MOST_LABELS = 128
-"""Tokens that vLLM weighs by name in one request."""
+"""Minimum shared tokens for a context to wait for another: computing fewer costs less than waiting."""
+MOST_LABELS = 128  # tokens that vLLM scores by id in a request
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Tokens to be weighed, and those before them."""
+    """Tokens to score, and the tokens before them."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -31,10 +30,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Step:
-    """One request: a context with the labels that are weighed behind it, or a whole choice without labels.
+    """A request: a context with labels to score behind it, or a whole choice without labels.
 
-    `choices` are the places of the choices that it weighs. It waits for the step `after`, and adds `added` tokens to
-    the cache.
+    Scores the choices at indexes `choices`, follows the step `after`, and adds `added` tokens to the cache.
     """
 
     context: tuple[int, ...]
@@ -45,10 +43,7 @@ class Step:
     added: int
 
     def request(self, model: str) -> tuple[str, dict[str, Any]]:
-        """Its path and its body.
-
-        Penalties of the model's own defaults are set aside: the token that is generated is to be the likeliest.
-        """
+        """Returns path and body; resets default penalties, so that the generated token is the most likely."""
         plain = {"temperature": 0, "max_tokens": 1, "repetition_penalty": 1.0}
         plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         if self.labels:
@@ -61,7 +56,7 @@ class Step:
 
 
 def plan(choices: Sequence[Choice], places: Iterable[int]) -> list[Step]:
-    """Requests that weigh the choices in these places, in the order in which they are sent where nothing waits."""
+    """Returns the requests that score the choices at these indexes, in the order of sending if none waits."""
     found: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for place in places:
         found[choices[place].context][choices[place].continuation].append(place)
@@ -86,7 +81,7 @@ def plan(choices: Sequence[Choice], places: Iterable[int]) -> list[Step]:
 
 def _leaders(contexts: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int]]:
     found: list[tuple[int | None, int]] = [(None, 0)] if contexts else []
-    open_runs: list[tuple[int, int]] = []  # what the members of a run share, and its first one
+    open_runs: list[tuple[int, int]] = []  # depth that a run's contexts share, and its first context
     for place, (before, context) in enumerate(pairwise(contexts), start=1):
         shared = _shared(before, context)
         depth, leader = shared // LEAST_SHARED, place - 1
@@ -109,13 +104,12 @@ def _shared(tokens: Sequence[int], others: Sequence[int]) -> int:
 async def in_order(
     steps: Sequence[Step], ask: Callable[[Step], Awaitable[None]], *, most_requests: int, most_added: int | None
 ) -> None:
-    """Asks all steps, each after the one that it waits for, the first ones first.
+    """Sends all steps, each after the step that it depends on, lower indexes first.
 
     Args:
-        steps: see `plan`.
-        ask: asks one of them; what it raises ends all.
+        ask: sends a step; its exception ends all.
         most_requests: in flight together.
-        most_added: tokens that those in flight together may add to the cache; a single one may add more.
+        most_added: tokens that requests in flight may add to the cache together; a single request may add more.
     """
     waiting: dict[int | None, list[int]] = defaultdict(list)
     for place, step in enumerate(steps):

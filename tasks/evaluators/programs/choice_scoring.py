@@ -1,14 +1,11 @@
-"""Log-probabilities of continuations for the price of one reading of what they have in common.
+"""Scores continuations (log-likelihoods) through an engine's prefix cache: a shared context is computed once.
 
-An echo with log-probabilities makes an engine read each choice whole, past its prefix cache. Here each *context* is
-asked once, for the log-probabilities of the first tokens of all its choices, which leaves it in the cache; then the
-rest of each longer choice is read from there: `choice_plan.py` says in which order.
-
-An engine that reads its cache has no rows for what it finds there: they are missing at the beginning. So a row counts
-by its distance from the prompt's end, behind the tokens that the answer names as cached, if it holds its token with a
-value that can be one. A choice that lacks one is echoed. A share of contexts is asked both ways: see `Trust`.
-
-For programs that drive harnesses, each in its own environment: standard library only.
+An echo with log-probabilities computes each choice whole, past the prefix cache. Here each *context* is sent once, for
+the log-probabilities of the first tokens of all its choices, and stays in the cache; the rest of each longer choice is
+computed from there, in the order of `choice_plan.py`. An engine returns no log-probabilities for the cached beginning
+of a prompt, so token log-probs are aligned at the prompt's end; they count only behind the tokens that the answer
+reports as cached, and if they hold the token with a valid value. Choices that lack them are echoed. For harness
+programs: standard library only.
 """
 
 from __future__ import annotations
@@ -24,46 +21,39 @@ from typing import Any
 
 from choice_plan import Choice, Step, in_order, plan
 
-CACHED, ECHO = "prefix cache", "echo"
-"""The ways of asking, as records name them."""
+CACHED, ECHO = "prefix cache", "echo"  # scoring methods in records
 LEAST_CONTEXT = 64
-"""Tokens of a context for which a longer choice is asked by way of the cache, where several are echoed at once.
-
-A shorter one is read again with each of its choices, many in one request, for less than a request of its own costs.
-"""
+"""Minimum context, in tokens, to score longer choices through the cache; below it, echoing many at once is cheaper."""
 TOO_SHORT = f"choices of several tokens behind fewer than {LEAST_CONTEXT} cost less to echo"
 CACHE_SHARE = 2
-"""Requests in flight together add at most this part of the cache to it, since what they share lies there as well."""
-ROUNDING = 1e-6
-"""A log-probability may be above 0 by this much."""
+"""Requests in flight together add at most this fraction (1/2) of the cache, since shared contexts need room as well."""
+ROUNDING = 1e-6  # a log-probability may be above 0 by this much
 TOKEN_ID = "token_id:"
 FIRST_AUDITED, AUDITED_LATER = 20, 100
-"""Contexts that are asked both ways where an engine is new, and afterwards one in so many."""
+"""Contexts scored both ways: the first 20 of a new engine, afterwards 1 in 100."""
 LARGEST_DIFFERENCES = {"float32": 1e-4, "float16": 0.03125, "bfloat16": 0.25}
-"""Largest difference in nats of a token's log-probability that is rounding, by the type that the engine computes in.
+"""Largest difference of a token's log-probability, in nats, that is rounding, by the engine's compute type.
 
-Two steps of a logit between 16 and 32, where those of real models lie, for the two short types: parts of a prompt that
-are read in other batches are added up in another order, which moves a logit to its neighbour. Steps of a float32 are
-2e-6 there, and sums over some thousand products differ by more; 2e-6 was measured. A row of another text differs by
-whole nats, as a rule. A type without a bound has to agree exactly.
+For the two short types: two steps of a logit between 16 and 32, the range of real models. Parts of a prompt computed in
+different batches are summed in a different order, which moves a logit to its neighbour. Steps of a float32 are 2e-6
+there, and sums over some thousand products differ by more; 2e-6 was measured. Log-probabilities of another text usually
+differ by whole nats. A type without a bound must agree exactly.
 """
-SCHEMA_VERSION = 1
-"""Verdicts of other versions were reached by other rules, and are not read."""
+SCHEMA_VERSION = 1  # stored verdicts of other versions followed other rules, and are ignored
 
-Row = tuple[float, float]
-"""Log-probability of a token that is weighed, and of the likeliest one in its place."""
+Row = tuple[float, float]  # log-probability of a scored token, and of the most likely token there
 
 
 class UnreadableAnswerError(Exception):
-    """An answer that is none to what was asked; says what is wrong with it, and quotes nothing."""
+    """An answer that does not fit its request; the message describes the defect without quoting the answer."""
 
 
 class NotTakenError(Exception):
-    """A way of asking that the endpoint refuses; says how."""
+    """A kind of request that the endpoint rejects; the message describes the rejection."""
 
 
 class Differing(Exception):
-    """A context that weighs something else where it is echoed."""
+    """A difference between a context's log-probabilities and an echo's."""
 
     def __init__(self, difference: float) -> None:
         super().__init__(f"{difference:.2g}")
@@ -71,19 +61,19 @@ class Differing(Exception):
 
 
 def weight_of(rows: Sequence[Row]) -> tuple[float, bool]:
-    """Log-probability of a continuation, and whether each of its tokens is the likeliest."""
+    """Returns the log-probability of a continuation, and True if each of its tokens is the most likely."""
     return sum(value for value, _ in rows), all(value == likeliest for value, likeliest in rows)
 
 
 def largest_difference(rows: Sequence[Row], others: Sequence[Row]) -> float:
-    """The largest difference between two readings, of tokens or of the likeliest ones; infinite for other lengths."""
+    """Returns the largest difference in nats between two results of a continuation; infinite if lengths differ."""
     if len(rows) != len(others):
         return math.inf
     return max((abs(a - b) for row, other in zip(rows, others, strict=True) for a, b in zip(row, other, strict=True)))
 
 
 def labelled_rows(answer: Any, labels: Sequence[int]) -> dict[int, Row]:
-    """Rows of labels behind a context, by token."""
+    """Returns the token log-probs of labels behind a context, by token."""
     top = _at(answer, "choices", 0, "logprobs", "top_logprobs", 0)
     values = [top.get(f"{TOKEN_ID}{label}") for label in labels] if isinstance(top, dict) else []
     others = list(top.values()) if isinstance(top, dict) else []
@@ -94,7 +84,7 @@ def labelled_rows(answer: Any, labels: Sequence[int]) -> dict[int, Row]:
 
 
 def prompt_rows(answer: Any, tokens: Sequence[int], start: int) -> list[Row] | None:
-    """Rows of the tokens from `start` on; None where the engine did not compute each of them."""
+    """Returns the token log-probs from `start` on; None where the engine did not compute each of them."""
     rows = _at(answer, "prompt_logprobs")
     cached = _at(answer, "usage", "prompt_tokens_details", "cached_tokens")
     if not isinstance(rows, list) or (isinstance(cached, int) and cached >= start):
@@ -128,10 +118,10 @@ def _is_log_probability(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Trust:
-    """The memory of audits, for one build of an engine, one architecture and one type that it computes in.
+    """Stored audits of an engine version, architecture and compute type.
 
-    Where nothing is remembered, the first contexts of an evaluation are asked both ways, before the others, and later
-    one in a hundred. A difference beyond rounding is remembered for good: that engine is asked by echo.
+    Without stored audits, the first contexts of an evaluation are scored both ways, before the others, and later 1 in
+    100. A difference beyond rounding is stored for good: choices are scored by echo with that engine.
     """
 
     path: Path | None
@@ -139,7 +129,7 @@ class Trust:
 
     @classmethod
     def of(cls, job: Mapping[str, Any]) -> Trust:
-        """The memory that a job names; without digests of engine and architecture, nothing is remembered."""
+        """Returns the store that a job names; nothing is stored without digests of engine and architecture."""
         about = [SCHEMA_VERSION, job["engine"], job["architecture"], job["dtype"]]
         name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
         known = job["engine"] and job["architecture"] and job["trust_folder"]
@@ -147,11 +137,10 @@ class Trust:
 
     @property
     def bound(self) -> float:
-        """Largest difference that is rounding, in nats."""
         return LARGEST_DIFFERENCES.get(self.dtype, 0.0)
 
     def recall(self) -> dict[str, Any]:
-        """The number of contexts `audited`, and the `reason` not to trust, if there is one."""
+        """Returns the number of contexts `audited`, and the `reason` for distrust or None."""
         try:
             found = json.loads(self.path.read_bytes()) if self.path else {}
             return {"audited": int(found.get("audited", 0)), "reason": found.get("reason")}
@@ -159,7 +148,7 @@ class Trust:
             return {"audited": 0, "reason": None}
 
     def remember(self, audited: int, reason: str | None) -> None:
-        """Adds what an evaluation has found. A folder that cannot be written to costs the next one an audit."""
+        """Adds the audits of an evaluation; if the folder is not writable, the next evaluation audits again."""
         before = self.recall()
         if self.path is None or before["reason"]:
             return
@@ -174,7 +163,7 @@ class Trust:
 
 @dataclass
 class Outcome:
-    """The way in which choices were asked: for records."""
+    """The scoring method that was used for choices, for records."""
 
     way: str = ECHO
     audited: int = 0
@@ -184,10 +173,10 @@ class Outcome:
 
 @dataclass
 class Scorer:
-    """Weighs choices by way of the cache; raises `NotTakenError` and `Differing` where they have to be echoed.
+    """Scores choices through the prefix cache, unless the endpoint rejects that or an audit fails.
 
-    `ask` sends a body to a path and reads the answer, as often as the program tries, and `echo` weighs choices as the
-    harness does, `echoed_at_once` in a request. `kv_cache_tokens` is the cache's size, None where it is not known.
+    `ask` posts a body to a path and reads the answer, with retries; `echo` scores choices as the harness does,
+    `echoed_at_once` per request. `kv_cache_tokens` is the cache's size, None if unknown.
     """
 
     model: str
@@ -200,11 +189,10 @@ class Scorer:
     echoed_at_once: int = 1
     on_weighed: Callable[[int], None] = lambda count: None
     outcome: Outcome = field(default_factory=Outcome)
-    _remembered: int = 0
-    """Audits of this evaluation that the memory knows by now: choices may be weighed in several batches."""
+    _remembered: int = 0  # audits of this evaluation that are already stored: batches add to them
 
     async def weigh(self, choices: Sequence[Choice]) -> list[Sequence[Row]] | None:
-        """Rows of all choices, in their order; None if they all have to be echoed, for the reason in `outcome`."""
+        """Returns the token log-probs of all choices, in order; None, with a reason in `outcome`, to echo all."""
         known, self._remembered = self.trust.recall(), self.outcome.audited
         if known["reason"]:
             self.outcome.reason = known["reason"]
@@ -313,6 +301,6 @@ class Scorer:
 
 
 def is_audited_later(context: Sequence[int]) -> bool:
-    """Tells if a context is among those that are asked both ways for good: by its tokens, so the same in every run."""
+    """Returns True for the 1 % of contexts that are always scored both ways; the same in every run, by the tokens."""
     digest = hashlib.sha256(json.dumps(list(context)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % AUDITED_LATER == 0

@@ -1,7 +1,4 @@
-"""Bounds of processes that run code which a model wrote: each one's, those of all together, and their log's.
-
-Needs the standard library only.
-"""
+"""Resource limits of processes that run model-written code, each and all together. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def pass_log_on(log: int) -> None:
-    """Passes on the start of a log, and from the rest of a longer log its end, when it is complete."""
+    """Passes on the first 16 MiB of a log, and when it is complete, the last 64 KiB of the rest."""
     passed = left_out = 0
     end = b""
     while block := os.read(log, _LARGEST_READ):
         start = block[: _LOG_BYTES - passed]
         passed, left_out = passed + len(start), left_out + len(block) - len(start)
         end = (end + block[len(start) :])[-_LOG_END_BYTES:]
-        with suppress(OSError):  # on a full disk the command is to end, not to wait
+        with suppress(OSError):  # on a full disk the command must end, not block
             sys.stdout.buffer.write(start)
             sys.stdout.buffer.flush()
     if left_out:
@@ -39,21 +36,21 @@ def pass_log_on(log: int) -> None:
 
 
 def bound_tasks(tasks: int) -> None:
-    """Bounds processes and threads; since Linux 5.14 those of a user in one namespace are counted, and never root's."""
+    """Limits processes and threads: counted per user and namespace since Linux 5.14; never limits root."""
     if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
 
 
 def bound_process(specification: dict[str, Any]) -> None:
-    """Bounds memory, processor time and file sizes of this process, and of each that it starts."""
+    """Limits memory, processor time and file sizes of this process, and of each child."""
     for kind, bound in (
         (resource.RLIMIT_AS, specification["memory_bytes"]),
         (resource.RLIMIT_CPU, specification["cpu_seconds"]),
         (resource.RLIMIT_FSIZE, specification["file_bytes"]),
-        (resource.RLIMIT_NOFILE, specification["open_files"]),  # pipes hold 8 KiB each that are no process's
-        (resource.RLIMIT_SIGPENDING, 4096),  # counted for the user, as locked memory is
+        (resource.RLIMIT_NOFILE, specification["open_files"]),  # each pipe holds 8 KiB outside all processes
+        (resource.RLIMIT_SIGPENDING, 4096),  # counted per user, like locked memory
         (resource.RLIMIT_MEMLOCK, 8 << 20),
-        (resource.RLIMIT_CORE, 1),  # with 0 a program that the kernel pipes core dumps to would be started, as root
+        (resource.RLIMIT_CORE, 1),  # with 0 the kernel would start a core dump handler, as root
     ):
         _, most = resource.getrlimit(kind)
         bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
@@ -61,13 +58,13 @@ def bound_process(specification: dict[str, Any]) -> None:
 
 
 def make_group(memory_bytes: int) -> Path | None:
-    """Makes a control group with a memory limit; None where cgroup v2 or its memory controller is not this user's."""
+    """Creates a control group with a memory limit; None if cgroup v2 or its memory controller is not this user's."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     own = next((_GROUPS / line[4:] for line in lines if line.startswith("0::/")), _GROUPS)
     for parent in (folder for folder in (own, *own.parents) if (folder / "cgroup.subtree_control").exists()):
         group = parent / f"assay-cage-{os.getpid()}"
         for left in parent.glob("assay-cage-*"):
-            with suppress(OSError):  # of a killed process; the kernel removes empty groups only
+            with suppress(OSError):  # leftover of a killed process; the kernel removes empty groups only
                 left.rmdir()
         try:
             group.mkdir()
@@ -84,14 +81,14 @@ def make_group(memory_bytes: int) -> Path | None:
 
 
 def enter(group: Path | None) -> None:
-    """Moves this process into a control group; outside of it, only the watcher bounds memory of all together."""
+    """Moves this process into a control group; without a group, only the watcher limits the total memory."""
     with suppress(OSError):
         if group:
             (group / "cgroup.procs").write_text("0")
 
 
 def remove_group(group: Path | None) -> bool:
-    """Removes the control group of processes that have ended; returns True if the kernel ended them at its limit."""
+    """Removes the control group of ended processes; returns True if the kernel killed them at its limit."""
     try:
         events = (group / "memory.events").read_text().split() if group else []
         killed = "oom_kill" in events and events[events.index("oom_kill") + 1] != "0"
@@ -103,9 +100,9 @@ def remove_group(group: Path | None) -> bool:
 
 
 def excess(specification: dict[str, Any]) -> str | None:
-    """Returns the bound that the processes in /proc exceed together, formatted; None if none."""
+    """Returns the limit that the processes in /proc exceed together, formatted; None if none."""
     found = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
-    for kind, count, most in (  # in this order: looking at each of too many processes takes time
+    for kind, count, most in (  # cheapest first: inspecting each of too many processes is slow
         ("", lambda: len(found), specification["processes"]),
         ("threads ", lambda: sum(map(_threads, found)), specification["tasks"]),
         ("sockets ", _sockets, specification["open_files"]),
@@ -114,7 +111,7 @@ def excess(specification: dict[str, Any]) -> str | None:
             return f"{number} {kind}at once, and {most} are allowed"
     memory_bytes = specification["memory_bytes"]
     used = sum(_memory_bytes(path, exactly=False) for path in found)
-    if used > memory_bytes:  # counts pages that forked processes share for each of them; the exact number is slow
+    if used > memory_bytes:  # counts shared pages of forked processes for each; the exact number is slow
         until = time.monotonic() + _EXACT_SECONDS
         used = sum(_memory_bytes(path, exactly=time.monotonic() < until) for path in found)
     return None if used <= memory_bytes else f"up to {used >> 20} MiB together, and {memory_bytes >> 20} are allowed"
@@ -137,7 +134,7 @@ def _sockets() -> int:
 def _memory_bytes(process: Path, *, exactly: bool) -> int:
     try:
         if exactly:
-            with suppress(PermissionError):  # of a process that hides from others
+            with suppress(PermissionError):  # the process is not readable
                 lines = (process / "smaps_rollup").read_text().splitlines()
                 return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
         _, resident, shared, *_ = (process / "statm").read_text().split()

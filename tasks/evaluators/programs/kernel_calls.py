@@ -1,4 +1,4 @@
-"""System calls that Python does not have, for `run_isolated.py`. Needs the standard library only."""
+"""System calls that Python lacks, for `run_isolated.py`. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SET_DUMPABLE, _CAPBSET_DROP, _SET_NO_NEW_PRIVS = 4, 24, 38
 _CAPABILITIES_VERSION = 0x20080522
 _SET_SECCOMP, _FILTER, _ALLOW, _REFUSE = 22, 2, 0x7FFF0000, 0x50000 | errno.ENOSYS
 _JOIN_SESSION_KEYRING = 1
-# By machine: its number for the kernel, and those of keyctl, socket, clone, fcntl and mmap.
+# By machine: its number in the kernel, and the numbers of keyctl, socket, clone, fcntl and mmap.
 _CALLS = {"x86_64": (0xC000003E, 250, 41, 56, 72, 9), "aarch64": (0xC00000B7, 219, 198, 220, 25, 222)}
-# Kernel keys, which the user's other processes share (add_key, request_key, keyctl); memory that is no process's
-# (shmget, msgget, semget, memfd_create, memfd_secret); watches, of which a user has few (inotify_init1, fanotify_init);
-# ways to new namespaces (unshare, clone3); io_uring_setup, userfaultfd, bpf, perf_event_open, which often had holes;
-# syslog, the machine's log; io_setup and mq_open, whose bounds are the machine's and the user's.
+# Kernel keys, which the user's other processes share (add_key, request_key, keyctl); memory outside all processes
+# (shmget, msgget, semget, memfd_create, memfd_secret); watches, limited per user (inotify_init1, fanotify_init);
+# new namespaces (unshare, clone3); io_uring_setup, userfaultfd, bpf, perf_event_open, often vulnerable;
+# syslog, the machine's log; io_setup and mq_open, limited per machine and per user.
 _REFUSED = {
     "x86_64": (248, 249, 250, 29, 68, 64, 319, 447, 253, 294, 300, 272, 435, 425, 323, 321, 298, 103, 206, 240),
     "aarch64": (217, 218, 219, 194, 186, 190, 279, 447, 26, 262, 97, 435, 425, 282, 280, 241, 116, 0, 180),
@@ -35,26 +35,26 @@ _EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETOO
 
 
 class NotIsolated(Exception):
-    """The kernel, or the container's configuration, does not allow it."""
+    """The kernel or the container's configuration does not allow isolation."""
 
 
 def is_lasting(error: Exception) -> bool:
-    """Returns False for an error of a machine or user that has too much open at the moment."""
+    """Returns False for an error of a machine or user that has too many resources open at the moment."""
     return not isinstance(error, OSError) or error.errno not in _EXHAUSTED
 
 
 class Kernel:
-    """System calls that Python 3.11 does not have."""
+    """System calls that Python 3.11 lacks."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls it.
+        """Calls a function of the C library.
 
         Raises:
-            NotIsolated: it fails.
-            OSError: it fails because too much is open at the moment.
+            NotIsolated: the call fails.
+            OSError: the call fails because too many resources are open at the moment.
         """
         if getattr(self._libc, name)(*arguments) != 0:
             error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -62,12 +62,11 @@ class Kernel:
             raise NotIsolated(f"{name} {shown}: {error.strerror}") if is_lasting(error) else error
 
     def mount(self, source: str, target: Path, *, kind: str = "", flags: int = 0, data: str = "") -> None:
-        """Mounts something."""
         texts = (os.fsencode(source), os.fsencode(target), kind.encode() or None)
         self.call("mount", *texts, ctypes.c_ulong(flags), os.fsencode(data) or None)
 
     def show(self, path: str, root: Path, *, attributes: int = READ_ONLY) -> None:
-        """Shows a file or folder of the machine at the same place below the new root, read-only by default."""
+        """Mounts a file or folder of the machine at the same path below the new root, read-only by default."""
         target = root / path.lstrip("/")
         if Path(path).is_dir():
             target.mkdir(parents=True, exist_ok=True)
@@ -77,14 +76,14 @@ class Kernel:
         self.bind(path, target, attributes=attributes)
 
     def bind(self, path: str, target: Path, *, attributes: int) -> None:
-        """Shows a file or folder in place of another, with attributes that its own mount need not have."""
+        """Bind-mounts a file or folder over another, with attributes that may differ from those of its own mount."""
         self.mount(os.path.realpath(path), target, flags=BIND | REC)
         given = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
         place = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE)
         self.call("syscall", _MOUNT_SETATTR, *place, given, ctypes.c_size_t(ctypes.sizeof(given)))
 
     def show_with_scratch(self, path: str, root: Path, scratch: Path) -> None:
-        """Shows a folder whose changes are thrown away."""
+        """Mounts a folder so that changes to it are discarded."""
         target = root / path.lstrip("/")
         for folder in (target, scratch / "changed", scratch / "work"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -96,32 +95,32 @@ class Kernel:
         self.mount("overlay", target, kind="overlay", flags=NOSUID | NODEV, data=data)
 
     def give_up_rights(self) -> None:
-        """Gives up every capability, for this process and all that it starts."""
         self.call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         with suppress(NotIsolated):  # raised after the last capability of this kernel
             for number in range(64):
                 self.call("prctl", _CAPBSET_DROP, number, 0, 0, 0)
         self.call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)())
-        self.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)  # our own variables and memory, which the command could read
+        self.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)  # hides our variables and memory from the command
 
     def refuse_calls(self) -> None:
-        """Leaves the user's session keyring, and has the kernel refuse some system calls from here on.
+        """Leaves the user's session keyring, and makes the kernel refuse some system calls from now on.
 
         Raises:
-            NotIsolated: the calls of such a machine are not known, or the kernel has no such filter.
+            NotIsolated: the system calls of this machine are unknown, or the kernel has no such filter.
         """
         if platform.machine() not in _CALLS:
             raise NotIsolated(f"no list of system calls of {platform.machine()}")
         machine, keyctl, sockets, clone, fcntl, mmap = _CALLS[platform.machine()]
         self._libc.syscall(keyctl, _JOIN_SESSION_KEYRING, None)  # fails where the kernel has no keys
-        lines = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, _REFUSE), (0x20, 0, 0, 0)]  # of that machine
-        lines += [(0x35, 0, 1, 1 << 30), (0x06, 0, 0, _REFUSE)]  # no second way to count calls, as x32's
+        # First refuses calls of other machine types, and of a second numbering such as x32's.
+        lines = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, _REFUSE), (0x20, 0, 0, 0)]
+        lines += [(0x35, 0, 1, 1 << 30), (0x06, 0, 0, _REFUSE)]
         for number in _REFUSED[platform.machine()]:
             lines += [(0x15, 0, 1, number), (0x06, 0, 0, _REFUSE)]
         for number, place, mask, value in (
             (clone, 16, NEW_USER, NEW_USER),
-            (fcntl, 24, ~2 & 0xFFFFFFFF, 1024),  # leases, for which others who open a file wait, and watches (1026)
-            (mmap, 40, 0x21, 0x21),  # shared and of no file: memory that is no process's
+            (fcntl, 24, ~2 & 0xFFFFFFFF, 1024),  # leases, which block others that open the file, and watches (1026)
+            (mmap, 40, 0x21, 0x21),  # shared anonymous memory, which counts for no process
         ):
             lines += [(0x15, 0, 5, number), (0x20, 0, 0, place), (0x54, 0, 0, mask), (0x15, 0, 1, value)]
             lines += [(0x06, 0, 0, _REFUSE), (0x06, 0, 0, _ALLOW)]

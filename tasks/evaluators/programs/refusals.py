@@ -1,4 +1,4 @@
-"""Files between our programs and the orchestrator: refusals, and what lies with a tokenizer. Standard library only."""
+"""Files between harness programs and the orchestrator: refusals and chat templates. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ REFUSAL_NAME = "refused.json"
 
 
 def refuse(output: Path, *, kind: str, expected: str, found: str, remedy: str) -> NoReturn:
-    """Ends the program, with the reason in a file for the orchestrator and on standard error for people."""
+    """Ends the program; writes the reason to a file for the orchestrator and to standard error."""
     write_json(output / REFUSAL_NAME, {"kind": kind, "expected": expected, "found": found, "remedy": remedy})
     sys.exit(f"refused: expected {expected}, found {found}")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file that another program reads."""
+    """Writes a JSON file for another program."""
     path.write_text(json.dumps(content, indent=2))
 
 
 def chat_template(tokenizer: Path) -> str | None:
-    """The chat template in a tokenizer's folder, wherever it may lie; as JSON where it is several."""
+    """Returns the chat template in a tokenizer's folder, from any of its files; as JSON if there are several."""
     for name in ("chat_template.jinja", "chat_template.json"):
         if (tokenizer / name).is_file():
             return (tokenizer / name).read_text()
@@ -36,12 +36,12 @@ def chat_template(tokenizer: Path) -> str | None:
 
 
 def digest_of(text: str | None) -> str | None:
-    """The SHA-256 of a text; None without one."""
+    """Returns the SHA-256 of a text; None without a text."""
     return hashlib.sha256(text.encode()).hexdigest() if text else None
 
 
 def chat_template_needed(job: dict[str, Any], output: Path) -> str | None:
-    """The template of the tokenizer that a job names where it asks in chat; refuses a tokenizer without one."""
+    """Returns the chat template of a job's tokenizer, None without chat; refuses a chat job if there is no template."""
     template = chat_template(Path(job["tokenizer"])) if job["chat"] else None
     if job["chat"] and not template:
         refuse(

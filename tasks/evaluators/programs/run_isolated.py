@@ -1,14 +1,14 @@
-"""Runs a command that executes code which a model wrote, where that code can reach next to nothing.
+"""Runs a command that executes model-written code, with almost no access to the machine.
 
     python -I -S -u run_isolated.py <specification file> COMMAND [ARGUMENT ...]
 
-The command gets namespaces of its own: it sees its own processes, the folders that the specification names, and of
-the network one address, whose connections a process outside passes on. What it writes anywhere but into the writable
-folders is thrown away. Its output is a pipe, of which start and end are passed on. It has no capability, no kernel
-keys, and bounds. First `prepare` is run as this process would, to fetch data. Needs Linux and the standard library.
+In its own namespaces it sees its own processes, the folders that the specification names, and a single network address,
+to which an outside process forwards connections. Writes outside the writable folders are discarded; its output is a
+pipe, of which start and end are passed on. It has no capability, no kernel keys, and resource limits. First `prepare`
+runs without isolation, to fetch data. Needs Linux and the standard library.
 
 Exit code 78 and a refusal, if the kernel allows no such namespaces and the specification requires them; 79 if all
-processes were ended for having too many, or too much memory, together.
+processes were ended because together they were too many, or used too much memory.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _HIDDEN = (  # in /proc: names of the user's kernel keys; memory and processes o
     *("keys", "key-users", "kcore", "kpagecount", "kpageflags", "sched_debug", "slabinfo", "timer_list"),
 )
 _DEVICES = ("null", "full", "random", "urandom")
-_SOCKET_BYTES = "4096 16384 65536"  # the kernel's own bound is the machine's, which code in here could use up
+_SOCKET_BYTES = "4096 16384 65536"  # the kernel's default limit is per machine, and isolated code could exhaust it
 _SCRATCH = "size=1g,nr_inodes=256k,mode=755"
 _NOT_ALLOWED, _TOO_MUCH = 78, 79
 _LARGEST_READ = 1 << 16
 _LOOK_SECONDS = 0.2
-_CONNECTIONS = 512  # to the endpoint at once; memory of their buffers is the machine's
+_CONNECTIONS = 512  # to the endpoint at once; their buffers use the machine's memory
 
 
 def main(arguments: list[str]) -> None:
-    """Prepares, isolates, runs, and ends as the command ended."""
+    """Prepares, isolates and runs the command, and exits with its exit code."""
     specification = json.loads(Path(arguments[0]).read_text())
     command = arguments[1:]
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # also bounds descriptors in flight of all of the user's
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # also limits descriptors in flight of the whole user
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if specification["prepare"] and (code := subprocess.run(specification["prepare"], check=False).returncode):
         sys.exit(code if code > 0 else 128 - code)
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
     why = "" if listeners else word.decode(errors="replace")
     if not listeners:
         os.waitpid(child, 0)
-        if not why:  # which another user, or code that is isolated elsewhere, may have caused
+        if not why:  # perhaps caused by another user, or by another isolated command
             os.close(log_end)
             pass_log_on(log)
             remove_group(group)
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> None:
     passing.start()
     passed = None if why else _pass_on(socket.socket(fileno=listeners[0]), specification["endpoint"], until=child)
     status = asyncio.run(passed) if passed else os.waitpid(child, 0)[1]
-    passing.join(1.0 if why else None)  # without namespaces a process that was left may hold the pipe
+    passing.join(1.0 if why else None)  # without namespaces a leftover process may hold the pipe
     if remove_group(group):
         memory = specification["memory_bytes"] >> 20
         print(f"isolation: ended all processes: more than {memory} MiB together", flush=True)
@@ -149,9 +149,9 @@ def _execute(specification: dict[str, Any], command: list[str], environment: dic
     os.setsid()
     os.dup2(
         os.open(os.devnull, os.O_RDONLY), 0
-    )  # the device as it is mounted here: of ours, root could change the mode
+    )  # the device of this mount namespace: root could change the mode of the machine's
     bound_process(specification)
-    os.closerange(3, 1 << 20)  # of this process's parents, which need not have closed theirs
+    os.closerange(3, 1 << 20)  # descriptors that parent processes left open
     os.execvpe(command[0], command, environment)
 
 
@@ -171,7 +171,7 @@ def _isolate(
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{users} {users} 1")
-        with suppress(OSError):  # /proc may be read-only; then namespaces can be made in there, with the same view
+        with suppress(OSError):  # /proc may be read-only; then the command can make namespaces, with the same view
             Path("/proc/sys/user/max_user_namespaces").write_text("0")
             for name in ("tcp_rmem", "tcp_wmem"):
                 Path("/proc/sys/net/ipv4", name).write_text(_SOCKET_BYTES)
@@ -188,7 +188,7 @@ def _isolate(
         _in_child(lambda: _be_first(kernel, specification, command, environment, outside, listener, root, begun))
     for end in (listener.detach(), outside.detach(), begun):
         os.close(end)
-    if os.read(ready, 1):  # from here on /proc is that of the processes in there
+    if os.read(ready, 1):  # from here on /proc shows the isolated processes
         _watch(first, specification)
     _end_as(os.waitpid(first, 0)[1])
 
@@ -280,20 +280,20 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
         (root / folder).chmod(0o1777)
     for name in _DEVICES:
         kernel.show(f"/dev/{name}", root, attributes=DEVICE)  # read-only: root could change its mode
-    (root / "dev" / "zero").symlink_to("full")  # reads as it does; memory of a shared /dev/zero is no process's
+    (root / "dev" / "zero").symlink_to("full")  # reads alike; memory of a shared /dev/zero counts for no process
     (root / "dev" / "fd").symlink_to("/proc/self/fd")
-    # Read-only: to root's files below /proc/sys, whoever is root outside is root in here.
+    # Read-only: a user that is root outside counts as root for the files below /proc/sys.
     kernel.mount("proc", root / "proc", kind="proc", flags=_RDONLY | NOSUID | NODEV | _NOEXEC)
     for path in (root / "proc" / name for name in _HIDDEN):
         if path.exists():
             kernel.bind("/dev/null", path, attributes=DEVICE)
     for path in specification["reads"]:
-        if not path.startswith(tuple(f"{name}/" for name in _SYSTEM)):  # as an interpreter of the system is
+        if not path.startswith(tuple(f"{name}/" for name in _SYSTEM)):  # else it is mounted already
             kernel.show(path, root)
     for number, path in enumerate(specification["scratch"]):
         kernel.show_with_scratch(path, root, root / ".scratch" / str(number))
         for token in (root / path.lstrip("/") / name for name in _TOKENS):
-            if not token.is_dir():  # or a login meanwhile would make it
+            if not token.is_dir():  # else a login in the meantime would create it
                 token.touch()
                 kernel.bind("/dev/null", token, attributes=DEVICE)
     for path in specification["writes"]:

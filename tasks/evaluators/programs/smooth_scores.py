@@ -1,8 +1,8 @@
-"""Smooth scores of a multiple-choice question, from log-likelihoods that are asked for anyway.
+"""Smooth scores of a multiple-choice question, from log-likelihoods that are requested anyway.
 
-Accuracy stands still while a small model learns, and moves by whole questions. These two move with each probability.
-Both are Marin's; the bytes are those that lm-eval's own `acc_bytes` counts: the choice's, without what stands before
-it. Needs the standard library only.
+While a small model learns, accuracy stays constant for long and moves by whole questions. These two scores move with
+each probability. Both are Marin's. Bytes are those of lm-eval's own `acc_bytes`: the choice without the text before it.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HIGHER_IS_BETTER = {BITS: False, PROBABILITY: True}
 
 
 def smooth_scores(log_likelihoods: Sequence[float], texts: Sequence[str], right: int) -> dict[str, float]:
-    """Bits per byte of the right one of some texts, and its share of e to the minus bits per byte of all of them."""
+    """Returns bits per byte of the right text, and its share of exp(-bits per byte) among all texts."""
     sizes = [max(1, len(text.encode())) for text in texts]
     bits = [-value / size / math.log(2) for value, size in zip(log_likelihoods, sizes, strict=True)]
     weights = [math.exp(min(bits) - value) for value in bits]

@@ -1,7 +1,7 @@
-"""Answers of an endpoint held against their requests, for harnesses that ask by OpenAI's client.
+"""Validates an endpoint's answers against their requests, for harnesses that use OpenAI's client.
 
-An answer that does not fit is an error of the protocol for that client: it asks again, as often as after any other.
-The pool's proxy holds answers against more; these are the endpoints of others. Standard library only.
+An answer that does not fit becomes a protocol error of that client, which retries it like any other. The pool's proxy
+checks more; these checks are for external endpoints. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ import sys
 from typing import Any
 
 KNOWN_FINISHES = ("stop", "length", "tool_calls", "function_call", "content_filter", "repetition")
-"""Reasons to finish; after another, such as an abort, the text is cut."""
-ROUNDING = 1e-6
-"""A log-probability may be above 0 by this much."""
+"""Known finish reasons; any other, such as an abort, means that the text was cut."""
+ROUNDING = 1e-6  # a log-probability may be above 0 by this much
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs")
 IN_PLACE_OF_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal")
-"""Fields of a message that may stand without a text: calls, or reasoning that met the limit."""
+"""Fields of a message that may replace a text: calls, or reasoning that reached the length limit."""
 MOST_SHOWN = 300
 REQUESTS_FAULT = (400, 413, 422)
-"""Statuses by which an endpoint refuses what it was asked; with any other one it fails."""
+"""Statuses by which an endpoint rejects a request; any other error status is a failure of the endpoint."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 _MAYBE_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-_replaced: list[int] = []  # threads append to it; halves of each answer that had some
+_replaced: list[int] = []  # surrogate halves per changed answer; several threads append
 
 
 class Malformed(Exception):
-    """An answer with status 200 that is none."""
+    """An answer with status 200 that does not fit its request."""
 
 
 def hooks() -> dict[str, list[Any]]:
-    """Returns hooks of an HTTP client that waits for its answers."""
+    """Returns event hooks for a synchronous HTTP client."""
     return {"response": [lambda reply: check_reply(reply) if concerns(reply) and reply.read() else None]}
 
 
 def later_hooks() -> dict[str, list[Any]]:
-    """Returns hooks of an asynchronous HTTP client."""
+    """Returns event hooks for an asynchronous HTTP client."""
 
     async def check(reply: Any) -> None:
         if concerns(reply) and await reply.aread():
@@ -49,15 +48,15 @@ def later_hooks() -> dict[str, list[Any]]:
 
 
 def parsed(body: bytes) -> tuple[Any, int]:
-    """Returns the JSON of an answer, with U+FFFD for each half of a surrogate pair, and the number of these halves.
+    """Returns an answer's JSON with U+FFFD in place of halves of surrogate pairs, and the number of these halves.
 
-    No file could hold them. Answers that had any are counted in `Unanswered.as_values`.
+    Files cannot hold such halves. Answers that had any are counted in `Unanswered.as_values`.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the body is not JSON.
     """
     answer = json.loads(body)
-    if not _MAYBE_HALF.search(body):  # an echo of long texts is not written once more
+    if not _MAYBE_HALF.search(body):  # saves encoding echoes of long texts again
         return answer, 0
     text, halves = _HALF.subn("\ufffd", json.dumps(answer, ensure_ascii=False))
     if halves:
@@ -66,14 +65,13 @@ def parsed(body: bytes) -> tuple[Any, int]:
 
 
 class Unanswered:
-    """Requests that got no answer, by whose fault that was: `refused` ones, and those that the endpoint `failed`."""
+    """Counts requests without an answer: `refused` by the endpoint, or `failed` in it."""
 
     def __init__(self) -> None:
         self.refused = self.failed = 0
         self.first = self.first_refusal = ""
 
     def note(self, error: BaseException | str) -> None:
-        """Counts a request that failed for good."""
         if getattr(error, "status_code", None) in REQUESTS_FAULT:
             self.refused += 1
             self.first_refusal = self.first_refusal or refusal_of(getattr(error, "body", None) or str(error))
@@ -82,14 +80,13 @@ class Unanswered:
         self.first = self.first or described(error)
 
     def as_values(self) -> dict[str, Any]:
-        """Returns what a file of results says of them."""
         counts = {"refused": self.refused, "failed": self.failed}
         counts["replaced"] = len(_replaced)
         return {**counts, "first_failure": self.first, "first_refusal": self.first_refusal}
 
 
 def refusal_of(body: object) -> str:
-    """Returns the endpoint's own words, 300 characters at most, from the body of a refusal: text, or parsed."""
+    """Returns the endpoint's message, at most 300 characters, from the body (text or parsed) of a rejection."""
     if isinstance(body, str):
         try:
             body = json.loads(body)
@@ -102,7 +99,7 @@ def refusal_of(body: object) -> str:
 
 
 def described(error: BaseException | str) -> str:
-    """Returns an error of OpenAI's client in a few words, which quote nothing that was asked or answered."""
+    """Formats an error of OpenAI's client without quoting prompts or answers."""
     if isinstance(error, str):
         return error
     status, cause = getattr(error, "status_code", None), error.__cause__
@@ -110,12 +107,12 @@ def described(error: BaseException | str) -> str:
 
 
 def concerns(reply: Any) -> bool:
-    """Tells if a reply is an answer to a prompt or a conversation."""
+    """Returns True for a successful reply to a prompt or a conversation."""
     return reply.status_code == 200 and reply.request.url.path.endswith("/completions")
 
 
 def check_reply(reply: Any) -> None:
-    """Passes if the answer fits its request."""
+    """Raises the client's protocol error if the answer does not fit its request."""
     try:
         answer, halves = parsed(reply.content)
         check(json.loads(reply.request.content), answer)
@@ -129,11 +126,11 @@ def check_reply(reply: Any) -> None:
 
 
 def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
-    """Passes if the choices are those that one prompt or conversation asks for.
+    """Checks that an answer has the choices that its prompt or conversation requested.
 
     Raises:
-        Malformed: they are not.
-        ValueError, TypeError, AttributeError, LookupError: nor is it an answer of that kind.
+        Malformed: the choices do not fit the request.
+        ValueError, TypeError, AttributeError, LookupError: the answer has another structure.
     """
     choices = answer["choices"]
     if sorted(choice["index"] for choice in choices) != list(range(asked.get("n") or 1)):
@@ -162,7 +159,7 @@ def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
 
 
 def check_columns(logprobs: dict[str, Any], *, echo: bool) -> None:
-    """Passes if there is a log-probability for each token: finite, and at most 0."""
+    """Checks that each token has a log-probability that is finite and at most 0."""
     columns = [logprobs[name] for name in COLUMNS if logprobs.get(name) is not None]
     values = list(logprobs["token_logprobs"])
     if {len(column) for column in columns} != {len(values)}:
@@ -175,6 +172,6 @@ def check_columns(logprobs: dict[str, Any], *, echo: bool) -> None:
 
 
 def check_values(values: list[float]) -> None:
-    """Passes if all are log-probabilities."""
+    """Checks that all values are log-probabilities."""
     if values and not (math.isfinite(sum(values)) and max(values) <= ROUNDING):
         raise Malformed("log-probabilities that are none")

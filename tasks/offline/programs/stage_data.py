@@ -1,11 +1,11 @@
 """Fetches the data sets of benchmarks, and tokenizers, into the hub's cache. Executed in the lm-eval environment.
 
     python stage_data.py fetch <job file>     writes the manifest that the job names
-    python stage_data.py prove <job file>     loads everything again without a network; writes what cannot be loaded
+    python stage_data.py prove <job file>     loads everything again without a network; writes the failures
 
-Each benchmark is loaded as a worker loads it, so whatever lm-eval fetches for it, by whichever code, is in the cache
-afterwards. Only `datasets.load_dataset` is wrapped, to fetch one revision of a data set and to note which. A benchmark
-that the manifest has already is not asked for again.
+Each benchmark is loaded as by a worker, so that all data that lm-eval fetches for it, by any code, is in the cache
+afterwards. Only `datasets.load_dataset` is wrapped, to fetch a fixed revision of a data set and to record it.
+Benchmarks that are in the manifest are skipped.
 """
 
 # ruff: noqa: E402 - the libraries are imported without the garbage collector
@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 _EVALUATORS = Path(__file__).parents[2] / "evaluators"
 sys.path += [str(_EVALUATORS / "lm_eval" / "programs"), str(_EVALUATORS / "programs")]
 
-gc.disable()  # a quarter of the time would go to looking for garbage that is not there
+gc.disable()  # collection would take a quarter of the time and find no garbage
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from stage_hub import (
     Pinned,
@@ -43,7 +43,7 @@ gc.freeze()
 gc.enable()
 
 PARTS = ("benchmarks", "datasets", "tokenizers", "files_of_datasets")
-"""Of the manifest; other parts are not ours, and are left as they are."""
+"""Parts of the manifest that this program writes; other parts are left unchanged."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "*.model",
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> None:
 
 
 def fetch(job: dict[str, Any]) -> None:
-    """Fetches what the manifest lacks; the manifest is written last."""
+    """Fetches data that the manifest lacks; the manifest is written last."""
     staged, done, unfinished = begun(job, PARTS)
     problems: dict[str, str] = {}
     known = {} if job["refresh"] else {path: dataset["revision"] for path, dataset in staged["datasets"].items()}
@@ -115,7 +115,7 @@ def fetch(job: dict[str, Any]) -> None:
 
 
 def prove(job: dict[str, Any]) -> None:
-    """Loads everything as an offline worker does; writes what cannot be loaded, by name."""
+    """Loads everything as an offline worker does; writes the failures by name."""
     problems: dict[str, str] = {}
     load = loader(job) if job["benchmarks"] else None
     for name in job["benchmarks"]:
@@ -140,7 +140,7 @@ def prove(job: dict[str, Any]) -> None:
 
 
 def loader(job: dict[str, Any]) -> Callable[[str], Any]:
-    """Loads a benchmark with all its parts, as the program that evaluates does."""
+    """Returns a function that loads a benchmark with all its parts, as the evaluating program does."""
     gc.disable()
     from lm_eval.tasks import TaskManager
     from lm_eval_index import use_remembered_index
@@ -161,23 +161,23 @@ def loader(job: dict[str, Any]) -> Callable[[str], Any]:
 
 
 def fetch_tokenizer(name: str, revision: str | None) -> str:
-    """Fetches one tokenizer; its commit."""
+    """Fetches a tokenizer and returns its commit."""
     commit = str(patiently(lambda: HfApi().model_info(name, revision=revision).sha))
     patiently(lambda: snapshot_download(name, revision=commit, allow_patterns=list(TOKENIZER_FILES)))
-    patiently(lambda: load_tokenizer(name, revision=commit))  # notes which files it may do without
+    patiently(lambda: load_tokenizer(name, revision=commit))  # records which optional files are missing
     call_it_main(repository_folder("models", name), commit)
     return commit
 
 
 def load_tokenizer(name: str, **options: Any) -> None:
-    """Loads one tokenizer, as the program that evaluates does."""
+    """Loads a tokenizer, as the evaluating program does."""
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(name, **options)
 
 
 def fetch_files(path: str, files: list[str], revision: str | None) -> str:
-    """Fetches some files of one data set; its commit."""
+    """Fetches some files of a data set and returns its commit."""
     commit = str(patiently(lambda: HfApi().dataset_info(path, revision=revision).sha))
     for file in files:
         patiently(lambda file=file: hf_hub_download(path, file, repo_type="dataset", revision=commit))

@@ -1,13 +1,13 @@
-"""Fetches what HELM's run entries ask about, and proves it offline. Executed in the HELM environment.
+"""Fetches the data of HELM's run entries, and proves it offline. Executed in the HELM environment.
 
     python stage_helm.py fetch <job file>     writes the manifest that the job names
-    python stage_helm.py prove <job file>     tries everything again without a network; writes what fails
+    python stage_helm.py prove <job file>     tries everything again without a network; writes the failures
 
-Each run is tried whole with one question, by the program that evaluates: HELM's own stand-in for a client, which only
-turns words round, takes the place of a model. So whatever scenarios and metrics fetch, from the hub or by address, lies
-where a worker finds it. What a stand-in's answer makes of a metric is no matter here: only missing data are.
+The evaluating program tries each run whole with a single instance, with HELM's simple client, which only returns the
+prompt's last words, in place of a model. So all data that scenarios and metrics fetch, from the hub or by address, is
+where a worker expects it. Failures to score the client's output are ignored: only missing data count.
 
-What lies at an address has no revision. Its SHA-256 is noted, and another content is refused from then on.
+Data at an address has no revision. Its SHA-256 is recorded, and other content is refused from then on.
 """
 
 # ruff: noqa: E402 - HELM is imported without the garbage collector
@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "helm" / "programs"))
 
-gc.disable()  # a quarter of the time would go to looking for garbage that is not there
+gc.disable()  # collection would take a quarter of the time and find no garbage
 import helm.benchmark.runner as helm_runner
 import helm_asking
 import helm_runs
@@ -47,19 +47,19 @@ gc.freeze()
 gc.enable()
 
 PARTS = ("helm", "scenarios", "datasets")
-"""Of the manifest; other parts are not ours, and are left as they are."""
+"""Parts of the manifest that this program writes; other parts are left unchanged."""
 STAND_IN = "stand-in"
 
 
 class Downloads:
-    """HELM's way to fetch an address, with the content pinned: its SHA-256 by address."""
+    """Replaces HELM's download function and pins the content: its SHA-256 by address."""
 
     def __init__(self, pinned: dict[str, str], *, refresh: bool) -> None:
         self._pinned, self._refresh = pinned, refresh
         self.used: dict[tuple[str, str], dict[str, Any]] = {}
-        """By address and path: its bytes and its SHA-256."""
+        """Bytes and SHA-256 by address and path."""
         self._fetch = general.ensure_file_downloaded
-        for module in list(sys.modules.values()):  # those of some scenarios have it by name already
+        for module in list(sys.modules.values()):  # modules of some scenarios have imported the function by name
             if getattr(module, "ensure_file_downloaded", None) is self._fetch:
                 module.ensure_file_downloaded = self
 
@@ -80,7 +80,7 @@ class Downloads:
 
 
 class CannotBeHadError(Exception):
-    """Data of a run that are not to be had."""
+    """Data of a run are not available."""
 
 
 def main(arguments: list[str]) -> None:
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> None:
 
 
 def fetch(job: dict[str, Any]) -> None:
-    """Fetches what the manifest lacks; the manifest is written last."""
+    """Fetches data that the manifest lacks; the manifest is written last."""
     staged, done, unfinished = begun(job, PARTS)
     problems: dict[str, str] = {}
     known: dict[str, str] = {}
@@ -135,7 +135,7 @@ def fetch(job: dict[str, Any]) -> None:
 
 
 def prove(job: dict[str, Any]) -> None:
-    """Tries everything as an offline worker does; writes what fails, by name."""
+    """Tries everything as an offline worker does; writes the failures by name."""
     socket.socket.connect = general.shell = unreachable
     problems: dict[str, str] = {}
     for key, wanted in job["helm"].items():
@@ -147,7 +147,7 @@ def prove(job: dict[str, Any]) -> None:
 
 
 def tried(key: str, wanted: dict[str, Any], job: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The runs that some benchmarks stand for, and the scenarios they ask about, each tried with one question.
+    """Tries each run of some benchmarks with a single instance; returns the runs and their scenarios.
 
     Raises:
         CannotBeHadError: data are missing, or there is no such run.
@@ -172,7 +172,7 @@ def tried(key: str, wanted: dict[str, Any], job: dict[str, Any]) -> tuple[list[s
         seen.last = None
         try:
             run_helm.with_words(harness, run)
-        except Exception as error:  # the boundary to HELM's scenarios and metrics, which raise anything
+        except Exception as error:  # scenarios and metrics of HELM raise any exception
             reason = helm_asking.missing_data(error, run)
             if seen.last is None or reason:
                 raise CannotBeHadError(f"{name}: {reason['found'] if reason else shown(error)}") from error
@@ -181,7 +181,7 @@ def tried(key: str, wanted: dict[str, Any], job: dict[str, Any]) -> tuple[list[s
 
 
 def name_of(run: helm_asking.Run) -> str:
-    """A run's name without the model's."""
+    """Returns a run's name without the model's."""
     return re.sub(f"[:,]model=assay_{STAND_IN}", "", run.spec.name)
 
 
@@ -200,11 +200,11 @@ STAND_IN_JOB: dict[str, Any] = {
     "site": False,
     "skip_completed_runs": False,
 }
-"""As the program that evaluates is told, less what differs from one evaluation to the next."""
+"""The evaluating program's job, without the values that differ between evaluations."""
 
 
 class Seen:
-    """Scenarios that have given their questions."""
+    """Records the scenarios that have returned their instances."""
 
     def __init__(self, folder: Path) -> None:
         self.scenarios: set[str] = set()
@@ -214,7 +214,7 @@ class Seen:
         helm_runner.create_scenario = self.create
 
     def create(self, spec: Any) -> Any:
-        """A scenario that says when it has."""
+        """Returns a scenario that records when it has returned its instances."""
         scenario = self._create(spec)
         get_instances = scenario.get_instances
 
@@ -229,7 +229,7 @@ class Seen:
 
 
 def register_stand_in() -> None:
-    """HELM's client that asks nobody, as a model of ours."""
+    """Registers HELM's simple client, which calls no model, as a model of ours."""
     name = f"assay/{STAND_IN}"
     tags = [TEXT_MODEL_TAG, FULL_FUNCTIONALITY_TEXT_MODEL_TAG]
     register_model_metadata(ModelMetadata(name, "Assay", name, "Asks nobody.", "open", None, tags))
@@ -240,7 +240,7 @@ def register_stand_in() -> None:
 
 
 def described(folder: Path, before: dict[str, Any] | None, downloads: Downloads) -> dict[str, Any]:
-    """The size of a scenario's folder, and what of it lies at which address."""
+    """Returns the size of a scenario's folder, and its files that were downloaded by address."""
     addresses = dict((before or {}).get("addresses", {}))
     for (url, path), download in downloads.used.items():
         if Path(path).is_relative_to(folder):
@@ -249,7 +249,7 @@ def described(folder: Path, before: dict[str, Any] | None, downloads: Downloads)
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file; of a folder, over names and contents of its files."""
+    """Returns the SHA-256 of a file, or of the names and contents of a folder's files."""
     if path.is_file():
         return file_digest(path)
     whole = hashlib.sha256()
@@ -259,13 +259,13 @@ def digest_of(path: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of one file."""
+    """Returns the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there."""
+    """Removes a file or a folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -273,7 +273,7 @@ def remove(path: Path) -> None:
 
 
 def unreachable(*_: Any, **__: Any) -> NoReturn:
-    """Stands in for every way out of this machine."""
+    """Replaces all network access."""
     raise ConnectionError("no network while staged data are proved")
 
 

@@ -1,7 +1,7 @@
-"""Requests to the hub by the programs that stage data: `stage_data.py` and `stage_helm.py` import this.
+"""Requests to the hub, imported by the staging programs `stage_data.py` and `stage_helm.py`.
 
-Each works in the environment of its harness; `datasets` and `huggingface_hub` are in both. A hub that answers 429 is
-waited for.
+Each runs in the environment of its harness; both have `datasets` and `huggingface_hub`. Requests answered with 429 are
+retried after a wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub import HfApi, constants
 
 ATTEMPTS = 20
-UNTOLD_WAIT_SECONDS = 60.0  # where a hub that answers 429 does not say how long
+UNTOLD_WAIT_SECONDS = 60.0  # if the 429 gives no time
 LONGEST_WAIT_SECONDS = 900.0
 SHOWN_CHARACTERS = 300
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Pinned:
-    """`datasets.load_dataset` at one revision of each data set, which is noted."""
+    """Replaces `datasets.load_dataset` to load a fixed revision of each data set, which is recorded."""
 
     def __init__(self, revisions: dict[str, str]) -> None:
         self.revisions = dict(revisions)
@@ -36,7 +36,7 @@ class Pinned:
         datasets.load_dataset = datasets.load.load_dataset = self
 
     def __call__(self, path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
-        """Loads one configuration of one data set; a revision that the caller names goes before ours."""
+        """Loads a configuration of a data set; an explicit `revision` overrides the pinned revision."""
         if is_on_hub(path):
             wanted = options.get("revision") or self.revisions.get(path)
             if wanted is None or not is_commit(wanted):
@@ -48,14 +48,14 @@ class Pinned:
 
 
 def call_it_main(folder: Path, commit: str) -> None:
-    """Lets offline workers find a commit who ask for none."""
+    """Makes a commit the default revision for offline workers."""
     reference = folder / "refs" / "main"
     reference.parent.mkdir(parents=True, exist_ok=True)
     reference.write_text(commit)
 
 
 def begun(job: dict[str, Any], parts: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """The manifest with what an earlier call had done when it ended, that alone, and where it is noted."""
+    """Returns the manifest merged with the progress of an unfinished call, that progress alone, and its file."""
     manifest, unfinished = Path(job["manifest"]), Path(job["manifest"] + ".unfinished")
     before, done = read(manifest) or {}, read(unfinished) or {}
     staged = {**before, **{part: {**before.get(part, {}), **done.get(part, {})} for part in parts}}
@@ -63,12 +63,12 @@ def begun(job: dict[str, Any], parts: tuple[str, ...]) -> tuple[dict[str, Any], 
 
 
 def tell(line: str) -> None:
-    """A line for whoever reads our output."""
+    """Prints a progress line for the parent process."""
     print(f"staging: {line}", flush=True)
 
 
 def patiently(call: Callable[[], Result]) -> Result:
-    """The result of a call to the hub, which is made again after the time that a 429 asks for."""
+    """Calls the hub, waits as long as a 429 requires, and retries; returns the result."""
     for _ in range(ATTEMPTS - 1):
         try:
             return call()
@@ -82,9 +82,9 @@ def patiently(call: Callable[[], Result]) -> Result:
 
 
 def seconds_to_wait(error: BaseException | None) -> float | None:
-    """Returns how long a 429 somewhere behind an error asks to wait; None where there is none."""
+    """Returns the wait that a 429 in an error's chain of causes requires; None if there is no 429."""
     while error is not None:
-        # Clients of the hub keep the answer in their error; urllib's error is the answer.
+        # Clients of the hub store the response in their error; urllib's error is the response.
         answer = getattr(error, "response", error)
         if 429 in (getattr(answer, "status_code", None), getattr(answer, "code", None)):
             retry_after = str(answer.headers.get("Retry-After", ""))
@@ -94,22 +94,22 @@ def seconds_to_wait(error: BaseException | None) -> float | None:
 
 
 def is_on_hub(path: str) -> bool:
-    """Returns whether a data set's path is a name on the hub: neither a folder nor a kind of file."""
+    """Returns True if a data set's path is a name on the hub, neither a folder nor a packaged format."""
     return bool(HUB_ID.fullmatch(path)) and path not in _PACKAGED_DATASETS_MODULES and not Path(path).exists()
 
 
 def is_commit(revision: str) -> bool:
-    """Returns whether a revision can never mean something else."""
+    """Returns True if a revision is a commit, which is immutable."""
     return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def repository_folder(kind: str, name: str) -> Path:
-    """Returns where the hub's client keeps a repository."""
+    """Returns the folder of a repository in the hub's cache."""
     return Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}"
 
 
 def dataset_folders(path: str) -> tuple[Path, Path]:
-    """Returns where a data set's files are kept, and what `datasets` made of them."""
+    """Returns the folders of a data set's downloaded files and of its data prepared by `datasets`."""
     owner, _, name = path.rpartition("/")
     prepared = f"{owner}___" if owner else ""
     prepared += datasets.naming.camelcase_to_snakecase(name)
@@ -117,25 +117,25 @@ def dataset_folders(path: str) -> tuple[Path, Path]:
 
 
 def describe_datasets(staged: dict[str, Any]) -> None:
-    """Notes of each data set in a manifest where its files lie, and how large they are."""
+    """Adds folder and size of each data set to a manifest."""
     for path, dataset in staged["datasets"].items():
         folders = dataset_folders(path)
         dataset.update(folder=folders[1].name, bytes=size_of(*folders))
 
 
 def size_of(*folders: Path) -> int:
-    """Bytes of the files in some folders, a link counted as nothing."""
+    """Returns the number of bytes of files in folders, without links."""
     files = (file for folder in folders for file in folder.rglob("*"))
     return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
 
 
 def shown(error: BaseException) -> str:
-    """An error in one line."""
+    """Returns an error in a single line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:SHOWN_CHARACTERS]
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """A JSON file; None where there is none, or a damaged one."""
+    """Returns the content of a JSON file; None if it is missing or damaged."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -143,7 +143,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file; a reader sees the old one or the new one."""
+    """Writes a JSON file atomically."""
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(json.dumps(content, indent=2, sort_keys=True))
     aside.replace(path)

@@ -1,8 +1,8 @@
-"""Runs a Python module, and ends with the process that started it, whatever that died of.
+"""Runs a Python module, and ends it when the parent process ends for any reason.
 
     python run_with_parent.py MODULE [ARGUMENT ...]
 
-Standard input is held open by that process. Needs the standard library only.
+The parent holds standard input open. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _watch() -> None:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(200_000)  # a fifth of the server's start goes to looking for garbage among what it imports
+    gc.set_threshold(200_000)  # otherwise a fifth of the server's start is garbage collection of its imports
     threading.Thread(target=_watch, daemon=True).start()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,1 +1,1 @@
-"""Records in the forms of others: Every Eval Ever, and leaderboards of the Hugging Face hub."""
+"""Records in external formats: Every Eval Ever, and leaderboards of the Hugging Face hub."""

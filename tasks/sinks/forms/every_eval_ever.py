@@ -1,7 +1,7 @@
-"""Records in the form of Every Eval Ever (schema 0.3.0): a file for each record, and one with its samples.
+"""Records in the format of Every Eval Ever (schema 0.3.0): a file per record, and a file with its samples.
 
-https://github.com/evaleval/every_eval_ever has the schema. Only what was scored and is still as it was written goes
-out; a field that no record can fill is left out, never guessed.
+Schema: https://github.com/evaleval/every_eval_ever. Only scored and unchanged records are exported; fields that a
+record cannot fill are omitted, never guessed.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from tasks.statistics.composition import composed, composition_of
 from tasks.statistics.intervals import CONFIDENCE, normal_interval
 
 SCHEMA_VERSION = "0.3.0"
+# Ranges of metrics that have a range by definition, by name without filter.
 _BOUNDS: Mapping[tuple[float, float | str], tuple[str, ...]] = {
     (0.0, 1.0): ("acc", "acc_norm", "choice_prob_norm", "exact_match", "f1", "win_rate"),
     (0.0, "Infinity"): ("bits_per_byte", "bpb", "byte_perplexity", "perplexity", "word_perplexity"),
 }
-"""Ranges of metrics that have one by definition, by their names without a filter."""
 _NOT_PORTABLE = re.compile(r'[<>:"/\\|?*\x00-\x1f]|[. ]$')
+# Metrics in which a question is right if its score is 1.
 _RIGHT_OR_WRONG = re.compile(
     r"acc(_norm|_mutual_info)?|(.+_)?accuracy|\w+_(strict|loose)_acc|em|exact|(\w+_)?exact_match(@\d+)?|pass@1"
 )
-"""Metrics in which a question is right where its score is 1."""
 
 _TURNS_UNKNOWN = "not known: a solver of Inspect can take several turns and call tools, which no sample says"
 
 
 class Publisher(NamedTuple):
-    """The organization that evaluated, and the one that made the models."""
+    """The organization that evaluated, and the developer of the models."""
 
     organization: str
     developer: str
 
     def check(self) -> None:
-        """Refuses names that can be no folder."""
+        """Raises BadInput for names that are not valid as folders."""
         for option, name in zip(("--organization", "--developer"), self, strict=True):
             if not name.strip() or name.lower() in ("unknown", "data") or _NOT_PORTABLE.search(name):
                 raise BadInput(
@@ -61,7 +61,7 @@ class Publisher(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Numbers of what was written, and of what was left out by the reason."""
+    """Numbers of written items, and of omitted records by reason."""
 
     records: int
     results: int
@@ -77,15 +77,8 @@ def write_every_eval_ever(
     wanted: RecordFilter,
     with_samples: bool = True,
 ) -> Written:
-    """Writes records below `<folder>/data/<evaluator>/<developer>/<checkpoint>/`; the same record is the same file.
-
-    Args:
-        found: the records, and where they lie.
-        folder: a folder, here or in an object store.
-        publisher: who evaluated what.
-        wanted: says which metrics.
-        with_samples: also write what was asked and answered.
-    """
+    """Writes records below `<folder>/data/<evaluator>/<developer>/<checkpoint>/`; a record always yields the same file.
+    `folder` may be in an object store, `wanted` selects metrics, `with_samples` adds prompts and outputs."""
     publisher.check()
     left_out: Counter[str] = Counter()
     records = results = rows = 0
@@ -118,14 +111,8 @@ def write_every_eval_ever(
 def evaluation_log(
     record: Record, questions: Questions, *, publisher: Publisher, wanted: RecordFilter
 ) -> dict[str, Any]:
-    """A succeeded record as the schema has evaluations, without a word about its samples.
-
-    Args:
-        record: the record.
-        questions: its samples by benchmark, which tell how its intervals came about.
-        publisher: who evaluated what.
-        wanted: says which metrics.
-    """
+    """Returns a succeeded record as an evaluation of the schema, without samples. The method of its intervals is
+    derived from `questions`, its samples by benchmark; `wanted` selects metrics."""
     model_id = f"{publisher.developer}/{_portable(record.checkpoint.name)}"
     created = str(int(record.created.timestamp()))
     library, version = library_of(record)
@@ -298,7 +285,7 @@ def _write_samples(item: FoundRecord, log: dict[str, Any], folder: Path) -> int:
 
 
 def sample_rows(sample: Sample, log: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A sample as the schema has it, once for each result of the log that it is a part of."""
+    """Yields a sample in the schema's form, for each result of the log that it contributes to."""
     results = {result["evaluation_result_id"]: result for result in log["evaluation_results"]}
     reference = [] if sample.target is None else [sample.target]
     for metric, score in sample.scores.items():

@@ -1,8 +1,6 @@
-"""Scores for leaderboards of the Hugging Face hub: entries of `.eval_results/*.yaml` in a model's folder.
-
-https://huggingface.co/docs/hub/eval-results has the form. Only people can say which score a leaderboard ranks by, on
-which scale: a `Leaderboard` does, for each benchmark that is to be sent.
-"""
+"""Scores for leaderboards of the Hugging Face hub: entries of `.eval_results/*.yaml` in a model's folder, in the format
+of https://huggingface.co/docs/hub/eval-results. Users must configure each leaderboard's metric and scale, in a
+`Leaderboard` per benchmark."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tasks.records.record import Metric, Record
 from tasks.sinks.forms.settings import data_of, in_chat, library_of, shots
 
 FOLDER = ".eval_results"
-"""Folder beside a model card that the hub reads them from."""
+"""Folder next to a model card, read by the hub."""
 
 
 class Leaderboard(Config):
@@ -30,21 +28,16 @@ class Leaderboard(Config):
     task_id: str
     """The task, by its `id` in the data set's eval.yaml."""
     metric: str
-    """Our metric that the leaderboard ranks by, such as exact_match."""
+    """Metric in Assay that the leaderboard ranks by, such as exact_match."""
     factor: float = 1.0
-    """Number that scores are multiplied with: 100 where the leaderboard has per cent."""
+    """Factor for scores: 100 if the leaderboard uses per cent."""
 
 
 def hub_entries(
     record: Record, leaderboards: Mapping[str, Leaderboard], *, source_url: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The entries of a succeeded record, by benchmark; none for one that was asked a part of its questions.
-
-    Args:
-        record: the record.
-        leaderboards: the place of each benchmark that has one, by the name it is published under.
-        source_url: web page with more.
-    """
+    """Returns the entries of a succeeded record by benchmark; empty if it covers only a part of the questions.
+    `leaderboards` are by the benchmark's published name; `source_url` is a web page with details."""
     if not record.succeeded or record.evaluation.get("max_eval_instances") is not None:
         return {}
     measured = {metric.benchmark for metric in record.metrics}
@@ -56,7 +49,7 @@ def hub_entries(
 
 
 def as_yaml(entries: list[dict[str, Any]]) -> str:
-    """The content of a file with some entries."""
+    """Returns the content of a file with some entries."""
     return yaml.safe_dump(entries, sort_keys=False, allow_unicode=True, width=120)
 
 

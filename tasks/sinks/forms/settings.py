@@ -1,4 +1,4 @@
-"""Settings behind a number, less those that by their name or form are a path, an address, a key or a block's name."""
+"""Settings behind a score, without values that look like a path, an address, a key or a block's name."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _NOT_PUBLIC = re.compile(
 _PLACE = re.compile(r"[/\\]")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.csv)(?:@\w+)?")
 _ON_THE_HUB = re.compile(r"([^/@:\s]+/[^/@:\s]+)@([0-9a-f]{40})")
+# Generation arguments, with their names in options of evaluators.
 _ARGUMENTS = {
     "temperature": ("temperature",),
     "top_p": ("top_p",),
     "top_k": ("top_k",),
     "max_tokens": ("max_tokens", "max_gen_toks", "max_new_tokens"),
 }
-"""Arguments of a generation, with their names in options of evaluators."""
 
 
 class Data(NamedTuple):
-    """Data that a benchmark was asked from: its repository on the hub, None elsewhere, and its revision."""
+    """Data of a benchmark: its repository on the hub, or None, and its revision."""
 
     repository: str | None
     revision: str
 
 
 def library_of(record: Record) -> tuple[str, str | None]:
-    """Name and version of the harness."""
+    """Returns name and version of the harness."""
     name = EVALUATORS.get(record.evaluator, record.evaluator).rpartition(".")[2]
     return name, record.versions.get(name)
 
 
 def data_of(record: Record, benchmark: str) -> Data | None:
-    """The data of a benchmark, or of a group whose parts all have the same; None where nobody said."""
+    """Returns the data of a benchmark, or the common data of a group's parts; None if unknown."""
     parts = _parts(record, benchmark) or {benchmark}
     known = {details.data for name in parts if (details := record.details.get(name)) and details.data}
     if len(known) != 1:
@@ -51,10 +51,10 @@ def data_of(record: Record, benchmark: str) -> Data | None:
 
 
 def answers_of(record: Record, benchmark: str) -> dict[str, Any]:
-    """Arguments of the generation that its configuration names; the benchmark's own are not among them.
+    """Returns the generation arguments in the record's configuration, without the benchmark's own.
 
-    Only AlpacaEval sends those of the model with its requests: elsewhere they are defaults of the engine, which a
-    harness or a benchmark overrides unseen. lm-eval's own max_gen_toks is likewise one that a benchmark can override.
+    Only AlpacaEval sends the model's arguments with its requests: elsewhere they are engine defaults, which harnesses
+    and benchmarks may override without a trace, like lm-eval's own max_gen_toks.
     """
     evaluator = record.evaluation.get("evaluator")
     options = evaluator if isinstance(evaluator, dict) else {}
@@ -71,7 +71,7 @@ def answers_of(record: Record, benchmark: str) -> dict[str, Any]:
 
 
 def settings_of(record: Record, benchmark: str) -> dict[str, Any]:
-    """Settings of a benchmark by their names; None where one is not known."""
+    """Returns settings of a benchmark by name; None if unknown."""
     task, engine = _task(record, benchmark) or {}, record.served.get("engine") or {}
     asking = record.asking
     return {
@@ -90,13 +90,13 @@ def settings_of(record: Record, benchmark: str) -> dict[str, Any]:
 
 
 def in_chat(record: Record) -> bool | None:
-    """True if prompts were put into the chat template; None where the configuration does not say."""
+    """Returns True if prompts were formatted with the chat template; None if the configuration does not specify it."""
     own = record.evaluation.get("apply_chat_template")
     return _model(record).get("apply_chat_template") if own is None else own
 
 
 def shots(record: Record, benchmark: str) -> int | str | None:
-    """Worked examples in front of each question, or words where the benchmark's own number stands; None if unknown."""
+    """Returns the number of few-shot examples, a text if it is the benchmark's own, or None if unknown."""
     task = _task(record, benchmark)
     if task is None:
         return None
@@ -115,7 +115,7 @@ def _task(record: Record, benchmark: str) -> Mapping[str, Any] | None:
     own = _parts(record, benchmark) or {benchmark}
     for known in (
         [name for name in named if benchmark == name],
-        [name for name in named if benchmark.startswith(f"{name}.")],  # a part of one with an alias
+        [name for name in named if benchmark.startswith(f"{name}.")],  # a part of a benchmark with an alias
         [name for name in named if own <= parts[name]],
     ):
         if known:

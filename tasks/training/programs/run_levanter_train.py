@@ -3,8 +3,8 @@
     python run_levanter_train.py <job file>
 
 The job file, in the working directory, holds `train_config`, the configuration of `levanter.main.train_lm`; `trained`,
-a file in any store that is written once all is done, or null; and `digest`, what goes into it. A configuration that
-Levanter does not read is refused in `refused.json`. The training ends when standard input is closed.
+a file in any store that is written after the training, or null; and `digest`, which is recorded in it. A configuration
+that Levanter cannot read is reported in `refused.json`. The training ends when standard input is closed.
 """
 
 # ruff: noqa: E402 - what is imported arranges things for the exit, which are to come before ours
@@ -21,14 +21,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-EXIT_CODE = [1]  # what an exception and `refuse` end with
+EXIT_CODE = [1]  # of an exception or `refuse`
 
 
 def end_without_teardown() -> None:
-    """Ends this process before the interpreter takes itself apart.
+    """Ends this process without the interpreter's teardown.
 
-    Its threads stand still then, with whatever locks they hold: a progress bar that is closed waited for the one of
-    logging, and a training that had failed never ended.
+    Teardown stops threads while they hold locks: a progress bar's close waited for the lock of logging, and a failed
+    training never ended.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -36,10 +36,10 @@ def end_without_teardown() -> None:
 
 
 if __name__ == "__main__":
-    atexit.register(end_without_teardown)  # the first to be registered is the last to be called
+    atexit.register(end_without_teardown)  # registered first, so called last
 
-gc.disable()  # until all is imported: a fifth of the time goes to looking for garbage that is not there
-sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "programs"))  # of the refusals
+gc.disable()  # until all is imported: collection takes a fifth of the time and finds no garbage
+sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "programs"))  # for `refusals`
 import draccus
 import fsspec
 import jax
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     end_with_parent()
     job = json.loads(Path(arguments[0]).read_text())
     config = read(job["train_config"])
-    # Left alone, caches are built by further jobs of an Iris cluster, which have not got this environment.
+    # By default caches are built by further jobs of an Iris cluster, which lack this environment.
     with set_current_client(LocalClient()):
         train_lm.main(config)
     if job["trained"] and jax.process_index() == 0:
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read(content: dict[str, Any]) -> train_lm.TrainLmConfig:
-    """The configuration as Levanter's own command reads it."""
+    """Returns the configuration, parsed as by Levanter's own command."""
     try:
         return draccus.decode(train_lm.TrainLmConfig, content)
     except Exception as error:  # noqa: BLE001 - draccus, and what configurations check of themselves, raise whatever they like
@@ -83,7 +83,7 @@ def read(content: dict[str, Any]) -> train_lm.TrainLmConfig:
 
 
 def end_with_parent() -> None:
-    """Ends this process as soon as the one that started it is gone, whatever that died of."""
+    """Ends this process as soon as its parent has ended for any reason."""
     if sys.stdin is None or sys.stdin.isatty():
         return
 

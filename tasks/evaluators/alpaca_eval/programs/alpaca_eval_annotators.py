@@ -1,4 +1,4 @@
-"""Configurations of judges: found, read, and completed with the judge that is there."""
+"""Loads the judge's annotator configuration and completes it with the judge's endpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from alpaca_eval import constants
 from alpaca_eval_shared import SHOWN_CHARACTERS
 from refusals import refuse
 
-MOST_LOGPROBS = 20  # what vLLM gives unless told otherwise
+MOST_LOGPROBS = 20  # vLLM's default limit
 
 
 def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, Any], str]:
-    """Name, configuration and prompt of how the judge is asked."""
+    """Returns name, configuration and prompt of the judge's annotator."""
     wanted = judge["annotator"]
     for parent in (*map(Path, judge["annotator_folders"]), Path(constants.EVALUATORS_CONFIG_DIR)):
         path = parent / wanted / "configs.yaml"
@@ -44,7 +44,7 @@ def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, 
 def complete_annotator(
     name: str, config: dict[str, Any], prompt: str, *, judge: dict[str, Any], output: Path
 ) -> dict[str, Any]:
-    """The configuration with this judge put in, also written to `judge/NAME/` for AlpacaEval to read."""
+    """Returns the configuration completed with this judge, and writes it to `judge/NAME/` for AlpacaEval."""
     if config.get("fn_completions", "openai_completions") != "openai_completions" or config.get("batch_size", 1) != 1:
         refuse(
             output,
@@ -76,7 +76,7 @@ def complete_annotator(
 
 
 def verdicts(name: str, config: dict[str, Any], output: Path) -> list[str]:
-    """The texts that a configuration takes for verdicts."""
+    """Returns the texts that a configuration accepts as verdicts; refuses free-text verdicts."""
     given = config.get("completion_parser_kwargs") or {}
     found: list[str] = []
     match config.get("fn_completion_parser"):

@@ -1,8 +1,4 @@
-"""The judge: probed first, then asked for a verdict on each output by AlpacaEval's own `evaluate`.
-
-AlpacaEval is given a client of ours, so that the key of the judge is in no file, connections are kept, and a verdict
-that fails is one verdict that is missing and not the end of all.
-"""
+"""The judge: probed first, then compares outputs through AlpacaEval's own `evaluate` with a client of ours."""
 
 from __future__ import annotations
 
@@ -27,14 +23,14 @@ from refusals import refuse
 
 LENGTH_CONTROL = "df_gamed.csv"
 PROBE_SECONDS = 60.0
-"""For a judge elsewhere; a pool may have to load it first, and holds the question meanwhile."""
+"""For an external judge; a pool may have to load its model first, and holds the request meanwhile."""
 LOST_IN_A_ROW = 20
-"""Verdicts that fail one after the other until the judge is taken to be gone: 805 would each wait for their retries."""
+"""Consecutive failed verdicts after which the judge counts as gone: 805 would each wait for their retries."""
 OWN_COMPLETION = openai_decoder._openai_completion_helper
 
 
 class JudgeGoneError(Exception):
-    """The judge has not answered many times in a row."""
+    """The judge failed to answer many times in a row."""
 
 
 class Judge:
@@ -57,7 +53,7 @@ class Judge:
         self.described = {"judge": self._judge["model"], "annotator": self._name}
 
     def probe(self) -> None:
-        """Asks for one verdict, so that a judge that cannot give any is found out at once."""
+        """Requests a verdict, so that an unusable judge is refused at once."""
         options = dict(self._config["completions_kwargs"])
         chat = {name: options.pop(name, None) for name in ("requires_chatml", "is_chat", "num_procs", "batch_size")}
         fields = {**options, "model": options.pop("model_name")}
@@ -89,14 +85,15 @@ class Judge:
         )
 
     def compare(self, instruction_set: dict[str, Any]) -> dict[str, float | None]:
-        """Judges the outputs of one set; leaves annotations.json and leaderboard.csv in its folder."""
+        """Judges the outputs of a set; writes annotations.json and leaderboard.csv into its folder."""
         folder, key = Path(instruction_set["folder"]), instruction_set["key"]
         outputs = [
             {name: row[name] for name in ("instruction", "output", "dataset", "generator")}
             for row in instruction_set["rows"]
         ]
         path = self._output / "judge" / self._name / "configs.yaml"
-        alpaca_utils.get_all_clients = lambda *_, **__: [self._client]  # else one per verdict, its key from a file
+        # Our client keeps connections, and makes a failed verdict a missing verdict instead of the end.
+        alpaca_utils.get_all_clients = lambda *_, **__: [self._client]  # else a client per verdict, keys from a file
         openai_decoder._openai_completion_helper = self._verdict
         openai_decoder.tqdm = LabelledBars(f"verdicts ({key})")
         try:
@@ -112,7 +109,7 @@ class Judge:
                 is_return_instead_of_print=True,
                 is_cache_leaderboard=False,
                 annotation_kwargs={"chunksize": None, "is_ordered": True},
-                caching_path=str(folder / "judgments.json"),  # in this folder: AlpacaEval's is shared between models
+                caching_path=str(folder / "judgments.json"),  # AlpacaEval's default is shared between models
             )
         except JudgeGoneError as error:
             self._unusable(f"it stopped answering: {error}")
@@ -134,7 +131,7 @@ class Judge:
     def _verdict(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
         try:
             found = OWN_COMPLETION(*arguments, **options)
-        except NO_ANSWER as error:  # one missing verdict, which is counted
+        except NO_ANSWER as error:  # a missing verdict, which is counted
             problem = describe_error(error)
             logging.warning("no verdict: %s", problem)
             self._unanswered.note(error)
@@ -167,34 +164,33 @@ class Judge:
             OSError,
             TypeError,
             ValueError,
-        ) as error:  # no hub, no such instructions, too few of them: the plain win rate stands
+        ) as error:  # no hub, unknown instructions, too few of them: the plain win rate remains
             logging.warning("no length-controlled win rate: %s", describe_error(error))
             self.described[note] = f"not reported: {describe_error(error)}"
             return {}
 
 
 def win_rate(annotations: list[dict[str, Any]]) -> dict[str, float]:
-    """AlpacaEval's own, over those that were judged: it fails where a verdict is missing."""
+    """Returns AlpacaEval's win rate over the judged outputs: its own function fails on a missing verdict."""
     judged = [row for row in annotations if number(row["preference"]) is not None]
     return get_winrate(judged) if judged else {"win_rate": math.nan, "standard_error": math.nan, "n_total": 0}
 
 
 class LabelledBars:
-    """Stands in for the module tqdm, so that the bar of AlpacaEval's decoder says what it counts."""
+    """Replaces the module tqdm, so that the progress bar of AlpacaEval's decoder has a label."""
 
     def __init__(self, label: str) -> None:
         self._label = label
 
     def tqdm(self, *arguments: Any, **options: Any) -> Any:
-        """A bar with that label."""
         return tqdm.tqdm(*arguments, **{**options, "desc": self._label})
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Returns a finite number, or None."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def share(percent: float | None) -> float | None:
-    """AlpacaEval reckons in percent; records hold shares."""
+    """Converts AlpacaEval's percent to a share."""
     return None if percent is None else percent / 100

@@ -1,12 +1,10 @@
-"""Runs AlpacaEval on sets of instructions listed in a job file. Executed by the interpreter of its environment.
+"""Runs AlpacaEval on the instruction sets of a job file, with the interpreter of its environment.
 
     python run_alpaca_eval.py <job file>
 
-Also a program for `fork_server.py`: importing it is all there is to preload, `main` evaluates.
-
-Two phases. Outputs are generated here, since AlpacaEval's own decoder makes empty outputs of failed requests and loses
-all others at the first error. They are judged by AlpacaEval's own `evaluate`, with a client of ours (see
-`alpaca_eval_judge.py`). The keys are in OPENAI_API_KEY (the model's) and ASSAY_JUDGE_API_KEY (the judge's).
+Also a program for `fork_server.py`. Our code generates the outputs, since AlpacaEval's decoder makes empty outputs of
+failed requests and loses all others at the first error. Reads the keys OPENAI_API_KEY (the model's) and
+ASSAY_JUDGE_API_KEY (the judge's).
 """
 
 from __future__ import annotations
@@ -42,16 +40,16 @@ from refusals import chat_template_needed, digest_of, refuse, write_json
 PLAN_NAME = "plan.json"
 RESULTS_NAME = "results.json"
 OFFICIAL_SET = "alpaca_eval_gpt4_baseline.json"
-"""Read as a file: the data set's own loading script is one that current versions of datasets refuse to run."""
+"""Downloaded as a file: current versions of datasets refuse to run the data set's own loading script."""
 SAME_WARNINGS = 20
 ENGINE_PARAMETERS = ("top_k", "min_p", "repetition_penalty", "stop_token_ids")
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "IS_ALPACA_EVAL_2", "OPENAI_MAX_CONCURRENCY", "OPENAI_CLIENT_CONFIG_PATH")
-"""Beginnings of the variables that a fork server must have been started with, too."""
+"""Prefixes of variables that a fork server must have been started with, too."""
 LATE_MODULES = ("openai.resources.chat", "openai.resources.completions", "pandas.io.json")
 
 
 def preload(arguments: list[str]) -> None:
-    """Imports what is imported when it is needed."""
+    """Imports modules that are otherwise imported late."""
     for name in LATE_MODULES:
         importlib.import_module(name)
 
@@ -68,7 +66,7 @@ def main(arguments: list[str]) -> None:
 
 
 def evaluate(job: dict[str, Any], output: Path) -> None:
-    """All sets, first their outputs, then the verdicts of those that are whole."""
+    """Generates the outputs of all sets, then judges the sets that have all outputs."""
     template = chat_template_needed(job, output)
     sets = {
         instruction_set["key"]: load_set(instruction_set, limit=job["limit"], output=output)
@@ -83,7 +81,7 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
     unanswered = valid_answers.Unanswered()
     judge = Judge(job, output, unanswered)
     if job["judge"]["elsewhere"]:
-        judge.probe()  # before hundreds of outputs are generated for nobody
+        judge.probe()  # before hundreds of outputs are generated in vain
     whole: list[dict[str, Any]] = []
     for instruction_set in job["sets"]:
         rows = asyncio.run(generate(job, instruction_set["key"], sets[instruction_set["key"]], unanswered))
@@ -103,7 +101,7 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
 
 
 def load_set(instruction_set: dict[str, Any], *, limit: int | None, output: Path) -> list[dict[str, Any]]:
-    """Instructions with the output to compare with; the first ones where there is a limit."""
+    """Returns instructions with their reference outputs, the first `limit` of them if there is a limit."""
     path = Path(instruction_set["path"]) if instruction_set["path"] else official_set(output)
     rows = json.loads(path.read_bytes())
     if instruction_set["references"]:
@@ -130,10 +128,10 @@ def load_set(instruction_set: dict[str, Any], *, limit: int | None, output: Path
 
 
 def official_set(output: Path) -> Path:
-    """The file of AlpacaEval's own set: staged before, or downloaded now."""
+    """Returns the file of AlpacaEval's own set: staged before, or downloaded now."""
     try:
         return Path(hf_hub_download(DATA_SET, OFFICIAL_SET, repo_type="dataset"))
-    except (OSError, ValueError) as error:  # what a hub, a network or a disk says
+    except (OSError, ValueError) as error:  # errors of hub, network and disk
         refuse(
             output,
             kind="BadInput",
@@ -146,7 +144,7 @@ def official_set(output: Path) -> Path:
 async def generate(
     job: dict[str, Any], key: str, instructions: list[dict[str, Any]], unanswered: valid_answers.Unanswered
 ) -> list[dict[str, Any]]:
-    """An output for each instruction, in their order; None where the request failed for good."""
+    """Returns an output for each instruction, in order; its text is None where the request failed in all tries."""
     model = job["model"]
     client = openai.AsyncOpenAI(
         base_url=model["base_url"],
@@ -167,7 +165,7 @@ async def generate(
         async with free:
             try:
                 text, reason, tokens = await ask(client, fields, prompt, chat=job["chat"], stops=job["prompt_stops"])
-            except NO_ANSWER as error:  # one missing output, which is counted
+            except NO_ANSWER as error:  # a missing output, which is counted
                 logging.warning("no output: %s", describe_error(error))
                 unanswered.note(error)
                 text, reason, tokens = None, "error", None
@@ -185,7 +183,7 @@ async def generate(
 async def ask(
     client: openai.AsyncOpenAI, fields: dict[str, Any], prompt: str, *, chat: bool, stops: list[str]
 ) -> tuple[str | None, str | None, int | None]:
-    """One output, why it ended, and how many tokens it has; no text is no output, an empty one is."""
+    """Returns text, finish reason and token count of an output; the text is None, not empty, without an output."""
     if chat:
         answer = await client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **fields)
         text = answer.choices[0].message.content
@@ -196,7 +194,7 @@ async def ask(
 
 
 def sampling_fields(job: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters as fields of a request; those that only engines like vLLM know go in beside them."""
+    """Returns the sampling parameters as request fields; parameters of engines like vLLM go into `extra_body`."""
     sampling = dict(job["sampling"])
     fields: dict[str, Any] = {"model": job["model"]["model"], "max_tokens": sampling.pop("max_new_tokens")}
     for_engines = {name: sampling.pop(name) for name in ENGINE_PARAMETERS if name in sampling}
@@ -206,19 +204,19 @@ def sampling_fields(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_outputs(folder: Path, rows: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
-    """Writes outputs and references as AlpacaEval's own command reads them."""
+    """Writes outputs and references in the format of AlpacaEval's own command."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "model_outputs.json", rows)
     write_json(folder / "reference_outputs.json", references)
 
 
 def versions() -> dict[str, str]:
-    """Of the harness and its client."""
+    """Returns the versions of the harness and its client."""
     return {name: importlib.metadata.version(name) for name in ("alpaca_eval", "openai")}
 
 
 def few_of_each_kind() -> logging.Filter:
-    """Lets the first messages of a kind through: AlpacaEval writes several for each verdict, answers included."""
+    """Returns a filter for the first 20 messages of a kind: AlpacaEval logs several per verdict, answers included."""
     seen: Counter[str] = Counter()
 
     class Few(logging.Filter):

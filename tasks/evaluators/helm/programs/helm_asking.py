@@ -1,7 +1,7 @@
-"""HELM's requests: `helm_runs.py` imports this. Needs the HELM environment.
+"""HELM's requests, for `helm_runs.py`. Needs the HELM environment.
 
-HELM's executor gives up a run for one dead request, and takes some errors for empty answers. Ours takes a dead request
-for what it is, a question without an answer, and goes on; whoever counts answers withholds the score.
+HELM's executor gives up a run for a failed request, and takes some errors for empty answers. Ours makes it a question
+without an answer, and continues; the score is withheld when answers are counted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ NO_DATA = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError",
 """Errors of libraries that could not download something."""
 LAST = threading.local()
 BLOCKED = "The prompt violates"
-"""Beginning of the reason that HELM gives for an empty answer that it made up itself."""
+"""Prefix of the reason that HELM gives for an empty answer that it made up itself."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of HELM: `label` tells it from the other runs of the same benchmark, and is empty if there is none."""
+    """A run of HELM; `label` distinguishes it from other runs of the same benchmark, and is empty if there are none."""
 
     key: str
     label: str
@@ -62,10 +62,9 @@ class Refused(Exception):
 
 
 class Client(openai.OpenAI):
-    """OpenAI's client. HELM's makes words of its errors, so the last one of each thread is kept in `LAST`."""
+    """OpenAI's client; keeps the last error of each thread in `LAST`, since HELM's client turns errors into text."""
 
     def request(self, *arguments: Any, **options: Any) -> Any:
-        """See OpenAI's."""
         try:
             return super().request(*arguments, **options)
         except openai.OpenAIError as error:
@@ -74,7 +73,7 @@ class Client(openai.OpenAI):
 
 
 class Asking(Executor):
-    """HELM's executor; `before` is told of each run's requests before they are made, `on_way` how choices are asked."""
+    """HELM's executor; calls `before` with a run's requests before they are sent, `on_way` with the scoring method."""
 
     def __init__(
         self,
@@ -97,11 +96,9 @@ class Asking(Executor):
         self._shown = 0.0
 
     def now(self, run: Run, stage: str) -> None:
-        """Notes the run and the stage that the next requests belong to."""
         self._run, self._stage = run, stage
 
     def execute(self, scenario_state: ScenarioState) -> ScenarioState:
-        """Asks everything."""
         assert self._run is not None
         states = scenario_state.request_states
         check_requests(self._run, states, self._job)
@@ -130,7 +127,7 @@ class Asking(Executor):
         return {id(states[place]): result for place, result in weighed.items()}
 
     def process(self, state: RequestState) -> RequestState:
-        """Asks one; what is dead after all retries is an answer without success, which nobody scores."""
+        """Sends a request; a request that failed in all tries gets a result without success, which is not scored."""
         if (weighed := self._weighed.get(id(state))) is not None:
             return replace(state, result=weighed)
         LAST.error = None
@@ -178,7 +175,7 @@ def question(state: RequestState) -> tuple[Any, ...]:
 
 
 def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) -> None:
-    """Refuses what would be scored at chance, or by too many prompts that are cut."""
+    """Refuses requests that would be scored at chance, and runs with too many cut prompts."""
     asked = {question(state) for state in states}
     cut = {question(state) for state in states if state.prompt_truncated}
     if len(cut) > job["max_truncated"] * len(asked):
@@ -207,19 +204,19 @@ def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) ->
 
 
 def dead(error: str) -> RequestResult:
-    """Returns a failed result, where HELM would take an error that it survives for an empty answer."""
+    """Returns a failed result; HELM would take an error that it survives for an empty answer."""
     return RequestResult(
         success=False, cached=False, error=error, completions=[GeneratedOutput("", 0, [])], embedding=[]
     )
 
 
 def is_blocked(completion: GeneratedOutput) -> bool:
-    """Tells if HELM put an empty answer in the place of an error about policies."""
+    """Returns True if HELM replaced an error about policies by an empty answer."""
     return str((completion.finish_reason or {}).get("reason", "")).startswith(BLOCKED)
 
 
 def bound_retries() -> None:
-    """The OpenAI client retries, malformed answers too; HELM would retry that five times more, over 150 s."""
+    """Leaves retries, also of malformed answers, to the OpenAI client; HELM would add five over 150 s."""
     http_client = openai.DefaultHttpxClient(event_hooks=valid_answers.hooks())
     openai_client.OpenAI = partial(Client, http_client=http_client)
     auto_client.retry_request = get_retry_decorator(
@@ -228,7 +225,7 @@ def bound_retries() -> None:
 
 
 def keep_ends() -> None:
-    """Lets answers keep the reason for their end, which HELM loses where it looks for stop sequences in them."""
+    """Keeps the finish reasons of answers, which HELM loses where it searches them for stop sequences."""
     cut = openai_client.truncate_sequence
 
     def cut_and_keep(sequence: GeneratedOutput, *arguments: Any, **options: Any) -> GeneratedOutput:
@@ -240,7 +237,7 @@ def keep_ends() -> None:
 
 
 def leave_prompts_out_of_the_log() -> None:
-    """HELM logs the prompts of one question of each run."""
+    """Filters prompts out of HELM's log, which has those of a question of each run."""
     hidden = {"behind": ""}
 
     def keep(record: logging.LogRecord) -> bool:
@@ -278,14 +275,14 @@ def missing_data(error: BaseException, run: Run) -> dict[str, str] | None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it comes from."""
+    """Yields an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def log_failure(run: Run, error: BaseException) -> None:
-    """Logs an error with its place in HELM; prompts that HELM puts into messages are cut off."""
+    """Logs an error with its location in HELM; cuts off prompts that HELM puts into messages."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
     message = str(error).partition(" Request: ")[0]

@@ -1,8 +1,7 @@
-"""Weighs the choices of HELM's runs by way of an engine's prefix cache: `helm_asking.py` imports this.
+"""Scores the choices of HELM's runs through an engine's prefix cache, for `helm_asking.py`. Needs HELM's environment.
 
-HELM's adapters that score each choice by itself send the whole prompt for each one, and want it echoed with its
-log-probabilities. Their metric looks at the last tokens alone: as many as the choice has by itself. So what stands
-before these is the context that `choice_scoring.py` asks once. Needs the HELM environment.
+HELM's adapters send and echo the whole prompt for each choice, and its metric uses the last tokens only: as many as the
+choice has by itself. The tokens before these are the context that `choice_scoring.py` sends once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NOTHING_BEFORE = "choices have nothing in front of them"
 
 @dataclass(frozen=True)
 class Text:
-    """A request whose last tokens are weighed: `ids` as the engine reads it, `weighed` of them."""
+    """A request with its last tokens to score: `ids` as the engine reads it, `weighed` of them."""
 
     state: RequestState
     ids: tuple[int, ...]
@@ -40,12 +39,11 @@ class Text:
 
     @property
     def choice(self) -> Choice:
-        """Its last tokens, behind the others."""
         return Choice(self.ids[: -self.weighed], self.ids[-self.weighed :])
 
 
 def together(plan: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The way in which all runs of a plan weighed choices, as one of them says it; None where none did."""
+    """Returns the scoring method over all runs of a plan; None if no run scored choices."""
     ways = {name: way for name, run in plan.items() if (way := run.get("loglikelihood"))}
     differences = [way["largest_difference"] for way in ways.values() if way["largest_difference"] is not None]
     echoed = [f"{name}: {way['reason']}" for name, way in ways.items() if way["way"] == ECHO]
@@ -66,17 +64,12 @@ def weigh(
     raw: Callable[[Any], dict[str, Any]],
     on_weighed: Callable[[int], None],
 ) -> tuple[dict[int, RequestResult], dict[str, Any]]:
-    """Asks for the choices of a run.
+    """Returns results of scored choices by request index, and the scoring method; other choices must be echoed.
 
     Args:
-        states: its requests.
-        job: for endpoint, tokenizer, and what the engine can.
         length: number of tokens that HELM's metric counts in a text.
         raw: body with which HELM's own client sends a request.
-        on_weighed: told how many more are done.
-
-    Returns:
-        Results by the places of requests, those left out that have to be echoed; and the way of asking, for records.
+        on_weighed: called with the number of newly scored choices.
     """
     outcome = Outcome()
     if not job["scores_from_cache"]:
@@ -89,7 +82,7 @@ def weigh(
     texts: dict[int, Text] = {}
     for place, (state, ids) in enumerate(zip(states, prompts, strict=True)):
         weighed = length(f" {state.instance.references[state.reference_index].output.text}")
-        if 0 < weighed < len(ids):  # else the metric counts tokens that nothing stands before
+        if 0 < weighed < len(ids):  # else the metric counts tokens without any context
             texts[place] = Text(state, tuple(ids), weighed)
     if not texts:
         outcome.reason = NOTHING_BEFORE
@@ -159,7 +152,7 @@ async def _rows(
             outcome=outcome,
         )
         try:
-            await echo([texts[0].choice])  # whether the engine reads a text as the same tokens
+            await echo([texts[0].choice])  # checks if the engine reads a text as the same tokens
         except NotTakenError as error:
             outcome.reason = str(error)
             return None

@@ -1,9 +1,8 @@
-"""Scores known answers by a run's own metrics, for `helm_runs.py`, before anything is asked. Needs HELM's environment.
+"""Scores known answers by a run's own metrics, for `helm_runs.py`, before its first request. Needs HELM's environment.
 
-A grader that calls every answer wrong gives each model the same low score. So right answers that come with the scenario
-go through the run's metrics first, and an empty one: of those at least one must be scored otherwise. References need
-not have the form that a metric looks for, so several forms are tried, and only such runs can fail whose prompts show
-references as answers, or ask for their letters. No model is asked.
+A grader that marks every answer wrong gives each model the same low score. So at least one of the scenario's right
+answers, in one of several forms, must score differently from an empty answer. Only runs can fail that show references
+as answers in their prompts, or request their letters. No model is called.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ del sys.path[0]
 PASSED, NO_GOLD = "passed", "no control: no gold answers"
 NOT_IN_FORM = "no control: gold answers are not in the form that its metrics look for"
 QUESTIONS = 8
-FORMS = ("{}", "The answer is {}.", "#### {}", "### {}", "\\boxed{{{}}}", "$\\boxed{{{}}}$", "({})")
-"""Usual forms of an answer around its gold text."""
+FORMS = ("{}", "The answer is {}.", "#### {}", "### {}", "\\boxed{{{}}}", "$\\boxed{{{}}}$", "({})")  # of a gold text
 Evaluate = Callable[[list[RequestState]], Iterable[PerInstanceStats]]
 Scores = dict[Any, dict[str, float]]
 
@@ -38,11 +36,9 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
     """Returns the outcome over the first questions that have gold answers.
 
     Args:
-        run: for its name, and the examples in front of its questions.
-        states: of all questions.
         names: of the metrics that count.
         evaluate: scores answered questions as the run itself does.
-        withhold: refuse a run whose grader fails.
+        withhold: refuse a run if its grader fails.
     """
     if any(state.request.echo_prompt for state in states) or run.spec.annotators:
         judged = "others judge its answers" if run.spec.annotators else "it does not only let the model write"
@@ -82,19 +78,19 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
 
 
 def is_varied(state: RequestState) -> bool:
-    """Tells if a question is asked in other words, or again with other examples."""
+    """Returns True if a question is perturbed, or repeated with other examples."""
     return bool(state.train_trial_index or state.instance.perturbation or state.request.random)
 
 
 def gold(state: RequestState) -> str:
-    """A right answer as it would be given: the letter, where a choice is made by letter; empty where none is known."""
+    """Returns a right answer in the expected form: the letter if choices have letters; empty without any."""
     right = state.instance.first_correct_reference
     text = right.output.text if right else ""
     return next((letter for letter, choice in (state.output_mapping or {}).items() if choice == text), text)
 
 
 def answered(state: RequestState, text: str) -> RequestState:
-    """A question with an answer that nobody gave."""
+    """Returns a question with a made-up answer."""
     completions = [GeneratedOutput(text, 0.0, [], finish_reason={"reason": "stop"})] * state.request.num_completions
     result = RequestResult(
         success=True, cached=False, embedding=[], completions=completions, request_time=0.0, request_datetime=0
@@ -103,7 +99,7 @@ def answered(state: RequestState, text: str) -> RequestState:
 
 
 def scores(found: Iterable[PerInstanceStats], names: list[str]) -> Scores:
-    """Means of metrics by question."""
+    """Returns means of metrics by question."""
     result: Scores = {}
     for part in found:
         for stat in part.stats:

@@ -1,4 +1,4 @@
-"""Evaluates HELM's runs one by one and summarises them: `run_helm.py` imports this. Needs the HELM environment."""
+"""Evaluates HELM's runs one at a time and summarises them, for `run_helm.py`. Needs the HELM environment."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".gif")
 
 
 class Harness:
-    """Evaluates runs below one folder, which is a web site in the end."""
+    """Evaluates runs below a folder, which is a web site in the end."""
 
     def __init__(self, job: dict[str, Any], runs: list[Run], *, local_path: str) -> None:
         self._job = job
@@ -54,7 +54,7 @@ class Harness:
         self._folder.mkdir(parents=True, exist_ok=True)
         set_benchmark_output_path(str(self._folder))
         share_scenarios(Path(job["scenarios_path"]))
-        # No cache: HELM's does not tell endpoints apart, and who serves the checkpoint keeps its answers.
+        # No cache: HELM's does not distinguish endpoints, and the pool keeps the checkpoint's answers.
         execution = ExecutionSpec(
             url=None, auth=Authentication(""), local_path=local_path, parallelism=job["num_threads"]
         )
@@ -74,7 +74,7 @@ class Harness:
         self._write_plan()
 
     def evaluate(self, run: Run) -> None:
-        """Runs it, or takes over what an earlier attempt at the same cell has of it."""
+        """Evaluates a run, or takes it over from an earlier attempt at the same cell that finished it."""
         place = self._runs.index(run) + 1
         self._asking.now(run, f"{run.key} ({place} of {len(self._runs)})" if len(self._runs) > 1 else run.key)
         if self._job["skip_completed_runs"]:
@@ -82,7 +82,7 @@ class Harness:
         self._runner.run_one(run.spec)
 
     def summarize(self) -> None:
-        """Writes what the web site shows, beside the site itself, and which metrics are better when lower."""
+        """Writes the web site with its data, and which metrics are better when lower."""
         summarizer = PlannedSummarizer(
             release=None,
             suites=None,
@@ -166,7 +166,7 @@ class Harness:
 
 
 def modified(path: Path) -> int:
-    """Returns the time at which a file was written, in nanoseconds; 0 where there is none."""
+    """Returns the time at which a file was written, in nanoseconds; 0 if it is missing."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -174,12 +174,11 @@ def modified(path: Path) -> int:
 
 
 class PlannedSummarizer(Summarizer):
-    """HELM's summarizer, which shows scenarios that do not say what matters in them, too."""
+    """HELM's summarizer, which also shows scenarios without metadata."""
 
     planned: dict[str, dict[str, Any]]
 
     def get_scenario_metadata(self) -> list[ScenarioMetadata]:
-        """Returns the scenarios' own metadata, and for those without it what was planned."""
         known = super().get_scenario_metadata()
         names = {item.name for item in known}
         for run in self.runs:
@@ -193,7 +192,7 @@ class PlannedSummarizer(Summarizer):
 
 
 def planned(run: Run) -> dict[str, Any]:
-    """Returns the plan of a run, made before it asks: the metrics that count, the first one most."""
+    """Returns the plan of a run, made before its requests: the metrics that count, the most important first."""
     names: list[str] = []
     split = None
     try:
@@ -218,7 +217,7 @@ def planned(run: Run) -> dict[str, Any]:
 
 
 def share_scenarios(folder: Path) -> None:
-    """Data sets of scenarios are downloaded once per machine, by one process at a time, not once per attempt."""
+    """Downloads data sets of scenarios once per machine, under a lock, not once per attempt."""
 
     def path_of(output_path: str, scenario_name: str) -> str:
         (folder / scenario_name).mkdir(parents=True, exist_ok=True)
@@ -241,7 +240,7 @@ def share_scenarios(folder: Path) -> None:
 
 
 def write_site(folder: Path) -> None:
-    """HELM's web site over the results below `folder`, as its server exports it, less 5 MB of pictures."""
+    """Writes HELM's web site over the results below `folder`, as its server exports it, less 5 MB of pictures."""
     server.app.config.update(
         {"helm.outputurl": OUTPUT_FOLDER, "helm.suite": SUITE, "helm.release": None, "helm.project": "lite"}
     )

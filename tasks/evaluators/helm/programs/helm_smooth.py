@@ -1,6 +1,6 @@
-"""A metric of HELM's for runs that score each choice by itself: smooth scores beside its own. Needs its environment.
+"""Smooth scores for HELM's runs that score each choice by itself. Needs the HELM environment.
 
-Choices that are asked for by their letters have none: nobody asks how likely the others are.
+Runs that request a choice's letter have none: the likelihoods of the other choices are not requested.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from smooth_scores import HIGHER_IS_BETTER, smooth_scores
 del sys.path[0]
 
 ASKED_ALONE = "original"
-"""Request mode of a choice behind its question; in the other, calibration, nothing stands before it."""
+"""Request mode of a choice behind its question; in the other mode, calibration, there is no question."""
 
 
 def scores_choices(spec: RunSpec) -> bool:
-    """Tells if a run scores each choice by itself, by nothing but the log-probabilities of its own tokens."""
+    """Returns True if a run scores each choice by itself, and only by the log-probabilities of its own tokens."""
     metrics = [get_class_by_name(metric.class_name) for metric in spec.metric_specs]
     return spec.adapter_spec.method in ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS and all(
         metric in (BasicReferenceMetric, SmoothScores) for metric in metrics if issubclass(metric, ReferenceMetric)
@@ -41,7 +41,7 @@ def scores_choices(spec: RunSpec) -> bool:
 
 
 def with_smooth_scores(spec: RunSpec) -> RunSpec:
-    """A run with this metric behind its own, where it scores each choice by itself."""
+    """Returns the run with this metric behind its own, if it scores each choice by itself."""
     if not scores_choices(spec):
         return spec
     ours = MetricSpec(f"{__name__}.{SmoothScores.__name__}", {"names": list(HIGHER_IS_BETTER)})
@@ -49,7 +49,7 @@ def with_smooth_scores(spec: RunSpec) -> RunSpec:
 
 
 class SmoothScores(ReferenceMetric):
-    """Smooth scores of each question, if all of them have exactly one right choice; none at all otherwise."""
+    """Smooth scores of each question, if every question has a single right choice; none at all otherwise."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -57,7 +57,6 @@ class SmoothScores(ReferenceMetric):
     def evaluate(
         self, scenario_state: ScenarioState, metric_service: MetricService, eval_cache_path: str, parallelism: int
     ) -> MetricResult:
-        """Scores all questions of a run."""
         if any(sum(choice.is_correct for choice in asked.references) != 1 for asked in scenario_state.instances):
             return MetricResult([], [])
         return super().evaluate(scenario_state, metric_service, eval_cache_path, parallelism)
@@ -69,7 +68,7 @@ class SmoothScores(ReferenceMetric):
         metric_service: MetricService,
         eval_cache_path: str,
     ) -> list[Stat]:
-        """Scores one question by the tokens that HELM's own metric weighs: those of a choice behind a space."""
+        # The tokens that HELM's own metric uses: those of a choice behind a space.
         asked = [state for state in reference_request_states if state.request_mode == ASKED_ALONE]
         choices = asked[0].instance.references
         window = WindowServiceFactory.get_window_service(adapter_spec.model_deployment, metric_service)
@@ -83,5 +82,4 @@ class SmoothScores(ReferenceMetric):
         return [Stat(MetricName(name)).add(found[name]) for name in self._names]
 
     def get_metadata(self) -> list[MetricMetadata]:
-        """Says which direction is better."""
         return [MetricMetadata(name, lower_is_better=not HIGHER_IS_BETTER[name]) for name in self._names]

@@ -1,7 +1,4 @@
-"""Unpacking for HELM on a Python before 3.11.4, such as Debian 12's, whose `shutil.unpack_archive` has no `filter`.
-
-HELM passes one for every archive that it downloads. `run_helm.py` imports this; standard library only.
-"""
+"""Unpacking for HELM, which passes a `filter`, on Python before 3.11.4, such as Debian 12's, which lacks it."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ plain_unpack_archive = shutil.unpack_archive
 
 
 def support_filters() -> None:
-    """Puts the function below in the place of the standard one where that knows no filters."""
+    """Replaces the standard function if it does not support filters."""
     if not hasattr(tarfile, "data_filter"):
         shutil.unpack_archive = unpack_archive
 
 
 def unpack_archive(filename: str, extract_dir: str, format: str, *, filter: Any = None) -> None:
-    """Unpacks files, folders and links that stay inside `extract_dir`, as the filter "data" does, whichever is named."""
+    """Unpacks files, folders and links that stay inside `extract_dir`, always like the filter "data"."""
     if "tar" not in format:
-        plain_unpack_archive(filename, extract_dir, format)  # of a ZIP file it leaves out what lies outside
+        plain_unpack_archive(filename, extract_dir, format)  # of a ZIP file it skips entries outside the folder
         return
     folder = Path(extract_dir).resolve()
     with tarfile.open(filename) as archive:
@@ -33,7 +30,7 @@ def unpack_archive(filename: str, extract_dir: str, format: str, *, filter: Any 
 
 
 def stays_in(folder: Path, entry: tarfile.TarInfo) -> bool:
-    """Return whether an entry, and what it links to, lie in `folder`; links unpacked before it are followed."""
+    """Returns True if an entry, and its link target, lie in `folder`; follows links unpacked before it."""
     places = [Path(entry.name)]
     if entry.issym():
         places.append(Path(entry.name).parent / entry.linkname)

@@ -1,6 +1,6 @@
-"""Lists run entries of HELM, as JSON. Executed by the interpreter of the HELM environment.
+"""Lists run entries of HELM as JSON, with the interpreter of the HELM environment.
 
-python list_helm.py              those that HELM knows, with the arguments they need and take
+python list_helm.py              HELM's own, with the arguments they need and take
 python list_helm.py <file>       the descriptions in a file of run entries (HOCON)
 """
 
@@ -17,7 +17,7 @@ from helm.benchmark.run_spec import _REGISTERED_RUN_SPEC_FUNCTIONS, discover_run
 
 
 def main(arguments: list[str]) -> None:
-    """Writes one line of JSON."""
+    """Prints a line of JSON."""
     if arguments:
         print(json.dumps([entry.description for entry in read_run_entries(arguments).entries]))
     else:
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
 
 
 def known_entries() -> dict[str, Any]:
-    """Names of run entries with their arguments, and the arguments that all of them take."""
+    """Returns names of run entries with their arguments, and the arguments that all of them take."""
     discover_run_spec_functions()
     entries = {}
     for name, function in _REGISTERED_RUN_SPEC_FUNCTIONS.items():

@@ -1,12 +1,10 @@
-"""Runs HELM on benchmarks listed in a job file. Executed by the interpreter of the HELM environment.
+"""Runs HELM on the benchmarks of a job file, with the interpreter of the HELM environment.
 
     python run_helm.py <job file>
 
-Also a program for `fork_server.py`: `preload` imports and reads HELM's own models, `main` evaluates.
-
-A layer over what `helm-run`, `helm-summarize` and `helm-server --export-path` do, in one process. It publishes each
-benchmark under a name of its own, says beforehand, in `plan.json`, how many questions will be asked, and goes on where
-a request is dead. The key of the endpoint is read by the OpenAI client itself from OPENAI_API_KEY.
+Also a program for `fork_server.py`. Does the work of `helm-run`, `helm-summarize` and `helm-server --export-path`, with
+a name of its own for each benchmark, the number of questions in `plan.json` beforehand, and no end at a failed request.
+The OpenAI client itself reads the endpoint's key from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ del sys.path[0]
 REFUSAL_NAME = "refused.json"
 DEPLOYMENT_FOLDER = "prod_env"
 DEPLOYMENT = "assay/checkpoint"
-"""Clients look at this name for models of OpenAI; so the checkpoint's own is not in it."""
+"""Clients search this name for models of OpenAI; so it does not contain the checkpoint's own name."""
 TOKENIZER = "huggingface/checkpoint"
 COMPLETIONS_CLIENT = "helm.clients.openai_client.OpenAILegacyCompletionsClient"
 CHAT_CLIENT = "helm.clients.openai_client.OpenAIClient"
@@ -55,7 +53,7 @@ WORDS = "punkt_tab"
 WORDS_SECONDS = 60
 DEFAULT_CONTEXT = 2048
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "NLTK_", "TOKENIZERS_", "TRANSFORMERS_", "XDG_CACHE_HOME")
-"""Beginnings of the variables that a fork server must have been started with, too."""
+"""Prefixes of variables that a fork server must have been started with, too."""
 LATE_MODULES = (
     "helm.benchmark.metrics.basic_metrics",
     "helm.clients.auto_client",
@@ -66,11 +64,10 @@ LATE_MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_fast",
 )
-"""Modules that HELM imports when it is about to evaluate."""
 
 
 def preload(arguments: list[str]) -> None:
-    """Imports what HELM imports late, and reads the models, tokenizers and run entries that come with it."""
+    """Imports late modules, and reads the models, tokenizers and run entries that come with HELM."""
     put_downloads_off()
     for name in LATE_MODULES:
         importlib.import_module(name)
@@ -79,14 +76,14 @@ def preload(arguments: list[str]) -> None:
 
 @cache
 def built_in() -> None:
-    """Registers all that comes with HELM, once per process: 2 s."""
+    """Registers everything that comes with HELM, once per process: 2 s."""
     helm_unpacking.support_filters()
     discover_run_spec_functions()
     register_builtin_configs_from_helm_package()
 
 
 def main(arguments: list[str]) -> None:
-    """Evaluates what the job file asks for."""
+    """Evaluates a job file."""
     setup_default_logging()
     put_downloads_off()
     built_in()
@@ -94,19 +91,19 @@ def main(arguments: list[str]) -> None:
 
 
 def put_downloads_off() -> None:
-    """HELM's metrics ask for NLTK's data when they are imported, though few need it; that may take minutes to fail."""
+    """Defers NLTK's downloads: HELM's metrics request them at import, few need them, and a failure can take minutes."""
     if not hasattr(nltk, "download_now"):
         nltk.download_now = nltk.download
         nltk.download = lambda *args, **kwargs: False
 
 
 def keep_words(job: dict[str, Any]) -> None:
-    """NLTK's data lie beside those of scenarios, once per machine."""
+    """Stores NLTK's data next to those of scenarios, once per machine."""
     nltk.data.path.insert(0, str(Path(job["scenarios_path"]).parent / "nltk"))
 
 
 def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
-    """Evaluates a run, and once more where its metrics turn out to need what NLTK has to download."""
+    """Evaluates a run, and again after a download if its metrics turn out to need NLTK's data."""
     try:
         harness.evaluate(run)
     except LookupError as error:
@@ -120,7 +117,7 @@ def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
 
 
 def evaluate(job: dict[str, Any]) -> None:
-    """Asks, scores, summarises, and writes everything below `job["output"]`."""
+    """Runs, scores and summarises a job; writes everything below `job["output"]`."""
     output = Path(job["output"])
     keep_words(job)
     job = {**job, "asking": write_deployment(job, output)}
@@ -149,7 +146,7 @@ def evaluate(job: dict[str, Any]) -> None:
 
 
 def write_deployment(job: dict[str, Any], output: Path) -> dict[str, Any]:
-    """Writes the three files by which HELM knows a model (JSON is YAML); returns how its questions are put."""
+    """Writes HELM's three files on a model (JSON is YAML); returns the request settings for records."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
@@ -162,7 +159,7 @@ def write_deployment(job: dict[str, Any], output: Path) -> dict[str, Any]:
             found=f"none in {job['tokenizer']}",
             remedy="Add one to the checkpoint, or set apply_chat_template to false",
         )
-    empty = tokenizer("")  # holds a BOS, for one, which the engine puts in front
+    empty = tokenizer("")  # may hold a BOS, which the engine puts in front
     if in_chat:
         empty = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)
     first = list(getattr(empty, "input_ids", empty))
@@ -232,7 +229,7 @@ def model_name(job: dict[str, Any]) -> str:
 
 
 def context_of(checkpoint: Path) -> int:
-    """Tokens the model holds, by its own configuration; a common number where there is none."""
+    """Returns the tokens that the model holds, by its own configuration; 2048 without a configuration."""
     try:
         return int(json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -240,7 +237,7 @@ def context_of(checkpoint: Path) -> int:
 
 
 def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
-    """HELM's runs, each with the benchmark it belongs to; no two have the same name, which is that of their folder."""
+    """Returns HELM's runs, each with its benchmark; their names are unique, since they name folders."""
     conf = read_run_entries([job["run_specs_path"]]).entries if job["run_specs_path"] else []
     runs: list[helm_asking.Run] = []
     for item in (with_own_run_entry(item, job) for item in job["benchmarks"]):
@@ -267,7 +264,7 @@ def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
 
 
 def with_own_run_entry(item: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
-    """A benchmark that a file in the benchmarks folder describes, as the run entry that the file names."""
+    """Replaces a benchmark that a file in the benchmarks folder describes by the run entry that the file names."""
     path = Path(job["benchmarks_path"]) / OWN_FOLDER / f"{item['name']}.json"
     if not path.is_file():
         return item
@@ -276,7 +273,7 @@ def with_own_run_entry(item: dict[str, Any], job: dict[str, Any]) -> dict[str, A
 
 
 def wanted(item: dict[str, Any], conf: list[RunEntry], job: dict[str, Any]) -> list[RunEntry]:
-    """The entries of the file that a benchmark stands for: those of its name whose arguments include its own."""
+    """Returns the file's entries for a benchmark: those of its name, with arguments that include its own."""
     return [
         entry
         for entry in conf
@@ -286,14 +283,14 @@ def wanted(item: dict[str, Any], conf: list[RunEntry], job: dict[str, Any]) -> l
 
 
 def matches(entry: ObjectSpec, item: dict[str, Any]) -> bool:
-    """Tells if a benchmark stands for an entry of the file."""
+    """Returns True if a benchmark includes an entry of the file."""
     if item["name"] not in (ALL_ENTRIES, entry.class_name):
         return False
     return all(str(entry.args.get(name, value)) == str(value) for name, value in item["arguments"].items())
 
 
 def constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any], output: Path) -> list[RunSpec]:
-    """The runs of one entry, for our model whichever it names."""
+    """Returns the runs of an entry for our model, regardless of the model that it names."""
     parsed = parse_object_spec(entry.description)
     arguments = {name: located(value, job) for name, value in {**parsed.args, **item["arguments"]}.items()}
     arguments.pop("model_deployment", None)
@@ -312,7 +309,7 @@ def constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any], outp
 
 
 def located(value: Any, job: dict[str, Any]) -> Any:
-    """An argument that names a file of the benchmarks folder becomes its path."""
+    """Returns the path of an argument that names a file of the benchmarks folder; other arguments are unchanged."""
     for folder in (Path(job["benchmarks_path"]), Path(job["benchmarks_path"]) / OWN_FOLDER):
         if isinstance(value, str) and value and (folder / value).is_file():
             return str((folder / value).absolute())
@@ -320,11 +317,8 @@ def located(value: Any, job: dict[str, Any]) -> Any:
 
 
 def changed(spec: RunSpec, entry: RunEntry, job: dict[str, Any]) -> RunSpec:
-    """The run with limits and groups, by the rules of `helm-run`, and smooth scores of choices.
-
-    Its name says nothing of where our files lie.
-    """
-    stops = [stop for stop in spec.adapter_spec.stop_sequences if stop]  # endpoints refuse an empty one
+    """Returns the run with limits and groups, by the rules of `helm-run`, and smooth scores of choices."""
+    stops = [stop for stop in spec.adapter_spec.stop_sequences if stop]  # endpoints reject an empty stop
     adapter = replace(spec.adapter_spec, stop_sequences=stops)
     if job["limit"] is not None and adapter.max_eval_instances is None:
         adapter = replace(adapter, max_eval_instances=job["limit"])
@@ -333,16 +327,17 @@ def changed(spec: RunSpec, entry: RunEntry, job: dict[str, Any]) -> RunSpec:
     elif job["num_train_trials"] is not None:
         adapter = replace(adapter, num_train_trials=job["num_train_trials"])
     if adapter.method in ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS:
-        # For cutting prompts alone: requests have 0. vLLM wants room for a token behind what it echoes.
+        # Only for cutting prompts: requests have 0. vLLM needs room for a token behind an echo.
         adapter = replace(adapter, max_tokens=1)
     groups = list(entry.groups or [])
     place = str(Path(job["benchmarks_path"]).absolute()).replace(os.sep, "_") + "_"
+    # No path of our files in the name.
     name = spec.name.replace(place, "") + (f",groups={'-'.join(sorted(groups))}" if groups else "")
     return with_smooth_scores(replace(spec, name=name, adapter_spec=adapter, groups=spec.groups + groups))
 
 
 def labels(names: list[str]) -> list[str]:
-    """Returns labels that tell the runs of one benchmark apart: the parts of their names that not all of them have."""
+    """Returns labels that distinguish the runs of a benchmark: the parts of their names that they do not share."""
     parts = [re.split("[:,]", name) for name in names]
     common = set.intersection(*map(set, parts))
     found = [".".join(part for part in own if part not in common) for own in parts]
@@ -351,7 +346,7 @@ def labels(names: list[str]) -> list[str]:
 
 
 def refuse(output: Path, *, kind: str, expected: str, found: str, remedy: str) -> NoReturn:
-    """Ends the program, with the reason in a file for the orchestrator and on standard error for people."""
+    """Ends the program; writes the reason to a file for the orchestrator and to standard error."""
     reason = {"kind": kind, "expected": expected, "found": found, "remedy": remedy}
     (output / REFUSAL_NAME).write_text(json.dumps(reason, indent=2))
     sys.exit(f"refused: expected {expected}, found {found}")

@@ -1,4 +1,4 @@
-"""Models of Inspect that ask the endpoint and the judge: its `openai-api` providers, nothing repeated or cached."""
+"""Inspect's `openai-api` models for the endpoint and the judge, without Inspect's retries and caches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from inspect_ai.model import GenerateConfig, Model, ModelInfo, get_model, set_mo
 
 RETRIES = 2  # three attempts in all, as lm-eval makes
 CONNECT_SECONDS = 10.0
-TOOLS_REFUSED = "tool choice requires"
-"""Part of vLLM's error where it was started without a parser of tool calls."""
+TOOLS_REFUSED = "tool choice requires"  # in vLLM's error if it was started without a parser of tool calls
 _tools_refused: list[str] = []
 
 
 def nothing_but_ours() -> None:
-    """Keeps Inspect from variables of a file .env above this folder, from answers it has cached, and from traces."""
+    """Keeps Inspect from a .env file in a parent folder, from cached answers, and from traces."""
     os.environ["INSPECT_TRACE_FILE"] = os.devnull
     inspect_ai._util.logger.compress_trace_log = lambda handler: lambda: None
     inspect_ai._eval.context.init_dotenv = lambda: None
@@ -29,10 +28,8 @@ def nothing_but_ours() -> None:
 
 
 def model_of(job: dict[str, Any], key: str, unanswered: valid_answers.Unanswered) -> Model:
-    """The model that is evaluated: conversations to /chat/completions, or single prompts as they are to /completions.
-
-    Prompts as they are go with greedy sampling unless a task says otherwise, as that provider of Inspect's has it.
-    """
+    """Returns the evaluated model: conversations to /chat/completions, or plain prompts to /completions."""
+    # That provider samples greedily unless a task sets it.
     provider = "openai-api" if job["chat"] else "openai-api-completions"
     arguments = {"emulate_tools": True} if job["emulate_tools"] else {}
     longest = {} if job["chat"] else {"max_tokens": job["longest_answer"]}
@@ -40,7 +37,7 @@ def model_of(job: dict[str, Any], key: str, unanswered: valid_answers.Unanswered
 
 
 def judge_of(job: dict[str, Any], keys: list[str], unanswered: valid_answers.Unanswered) -> Model | None:
-    """The model for the role `grader`; without one, Inspect lets the evaluated model judge."""
+    """Returns the model for the role `grader`; with None, Inspect lets the evaluated model judge."""
     if job["judge"] is None:
         return None
     key = keys[0] if job["judge"]["same_endpoint"] else keys[1]
@@ -48,7 +45,7 @@ def judge_of(job: dict[str, Any], keys: list[str], unanswered: valid_answers.Una
 
 
 def refused_tools(unanswered: valid_answers.Unanswered) -> str | None:
-    """The endpoint's words where it refused requests since they had tools."""
+    """Returns the endpoint's message if it rejected requests because of tools."""
     return _tools_refused[0] if unanswered.refused and _tools_refused else None
 
 
@@ -62,7 +59,7 @@ def _asks(
     config: dict[str, Any],
 ) -> Model:
     service = provider.partition("/")[2]
-    # By a checkpoint's name Inspect would tell whether to treat it as one of OpenAI's models, such as o1.
+    # Else Inspect could take a checkpoint's name for one of OpenAI's models, such as o1.
     set_model_info(f"{service}/{endpoint['model']}", ModelInfo(family="assay"))
     timeout = openai.Timeout(endpoint["timeout"], connect=CONNECT_SECONDS)
     model = get_model(
@@ -75,7 +72,7 @@ def _asks(
         max_retries=RETRIES,
         **arguments,
     )
-    model.model_args.clear()  # they go into the log
+    model.model_args.clear()  # they would be logged
     _count_failures(model, unanswered)
     return model
 
@@ -84,7 +81,7 @@ def _count_failures(model: Model, unanswered: valid_answers.Unanswered) -> None:
     asked = model.api.generate
 
     async def generate(*given: Any, config: GenerateConfig, **named: Any) -> Any:
-        stops = [stop for stop in config.stop_seqs or () if stop]  # endpoints refuse an empty one
+        stops = [stop for stop in config.stop_seqs or () if stop]  # endpoints reject an empty stop
         try:
             output = await asked(*given, config=config.model_copy(update={"stop_seqs": stops or None}), **named)
         except Exception as error:

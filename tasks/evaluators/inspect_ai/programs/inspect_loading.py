@@ -1,4 +1,4 @@
-"""Tasks of Inspect as a job names them, loaded and looked through before anything is asked."""
+"""Loads and checks the Inspect tasks of a job before the first request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SANDBOXED_TOOLS = {
     *("bash", "bash_session", "code_execution", "computer", "grep", "list_files", "python", "read_file", "skill"),
     *("text_editor", "web_browser"),
 }
-"""Tools of Inspect's own that work in a sandbox."""
+"""Inspect's own tools that work in a sandbox."""
 SHOWN_CHARACTERS = 300
 
 
 def load_tasks(job: dict[str, Any], output: Path) -> dict[str, Task]:
-    """The tasks, by the names that their metrics are published under, each called by that name."""
+    """Returns the tasks, keyed and named by the names that their metrics are published under."""
     tasks = {}
     for benchmark in job["benchmarks"]:
         task = _loaded(benchmark, job, output)
@@ -32,13 +32,13 @@ def load_tasks(job: dict[str, Any], output: Path) -> dict[str, Task]:
 
 
 def questions_of(task: Task, *, limit: int | None, epochs: int | None) -> int:
-    """Questions that will be asked, in each epoch."""
+    """Returns the number of requested questions, over all epochs."""
     number = len(task.dataset) if limit is None else min(limit, len(task.dataset))
     return number * (epochs or task.epochs or 1)
 
 
 def load_solver(job: dict[str, Any], output: Path) -> SolverSpec | None:
-    """The solver in place of the tasks' own, where there is one; it is made once, to see that it can be."""
+    """Returns the solver that replaces the tasks' own, if any; refuses a solver that cannot be created."""
     if job["solver"] is None:
         return None
     spec = SolverSpec(job["solver"], job["solver_args"], job["solver_args"])

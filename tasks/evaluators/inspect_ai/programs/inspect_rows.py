@@ -1,4 +1,4 @@
-"""Inspect's logs as rows: what was asked, answered and scored in each sample, and the numbers over all."""
+"""Converts Inspect's logs: a row for each sample with prompt, answer and scores, and metrics over all."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from inspect_ai.log import EvalLog, EvalSample, EvalScore
 from inspect_ai.scorer import value_to_float
 
 SPREADS = {"bootstrap_stderr", "ci", "std", "stderr", "var"}
-"""Metrics that say how sure another one is."""
+"""Metrics that give the uncertainty of another metric."""
 FINISHES = {"max_tokens": "length"}
-"""Inspect's names for reasons to finish where others have another name."""
+"""Finish reasons that Inspect names differently."""
 GRADER = "grader"
 as_number = value_to_float()
 
 
 def row_of(key: str, sample: EvalSample) -> dict[str, Any]:
-    """One sample in the form that the orchestrator reads."""
+    """Returns a sample in the orchestrator's format."""
     own, grading, scoring = _calls(sample)
     first = own[0].input if own else sample.input if isinstance(sample.input, list) else []
     asked = next((at for at in range(len(first) - 1, -1, -1) if first[at].role == "user"), None)
@@ -44,9 +44,9 @@ def row_of(key: str, sample: EvalSample) -> dict[str, Any]:
 
 
 def metrics_of(log: EvalLog) -> list[dict[str, Any]]:
-    """The numbers of one task, each with its error where Inspect gives one, and the scores it is taken over.
+    """Returns the metrics of a task, each with its error if Inspect has it, and the score that it is taken over.
 
-    A metric is called by its scorer's name, too, where there are several scorers, or several values of one.
+    The scorer's name is part of a metric's name if there are several scorers, or several values of a scorer.
     """
     scores = log.results.scores if log.results is not None else []
     found = []

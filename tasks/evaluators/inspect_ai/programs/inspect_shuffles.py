@@ -1,8 +1,4 @@
-"""Shuffles without a seed that come out alike in every process. To be imported before Inspect, which takes `Random`.
-
-A generator that nobody gave a seed begins with 0, and a question's choices that such a one shuffles get an order that
-depends on their texts alone: in which order questions begin is chance.
-"""
+"""Makes unseeded shuffles the same in every process. Must be imported before Inspect, which takes `Random`."""
 
 from __future__ import annotations
 
@@ -14,12 +10,11 @@ import numpy
 
 
 class Repeatable(random.Random):
-    """A generator that begins with 0 unless it is given a seed."""
+    """A generator that starts with 0 unless it is given a seed."""
 
     unseeded = False
 
     def seed(self, a: Any = None, version: int = 2) -> None:
-        """Takes 0 in place of the machine's entropy."""
         self.unseeded = a is None
         super().seed(0 if a is None else a, version)
 
@@ -28,7 +23,7 @@ random.Random = Repeatable
 
 
 def repeat() -> None:
-    """Begins anew all that is shuffled without a seed in this process."""
+    """Restarts everything that is shuffled without a seed in this process."""
     from inspect_ai.solver._task_state import Choices
 
     random.seed(0)
@@ -36,6 +31,7 @@ def repeat() -> None:
     as_it_is, no_seed = Choices.shuffle, Repeatable()
 
     def shuffle(self: Choices, rand: random.Random = no_seed) -> None:
+        # Questions begin in a random order, so a seed for each comes from its own texts.
         texts = "\n".join(choice.value for choice in self)
         as_it_is(self, Repeatable(texts) if isinstance(rand, Repeatable) and rand.unseeded else rand)
 

@@ -1,15 +1,12 @@
-"""Runs Inspect on tasks listed in a job file. Executed by the interpreter of its environment.
+"""Runs Inspect on the tasks of a job file, with the interpreter of its environment.
 
     python run_inspect.py <job file>
     python run_inspect.py --fetch <job file>    only loads the tasks with their data, and refuses what it would refuse
 
-Also a program for `fork_server.py`: importing it is all there is to preload, `main` evaluates.
-
-Inspect's own `eval` asks and scores all tasks together. Its cache is off, and so are its tries after the first: a
-request gets those of the client alone, as with other harnesses, and a sample that fails is counted and no score. How
-many questions will be asked stands in `plan.json` beforehand, and what came of each in `samples.jsonl`. The keys are in
-OPENAI_API_KEY (the model's) and ASSAY_JUDGE_API_KEY (the judge's), and are taken out of the environment first: a task
-may name a model of OpenAI's.
+Also a program for `fork_server.py`. Inspect's own `eval` runs and scores all tasks together, without its cache and
+retries: only the client retries, and a failed sample is counted without a score. The number of questions is written to
+`plan.json` beforehand. The keys OPENAI_API_KEY (the model's) and ASSAY_JUDGE_API_KEY (the judge's) are removed from the
+environment first: a task may name a model of OpenAI's.
 """
 
 from __future__ import annotations
@@ -47,22 +44,22 @@ LATE_MODULES = (
 FETCH_OPTION = "--fetch"
 SHOWN_FAILURES, SHOWN_CHARACTERS = 20, 200
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "INSPECT_")
-"""Beginnings of the variables that a fork server must have been started with, too."""
+"""Prefixes of variables that a fork server must have been started with, too."""
 
 
 def preload(arguments: list[str]) -> None:
-    """Imports and reads what takes Inspect three seconds when it is needed."""
+    """Imports modules and reads files that would take Inspect three seconds later."""
     for name in LATE_MODULES:
         importlib.import_module(name)
-    get_model_info("assay/any")  # reads all that Inspect knows of models
+    get_model_info("assay/any")  # reads Inspect's data on models
 
 
 def main(arguments: list[str]) -> None:
-    """Loads, asks, scores, and writes results into the job's output folder."""
+    """Loads and runs the tasks, and writes results into the job's output folder."""
     job = json.loads(Path(arguments[-1]).read_text())
     output = Path(job["output"])
     keys = [os.environ.pop(name, "") for name in ("OPENAI_API_KEY", "ASSAY_JUDGE_API_KEY")]
-    inspect_shuffles.repeat()  # checkpoints are asked the same, and after a kill the journal answers
+    inspect_shuffles.repeat()  # same requests for each checkpoint, and for the journal after a kill
     nothing_but_ours()
     template = chat_template_needed(job, output)
     tasks, solver = load_tasks(job, output), load_solver(job, output)
@@ -108,7 +105,7 @@ def asked(
     unanswered: valid_answers.Unanswered,
     total: int,
 ) -> dict[str, EvalLog]:
-    """The logs of all tasks, by the names that their metrics are published under."""
+    """Runs all tasks; returns their logs by the names that their metrics are published under."""
     count_samples(total)
     model, judge = model_of(job, keys[0], unanswered), judge_of(job, keys, unanswered)
     given = {name: job[name] for name in ("temperature", "top_p", "max_tokens") if job[name] is not None}
@@ -142,7 +139,7 @@ def asked(
 
 
 def write_rows(output: Path, logs: dict[str, EvalLog]) -> None:
-    """Writes what came of each question, log by log, sample by sample; prints how the first that failed did."""
+    """Writes a row for each sample, log by log; prints the errors of the first 20 failed samples."""
     failed = 0
     with (output / SAMPLES_NAME).open("w", encoding="utf-8", errors="replace") as rows:
         for key, log in logs.items():
@@ -154,7 +151,7 @@ def write_rows(output: Path, logs: dict[str, EvalLog]) -> None:
 
 
 def samples_of(log: EvalLog) -> Iterator[Any]:
-    """The samples of a log that were begun, attachments in their places."""
+    """Yields the started samples of a log, with attachments resolved."""
     left_out = {"store", "timelines"}
     yield from read_eval_log_samples(
         log.location, all_samples_required=False, resolve_attachments="full", exclude_fields=left_out
@@ -162,7 +159,7 @@ def samples_of(log: EvalLog) -> Iterator[Any]:
 
 
 def count_samples(total: int) -> None:
-    """Prints a line for each sample that is done."""
+    """Prints a line for each finished sample."""
 
     @hooks(name="assay_progress", description="Counts samples.")
     class Progress(Hooks):

@@ -1,8 +1,4 @@
-"""Loads a checkpoint with Levanter, for `run_levanter.py`: Hugging Face's layout, or Levanter's own.
-
-Configuration and tokenizer come from a folder in Hugging Face's layout, the checkpoint itself or, for Levanter's own
-layout, an export of the same model.
-"""
+"""Loads a checkpoint in Hugging Face's layout or Levanter's own, for `run_levanter.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
 }
-"""Levanter's names by `model_type`. Gemma 2 and 3 are left out: its scoring leaves out their soft cap of the logits."""
+"""Levanter's names by `model_type`. Gemma 2 and 3 are left out: its scoring ignores their soft cap of the logits."""
 ACCELERATED = "p=f32,c=bfloat16"
 PLAIN = "p=f32,c=f32"
 NATIVE = "levanter"
@@ -55,7 +51,7 @@ LONGEST_REASON = 300  # Levanter names every array it found
 
 
 class UnusableCheckpointError(Exception):
-    """A checkpoint that cannot be evaluated, and what to do about it."""
+    """A checkpoint that cannot be evaluated, with a remedy."""
 
     def __init__(self, *, expected: str, found: str, remedy: str) -> None:
         super().__init__(f"expected {expected}, found {found}")
@@ -66,8 +62,8 @@ class UnusableCheckpointError(Exception):
 class Model:
     """A loaded model with its tokenizer.
 
-    `max_length` is the longest request in tokens; `packed` whether a row may hold several requests, which takes
-    relative positions; `rows` how many rows are computed at once, on all devices together.
+    `max_length` is the longest request in tokens; `packed` is True if a row may hold several requests, which needs
+    relative positions; `rows` is the number of rows computed at once, on all devices together.
     """
 
     network: Any
@@ -80,16 +76,13 @@ class Model:
 
     @property
     def mapping(self) -> ResourceMapping:
-        """Logical axes by the mesh's axis that divides them while computing."""
         return self.trainer.compute_axis_mapping
 
     @property
     def parameters(self) -> int:
-        """Number of the model's parameters."""
         return parameter_count(self.network)
 
     def mesh(self) -> AbstractContextManager[None]:
-        """The devices, as what Levanter computes on while the block lasts."""
         return self.trainer.use_device_mesh()
 
 
@@ -97,13 +90,13 @@ def load(checkpoint: dict[str, Any], *, max_length: int, precision: str | None, 
     """Loads weights, configuration and tokenizer.
 
     Args:
-        checkpoint: `uri` and `kind` of the weights, `reference` the folder with configuration and tokenizer.
-        max_length: bound on tokens a request, beside the model's own.
-        precision: jmp's policy; the one for the devices when None.
-        rows: rows a device computes at once.
+        checkpoint: `uri` and `kind` of the weights; `reference` is a Hugging Face folder of the same model.
+        max_length: limit of tokens per request, besides the model's own.
+        precision: jmp's policy; chosen by the devices if None.
+        rows: rows that a device computes at once.
 
     Raises:
-        UnusableCheckpointError: a part is missing, or Levanter does not know the architecture.
+        UnusableCheckpointError: a part is missing, or Levanter does not support the architecture.
     """
     policy = precision or (PLAIN if jax.default_backend() == "cpu" else ACCELERATED)
     trainer = TrainerConfig(mp=jmp.get_policy(policy), require_accelerator=False, per_device_eval_parallelism=rows)
@@ -129,7 +122,7 @@ def load(checkpoint: dict[str, Any], *, max_length: int, precision: str | None, 
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The configuration of an architecture that Levanter knows, as transformers 4 understands it."""
+    """Returns the configuration of an architecture that Levanter supports, as transformers 4 reads it."""
     described = read_json(folder, "config.json")
     if described is None:
         raise UnusableCheckpointError(
@@ -147,7 +140,7 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def as_transformers_4_reads(described: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without the names that transformers 5 writes: 4 passes over them and takes its own defaults."""
+    """Renames keys that transformers 5 writes: version 4 ignores them and takes its own defaults."""
     renamed = dict(described)
     if "num_experts" not in renamed and "num_local_experts" in renamed:
         renamed["num_experts"] = renamed["num_local_experts"]
@@ -168,7 +161,7 @@ def as_transformers_4_reads(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def window_of(described: dict[str, Any]) -> int | None:
-    """Tokens that attention reaches back, where it is bounded and Levanter leaves that out, or does it otherwise."""
+    """Returns the tokens of an attention window that Levanter ignores or treats differently; else None."""
     kind = described["model_type"]
     if kind == "olmo3" or (kind.startswith("qwen") and not described.get("use_sliding_window")):
         return None
@@ -176,7 +169,7 @@ def window_of(described: dict[str, Any]) -> int | None:
 
 
 def read_tokenizer(folder: str) -> Any:
-    """The tokenizer in a folder, in any store."""
+    """Returns the tokenizer in a folder of any store."""
     settings = read_json(folder, "tokenizer_config.json")
     if settings is None:
         raise UnusableCheckpointError(
@@ -190,7 +183,7 @@ def read_tokenizer(folder: str) -> Any:
             if settings.get("tokenizer_class") == "TokenizersBackend":  # the name that transformers 5 writes
                 return PreTrainedTokenizerFast.from_pretrained(place)
             return AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # what damaged files lead to has no common type
+    except Exception as error:  # errors of damaged files have no common type
         raise UnusableCheckpointError(
             expected=f"a tokenizer in {folder} that loads",
             found=f"{type(error).__name__}: {error}"[:LONGEST_REASON],
@@ -199,12 +192,10 @@ def read_tokenizer(folder: str) -> Any:
 
 
 def take_tokenizer(folder: str, place: str) -> None:
-    """Links, or copies from a store, what lies directly in a folder and is no weights.
-
-    What lies deeper is in no digest of the checkpoint: templates in `additional_chat_templates`, say.
-    """
+    """Links, or copies from a store, the tokenizer files directly in a folder."""
     filesystem, path = fsspec.core.url_to_fs(folder)
     take = filesystem.get_file if "://" in folder else os.symlink
+    # Deeper files are in no digest of the checkpoint: templates in `additional_chat_templates`, for example.
     for file in filesystem.ls(path, detail=True):
         name = PurePosixPath(file["name"])
         if file["type"] != "directory" and name.suffix in (".json", ".jinja", ".model", ".txt"):
@@ -212,7 +203,7 @@ def take_tokenizer(folder: str, place: str) -> None:
 
 
 def read_json(folder: str, name: str) -> dict[str, Any] | None:
-    """An object in a file of a folder, in any store; None where there is none."""
+    """Returns an object in a JSON file of a folder in any store; None if it is missing."""
     try:
         with fsspec.open(f"{folder.rstrip('/')}/{name}") as file:
             content = json.load(file)
@@ -222,11 +213,10 @@ def read_json(folder: str, name: str) -> dict[str, Any] | None:
 
 
 def load_huggingface(uri: str, config: Any, hf_config: Any, tokenizer: Any, trainer: TrainerConfig) -> Any:
-    """Weights in safetensors, from any store."""
+    """Loads weights in safetensors from any store."""
 
+    # Has the configuration already: Levanter's own would read it again, and not from every store.
     class Described(HFCheckpointConverter):
-        """One that has the configuration already: Levanter's own would read it again, and not from every store."""
-
         def hf_config_from_hf_checkpoint(self, ref: Any = None) -> Any:
             return hf_config
 
@@ -246,7 +236,7 @@ def load_huggingface(uri: str, config: Any, hf_config: Any, tokenizer: Any, trai
 
 
 def load_native(uri: str, config: Any, vocabulary: int, trainer: TrainerConfig) -> Any:
-    """The model out of a checkpoint of a training state; its vocabulary may be longer than the tokenizer's."""
+    """Loads the model of a stored training state; its vocabulary may be longer than the tokenizer's."""
 
     def shape(size: int) -> Any:
         return eqx.filter_eval_shape(config.build, hax.Axis("vocab", size), key=jax.random.PRNGKey(0))
@@ -264,7 +254,7 @@ def load_native(uri: str, config: Any, vocabulary: int, trainer: TrainerConfig) 
 
 
 def stored_vocabulary(uri: str, network: Any) -> int:
-    """Rows of the stored embedding: training rounds them up to what its devices divide."""
+    """Returns the rows of the stored embedding: training rounds them up to a multiple for its devices."""
     paths = jax.tree.leaves(leaf_key_paths(network, is_leaf=is_named_array), is_leaf=is_named_array)
     leaves = jax.tree.leaves(network, is_leaf=is_named_array)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -275,7 +265,7 @@ def stored_vocabulary(uri: str, network: Any) -> int:
 
 
 def stored_shape(uri: str, path: str) -> tuple[int, ...]:
-    """Shape of one array of a checkpoint, in either of the two forms that Levanter has written."""
+    """Returns the shape of an array of a checkpoint, in either of the two formats that Levanter has written."""
     if exists(f"{uri}/manifest.ocdbt"):
         spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": build_kvstore_spec(uri), "path": path}}
     else:

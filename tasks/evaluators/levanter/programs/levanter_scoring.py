@@ -1,7 +1,7 @@
-"""Log-probabilities by a model that Levanter loaded, as lm-eval asks for them; for `run_levanter.py`.
+"""Log-probabilities of a model in Levanter, as lm-eval requests them; for `run_levanter.py`.
 
-Levanter's own harness model cuts pairs of context and continuation elsewhere than lm-eval's do, adds no BOS, and packs
-requests for models with absolute positions too. So only its packing and its compiled scoring are used.
+Uses Levanter's packing and compiled scoring only: its own harness model splits context and continuation elsewhere than
+lm-eval's do, adds no BOS, and packs requests for models with absolute positions too.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 SHORTEST_ROW = 256
 MOST_IN_A_ROW = 64
-PADDING = 0  # any token will do, since padding is a segment of its own and weighs nothing
+PADDING = 0  # any token: padding is a segment of its own without weight
 
-WORKERS: dict[Any, Worker] = {}
-"""Compiled scorings of this process."""
+WORKERS: dict[Any, Worker] = {}  # compiled scoring functions of this process
 
 Pair = tuple[Any, list[int], list[int]]
 
 
 class LevanterLM(TemplateLM):
-    """A model for lm-eval that answers with log-probabilities only, and computes none that a journal has."""
+    """An lm-eval model that returns log-probabilities only, and computes none that a journal has."""
 
     def __init__(self, model: Model, benchmarks: str, journal: Journal) -> None:
         super().__init__()
@@ -49,28 +48,24 @@ class LevanterLM(TemplateLM):
 
     @property
     def asking(self) -> dict[str, Any]:
-        """The part of a record that says how questions were put."""
         note = "Windows of long texts are one token shorter than those of --model hf."
         bos = self.tokenizer.bos_token if self.adds_bos else "none"
         return {"bos": f"the tokenizer's own rule, unless a template brings it: {bos}", "notes": [note]}
 
     @property
     def eot_token_id(self) -> int:
-        """Token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """lm-eval names its caches after it."""
-        return str(self.tokenizer.name_or_path)
+        return str(self.tokenizer.name_or_path)  # in names of lm-eval's caches
 
     @property
-    def prefix_token_id(self) -> int:
-        """Token that stands before a text without context, as in `--model hf`."""
+    def prefix_token_id(self) -> int:  # as in `--model hf`
         return self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **kwargs: Any) -> Any:
-        """Token ids of a text, or of several, as `--model hf` makes them: with a BOS where the tokenizer puts one."""
+        """Returns token ids of a text, or of several, as in `--model hf`: with a BOS if the tokenizer puts it."""
         if not isinstance(string, str):
             return [self.tok_encode(text, add_special_tokens) for text in string]
         if add_special_tokens is None:
@@ -78,7 +73,6 @@ class LevanterLM(TemplateLM):
         return self.tokenizer(string, add_special_tokens=add_special_tokens).input_ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as one text."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -87,12 +81,10 @@ class LevanterLM(TemplateLM):
         )
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Scored]:
-        """Log-probability of each continuation, and whether it is the greedy choice."""
         self._ends = ends([request.task_name for request in requests])
         return super().loglikelihood(requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows that do not overlap."""
         pairs: list[Pair] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
@@ -112,7 +104,6 @@ class LevanterLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> NoReturn:
-        """Refused before anything is loaded."""
         raise NotImplementedError("generation goes to an endpoint")
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[Scored]:
@@ -140,7 +131,7 @@ class LevanterLM(TemplateLM):
             pad_token=PADDING,
             max_segments_per_example=MOST_IN_A_ROW if self.model.packed else 1,
         )
-        # Rows are packed anew as they were packed before; so those that are left give the same numbers, too.
+        # Packing is the same in every run, so the remaining rows also give the same numbers.
         keys = [key_of(self.journal, example) for example in packed]
         left = [place for place, key in enumerate(keys) if key not in self.journal]
         yield {
@@ -150,7 +141,7 @@ class LevanterLM(TemplateLM):
         }
         batch = hax.Axis("batch", self.model.rows)
         worker = worker_for(batch, position, self.model)
-        batches = list(stack_batches((packed[place] for place in left), position, batch))  # it holds a mesh of its own
+        batches = list(stack_batches((packed[place] for place in left), position, batch))  # enters its own mesh
         begins = range(0, len(left), self.model.rows)
         for first, examples in zip(begins, batches, strict=True):
             numbers, values, correct = (np.asarray(part.array) for part in worker.dispatch_loglikelihood(examples))
@@ -160,34 +151,34 @@ class LevanterLM(TemplateLM):
             self.journal.keep(at_once=any(min(found) < end <= max(found) + 1 for end in self._ends))
             yield found
         self.journal.keep(at_once=True)
-        worker.model = None  # else it would keep the memory that the next checkpoint is loaded into
+        worker.model = None  # frees memory for the next checkpoint
 
 
 def ends(benchmarks: Sequence[str]) -> list[int]:
-    """Numbers of requests with which another benchmark begins."""
+    """Returns the indexes of requests at which another benchmark begins."""
     return [number for number, (before, name) in enumerate(pairwise(benchmarks), start=1) if name != before]
 
 
 def members(example: LmExample) -> range:
-    """Numbers of the requests in a row."""
+    """Returns the indexes of the requests in a row."""
     numbers = segments(example)
     return range(int(numbers[0]), int(numbers.max()) + 1)
 
 
 def segments(example: LmExample) -> np.ndarray:
-    """The number of its request by position in a row; -1 where it is padding."""
+    """Returns the request index of each position in a row; -1 for padding."""
     return np.asarray(example.attn_mask.segment_ids[0].array)
 
 
 def key_of(journal: Journal, example: LmExample) -> str:
-    """The name of a row in the journal, by its tokens, their requests and what is weighed of them."""
+    """Returns the key of a row in the journal, by its tokens, their requests and loss weights."""
     numbers = segments(example)
     within = np.where(numbers < 0, -1, numbers - numbers[0])
     return journal.key(within, np.asarray(example.tokens.array), np.asarray(example.loss_weight.array))
 
 
 def worker_for(batch: hax.Axis, position: hax.Axis, model: Model) -> Worker:
-    """Levanter's compiled scoring of rows of a length: one for all models, since it compiles for each that it made."""
+    """Returns Levanter's compiled scoring of rows of a length, shared by all models to compile only once."""
     key = (batch, position, model.precision, str(model.mapping))
     if key not in WORKERS:
         WORKERS[key] = Worker(

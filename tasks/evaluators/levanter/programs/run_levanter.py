@@ -1,18 +1,12 @@
-"""Evaluates a checkpoint with Levanter's model code. Executed by the interpreter of the levanter environment.
+"""Evaluates checkpoints with Levanter's model code, with the interpreter of the levanter environment.
 
     python run_levanter.py [<job file> ...]
 
-Without job files it reads their paths from standard input, one a line, works in the folder of each, says on a line of
-its own which was evaluated, and ends with whoever asks. What it has compiled serves all checkpoints of one
-architecture; the first that cannot be evaluated ends it.
-
-Also a program for `fork_server.py`: `preload` imports, and reads lm-eval's benchmarks if asked to, `main` evaluates.
-
-What it has scored it keeps in the working folder (`levanter_journal.py`), and does not score again.
-
-Benchmarks, plan and results are lm-eval's, with the parts that `run_lm_eval.py` is made of, and prompts become tokens
-as they do for an endpoint. Levanter loads the weights (`levanter_model.py`) and sums log-probabilities
-(`levanter_scoring.py`), so only benchmarks that compare log-probabilities can be asked.
+Without arguments it reads paths of job files, separated by newlines, from standard input, works in the folder of each,
+prints a line `evaluated PATH` after each, and ends when standard input closes. Compiled code serves all checkpoints of
+an architecture; the first failure ends the program. Also a program for `fork_server.py`: `preload` imports, with
+--built-in reads lm-eval's benchmarks. Benchmarks, plan, tokens and results are those of `run_lm_eval.py`, without
+generation.
 """
 
 from __future__ import annotations
@@ -60,18 +54,18 @@ READ_AT_IMPORT = (
     "XDG_CACHE_HOME",
     "XLA_",
 )
-"""Beginnings of the variables that a fork server must have been started with, too."""
+"""Prefixes of variables that a fork server must have been started with, too."""
 LATE_MODULES = ("datasets.packaged_modules.json.json", "levanter.models.llama", "transformers.tokenization_utils_fast")
 BUILT_IN_OPTION = "--built-in"
 FACTS_NAME = "levanter.json"
 ASKED_NAME = "asked.json"
 MOST_COMPILED_BYTES = 2**30
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
-"""JAX's names of what `resource_config` asks for."""
+"""JAX's platforms by the device kinds of `resource_config`."""
 
 
 def preload(arguments: list[str]) -> None:
-    """Imports what is imported late. JAX starts its threads with the first computation, which is after the fork."""
+    """Imports late modules. JAX starts its threads with the first computation, which is after the fork."""
     for name in LATE_MODULES:
         importlib.import_module(name)
     if BUILT_IN_OPTION in arguments:
@@ -79,19 +73,19 @@ def preload(arguments: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Evaluates."""
+    """Evaluates each job in its own folder."""
     setup_logging("INFO")
     use_remembered_index()
     for name in arguments or asked():
         path = Path(name).absolute()
         os.chdir(path.parent)
         evaluate(json.loads(path.read_text()))
-        gc.collect()  # the model's memory is the next one's
+        gc.collect()  # frees memory for the next model
         print(f"evaluated {name}", flush=True)
 
 
 def asked() -> Iterator[str]:
-    """Lines of standard input, each when it is needed; this process ends as soon as whoever writes them is gone."""
+    """Yields lines of standard input when they are needed; ends this process as soon as standard input closes."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
@@ -108,7 +102,7 @@ def asked() -> Iterator[str]:
 
 
 def evaluate(job: dict[str, Any]) -> None:
-    """Asks, scores, and writes results and samples below `job["output"]`."""
+    """Evaluates a job, and writes results and samples below `job["output"]`."""
     output = Path(job["output"])
     benchmarks = load_benchmarks(job, task_manager(job, {}), output)
     tasks = {key: leaves(items) for key, items in benchmarks.items()}
@@ -138,7 +132,7 @@ def evaluate(job: dict[str, Any]) -> None:
             evaluation_tracker=tracker,
             apply_chat_template=job["apply_chat_template"],
             fewshot_as_multiturn=job["apply_chat_template"],
-            confirm_run_unsafe_code=True,  # what may not run has been refused
+            confirm_run_unsafe_code=True,  # forbidden code was refused before
         )
     write_json(output / FACTS_NAME, {**facts, "requests_scored_before": journal.known})
     write_json(output / ASKED_NAME, {"asking": lm.asking, "groups": means(benchmarks)})
@@ -151,7 +145,7 @@ def evaluate(job: dict[str, Any]) -> None:
 
 
 def check_kinds(tasks: dict[str, list[Task]], output: Path) -> None:
-    """Refuses benchmarks that let the model write: what Levanter generates is not reliable."""
+    """Refuses benchmarks that generate: Levanter's generation is not reliable."""
     writing = [key for key, items in tasks.items() if any(task.OUTPUT_TYPE == "generate_until" for task in items)]
     if writing:
         refuse(
@@ -164,7 +158,7 @@ def check_kinds(tasks: dict[str, list[Task]], output: Path) -> None:
 
 
 def use_devices(job: dict[str, Any], output: Path) -> list[Any]:
-    """The devices of the kind that was asked for; left alone, JAX falls back to the CPU."""
+    """Returns the devices of the requested kind; by default, JAX would fall back to the CPU."""
     jax.config.update("jax_platforms", PLATFORMS[job["device"]])
     jax.config.update("jax_compilation_cache_dir", job["compiled"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # 68 small programs in a cell take 2 s
@@ -183,7 +177,7 @@ def use_devices(job: dict[str, Any], output: Path) -> list[Any]:
 
 
 def load_model(job: dict[str, Any], output: Path) -> Model:
-    """The checkpoint; refuses one that cannot be evaluated."""
+    """Returns the model of a checkpoint, or refuses the checkpoint."""
     try:
         model = load(job["checkpoint"], max_length=job["max_length"], precision=job["precision"], rows=job["rows"])
         if job["apply_chat_template"] and not model.tokenizer.chat_template:

@@ -1,7 +1,6 @@
-"""Answers of an endpoint, for `lm_eval_model.py`: what they have to look like, and how each of them ended.
+"""Validates an endpoint's answers for `lm_eval_model.py`, and reads how each ended. Standard library only.
 
-lm-eval reads an answer as far as it goes: too few rows, rows of another prompt or choices without an index become a
-score. Needs the standard library only.
+lm-eval itself would score too few token log-probs, those of another prompt, or choices without an index.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from importlib.metadata import Distribution
 from typing import Any
 
 ENDS = ("stop", "length", "content_filter", "tool_calls", "function_call", "eos", "eos_token", "stop_sequence")
-"""Ends of a whole answer; others, such as abort and error, are those of one that was cut."""
+"""Finish reasons of a whole answer; with others, such as abort and error, it was cut."""
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<reasoning>", "</reasoning>"))
-TOKEN_ID = "token_id:"
-"""Begins each token of an answer to a request with `return_tokens_as_token_ids`."""
-MOST_ABOVE_ZERO = 1e-4  # what rounding may put a log-probability above: float32 knows logits of 1000 to 6e-5
+TOKEN_ID = "token_id:"  # prefix of tokens in answers with `return_tokens_as_token_ids`
+MOST_ABOVE_ZERO = 1e-4  # rounding: float32 resolves logits of 1000 to 6e-5
 FEWEST_ZEROS = 3  # fewer tokens may all be certain
 BUILD = ("datasets", "torch", "transformers")
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs")
@@ -26,23 +24,21 @@ Reader = Callable[[list[int]], Iterable[str]]
 
 
 class MalformedAnswerError(Exception):
-    """An answer that is none to what was asked; says what is wrong with it, and quotes nothing."""
+    """An answer that does not fit its request; the message describes the defect without quoting the answer."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A generated answer; `text` is None where there is none."""
+    """A generated answer; `text` is None if there is none."""
 
     text: str | None
     finish: str | None
-    closed: bool = True
-    """False if it began to reason and never ended that."""
-    tokens: int | None = None
-    """Tokens that were generated; None where the endpoint counts those of several answers together."""
+    closed: bool = True  # False if reasoning began and never ended
+    tokens: int | None = None  # None if the endpoint counts those of several answers together
 
 
 def choices_of(answer: Any, count: int) -> list[Choice]:
-    """The choices of an answer in the order of the prompts."""
+    """Returns the choices of an answer in the order of the prompts."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise MalformedAnswerError("no list of choices")
@@ -53,13 +49,13 @@ def choices_of(answer: Any, count: int) -> list[Choice]:
 
 
 def check_end(choice: Choice) -> None:
-    """Refuses a choice that was cut, or does not say how it ended."""
+    """Raises for a choice that was cut, or has no finish reason."""
     if (end := choice.get("finish_reason")) not in ENDS:
         raise MalformedAnswerError(f"a finish_reason {str(end)[:40]!r}")
 
 
 def generated_tokens(answer: Any) -> int | None:
-    """Tokens that were generated for all choices of an answer, where it says so."""
+    """Returns the tokens generated for all choices of an answer; None if it does not report them."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     return tokens if type(tokens) is int else None
@@ -68,14 +64,14 @@ def generated_tokens(answer: Any) -> int | None:
 def weighed_rows(
     choice: Choice, asked: Sequence[int], start: int, *, sent: int, read: Reader
 ) -> list[tuple[float, float]]:
-    """Log-probability of each token of `asked[start:]`, with that of the likeliest token in its place.
+    """Returns the log-probability of each token of `asked[start:]`, with that of the most likely token at its position.
 
     Args:
-        choice: an echo of a prompt with one generated token.
-        asked: tokens to be weighed, with those before them.
-        start: place of the first one that counts.
-        sent: tokens that were in the prompt; the last one of `asked` may have been forced instead.
-        read: texts of tokens, with and without special ones, for endpoints that echo texts.
+        choice: echo of a prompt, with a generated token.
+        asked: tokens to score, with those before them.
+        start: index of the first token that counts.
+        sent: tokens in the prompt; the last token of `asked` may have been forced instead.
+        read: texts of tokens, with and without special tokens, for endpoints that echo texts.
     """
     check_end(choice)
     rows = choice.get("logprobs")
@@ -114,12 +110,11 @@ def _plain(text: str) -> str:
 
 
 def written(choice: Choice, *, prompt: str, stops: Sequence[str]) -> Written:
-    """The text of a choice of either endpoint, up to the first of all stop strings.
+    """Returns the text of a choice of either endpoint, up to the first of all stop strings.
 
     Args:
-        choice: a choice without an echo.
-        prompt: text before it, or its end; it may have begun to reason.
-        stops: stop strings, of which the endpoint may have been told some.
+        prompt: text before it, or its end; it may have opened reasoning.
+        stops: all stop strings; the endpoint may have received only some.
     """
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")
@@ -143,6 +138,6 @@ def _is_closed(text: str, prompt: str) -> bool:
 
 
 def installed() -> dict[str, str]:
-    """Versions of what a score can depend on in this environment, beside the harness itself."""
+    """Returns versions of libraries that a score can depend on, besides the harness itself."""
     found = {name: distribution.version for name in BUILD for distribution in Distribution.discover(name=name)}
     return dict(sorted(found.items()))

@@ -1,7 +1,4 @@
-"""Notes while lm-eval builds prompts how much of each stands before its question, for `run_lm_eval.py`.
-
-Its samples hold a prompt as one text. The question in it is known only where it is put together.
-"""
+"""Records the length of prompts before the question while they are built: lm-eval's samples do not separate the two."""
 
 from __future__ import annotations
 
@@ -12,15 +9,12 @@ from typing import Any
 from lm_eval.api.task import Task
 
 QUESTIONS = ("doc_to_text", "doc_to_choice")
-"""Makers of the question, and where each choice has a context of its own, of all of them; the last call counts."""
+"""Methods that make the question, and where each choice has its own context, all of them; the last call counts."""
 
 
 @contextmanager
 def noted_contexts(task: Task) -> Iterator[list[int]]:
-    """Lengths of description and examples in the prompts that a task builds meanwhile, in characters.
-
-    0 stands for none, and for a prompt in which the question is not found.
-    """
+    """Yields characters of description and examples in the prompts that a task builds meanwhile; 0 if unknown."""
     lengths: list[int] = []
     shown: dict[str, Any] = {}
     before = {name: vars(task).get(name) for name in ("fewshot_context", *QUESTIONS) if hasattr(task, name)}
@@ -50,7 +44,7 @@ def noted_contexts(task: Task) -> Iterator[list[int]]:
 
 
 def length_before(prompt: Any, question: Any, choices: Any) -> int:
-    """Characters before the question in a prompt, or before each choice in those of its choices; 0 if not found."""
+    """Returns the characters before the question, or before each choice; 0 if not found, or if they differ."""
     prompts, questions = (prompt, choices) if isinstance(prompt, list) else ([prompt], [question])
     if not isinstance(questions, list) or len(prompts) != len(questions):
         return 0
@@ -61,5 +55,5 @@ def length_before(prompt: Any, question: Any, choices: Any) -> int:
 def _place(prompt: Any, question: Any) -> int:
     if not isinstance(prompt, str) or not isinstance(question, str):
         return 0
-    whole = prompt.rfind(question)  # chat templates may strip what they put in
+    whole = prompt.rfind(question)  # chat templates may strip their input
     return max(whole if whole >= 0 else prompt.rfind(question.strip()), 0) if question.strip() else 0

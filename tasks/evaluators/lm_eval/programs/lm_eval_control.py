@@ -1,9 +1,9 @@
-"""Scores known answers with a benchmark's own filters and metrics, for `run_lm_eval.py`, before anything is asked.
+"""Scores known answers with a benchmark's own filters and metrics, for `run_lm_eval.py`, before the first request.
 
-A grader that calls every answer wrong gives each model the same low score. So right answers that come with the
-benchmark go through it first, and an empty one: of those at least one must score better. Gold answers need not have the
-form that a filter looks for, so several forms are tried, and only such benchmarks can fail whose prompts show gold
-answers as they are, or whose filters leave them so, or that have programs which solve their tasks. No model is asked.
+A grader that marks every answer wrong gives each model the same low score. So at least one of the benchmark's right
+answers, in one of several forms, must score better than an empty answer. Only benchmarks can fail that show gold
+answers as they are in prompts, have filters that leave them so, or have programs that solve their tasks. No model is
+called.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FORMS = (
 """Usual forms of an answer around its gold text."""
 PLAIN_FILTERS = {"take_first", "remove_whitespace", "lowercase", "uppercase"}
 PROGRAMS = {"canonical_solution": (), "code": ("test_list",)}
-"""Fields with a program that solves a task, each with the fields beside which it is one."""
+"""Fields with a program that solves a task, each with the fields that must exist with it."""
 FOLDER = "controls"
 _log = logging.getLogger("lm_eval")
 _Scores = dict[str, float]
@@ -54,7 +54,7 @@ _Scores = dict[str, float]
 
 @dataclass(frozen=True)
 class Failure:
-    """A question whose known answer scores no better than an empty one."""
+    """A known answer to a question that scores no better than an empty answer."""
 
     doc_id: int
     question: str
@@ -64,7 +64,7 @@ class Failure:
 
 
 def control(task: Task, asked: list[tuple[int, Any]]) -> tuple[str, Failure | None]:
-    """The outcome over the first questions that have gold answers, and the first failure where none passed."""
+    """Returns the outcome over the first questions with gold answers, and the first failure if none passed."""
     if len(task.instances) > len({instance.doc_id for instance in task.instances}):
         return "no control: it does not only let the model write", None
     path = None if getattr(task, "UNSAFE_CODE", False) else Path(sys.prefix) / FOLDER / _key(task, asked)
@@ -73,7 +73,7 @@ def control(task: Task, asked: list[tuple[int, Any]]) -> tuple[str, Failure | No
             return path.read_text(encoding="utf-8"), None
     outcome, failure = _controlled(task, asked)
     if path is not None and failure is None:
-        with suppress(OSError):  # an environment that may not be written to
+        with suppress(OSError):  # a read-only environment
             path.parent.mkdir(exist_ok=True)
             unfinished = path.with_name(f"{path.name}.{os.getpid()}")
             unfinished.write_text(outcome, encoding="utf-8")
@@ -88,7 +88,7 @@ def _controlled(task: Task, asked: list[tuple[int, Any]]) -> tuple[str, Failure 
         answers = {doc_id: _answers(task, doc) for doc_id, doc in asked[:LOOKED_AT]}
         known = [(doc_id, doc) for doc_id, doc in asked[:LOOKED_AT] if answers[doc_id]][:QUESTIONS]
         answered = [_answered(task, doc, ["", *answers[doc_id]]) for doc_id, doc in known]
-        for ensemble in task._filters if known else ():  # once: one of lm-eval's takes half a second for a table
+        for ensemble in task._filters if known else ():  # once: a filter of lm-eval takes half a second for a table
             ensemble.apply([instance for instances in answered for instance in instances])
         for (doc_id, doc), (nothing, *instances) in zip(known, answered, strict=True):
             empty, first = _scores(task, nothing), _scores(task, instances[0])
@@ -97,7 +97,7 @@ def _controlled(task: Task, asked: list[tuple[int, Any]]) -> tuple[str, Failure 
             else:
                 certain = certain or _has_program(doc)
                 failures.append(Failure(doc_id, str(task.doc_to_text(doc)), answers[doc_id][0], first, empty))
-    except Exception as error:  # noqa: BLE001 - a grader is somebody else's code; if it fails so on answers, the run does
+    except Exception as error:  # noqa: BLE001 - a grader is third-party code; if it fails so on answers, the run does
         _log.warning("no control", exc_info=error)
         return f"no control: {type(error).__name__} as known answers were scored", None
     if not failures:
@@ -132,7 +132,7 @@ def _shows_gold(task: Task) -> bool:
 
 def _gold(task: Task, doc: Any) -> Iterator[str]:
     if isinstance(task.config.doc_to_target, int) and task.config.doc_to_choice is None:
-        return  # stands for no target
+        return  # means no target
     target = task.doc_to_target(doc)
     if task.config.doc_to_choice is not None and isinstance(target, int):
         target = task.doc_to_choice(doc)[target]
@@ -175,6 +175,6 @@ def _key(task: Task, asked: list[tuple[int, Any]]) -> str:
 
 
 def evidence(name: str, failure: Failure) -> str:
-    """A failure as a file for people."""
+    """Formats a failure as JSON for people."""
     content = {"benchmark": name, **failure.__dict__}
     return json.dumps(content, indent=2, ensure_ascii=False)

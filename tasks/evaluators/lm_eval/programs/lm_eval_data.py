@@ -11,12 +11,12 @@ from typing import Any
 from lm_eval.api.task import Task
 
 COMMIT = re.compile(r"/([0-9a-f]{40})/[^/]+$")
-"""A commit of the hub in the path of a file that `datasets` keeps."""
+"""A commit of the hub in the path of a file in the cache of `datasets`."""
 DIGITS = 16
 
 
 def revision_of(task: Task) -> str | None:
-    """The data set and its commit on the hub; else a digest over the rows of the parts that are asked or shown."""
+    """Returns the data set and its commit on the hub; else a digest over the rows of the splits in use."""
     dataset = getattr(task, "dataset", None)
     if dataset is None:
         return None
@@ -32,7 +32,7 @@ def revision_of(task: Task) -> str | None:
 
 
 def digest(parts: Iterable[Iterable[Any]]) -> str:
-    """Hex digest over rows, the same for the same content."""
+    """Returns a hex digest over rows, the same for the same content."""
     found = hashlib.sha256()
     for part in parts:
         for row in part:

@@ -1,9 +1,8 @@
-"""Asks questions in a given order until what is to be decided is known, for `run_lm_eval.py`.
+"""Sends requests in a given order until all scores are decided, for `run_lm_eval.py`.
 
-All prompts are built as for the whole benchmark: examples in them depend on the order of documents. Then batch after
-batch is asked and scored with the benchmark's own filters and metrics, until `early_decision.py`, a copy of our own
-module in the working folder, has a verdict for each score. If that takes every question, lm-eval goes on as it would
-have, with the answers that are there.
+All prompts are built as for the whole benchmark, since examples depend on the order of documents. Batches are sent and
+scored with the benchmark's own filters and metrics, until `early_decision.py`, a copy of our module in the working
+folder, has a verdict for each score. If that takes every question, lm-eval goes on with these answers.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from refusals import refuse
 
 WANTED_NAME, ANSWERED_NAME = "early.json", "early.jsonl"
 ROUNDS = 2
-"""Requests of a batch for each that the pool has room for: with more, fewer of its replicas wait for a batch's end."""
+"""Requests of a batch for each that the pool has room for: with more, fewer of its replicas idle at a batch's end."""
 PARTS = 16
-"""Batches that a benchmark is asked in at least: a pool may have room for all of a small one."""
+"""Minimum number of batches of a benchmark: a pool may have room for all of a small benchmark."""
 GROWTH = 8
-"""One in so many questions asked may be asked after the verdict was there to be known."""
+"""Up to 1 in 8 questions may be requested after the verdict is determined."""
 HASH_DIGITS, PROMPT_BYTES = 12, 8  # of names of questions, and of digests of prompts, as in our samples
 Key = tuple[str, str]
 
 
 class DecidedEarlyError(Exception):
-    """All that was to be decided is, and questions are left."""
+    """All scores are decided, and questions are left."""
 
 
 @dataclass
 class Question:
-    """A question with its requests, and with their answers once it was asked."""
+    """A question with its document and its requests."""
 
     task: Task
     document: Any
@@ -53,7 +52,7 @@ class Question:
 
 
 class EarlyQuestions:
-    """The questions of all tasks, by benchmark and name."""
+    """The questions of all tasks, by benchmark and id."""
 
     def __init__(self, tasks: dict[str, list[Task]], model: Any, output: Path, *, room: int) -> None:
         self._model = model
@@ -68,7 +67,7 @@ class EarlyQuestions:
         self._types = {request.request_type for question in self._questions.values() for request in question.requests}
 
     def ask(self, wanted: dict[str, Any]) -> None:
-        """Asks the batches of an earlier attempt again, then as long as something is undecided."""
+        """Repeats the batches of an earlier attempt, then sends more as long as something is undecided."""
         keys: list[Key] = [tuple(key) for key in wanted["questions"]]
         if keys:
             self._refuse_others(keys, wanted["prompts"])
@@ -128,7 +127,7 @@ class EarlyQuestions:
         for request in (request for key in keys for request in self._questions[key].requests):
             by_kind[request.request_type].append(request)
         for kind, requests in by_kind.items():
-            if self._batches == 0:  # as lm-eval says it, which progress bars are named after
+            if self._batches == 0:  # lm-eval's message, which labels the progress bars
                 logging.getLogger("lm_eval.evaluator").info("Running %s requests", kind)
             repeated = [request for request in requests for _ in range(request.repeats or 1)]
             for request, answer in zip(repeated, getattr(self._model, kind)(repeated), strict=True):
@@ -165,7 +164,7 @@ class EarlyQuestions:
 
 
 def questions_of(task: Task) -> dict[Key, Question]:
-    """The questions of a task by their names, which are those of our samples."""
+    """Returns the questions of a task by their ids in our samples."""
     documents = dict(task.doc_iterator())
     by_number: dict[int, Question] = {}
     for request in sorted(task.instances, key=lambda instance: instance.idx):
@@ -175,13 +174,13 @@ def questions_of(task: Task) -> dict[Key, Question]:
 
 
 def name_in_samples(number: int, question: Question) -> str:
-    """The name of a question: place and content."""
+    """Returns the id of a question: its number and a digest of its content."""
     content = json.dumps(question.requests[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
     return f"{number}-{hash_string(content)[:HASH_DIGITS]}"
 
 
 def digest_of(request: Instance) -> str:
-    """Digest of the prompt of a request, as read from a sample."""
+    """Returns the digest of a request's prompt, as read from a sample."""
     prompt = request.args[0]
     if not isinstance(prompt, str):
         prompt = str(json.loads(json.dumps(prompt, default=handle_non_serializable)))
@@ -189,7 +188,7 @@ def digest_of(request: Instance) -> str:
 
 
 def scores_of(question: Question) -> Iterator[tuple[str, float]]:
-    """Scores of an answered question by metric, with the filter where there are several; none without an answer."""
+    """Yields scores of a question by metric, with the filter if there are several; nothing without an answer."""
     if not all(is_answer(answer) for request in question.requests for answer in request.resps):
         return
     filters = list(question.requests[0].filtered_resps)
@@ -201,7 +200,7 @@ def scores_of(question: Question) -> Iterator[tuple[str, float]]:
 
 
 def is_answer(answer: Any) -> bool:
-    """Tells if it is a text, or a log-likelihood that is a number."""
+    """Returns True for a text, or a finite log-likelihood."""
     if isinstance(answer, str):
         return answer != NO_ANSWER
     return math.isfinite(answer[0] if isinstance(answer, tuple | list) else answer)

@@ -1,4 +1,4 @@
-"""Lists lm-eval's benchmarks, and those that run code that the model wrote. Runs in its environment."""
+"""Lists lm-eval's benchmarks, and which of them run model-written code. Runs in its environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lm_eval.tasks._index import Entry, Kind, TaskIndex
 BUILT_IN = Path(task_managers.__file__).parent
 INDEX_NAME = "benchmark-index.pickle"
 UNMARKED = ("cruxeval",)
-"""Folders of lm-eval whose benchmarks run code without being marked so."""
+"""Folders of lm-eval with benchmarks that run code without being marked so."""
 
 
 class RememberedIndex(TaskIndex):
@@ -28,7 +28,6 @@ class RememberedIndex(TaskIndex):
 
     @staticmethod
     def build(paths: Iterable[Path], *, resolve_includes: bool = True) -> dict[str, Entry]:
-        """Entries by name; later folders win."""
         index: dict[str, Entry] = {}
         for path in paths:
             remembered = path == BUILT_IN and resolve_includes
@@ -41,9 +40,9 @@ class RememberedIndex(TaskIndex):
 
 @cache
 def built_in_index() -> dict[str, Entry]:
-    """The benchmarks that come with lm-eval: fifteen thousand files, 13 s; from a file beside its packages 1 s."""
+    """Returns lm-eval's own benchmarks: 13 s from its fifteen thousand files, 1 s from a file next to its packages."""
     path, collects = Path(sys.prefix) / INDEX_NAME, gc.isenabled()
-    gc.disable()  # half of the time would go to looking for garbage that is not there
+    gc.disable()  # garbage collection would take half of the time, for nothing
     try:
         return pickle.loads(path.read_bytes())
     except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError):
@@ -52,26 +51,26 @@ def built_in_index() -> dict[str, Entry]:
         if collects:
             gc.enable()
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):  # an environment that may not be written to
+    with contextlib.suppress(OSError):  # a read-only environment
         unfinished.write_bytes(pickle.dumps(index))
         unfinished.replace(path)
     return index
 
 
 def use_remembered_index() -> None:
-    """From now on, task managers read lm-eval's own benchmarks once."""
+    """Makes task managers read lm-eval's own benchmarks only once."""
     task_managers.TaskIndex = RememberedIndex
 
 
 def listing() -> dict[str, list[str]]:
-    """All names that lm-eval itself knows, and those of them that run code written by the model."""
+    """Returns all names that lm-eval has, and the names of benchmarks that run model-written code."""
     manager = TaskManager()
     runners = [name for name in manager.all_tasks if code_runners(name, manager.task_index)]
     return {"benchmarks": manager.all_tasks, "run_code": runners}
 
 
 def is_complete(name: str, index: dict[str, Entry]) -> bool:
-    """Tells if a benchmark is there, and if it is a group, all its parts too."""
+    """Returns True if a benchmark exists, and for a group also all its parts."""
     entry = index.get(name)
     if entry is None:
         return False
@@ -83,10 +82,7 @@ def is_complete(name: str, index: dict[str, Entry]) -> bool:
 
 
 def code_runners(name: str, index: dict[str, Entry]) -> set[str]:
-    """The benchmarks among those that a name stands for which run code written by the model.
-
-    Read from their files, before any function they name is imported: some run code when they are.
-    """
+    """Returns the benchmarks behind a name that run model-written code, by their files: some run code when imported."""
     return set(_runners(name, index, set()))
 
 

@@ -1,4 +1,4 @@
-"""Tokens of prompts, for `lm_eval_prompts.py`: which are too long, and how many are to be asked in all."""
+"""Counts the tokens of prompts, for `lm_eval_prompts.py`: too long prompts, and the total of all requests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from choice_scoring import LEAST_CONTEXT
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import Task
 
-REQUEST_TYPES = {"multiple_choice": "loglikelihood"}  # what a benchmark of that output type asks for
+REQUEST_TYPES = {"multiple_choice": "loglikelihood"}  # request type by output type
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
 BATCH = 1000
 COUNTED = 32
-"""Questions of a benchmark whose tokens are counted for a guess: all of MMLU's would take a minute."""
+"""Questions of a benchmark with counted tokens, for an estimate: all of MMLU's would take a minute."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Parts of one request: the text that counts, tokens it must leave free, and tokens that may not be cut."""
+    """The text of a request, its end that may not be cut, and the tokens that it must leave free."""
 
     instance: Instance
     prompt: str
@@ -31,19 +31,14 @@ class Text:
 
 @dataclass
 class TooLong:
-    """Questions of one benchmark with a prompt that does not fit."""
+    """Questions of a benchmark with a prompt that does not fit."""
 
-    needed: dict[int, int] = field(default_factory=dict)
-    """Tokens by question."""
-    hopeless: set[int] = field(default_factory=set)
-    """Questions of which nothing would be left in front of the answer."""
+    needed: dict[int, int] = field(default_factory=dict)  # tokens by question
+    hopeless: set[int] = field(default_factory=set)  # questions of which nothing would remain before the answer
 
 
 def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:
-    """The questions with a prompt that lm-eval would cut, or an endpoint refuse.
-
-    Whole texts are never too long: they are weighed in windows.
-    """
+    """Returns the questions with a prompt that lm-eval would cut, or an endpoint reject; none with whole texts."""
     found = TooLong()
     texts = [text for instance in task.instances if (text := _text(instance, model, tokenizer)) is not None]
     candidates = _candidates(texts, model, tokenizer)
@@ -69,7 +64,7 @@ def _text(instance: Instance, model: Any, tokenizer: Any) -> Text | None:
     if instance.request_type != "generate_until":
         return None
     prompt, options = instance.args[:2]
-    if not isinstance(prompt, str):  # messages, as JSON; without a template nobody can say how long they get
+    if not isinstance(prompt, str):  # messages, as JSON; without a template their length is unknown
         if not tokenizer.chat_template:
             return None
         prompt = tokenizer.apply_chat_template(json.loads(prompt.prompt), tokenize=False, add_generation_prompt=True)
@@ -103,10 +98,9 @@ def _lengths(texts: Sequence[str], model: Any, tokenizer: Any) -> Iterator[int]:
 
 
 def to_be_asked(task: Task, model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Tokens of a task's requests as engines count them, cached ones too; answers have as many at most.
+    """Returns the tokens of a task's requests as engines count them, cached tokens included, and at most of answers.
 
-    Of more than `COUNTED` questions every so many are counted, and the others by their characters. None where nobody
-    can say.
+    Of more than `COUNTED` questions a regular sample is counted, and extrapolated by characters. None if unknown.
     """
     questions: dict[Any, list[Instance]] = defaultdict(list)
     for instance in task.instances:
@@ -120,7 +114,7 @@ def to_be_asked(task: Task, model: Any, tokenizer: Any) -> dict[str, Any] | None
     lengths = list(_lengths([text.prompt for text in texts], model, tokenizer))
     if not whole:
         lengths = [min(length, model.max_length - text.reserved) for text, length in zip(texts, lengths, strict=True)]
-    if whole or not (generates or model.adds_bos):  # lm-eval puts a token in front of what has nothing there
+    if whole or not (generates or model.adds_bos):  # lm-eval puts a token in front of a text without context
         lengths = [length + (text.prompt == text.kept) for text, length in zip(texts, lengths, strict=True)]
     repeats = [instance.repeats for instance in counted]
     asked = [length for length, times in zip(lengths, repeats, strict=True) for _ in range(times)]
@@ -149,5 +143,5 @@ def _characters(instances: Sequence[Instance]) -> int:
 
 
 def request_type(task: Task) -> str:
-    """Returns the kind of requests that a task makes."""
+    """Returns the request type of a task."""
     return REQUEST_TYPES.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)

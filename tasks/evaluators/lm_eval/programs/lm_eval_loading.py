@@ -1,4 +1,4 @@
-"""Loads the benchmarks of a job for `run_lm_eval.py`, and refuses those that cannot be asked or scored rightly."""
+"""Loads the benchmarks of a job for `run_lm_eval.py`; refuses benchmarks with wrong prompts or scores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lm_eval_unloadable import refuse_unloadable
 from refusals import refuse
 
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
-"""Without it, the library that runs most of such code refuses to."""
+"""Allows the library that runs most model-written code to run it."""
 NOT_FOR_OVERRIDES = {
     "group": "name",
     "include": "name",
@@ -41,11 +41,11 @@ NOT_FOR_OVERRIDES = {
     "task_alias": "task_alias",
     "unsafe_code": "evaluator.allow_code_execution",
 }
-"""Keys of a benchmark's file that other fields of the configuration are for."""
+"""Keys of a benchmark's file that other fields of the configuration set."""
 
 
 def task_manager(job: dict[str, Any], metadata: dict[str, Any]) -> TaskManager:
-    """Knows the folder of one's own alone where that is enough, else also all that comes with lm-eval."""
+    """Returns a manager of the user's folder if that is enough, else also of everything that comes with lm-eval."""
     path = str(Path(job["benchmarks_path"]).absolute())  # data files are read from another working directory
     own = TaskManager(include_defaults=False, include_path=path, metadata=metadata)
     if all(is_complete(item["name"], own.task_index) for item in job["benchmarks"]):
@@ -54,7 +54,7 @@ def task_manager(job: dict[str, Any], metadata: dict[str, Any]) -> TaskManager:
 
 
 class Overriding(TaskFactory):
-    """Builds benchmarks with parts of their own configuration overridden, in every part of a group."""
+    """Builds benchmarks with overrides of their own configuration, in every part of a group."""
 
     def __init__(self, overrides: dict[str, Any], *, metadata: dict[str, Any]) -> None:
         super().__init__(meta=metadata)
@@ -77,7 +77,7 @@ class Overriding(TaskFactory):
 
 
 def merged(content: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with overrides; mappings in it are merged, all else is replaced."""
+    """Returns a configuration with overrides; merges mappings in it, replaces all else."""
     result = dict(content)
     for key, value in overrides.items():
         below = result.get(key)
@@ -86,12 +86,12 @@ def merged(content: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
 
 
 def load_benchmarks(job: dict[str, Any], manager: TaskManager, output: Path) -> dict[str, list[Task | Group]]:
-    """Every benchmark by its key, with its number of examples set and its tasks named so that no two collide."""
+    """Returns every benchmark by key, with its number of examples set and its tasks renamed to be unique."""
     read_as_it_is()
     for item in job["benchmarks"]:
         check_item(job, item, manager, output)
     allowed = set(job.get("allow_code_execution", ()))
-    # Set here, not by whoever starts us: a variable of the user's is no permission of this evaluation's.
+    # Set here, not inherited: a variable of the user's is no permission for this evaluation.
     os.environ[CODE_VARIABLE] = "0"
     if any(code_runners(item["name"], manager.task_index) or item["name"] in allowed for item in job["benchmarks"]):
         os.environ[CODE_VARIABLE] = "1"
@@ -99,23 +99,23 @@ def load_benchmarks(job: dict[str, Any], manager: TaskManager, output: Path) -> 
 
 
 def read_as_it_is() -> None:
-    """Makes this process see each change of a benchmark's data and code, also one that left time and size as they were.
+    """Makes this process see each change of a benchmark's data and code, even with unchanged time and size.
 
-    `datasets` knows data files by their times, and functions that it has applied by their names alone; Python knows
+    `datasets` identifies data files by time, and functions that it has applied by name alone; Python identifies
     bytecode by its source's time and size. The environment's own packages do not change.
     """
     known_origin, known_stats = data_files._get_single_origin_metadata, SourceFileLoader.path_stats
     packages = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
     def origin(data_file: str, *args: Any, **options: Any) -> tuple[str, ...]:
-        place = data_file.rpartition("::")[2].removeprefix("file://")  # of what lies in an archive, the archive's
+        place = data_file.rpartition("::")[2].removeprefix("file://")  # the archive's, if it lies in an archive
         if not os.path.isfile(place):  # noqa: PTH113 - may be no path at all
             return known_origin(data_file, *args, **options)
         with Path(place).open("rb") as file:
             return (hashlib.file_digest(file, "sha256").hexdigest(),)
 
     def cache_file(_: Dataset, fingerprint: str) -> str:
-        return f"{get_temporary_cache_files_directory()}/cache-{fingerprint}.arrow"  # which ends with this process
+        return f"{get_temporary_cache_files_directory()}/cache-{fingerprint}.arrow"  # deleted with this process
 
     def path_stats(loader: SourceFileLoader, path: str) -> dict[str, Any]:
         if not path.startswith(packages):
@@ -123,12 +123,12 @@ def read_as_it_is() -> None:
         return known_stats(loader, path)
 
     data_files._get_single_origin_metadata = origin
-    Dataset._get_cache_file_path = cache_file  # of what functions made of data: a function that draws does so once
+    Dataset._get_cache_file_path = cache_file  # results of functions on data: random functions run once
     SourceFileLoader.path_stats = path_stats
 
 
 def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output: Path) -> None:
-    """Refuses what can be seen without reading questions."""
+    """Refuses problems that are visible without reading questions."""
     name = item["name"]
     if name not in manager.task_index:
         refuse(
@@ -154,7 +154,7 @@ def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, 
 
 
 def check_code(job: dict[str, Any], name: str, runners: set[str], output: Path) -> None:
-    """Refuses to run code written by the model unless that was allowed for this benchmark, or for each such part."""
+    """Refuses to run model-written code unless that was allowed for this benchmark, or for each part that does."""
     allowed = set(job.get("allow_code_execution", ()))
     if name in allowed or runners <= allowed:
         return
@@ -168,18 +168,16 @@ def check_code(job: dict[str, Any], name: str, runners: set[str], output: Path) 
 
 
 def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output: Path) -> list[Task | Group]:
-    """One benchmark; refuses one that does not load.
-
-    Some, such as gpqa, shuffle choices when they are loaded, so lm-eval seeds before. Here each benchmark gets the
-    seeds that it has as lm-eval's only one: its questions are the same whichever others are loaded before it.
-    """
+    """Loads a benchmark, or refuses it."""
     name, key = item["name"], item["key"]
+    # Some, such as gpqa, shuffle choices when they are loaded, so lm-eval seeds before. Here each gets the seeds of
+    # lm-eval's only benchmark, so its questions do not depend on others loaded before it.
     seed()
     manager._factory = Overriding(item.get("task_kwargs", {}), metadata=manager.metadata or {})
     with contextlib.chdir(folder_of(name, manager)):  # data files are named relative to it
         try:
             loaded = manager.load([name])
-        except Exception as error:  # noqa: BLE001 - a benchmark is somebody else's code, and may fail in any way
+        except Exception as error:  # noqa: BLE001 - a benchmark is third-party code, and may fail in any way
             refuse_unloadable(item, manager, error, output)
     parts = set(loaded["groups"]) - {child for group in loaded["groups"].values() for child in group.child_names}
     inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
@@ -201,14 +199,14 @@ def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output
 
 
 def seed() -> None:
-    """Seeds what a benchmark's code may draw from, as lm-eval does before it loads any."""
+    """Seeds the generators that a benchmark's code may use, as lm-eval does before it loads any."""
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     set_torch_seed(DEFAULT_OTHER_SEED)
 
 
 def set_fewshot(task: Task, item: dict[str, Any]) -> None:
-    """Sets the number of examples; as in lm-eval itself, a benchmark whose file says 0 keeps that, unless forced."""
+    """Sets the number of examples; as in lm-eval itself, a benchmark with 0 in its file keeps that, unless forced."""
     wanted = item["num_fewshot"]
     task.notes = []
     if wanted and task.get_config("num_fewshot") == 0 and not item["force_fewshot"]:
@@ -220,7 +218,7 @@ def set_fewshot(task: Task, item: dict[str, Any]) -> None:
 
 
 def check_clusters(item: dict[str, Any], tasks: list[Task], output: Path) -> None:
-    """Refuses a field to tell clusters by that no document has."""
+    """Refuses a cluster_by field that no document has."""
     field = item.get("cluster_by")
     documents = [document for task in tasks for document in islice(task.eval_docs, 1)] if field else []
     if field and not any(field in document for document in documents):
@@ -234,7 +232,7 @@ def check_clusters(item: dict[str, Any], tasks: list[Task], output: Path) -> Non
 
 
 def check_effect(item: dict[str, Any], tasks: list[Task], output: Path) -> None:
-    """Refuses what would be ignored."""
+    """Refuses settings that would be ignored."""
     kinds = {task.OUTPUT_TYPE for task in tasks}
     ignored = []
     if item["num_fewshot"] and kinds == {"loglikelihood_rolling"}:
@@ -260,12 +258,12 @@ def folder_of(name: str, manager: TaskManager) -> Path:
 
 
 def name_of(item: Task | Group) -> str:
-    """The name lm-eval reports it under."""
+    """Returns the name that lm-eval reports it under."""
     return item.name if isinstance(item, Group) else item.task_name
 
 
 def rename(item: Task | Group, name: str, *, prefix: str) -> None:
-    """Publishes a task, or a group with all that is in it, under another name."""
+    """Renames a task, or a group with all its parts."""
     if isinstance(item, Task):
         item.config.task = name
         return
@@ -277,12 +275,12 @@ def rename(item: Task | Group, name: str, *, prefix: str) -> None:
 
 
 def leaves(items: list[Task | Group]) -> list[Task]:
-    """The tasks that ask questions."""
+    """Returns the tasks that have questions."""
     return [task for item in items for task in (item.get_all_tasks() if isinstance(item, Group) else [item])]
 
 
 def check_tasks(job: dict[str, Any], tasks: dict[str, list[Task]], model_args: dict[str, Any], output: Path) -> None:
-    """Refuses what lm-eval would score wrongly, or fail at with a message nobody understands."""
+    """Refuses tasks that lm-eval would score wrongly, or fail at with an obscure message."""
     max_length = model_args["max_length"]
     names = Counter(name_of(task) for items in tasks.values() for task in items)
     twice = [name for name, times in names.items() if times > 1]

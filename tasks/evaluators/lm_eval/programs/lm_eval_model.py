@@ -1,4 +1,4 @@
-"""The model that `run_lm_eval.py` asks: its endpoint, and lm-eval's clients, mended."""
+"""The model of `run_lm_eval.py`: its endpoint, and lm-eval's clients with fixes."""
 
 from __future__ import annotations
 
@@ -24,45 +24,39 @@ from lm_eval_answers import MalformedAnswerError, choices_of, generated_tokens, 
 from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wait_exponential
 from valid_answers import MOST_SHOWN, REQUESTS_FAULT, parsed, refusal_of
 
-MOST_STOPS = 4  # what every endpoint takes
+MOST_STOPS = 4  # every endpoint accepts these
 NOT_TAKEN = (403, 404, 405, 501)
-"""Statuses by which it refuses a way of asking."""
+"""Statuses by which an endpoint rejects a kind of request."""
 NO_SEED = "none: each answer at a temperature is drawn anew"
 _log = logging.getLogger("lm_eval.models.api_models")
 
 
 class EndpointFaultError(Exception):
-    """A request that an endpoint did not answer, whole, in all tries."""
+    """A request without a whole answer from the endpoint in all tries."""
 
 
 class RefusedError(BaseException):
-    """A request that an endpoint refused, in its own words; lm-eval would repeat any `Exception`."""
+    """A request that an endpoint rejected, with its message; lm-eval would retry any `Exception`."""
 
 
 class Checked(LocalCompletionsAPI):
-    """A client that takes an answer only if it is whole, and one to what was asked; else it asks again."""
+    """A client that retries until an answer is whole and fits its request."""
 
-    more_requests = 0
-    """Requests beyond one for each text, since a long text is weighed in windows."""
+    more_requests = 0  # since a long text is scored in windows
 
     def __init__(self, *, pool: bool, max_length: int, **options: Any) -> None:
         super().__init__(max_length=max_length, **options)
         self.max_length = self.longest_window = max_length
         self.pool = pool
-        self.ends: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-        """Reasons for the ends of answers, and whether reasoning stayed open, by benchmark and question."""
+        self.ends: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)  # by benchmark and question
 
     async def get_batched_requests(
         self, requests: list[Any], cache_keys: list[Any], *, generate: bool = True, **options: Any
     ) -> list[Any]:
-        """Answers to all requests, each of which is tried several times.
-
-        Prompts to be continued are sent in the order of their tokens, so that what they have in common is in the
-        engine's cache when it is needed; lm-eval's order is that of their lengths.
-        """
         with endpoint_faults():
             if not generate:
                 return await super().get_batched_requests(requests, cache_keys, generate=False, **options)
+            # Sorted so that shared prefixes are in the engine's cache when needed; lm-eval sorts by length.
             order = sorted(range(len(requests)), key=lambda place: getattr(requests[place], "prompt", requests[place]))
             ordered = [[several[place] for place in order] for several in (requests, cache_keys)]
             batches = await super().get_batched_requests(*ordered, generate=True, **options)
@@ -81,7 +75,6 @@ class Checked(LocalCompletionsAPI):
         gen_kwargs: dict[str, Any] | None = None,
         **_: Any,
     ) -> list[Any]:
-        """Answers to prompts that travel in one request: what was written, or weights of continuations."""
         assert generate, "only token ids can be weighed"
         options = copy.deepcopy(gen_kwargs or {})
         stops = options.get("until") or []
@@ -114,13 +107,12 @@ class Checked(LocalCompletionsAPI):
         payload = super()._create_payload(messages, generate=generate, gen_kwargs=gen_kwargs)
         if not own_seed:
             del payload["seed"]
-        if "stop" in payload:  # an empty one ends every answer at once, and endpoints refuse it
+        if "stop" in payload:  # an empty stop ends every answer at once, and endpoints reject it
             stops = [stop for stop in payload.pop("stop") if stop]
             payload.update({"stop": stops if self.pool else stops[:MOST_STOPS]} if stops else {})
         return payload
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers, each cut at the first of all its stop strings; how they ended is kept."""
         for request in requests:
             if (request.repeats or 1) > 1:
                 request.args[1].pop("seed", None)
@@ -135,22 +127,20 @@ class Checked(LocalCompletionsAPI):
 
 
 class Completions(Checked):
-    """Token ids to /completions, as `--model hf` makes them, in its windows.
+    """Sends token ids to /completions, in the windows of `--model hf`.
 
-    Whole texts are weighed side by side; lm-eval's own client takes one at a time. Choices are weighed by way of the
-    engine's prefix cache where `scoring` says that it can, and else by echoes.
+    Scores whole texts in parallel, unlike lm-eval's own client, and choices through the engine's prefix cache if
+    `scoring` allows it, else by echoes.
     """
 
     def __init__(self, *, scoring: dict[str, Any], **options: Any) -> None:
         super().__init__(**options)
         self.scoring = scoring
-        self.outcome: Outcome | None = None
-        """The way in which choices were weighed, once they were."""
+        self.outcome: Outcome | None = None  # None before choices are scored
         self.add_bos_token = None  # the tokenizer's own rule
-        self.token_ids = self.pool
-        """True if the endpoint names tokens by their ids."""
+        self.token_ids = self.pool  # True if the endpoint names tokens by their ids
         self.longest_prompt = self.max_length if self.pool else self.max_length - 1
-        # The last token of a window need not be read. A pool is told to generate it; another endpoint may not know how.
+        # A prompt can omit the last token of a window if a pool is forced to generate it; others may not support that.
         self.longest_window = self.longest_prompt + 1 if self.pool else self.longest_prompt
         self.bos = self.tokenizer.decode(self.prefix_token_id) if self.prefix_token_id is not None else None
         self.adds_bos = bos_of(self.tokenizer) is not None
@@ -158,7 +148,7 @@ class Completions(Checked):
     def tok_encode(
         self, string: Any, left_truncate_len: int | None = None, add_special_tokens: bool | None = None, **_: Any
     ) -> Any:
-        """Token ids of a text, or of several: with a BOS where the tokenizer puts one, but never with two."""
+        """Returns token ids of a text, or of several: with a BOS where the tokenizer puts it, but never with two."""
         texts = [string] if isinstance(string, str) else list(string)
         special = [
             not (self.bos and text.startswith(self.bos)) if add_special_tokens is None else add_special_tokens
@@ -174,7 +164,7 @@ class Completions(Checked):
         return encoded[0] if isinstance(string, str) else encoded
 
     def batch_loglikelihood_requests(self, chunks: Iterable[list[Any]]) -> tuple[list[Any], list[int], list[Any]]:
-        """Windows, where continuations begin in them, and what they are kept under; a beginning too long is cut."""
+        """Returns windows (cut on the left), starts of continuations in them, and cache keys."""
         requests = list(chain.from_iterable(chunks))
         windows = [(context + continuation)[-self.longest_window :] for _, context, continuation in requests]
         starts = [len(window) - len(request[2]) for window, request in zip(windows, requests, strict=True)]
@@ -190,7 +180,6 @@ class Completions(Checked):
         ctxlens: list[int] | None = None,
         **options: Any,
     ) -> list[Any]:
-        """See `Checked.amodel_call`."""
         if generate:
             return await super().amodel_call(session, sem, messages, **options)
         return [weight_of(rows) for rows in await self._echoed(session, sem, messages, ctxlens or [])]
@@ -278,7 +267,6 @@ class Completions(Checked):
                 return await scorer.weigh(choices)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text, in the windows that `--model hf` cuts it into."""
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *window) for text in windows for window in text]
         self.more_requests = len(flat) - len(requests)
@@ -296,12 +284,12 @@ class Completions(Checked):
 
 
 class Conversations(Checked, LocalChatCompletion):
-    """Messages to /chat/completions, with every stop string honoured, and no answer taken for an empty one."""
+    """Sends messages to /chat/completions; honours every stop string; a missing answer is not an empty answer."""
 
 
 @contextmanager
 def endpoint_faults() -> Iterator[None]:
-    """Makes failures of the endpoint, after all tries, one error."""
+    """Converts failures of the endpoint after all tries to `EndpointFaultError`."""
     try:
         yield
     except ClientResponseError as error:
@@ -311,13 +299,13 @@ def endpoint_faults() -> Iterator[None]:
 
 
 def bos_of(tokenizer: Any) -> str | None:
-    """The token that the tokenizer puts in front of a text by itself; None where it puts none."""
+    """Returns the token that the tokenizer itself puts in front of a text; None if it puts none."""
     bos = tokenizer.bos_token_id
     return tokenizer.bos_token if bos is not None and tokenizer("a").input_ids[:1] == [bos] else None
 
 
 def way_of_asking(job: dict[str, Any], model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The part of a record that says how questions were put, as far as this program decides it."""
+    """Returns the request settings for records, as far as this program decides them."""
     asking: dict[str, Any] = {"seeds": {"generation": NO_SEED}, "notes": []}
     if job["conversations"]:
         return {**asking, "bos": "the endpoint's own, with its chat template"}

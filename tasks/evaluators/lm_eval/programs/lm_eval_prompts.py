@@ -1,7 +1,6 @@
-"""Between building prompts and asking them, for `run_lm_eval.py`: how long they are, what is asked, and how far it is.
+"""Checks, plans and labels lm-eval's prompts between building and sending them, for `run_lm_eval.py`.
 
-lm-eval cuts a prompt that is too long on the left and says so in its log alone. Here all prompts are looked at before
-the first one is asked, and what was decided about those that are too long stands in `plan.json`.
+lm-eval cuts too long prompts on the left and only logs it. Here the decisions on them are written to `plan.json`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from refusals import refuse, write_json
 PLAN_NAME = "plan.json"
 SKIPPED_NAME = "skipped.jsonl"
 CONTROL_NAME = "control.json"
-DOCUMENTS = ("rank", "limit", "world_size", "samples")  # arguments that say which are asked
+DOCUMENTS = ("rank", "limit", "world_size", "samples")  # arguments that select documents
 _log = logging.getLogger("lm_eval")
 
 
 class Questions:
-    """The questions of a run; they are settled once the last prompt is built, before lm-eval asks the first one."""
+    """The questions of a run; settled once the last prompt is built, before lm-eval's first request."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class Questions:
             known = dict(zip(numbers, lengths, strict=True)) if len(lengths) == len(asked) else {}
             self._contexts[name_of(task)] = {number: length for number, length in known.items() if length}
             add_smooth_scores(task, [doc for _, doc in asked])
-        except Exception as error:  # noqa: BLE001 - a benchmark is somebody else's code, and may fail in any way
+        except Exception as error:  # noqa: BLE001 - a benchmark is third-party code, and may fail in any way
             _log.error("%s cannot be asked", name_of(task), exc_info=error)
             refuse(
                 self._output,
@@ -178,7 +177,7 @@ class Questions:
 
 
 def plan(tasks: list[Task], limit: int | None) -> dict[str, dict[str, Any]]:
-    """Counts the questions that each task is to ask."""
+    """Returns the number of questions, type, notes and data of each task."""
     there = {name_of(task): len(task.eval_docs) for task in tasks}
     return {
         name_of(task): {
@@ -193,7 +192,7 @@ def plan(tasks: list[Task], limit: int | None) -> dict[str, dict[str, Any]]:
 
 
 def means(benchmarks: dict[str, list[Any]]) -> dict[str, Any]:
-    """Benchmarks that each group, also a nested one, is the mean of, and whether that is weighted by their sizes."""
+    """Returns the benchmarks that each group, also a nested group, averages, and by metric if sizes are weights."""
     return {
         group.name: {
             "leaves": [task.task_name for task in group.get_all_tasks()],
@@ -204,16 +203,15 @@ def means(benchmarks: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def groups_in(benchmarks: dict[str, list[Any]]) -> list[Group]:
-    """Groups of tasks, and those inside them."""
+    """Returns groups of tasks, and the groups inside them."""
     top = [part for parts in benchmarks.values() for part in parts if isinstance(part, Group)]
     return [below for part in top for below in (part, *part.get_all_groups())]
 
 
 def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request: int) -> None:
-    """Lets lm-eval's progress bars say which benchmarks they are about, and how much there is in all.
+    """Labels lm-eval's progress bars with their benchmarks and the total number of prompts.
 
-    The harness counts requests, people count prompts: the last request may hold fewer than the others, so the end of a
-    bar may say a few too many.
+    Bars count requests, scaled to prompts: the last request may hold fewer, so the end of a bar may be a few too high.
     """
     stage: dict[str, Any] = {"names": "", "before": 0, "all": 0}
 
@@ -226,9 +224,8 @@ def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request
             stage["names"] = ", ".join(asking)
         return True
 
+    # The bar of a batch of requests; a request type may need several.
     class LabelledBar(api_models.tqdm_asyncio):
-        """The bar of one batch of requests; a request type may need several."""
-
         def __init__(self, *args: Any, **options: Any) -> None:
             everything = stage["all"] + model.more_requests
             label = f"Requesting API ({stage['names']}; {stage['before']} before, {everything} in all)"
@@ -244,7 +241,7 @@ def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request
 
 
 def few_of_each_kind(same_warnings: int) -> logging.Filter:
-    """Lets the first warnings of a kind through: the harness writes one per request, prompts included."""
+    """Returns a filter for the first warnings of a kind: lm-eval logs a warning per request, prompts included."""
     seen: Counter[str] = Counter()
 
     class Few(logging.Filter):

@@ -1,4 +1,4 @@
-"""A proof for `run_lm_eval.py` that an endpoint of others reads texts as the tokenizer that it is asked by."""
+"""Proves for `run_lm_eval.py` that an external endpoint uses the same tokenizer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _log = logging.getLogger("lm_eval")
 
 
 def prove_tokenizer(job: dict[str, Any], model: Completions, output: Path) -> None:
-    """Refuses a tokenizer that is not the endpoint's: three requests of one token a prompt.
+    """Refuses a tokenizer that is not the endpoint's, by three requests with a token per answer.
 
-    A text goes there as text, then as our token ids. The endpoint must count as many tokens in it as we do, with or
-    without a BOS, must take the ids, also those of a prompt as it will be asked, and must read the same tokens out of
-    text and ids, where it says how it reads them. Where it does not answer now, nothing is concluded. The last request
-    finds out if it can name tokens by their ids, which proves each answer to be one to what was asked.
+    The endpoint must count as many tokens in a text as we do, with or without a BOS, must take its token ids, also
+    those of a templated prompt, and must report the same tokens for both, if it reports tokens. Without an answer,
+    nothing is concluded. The last request detects if it names tokens by ids, which proves that answers belong to their
+    requests.
     """
     tokenizer = model.tokenizer
     forms = [tokenizer(PROBE, add_special_tokens=special).input_ids for special in (False, True)]

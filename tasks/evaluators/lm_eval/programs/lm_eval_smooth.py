@@ -1,8 +1,7 @@
-"""Lets lm-eval's multiple-choice benchmarks have smooth scores beside their own, for `run_lm_eval.py`.
+"""Adds smooth scores to lm-eval's multiple-choice benchmarks, for `run_lm_eval.py`.
 
-Where choices stand in the context, as in winogrande, what is weighed is the text behind them, which is the same for
-all; so its bytes count. A benchmark with a question that has not exactly one right choice has no such scores, nor one
-that scores by code of its own.
+If choices are part of the context, as in winogrande, the text behind them is scored, the same for all, and its bytes
+count. Benchmarks have no such scores if a question does not have a single right choice, or if their own code scores.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ WITHOUT = f"Without {' and '.join(HIGHER_IS_BETTER)}:"
 
 
 def add_smooth_scores(task: Task, docs: Sequence[Any]) -> None:
-    """Lets a task score them too, where they mean something for all of its documents; else a note says why not."""
+    """Adds smooth scores to a task if they are defined for all of its documents; else adds a note with the reason."""
     task.smooth = []
     if task.OUTPUT_TYPE != "multiple_choice":
         return
@@ -44,7 +43,7 @@ def add_smooth_scores(task: Task, docs: Sequence[Any]) -> None:
 
 
 def weigh_in_groups(groups: Iterable[Group]) -> None:
-    """Lets groups have the mean of them, weighed as their first metric, where all of their parts have them."""
+    """Adds means of smooth scores, weighted like its first metric, to each group with these scores in all parts."""
     for group in groups:
         if metrics := group.aggregate_metric_list:
             parts = group.get_all_tasks()
@@ -53,7 +52,7 @@ def weigh_in_groups(groups: Iterable[Group]) -> None:
 
 
 def right_choice(task: ConfigurableTask, doc: Any) -> int | None:
-    """The number of a question's one right choice, as lm-eval finds it; None where there is none, or more than one."""
+    """Returns the number of a question's right choice, as lm-eval finds it; None if it is not unique."""
     choices = task.doc_to_choice(doc)
     given = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     match given if isinstance(given, list) else [given]:

@@ -1,4 +1,4 @@
-"""The tokenizer of the model that `run_lm_eval.py` asks, and the arguments that follow from it."""
+"""The tokenizer of the model in `run_lm_eval.py`, and the arguments that depend on it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _log = logging.getLogger("lm_eval.models.api_models")
 
 
 def load_tokenizer(job: dict[str, Any], output: Path) -> Any:
-    """The tokenizer of the checkpoint; refuses one that is missing, damaged, or has no template where one is needed."""
+    """Returns the checkpoint's tokenizer; refuses if it is missing or damaged, or lacks a template that is needed."""
     from transformers import AutoTokenizer
 
     folder = job["model_args"]["tokenizer"]
     try:
-        if not Path(folder).is_dir():  # else its name would be looked for on the hub
+        if not Path(folder).is_dir():  # else the hub would be searched for its name
             raise FileNotFoundError(f"no folder {folder}")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer("a")
@@ -45,12 +45,9 @@ def load_tokenizer(job: dict[str, Any], output: Path) -> Any:
 
 
 def complete_model_args(job: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Adds what depends on the tokenizer and on how much the model holds.
-
-    `max_length` is what `--model hf` calls so: tokens that the model reads at once. An engine of ours holds one more,
-    which it generates.
-    """
+    """Returns model arguments with the lengths that the tokenizer and the model allow."""
     held = job["max_model_len"] or context_of(Path(job["model_args"]["tokenizer"]), tokenizer)
+    # As in `--model hf`: tokens read at once; our engines also hold the token that they generate.
     max_length = held - 1 if job["pool"] else held
     given = job["model_args"]
     if job["conversations"]:
@@ -60,7 +57,7 @@ def complete_model_args(job: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def context_of(checkpoint: Path, tokenizer: Any) -> int:
-    """Tokens the model holds, by its own configuration; lm-eval's default where there is none."""
+    """Returns the tokens that the model holds, by its own configuration; lm-eval's default without a configuration."""
     try:
         described = json.loads((checkpoint / "config.json").read_text())
         return resolve_max_length(PretrainedShape(described), tokenizer)
@@ -69,7 +66,7 @@ def context_of(checkpoint: Path, tokenizer: Any) -> int:
 
 
 class PretrainedShape:
-    """The numbers in a config.json, as lm-eval looks for a context length among them."""
+    """The numbers in a config.json, in the form in which lm-eval finds a context length."""
 
     def __init__(self, described: dict[str, Any]) -> None:
         below = described.get("text_config")

@@ -1,4 +1,4 @@
-"""Refuses benchmarks that lm-eval cannot load: for their data, the hub, or themselves. Runs in its environment."""
+"""Refuses benchmarks that lm-eval cannot load: due to their data, the hub, or themselves. Runs in its environment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lm_eval_index import BUILT_IN
 from refusals import refuse
 
 HUB_ERRORS = ("ConnectionError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout")
-NO_SCRIPT = "exist on the Hugging Face Hub either"  # how the library of metrics says that it cannot reach the hub
+NO_SCRIPT = "exist on the Hugging Face Hub either"  # in the metrics library's message if it cannot reach the hub
 _log = logging.getLogger("lm_eval")
 
 
 def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Exception, output: Path) -> NoReturn:
-    """Says why a benchmark could not be loaded: its data, the hub, or itself."""
+    """Refuses a benchmark that failed to load, with the cause: its data, the hub, or itself."""
     _log.error("%s cannot be loaded", item["name"], exc_info=error)
     name = item["name"]
     chain = list(causes(error))
@@ -31,7 +31,7 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
         offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
         refuse(
             output,
-            # Without a setting that says so, the hub should be there, and may be so the next time.
+            # Unless set offline, the hub should be reachable, and may be so the next time.
             kind="BadInput" if offline else "StorageError",
             expected=f"the data of {name} on this machine" + ("" if offline else ", or the hub that has it"),
             found=f"{message}{' (offline)' if offline else ''}",
@@ -62,7 +62,7 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what led to it."""
+    """Yields an error and its causes."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -70,7 +70,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Files and contents of the benchmarks that a name means, as far as names tell."""
+    """Yields files and contents of the benchmarks behind a name, as far as names tell."""
     entry = manager.task_index.get(name)
     if entry is None:
         return
@@ -83,7 +83,7 @@ def contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[st
 
 
 def damaged_data(content: dict[str, Any], path: Path) -> str | None:
-    """Describes the first local data file of a benchmark that is missing, or no lines of JSON; None if all are good."""
+    """Describes a benchmark's first local data file that is missing, or not JSON lines; None if all are good."""
     named = (content.get("dataset_kwargs") or {}).get("data_files")
     groups = named.values() if isinstance(named, dict) else [named]
     files = [file for group in groups for file in (group if isinstance(group, list) else [group])]
@@ -102,7 +102,7 @@ def damaged_data(content: dict[str, Any], path: Path) -> str | None:
 
 
 def importing(module: str) -> str:
-    """The folders of lm-eval's own benchmarks with code that imports a module."""
+    """Returns the folders of lm-eval's own benchmarks with code that imports a module."""
     line = re.compile(rf"^\s*(?:from|import)\s+{re.escape(module)}\b", re.MULTILINE)
     files = (path.relative_to(BUILT_IN) for path in BUILT_IN.rglob("*.py") if line.search(path.read_text("utf-8")))
     return ", ".join(sorted({path.parts[0] for path in files}))

@@ -1,16 +1,14 @@
-"""Runs lm-eval on benchmarks listed in a job file. Executed by the interpreter of the lm-eval environment.
+"""Runs lm-eval on the benchmarks of a job file, with the interpreter of the lm-eval environment.
 
     python run_lm_eval.py <job file>
     python run_lm_eval.py --fetch <job file>    only fetches what that needs, and refuses what it would refuse
     python run_lm_eval.py --list        the benchmarks that come with lm-eval, as JSON
 
-Also a program for `fork_server.py`: `preload` imports, and reads lm-eval's benchmarks if asked to, `main` evaluates.
-
-A thin layer over lm-eval's own `simple_evaluate` and `EvaluationTracker`, which does what its command line cannot: it
-leaves out the scan of all built-in benchmark files where none is wanted, gives each benchmark its own number of
-examples, overrides and name, looks at the length of every prompt, and says beforehand, in `plan.json`, how many
-questions will be asked. What cannot be asked or scored rightly is refused, in `refused.json`, before anything is asked.
-The key of the endpoint is read by lm-eval itself from OPENAI_API_KEY.
+Also a program for `fork_server.py`: `preload` imports, with --built-in reads lm-eval's benchmarks. Beyond lm-eval's own
+`simple_evaluate`, it skips the scan of built-in benchmark files if none is used, gives each benchmark its own number of
+examples, overrides and name, and checks the length of every prompt. Before the first request it writes the number of
+questions to `plan.json`, or refuses, in `refused.json`, benchmarks that cannot be asked or scored correctly. lm-eval
+itself reads the endpoint's key from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ LATE_MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_fast",
 )
-"""Modules that lm-eval imports when it is about to evaluate."""
 try:
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
@@ -81,10 +78,10 @@ __all__ = [
     "task_manager",
     "write_json",
 ]
-"""Names that other programs that drive lm-eval take from here."""
+"""Names that other programs for lm-eval import from here."""
 SAME_WARNINGS = 20
 RESAMPLES = 1000
-"""Resamples for the errors of F1 and correlations, which knows them to 2 %; lm-eval's 100,000 take it minutes."""
+"""Resamples for the errors of F1 and correlations, precise to 2 %; lm-eval's 100,000 take minutes."""
 ASKED_NAME = "asked.json"
 READ_AT_IMPORT = (
     "DISABLE_MULTIPROC",
@@ -95,12 +92,12 @@ READ_AT_IMPORT = (
     "TRANSFORMERS_",
     "XDG_CACHE_HOME",
 )
-"""Beginnings of the variables that a fork server must have been started with, too."""
+"""Prefixes of variables that a fork server must have been started with, too."""
 BUILT_IN_OPTION, FETCH_OPTION = "--built-in", "--fetch"
 
 
 def preload(arguments: list[str]) -> None:
-    """Imports what lm-eval imports late, and with --built-in reads the index of its benchmarks."""
+    """Imports what lm-eval imports late; with --built-in reads the index of its benchmarks."""
     for name in LATE_MODULES:
         importlib.import_module(name)
     if BUILT_IN_OPTION in arguments:
@@ -108,7 +105,7 @@ def preload(arguments: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Evaluates, or lists."""
+    """Evaluates, fetches, or lists."""
     setup_logging("INFO")
     use_remembered_index()
     if arguments == ["--list"]:
@@ -121,10 +118,7 @@ def main(arguments: list[str]) -> None:
 
 
 def load(job: dict[str, Any]) -> tuple[Any, ...]:
-    """Loads benchmarks and tokenizer, with all that they fetch: benchmarks, their tasks, tokenizer, arguments, manager.
-
-    Refuses what cannot be asked.
-    """
+    """Returns benchmarks, tasks, tokenizer, model arguments and manager of a job, fetched and checked; or refuses."""
     output = Path(job["output"])
     tokenizer = load_tokenizer(job, output)
     model_args = complete_model_args(job, tokenizer)
@@ -136,7 +130,7 @@ def load(job: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def evaluate(job: dict[str, Any]) -> None:
-    """Asks, scores, and writes results and samples below `job["output"]`."""
+    """Evaluates a job, and writes results and samples below `job["output"]`."""
     output = Path(job["output"])
     benchmarks, tasks, tokenizer, model_args, manager = load(job)
     prompts_per_request = 1 if job["conversations"] else job["prompts_per_request"]
@@ -175,7 +169,7 @@ def evaluate(job: dict[str, Any]) -> None:
             bootstrap_iters=RESAMPLES,
             apply_chat_template=in_chat,
             fewshot_as_multiturn=in_chat,
-            confirm_run_unsafe_code=True,  # what may not run has been refused
+            confirm_run_unsafe_code=True,  # forbidden code was refused before
         )
     except DecidedEarlyError:
         logging.getLogger("lm_eval").info("Decided early: the rest is not asked")
@@ -197,7 +191,7 @@ def evaluate(job: dict[str, Any]) -> None:
         )
     if isinstance(model, Completions) and model.outcome is not None:
         asking["loglikelihood"] = asdict(model.outcome)
-    unanswered = {"unanswered": Unanswered().as_values()}  # none, or the run had ended; and answers that were changed
+    unanswered = {"unanswered": Unanswered().as_values()}  # counts only changed answers: a failure ends the run
     write_json(
         output / ASKED_NAME,
         {"asking": asking, "ends": model.ends, "groups": means(benchmarks), "versions": installed(), **unanswered},
