@@ -1,4 +1,4 @@
-"""The flow that evaluates named cells of a policy: what a reconciliation sends to a work pool."""
+"""The flow that evaluates named cells of a policy; reconciliations send it to work pools."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tasks.prefect_server.flow_runs import settle_lost
     on_crashed=[leave_nothing],
 )
 def evaluate_cells(policy: Policy, cells: CellNames) -> dict[str, Any]:
-    """Evaluates cells of a policy here, as far as they are still to be done; the policy's others are left alone.
+    """Evaluates the named cells of a policy on this machine, as far as they are pending, and no other cells.
 
     Args:
-        policy: The policy; where it would send its cells is not looked at.
-        cells: Which of its cells.
+        policy: The policy; its dispatch to work pools is ignored.
+        cells: Names of the cells.
 
     Raises:
-        AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
+        AssayError: the policy is invalid, or a cell that was started has no succeeded record at the end.
     """
     if deployment.id:
         settle_lost(deployment.id)
     wanted = frozenset(cells.names)
-    here = policy.model_copy(update={"dispatch": "here", "max_usd": None})  # whoever sent them has looked at that
+    here = policy.model_copy(update={"dispatch": "here", "max_usd": None})  # the sender has checked the budget
     with end_reported():
         outcome = reconcile_once(here, only=lambda cell: name_of_cell(cell) in wanted)
         if outcome.error is not None:

@@ -1,4 +1,4 @@
-"""Sending evaluations to work pools: the cells of a policy, or one request of `assay evaluate`."""
+"""Sends evaluations to work pools: the cells of a policy, or a request of `assay evaluate`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from tasks.spec.names import how_many
 def dispatch(
     policy: Policy, listings: Sequence[RunListing], found: Reconciliation
 ) -> tuple[Reconciliation, int, AssayError | None]:
-    """Sends what is to do to work pools, batch by batch, and what nobody would begin where it is to others.
+    """Sends pending cells to work pools in batches, and moves batches that no worker starts to other work pools.
 
-    A batch that no work pool takes stops no other. What only waits until a work pool has room is no error.
-
-    Returns:
-        What was open before, how many cells were sent, and why a batch could not be.
+    Failed batches do not stop the others, and waiting for capacity is not an error. Returns the cells that were open
+    before, the number of cells sent, and the first error.
 
     Raises:
-        BadInput: there is no server that stays, a path is relative, or a region has no deployment of the flow.
+        BadInput: there is no persistent server, a path is relative, or a region has no deployment of the flow.
         PrefectUnavailable: the server does not answer.
-        OverBudget: the cells are expected to cost more than the policy allows, or nobody knows what.
+        OverBudget: the expected cost exceeds the policy's limit, or is unknown.
     """
     require_server()
     check_policy_paths(policy)

@@ -1,4 +1,4 @@
-"""The evaluation of a job: by the flow of a run, or of a suite."""
+"""Evaluates a job with the flow for a run, or for a suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def evaluate_job(prepared: PreparedJob) -> list[Record]:
     """Evaluates the model of a job.
 
     Raises:
-        AssayError: a wanted cell has no succeeded record in the end.
+        AssayError: a wanted cell has no succeeded record at the end.
     """
     evaluation = prepared.evaluation
     if isinstance(evaluation, SuiteRequest):

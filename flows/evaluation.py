@@ -1,4 +1,4 @@
-"""The flow for one checkpoint, and what it shares with the flow for a run: plan, serve, evaluate, publish."""
+"""The flow for a single checkpoint, and the steps it shares with the flow for a run: plan, serve, evaluate, publish."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from tasks.spec.evaluation import EvaluationConfig
     on_crashed=[leave_nothing],
 )
 def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> list[Record]:
-    """Evaluates one checkpoint: the one at model_path, or the newest complete one below it if asked to look.
+    """Evaluates a checkpoint: that at model_path, or the newest complete checkpoint below it if configured so.
 
     Args:
-        config: What is evaluated, and how.
-        gate: What its scores must show; the flow run fails where it says NO-GO.
+        config: The evaluation.
+        gate: Gate on its scores; the flow run fails on NO-GO.
 
     Raises:
-        AssayError: it is not there, not complete, or its cell has no succeeded record in the end.
-        GateRefused: the gate says NO-GO.
+        AssayError: the checkpoint is missing or incomplete, or its cell has no succeeded record at the end.
+        GateRefused: the gate's verdict is NO-GO.
     """
     config = with_pinned_model(config)
     latest = config.discover_latest_checkpoint
@@ -58,20 +58,14 @@ def evaluate(
     gate: Gate | None = None,
     along: Sequence[Cell] = (),
 ) -> list[Record]:
-    """Makes one or several evaluations of checkpoints on one pool, leaving out cells that have a succeeded record.
+    """Runs evaluations of checkpoints, and the cells `along`, on a shared pool, except cells with a succeeded record.
 
-    What it is expected to cost is said before anything begins, and refused where it is more than `ASSAY_MAX_USD`.
-
-    Args:
-        configs: the evaluations.
-        checkpoints: each of which they are made of.
-        gate: what the scores must show.
-        along: cells of others of the run's checkpoints, which the pool serves too.
+    Logs the expected cost before the start, and refuses a cost above `ASSAY_MAX_USD`.
 
     Raises:
-        AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
-        OverBudget: it is expected to cost more than it may, or nobody knows what.
-        GateRefused: the gate says NO-GO; it may let pass that a cell failed or was withheld.
+        AssayError: the request is invalid, or a wanted cell has no succeeded record at the end.
+        OverBudget: the expected cost exceeds the limit, or is unknown.
+        GateRefused: the gate's verdict is NO-GO; a gate may accept failed and withheld cells.
     """
     configs = [as_served(config) for config in configs]
     with marked(configs), end_reported():
@@ -89,9 +83,9 @@ def evaluate(
 
 
 def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, wait: bool) -> None:
-    """Evaluates the cells that have no succeeded record, then writes the report, looks for alerts and tells the sinks.
+    """Evaluates the cells without a succeeded record, writes the report, checks for alerts, and notifies the sinks.
 
-    Cells that another run has claimed are left to it; with `wait`, this one waits for their outcome.
+    Skips cells that another run has claimed; with `wait`, waits for their outcome.
     """
     began = now()
     put_away(cells)
@@ -105,7 +99,7 @@ def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, w
 
 
 def run_claimed(configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> None:
-    """Evaluates the cells that this run gets a claim of, each batch of them on a pool of its own."""
+    """Evaluates the cells that this run can claim, each batch on a pool of its own."""
     with tracing("evaluation", **{"assay.run": configs[0].run_name}):
         while batch := claimed.next():
             with provisioned(configs, stage_tokenizers(batch)) as serving:

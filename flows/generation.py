@@ -1,4 +1,4 @@
-"""The flow that writes text in bulk: prompts asked of one checkpoint or several, on one pool."""
+"""The flow for text generation in bulk: prompts answered by checkpoints on a shared pool."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _POOLS_IN_TEN_MINUTES = 10
     on_crashed=[leave_nothing],
 )
 def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
-    """Has prompts answered by checkpoints, and writes every answer once; answers that are written are not asked again.
+    """Generates answers of checkpoints to prompts, and writes each once; existing answers are not requested again.
 
     Args:
-        config: Which prompts, of which checkpoints, and where the answers go.
+        config: The prompts, the checkpoints, and the output.
 
     Raises:
-        AssayError: the request cannot be right, the pool does not answer, or too many prompts could not be answered.
+        AssayError: the request is invalid, the pool does not answer, or too many prompts have no answer.
     """
     with error_noted(), end_reported(), marked_as(config.run_name, tags=[f"run={config.run_name}", "generation"]):
         planned = plan_generation(config)
@@ -65,7 +65,7 @@ def _answer(planned: PlannedGeneration) -> list[AssayError]:
                         generate_answers(planned, target, session)
                     except (ProxyFailed, EngineDied):
                         raise
-                    except AssayError as error:  # of this checkpoint; the others may be well
+                    except AssayError as error:  # of this checkpoint; the others may succeed
                         failures[target] = error
         except (ProxyFailed, EngineDied) as error:
             lost = True

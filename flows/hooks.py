@@ -21,12 +21,11 @@ from tasks.spec.names import how_many
 
 
 def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Ends the claims and jobs of a flow run at once, which would else end with their leases; its progress says so.
+    """Ends the claims, jobs and task runs of a flow run at once, and records its end in its progress artifact.
 
-    Its task runs, which would be shown as running for ever where its process was killed, are over too. Cells that a
-    policy's flow run had begun when a person cancelled it wait for `assay retry`.
-
-    Its failure changes nothing but how long that takes, and is told in the log of the flow run.
+    Without it claims and jobs end with their leases, and task runs of a killed process stay shown as running. Cells
+    that a policy's flow run had started when a person cancelled it wait for `assay retry`. Errors are logged to the
+    flow run; claims and jobs then end with their leases.
     """
     log = flow_run_logger(flow_run, flow)
     parameters = dict(flow_run.parameters)

@@ -1,4 +1,4 @@
-"""The flow that does what a policy asks for and nothing has settled yet; safe to start at any time, and twice."""
+"""The flow that evaluates the cells a policy wants and no record settles; safe to start any time and concurrently."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tasks.spec.names import how_many
 
 @dataclass(frozen=True)
 class Pass:
-    """The result of one reconciliation: what was open at its beginning, and what became of the cells it took on."""
+    """The result of a reconciliation: the cells open at its start, and the outcomes of those it started."""
 
     found: Reconciliation
     succeeded: int
@@ -52,7 +52,7 @@ class Pass:
     decided: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`, and as what the flow returns."""
+        """Returns the values for `--json`, which are also the flow's result."""
         states = {state: len(cells) for state, cells in self.found.by_state().items()}
         return {
             "done_before": self.found.done_count,
@@ -76,16 +76,15 @@ class Pass:
 def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate: Gate | None = None) -> dict[str, Any]:
     """Evaluates the cells that a policy, given whole or as a file, wants and that no record settles.
 
-    Cells that another run has claimed are left to it. Nothing to do is a success.
+    Cells that another run has claimed are left to it. A policy without pending cells is a success.
 
     Args:
-        policy: A YAML file with one, in any store, or a policy whole.
-        gate: What the scores of each run must show by now, in place of the policy's own gate; the flow run fails where
-            it says NO-GO.
+        policy: A YAML file with a policy, in any store, or a whole policy.
+        gate: Gate on the scores of each run so far, in place of the policy's own gate; the flow run fails on NO-GO.
 
     Raises:
-        AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
-        GateRefused: the gate says NO-GO; the policy's own one says it once of each checkpoint.
+        AssayError: the policy is invalid, or a cell that was started has no succeeded record at the end.
+        GateRefused: the gate's verdict is NO-GO; the policy's own gate raises it once per checkpoint.
     """
     require_whole(gate, by="--gate on a policy's runs")
     if deployment.id:
@@ -107,28 +106,23 @@ def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate:
 
 
 def load_policy(uri: str) -> Policy:
-    """A policy from a YAML or JSON file, in any store.
-
-    Raises:
-        BadInput: it is not there, or not valid.
-    """
+    """Returns the policy in a YAML or JSON file, in any store."""
     return load_config(uri, Policy)
 
 
 def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda _: True) -> Pass:
-    """One pass: looks, decides, evaluates what is to be done, group by group; a group that fails stops no other.
+    """Runs a single reconciliation: lists, plans, and evaluates pending cells by group; a failed group stops no other.
 
-    Where the policy's gate decides early there are rounds: what the whole ones of before are needed for follows them,
-    and what an early verdict asks to be evaluated whole follows that. Where the policy says so, cells are sent to work
-    pools instead. What they are expected to cost, each of them whole, is said before.
+    If the policy's gate decides early, it repeats in rounds: cells that need whole results of earlier cells follow
+    those, and cells that an early verdict sends to a whole evaluation follow that. If the policy dispatches to work
+    pools, cells are sent there instead. The expected cost, with each cell evaluated whole, is logged before the start.
 
     Args:
-        policy: the policy.
-        only: which cells are meant, of those that are to be done.
+        only: selects among the pending cells.
 
     Raises:
-        AssayError: nothing could be looked at, or the policy cannot be right.
-        OverBudget: the cells are expected to cost more than the policy allows, or nobody knows what.
+        AssayError: nothing could be listed, or the policy is invalid.
+        OverBudget: the expected cost exceeds the policy's limit, or is unknown.
     """
     if deployment.id:
         check_policy_paths(policy)
@@ -203,7 +197,8 @@ def _keeping_verdicts(listing: RunListing, cells: Sequence[Cell]) -> Iterator[No
     finally:
         if listing.early is not None:
             for cell in cells:
-                if (verdict := unfinished_verdict(cell)) is not None:  # files may have been touched since, not weights
+                # modified times of files may have changed since, not the weights
+                if (verdict := unfinished_verdict(cell)) is not None:
                     listing.early.keep(verdict.model_copy(update={"checkpoint": cell.reference}))
 
 
@@ -225,7 +220,8 @@ def _as_it_is(cell: OpenCell, errors: list[AssayError]) -> Checkpoint | None:
 
 
 def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:
-    latest = list({cell.uri: cell for cell in cells}.values())  # one that was worse early was planned again, whole
+    # a cell with an early verdict of worse was planned again, whole
+    latest = list({cell.uri: cell for cell in cells}.values())
     cells = [cell for cell in latest if unfinished_verdict(cell) is None]
     records = [found.record for found in map(standing_record, cells) if found is not None]
     succeeded = sum(record.succeeded for record in records)

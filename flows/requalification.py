@@ -1,4 +1,4 @@
-"""The flow that asks a checkpoint once more what it was asked, to see whether another build makes a difference."""
+"""The flow that evaluates a checkpoint again with other pinned packages, to find out if its scores change."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tasks.spec.evaluation import EvaluationConfig
     on_crashed=[leave_nothing],
 )
 def ask_again(configs: Sequence[EvaluationConfig], label: str, lists: Mapping[str, Path]) -> list[Record]:
-    """Makes evaluations of one checkpoint with other pinned lists; no report, no sink and no curve hears of it.
+    """Evaluates a checkpoint with other pinned lists, without report, sinks and alerts.
 
     Args:
-        configs: What is evaluated, by whom one pool can serve.
-        label: The name of this side.
+        configs: The evaluations, which must share a pool.
+        label: The name of this side of the comparison.
         lists: Pinned lists in place of Assay's own, by environment.
 
     Raises:
-        AssayError: a cell has no succeeded record in the end.
+        AssayError: a cell has no succeeded record at the end.
     """
     with with_pinned_lists(lists):
         configs = [as_served(config) for config in configs]

@@ -1,4 +1,4 @@
-"""The flow for a training run: its checkpoints, all or some of them, on one pool."""
+"""The flow for a training run: all or some of its checkpoints, on a shared pool."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 def evaluate_checkpoints(
     config: EvaluationConfig, selection: CheckpointSelection = CheckpointSelection(), gate: Gate | None = None
 ) -> list[Record]:
-    """Evaluates the complete checkpoints of a run; those that have a succeeded record are not evaluated again.
+    """Evaluates the complete checkpoints of a run that have no succeeded record yet.
 
     Args:
-        config: What is evaluated, and how.
-        selection: Which checkpoints.
-        gate: What their scores must show; the flow run fails where it says NO-GO.
+        config: The evaluation.
+        selection: The checkpoints.
+        gate: Gate on their scores; the flow run fails on NO-GO.
 
     Raises:
-        AssayError: the run holds no complete checkpoint, or a wanted cell has no succeeded record in the end.
-        GateRefused: the gate says NO-GO.
+        AssayError: the run has no complete checkpoint, or a wanted cell has no succeeded record at the end.
+        GateRefused: the gate's verdict is NO-GO.
     """
     with error_noted():
         config = with_pinned_model(config)

@@ -1,4 +1,4 @@
-"""The flow that stages data: for workers without a network, and so that a region asks the hub once."""
+"""The flow that stages data for workers without a network, and downloads it from the hub only once per region."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tasks.spec.suites import SuiteName, load_suite
 
 
 class StagingRequest(Config):
-    """A request to stage data: which, from where, and to where."""
+    """A request to stage data: which data, source and target."""
 
     suites: tuple[SuiteName, ...] = ()
     """Suites by name, or YAML files."""
     tokenizers: tuple[str, ...] = ()
     """Tokenizers on the hub, as owner/name or owner/name@revision."""
     revisions: dict[str, str] = {}
-    """As in a suite; the suites' own, or the newest, when unset."""
+    """Revisions as in a suite; the suites' own, or the newest, when unset."""
     benchmarks_path: str | None = None
     """Local folder with your own benchmarks."""
     texts_from: str | None = None
-    """Folder or address with the same texts, in place of their source."""
+    """Folder or address with the text files, in place of their source."""
     fill_from: str | None = None
     """A shared copy to fill this machine's cache from, in place of the hub."""
     target: str | None = None
-    """A shared copy to bring up to date afterwards; local, gs:// or s3://."""
+    """A shared copy to update afterwards; local, gs:// or s3://."""
     refresh: bool = False
     """Fetch the newest revision of everything."""
     prove: bool = True
-    """Load everything once more without a network."""
+    """Load everything again without a network."""
 
     @model_validator(mode="after")
     def _one_way(self) -> StagingRequest:
@@ -48,7 +48,7 @@ class StagingRequest(Config):
 
     @property
     def place(self) -> str:
-        """The suites and tokenizers in few words, for the name of the flow run."""
+        """The suites and tokenizers, abbreviated, for the name of the flow run."""
         return in_few_words([*self.suites, *self.tokenizers]) or f"from {self.fill_from}"
 
     @property
@@ -65,17 +65,20 @@ class StagingRequest(Config):
     on_crashed=[leave_nothing],
 )
 def stage_data(request: StagingRequest) -> dict[str, Any]:
-    """Stages what suites need on this machine, and says what is there then, with revisions and sizes.
+    """Stages the data that suites need on this machine; returns all staged data with revisions and sizes.
+
+    Args:
+        request: The data, their source, and a shared copy to update.
 
     Raises:
-        StagingIncomplete: something could not be fetched, or does not load without a network; the rest is staged.
-        BadInput: a suite or a shared copy is not there.
+        StagingIncomplete: some data could not be fetched, or do not load without a network; the rest is staged.
+        BadInput: a suite or a shared copy does not exist.
     """
     return staged_by(request, on_event=get_run_logger().info)
 
 
 def staged_by(request: StagingRequest, *, on_event: Any) -> dict[str, Any]:
-    """Stages what a request names without Prefect, for the command line."""
+    """Stages the data of a request without Prefect, for the command line."""
     wanted = request.wanted
     if request.fill_from is not None:
         everything = not (request.suites or request.tokenizers)
@@ -93,7 +96,7 @@ def staged_by(request: StagingRequest, *, on_event: Any) -> dict[str, Any]:
             prove=request.prove,
             on_event=on_event,
         )
-    finally:  # what could be staged is of use to others, too
+    finally:  # partial data are useful to other machines
         if request.target is not None:
             number = share_staged(request.target, on_event=on_event)
             on_event(f"{number} bytes sent to {request.target}")

@@ -1,4 +1,4 @@
-"""The flows for suites, and for one training step; each runner of a suite is a deployment with parameters of these."""
+"""The flows for suites, and for a single training step; each runner of a suite is a deployment of these flows."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def evaluate_suite(
     selection: CheckpointSelection = CheckpointSelection(),
     gate: Gate | None = None,
 ) -> list[Record]:
-    """Makes every evaluation of a suite on checkpoints of a run and on one pool.
+    """Runs every evaluation of a suite on checkpoints of a run, on a shared pool.
 
     Args:
-        suite: One that comes with Assay, a YAML file with one, or a suite whole.
-        request: Of which run, and where its records go.
-        selection: Which checkpoints.
-        gate: What their scores must show; the flow run fails where it says NO-GO.
+        suite: Name of a suite that ships with Assay, a YAML file with a suite, or a whole suite.
+        request: The run, and the folder of its records.
+        selection: The checkpoints.
+        gate: Gate on their scores; the flow run fails on NO-GO.
 
     Raises:
-        AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
-        GateRefused: the gate says NO-GO.
+        AssayError: the request is invalid, or a wanted cell has no succeeded record at the end.
+        GateRefused: the gate's verdict is NO-GO.
     """
     with error_noted():
         return _evaluate(load_suite(suite) if isinstance(suite, str) else suite, request, selection, gate=gate)
@@ -52,7 +52,7 @@ def evaluate_suite(
     on_crashed=[leave_nothing],
 )
 def default_eval(request: SuiteRequest, evals: str | None = None) -> list[Record]:
-    """Evaluates the latest checkpoint of a run by the core set, or by another named set."""
+    """Evaluates the latest checkpoint of a run on the core set, or on another named set."""
     suite = load_suite("default_eval")
     if evals is not None:
         content = {"label": evals.lower(), "evals": evals, "evaluator": {"without_prompt_logprobs": "levanter"}}
@@ -70,7 +70,7 @@ def default_eval(request: SuiteRequest, evals: str | None = None) -> list[Record
 def evaluate_on_step(
     evaluator: EvaluatorName, request: SuiteRequest, evals: tuple[EvalTaskConfig, ...], step: int | None = None
 ) -> list[Record]:
-    """Evaluates one training step of a run by one evaluator, or its latest checkpoint."""
+    """Evaluates a training step of a run, or its latest checkpoint, with a single evaluator."""
     evaluation = SuiteEvaluation.model_validate({"label": "on_step", "evaluator": evaluator, "evals": evals})
     suite = Suite(name="on_step", description="One training step.", evaluations=(evaluation,))
     selection = CheckpointSelection(which="latest") if step is None else CheckpointSelection(steps=(step,))
@@ -103,12 +103,11 @@ _RUNNERS = {
         evaluate_on_step,
     ),
 }
-"""The flow behind each runner; the names of deployments begin with the runner's, and `deployments/prefect.yaml` has
-their parameters."""
+"""The flow of each runner; its deployments begin with its name, with parameters in `deployments/prefect.yaml`."""
 
 
 def __getattr__(name: str) -> Flow[..., list[Record]]:
-    """A runner, made when it is asked for: Prefect takes 70 ms to make the form of each."""
     if name not in _RUNNERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # made on access: Prefect takes 70 ms for the parameter form of each runner.
     return globals().setdefault(name, _RUNNERS[name].with_options(name=name.replace("_", "-")))

@@ -1,4 +1,4 @@
-"""The flow for a run that is still to be trained: its checkpoints are evaluated while it trains, on one pool."""
+"""The flow for a run that is yet to be trained: evaluates its checkpoints during the training, on a shared pool."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ from tasks.training.job import finished, is_trained, plan_training, training
 def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None) -> list[Record]:
     """Trains a model and evaluates each checkpoint as soon as it is complete; ends when both are done.
 
-    A run that is trained already is only evaluated. If the training fails, what it left is evaluated first; if the
-    evaluation cannot go on, the training does. Cells that another run has claimed are left to it, and waited for at the
-    end.
+    A finished training is not repeated. If the training fails, its checkpoints are evaluated first; if the evaluation
+    fails, the training continues. Cells that another run has claimed are left to it, with a wait for them at the end.
 
     Args:
-        config: What is trained, and what its checkpoints are asked.
-        gate: What their scores must show in the end; the flow run fails where it says NO-GO.
+        config: The training, and the evaluations of its checkpoints.
+        gate: Gate on their scores at the end; the flow run fails on NO-GO.
 
     Raises:
-        AssayError: the request cannot be right, the training failed, or a wanted cell has no succeeded record.
-        GateRefused: the gate says NO-GO.
+        AssayError: the request is invalid, the training failed, or a wanted cell has no succeeded record.
+        GateRefused: the gate's verdict is NO-GO.
     """
     with end_reported():
         return _trained_and_evaluated(config, gate)
@@ -65,7 +64,7 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
     configs = [as_served(evaluation) for evaluation in config.asked()]
     if served := [evaluation for evaluation in configs if not evaluation.native]:
         served_alike(served)
-    plan_cells(configs, [])  # refuses what can be refused before anything is trained
+    plan_cells(configs, [])  # rejects invalid requests before the training
     trained = is_trained(plan_training(config.training))
     failure: AssayError | None = None
     with nullcontext() if trained else training(config.training) as job:

@@ -1,4 +1,4 @@
-"""The `assay` command. Importing it costs little: Prefect and the rest are loaded by the commands that need them."""
+"""The `assay` command. Its import is cheap: commands load Prefect and the rest when they need them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ from resources.settings import ask_this_machine_directly, set_process_environmen
 
 
 class _InGroups(TyperGroup):
-    """Shows the groups of commands in their order; by itself typer puts those with commands of their own last."""
-
+    # typer lists groups with subcommands last
     def list_commands(self, ctx: Any) -> list[str]:
         groups = list(_GROUPS)
         return sorted(self.commands, key=lambda name: groups.index(vars(self.commands[name])["rich_help_panel"]))
@@ -54,19 +53,19 @@ app = typer.Typer(
 
 _EMBEDDED_PREFECT = {
     "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-    # 22 s at its very first start on two cores; Prefect's own limit is 20.
+    # 22 s at its first start on two cores; Prefect's own limit is 20.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
     # Else it imports every collection of Prefect's at each start; a block registers its own type when it is saved.
     "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
     "PREFECT_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
-    # The live view and the errors at the end say it in words; the log goes to the server all the same.
+    # The live view and the final errors show it; the log still goes to the server.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
 }
 
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Python's own 700 cost a seventh of the time that imports take, whose objects all stay."""
+"""Python's default of 700 costs a seventh of the time of imports, and their objects all stay."""
 _TRACEBACK, _INSECURE = "--traceback", "--insecure"
 
 
@@ -76,24 +75,23 @@ def _common(
     insecure: Annotated[
         bool, typer.Option(_INSECURE, help="Let pools' keys travel unencrypted between machines.")
     ] = False,
-) -> None:
-    """Options of every command; `main` has taken them off the command line, wherever they stood."""
+) -> None: ...  # for --help only: `main` removes these options from the command line
 
 
 _STORE_LIBRARIES = ("botocore", "google", "gcsfs")
 
 
 def main() -> None:
-    """Runs the command line; errors that are meant for the user are shown without a traceback.
+    """Runs the command line; shows user errors without a traceback.
 
-    Exit codes: 0 every wanted cell has a succeeded record, 1 one failed or was withheld, or a gate says NO-GO, 2
-    infrastructure, 3 bad input.
+    Exit codes: 0 every wanted cell has a succeeded record, 1 a cell failed or was withheld, or a gate's verdict is
+    NO-GO, 2 infrastructure, 3 bad input.
     """
-    atexit.register(gc.freeze)  # looking for garbage once more, in all that is imported, takes a second at the end
+    atexit.register(gc.freeze)  # a last garbage collection over all imports takes a second
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     set_process_environment_defaults(_EMBEDDED_PREFECT)
     ask_this_machine_directly()
-    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # what follows belongs to a submitted program
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # the rest belongs to a submitted program
     arguments, submitted = sys.argv[1:end], sys.argv[end:]
     traceback = _TRACEBACK in arguments
     if _INSECURE in arguments:
@@ -103,12 +101,12 @@ def main() -> None:
     try:
         app([argument for argument in arguments if argument not in (_TRACEBACK, _INSECURE)] + submitted)
     except SystemExit as ended:
-        # Typer ends with 2 when it cannot read the command line, which for us is bad input.
+        # Typer exits with 2 for an unreadable command line, which is our bad input.
         sys.exit(BadInput.exit_code if ended.code == 2 else ended.code)
     except AssayError as error:
         if traceback:
             ERR.print_exception()
-        # In a log of CI lines are as long as they are: 80 columns are a guess of whoever sees no terminal.
+        # CI logs keep long lines; without a terminal the 80 columns are only a guess.
         ERR.print(str(error), style="red", markup=False, highlight=False, soft_wrap=not ERR.is_terminal)
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the boundary: libraries of stores have errors of their own
@@ -136,7 +134,7 @@ def checkpoints(
     materialize: Annotated[bool, typer.Option("--materialize", help="Write a merged checkpoint to FOLDER.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show which checkpoints are there, and which are complete or why not."""
+    """Show the checkpoints at a path, and which are complete or why not."""
     from resources.storage import storage
     from tasks.checkpoints.discovery import find_checkpoints
 

@@ -1,4 +1,4 @@
-"""The commands about what the model had seen: `assay contamination`."""
+"""The commands about contaminated benchmarks: `assay contamination`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scan_texts(
     processes: Annotated[int | None, typer.Option(help="Processes; one per core when left out.", min=1)] = None,
     as_json: Json = False,
 ) -> None:
-    """Look for the questions of all records in training texts."""
+    """Search training texts for the questions of all records."""
     from tasks.contamination.scan import Settings, scan
     from tasks.contamination.texts import TextSource
     from tasks.contamination.view import in_bytes
@@ -88,7 +88,7 @@ def import_flags(
     name: _Name = "imported",
     as_json: Json = False,
 ) -> None:
-    """Import which questions another tool found: reports of decon, attributes of Marin's datakit, or a list."""
+    """Import questions that another tool found: reports of decon, attributes of Marin's datakit, or a list."""
     from tasks.contamination.flags import Tool
     from tasks.contamination.imported import import_flags as imported
 

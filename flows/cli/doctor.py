@@ -30,7 +30,7 @@ _ENGINE_MEMORY_BYTES = 4 * 1024**3
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: whether it is fine, what was seen, and what to do where it is not."""
+    """A check with its level, its result, and the remedy if it is not ok."""
 
     subject: str
     level: Literal["ok", "note", "missing"]
@@ -38,12 +38,11 @@ class Finding:
     remedy: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return asdict(self)
 
 
 def examine() -> list[Finding]:
-    """Looks at the machine; changes nothing."""
+    """Examines the machine without changing it."""
     machine = [_assay(), _python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk()]
     return [*machine, *_environments(), _prefect(), _deployments(), *_regions(), *_images(), _wheels()]
 
@@ -142,7 +141,7 @@ def _regions() -> list[Finding]:
 
 
 def price_list_finding(as_of: date, today: date | None = None) -> Finding:
-    """Returns whether the price list is old enough that its prices may have changed."""
+    """Returns the finding on the price list: a note if it is so old that prices may have changed."""
     days = ((today or datetime.now(UTC).date()) - as_of).days
     seen = f"of {as_of}, {days:,} days old"
     if days <= STALE_DAYS:
@@ -154,7 +153,7 @@ def price_list_finding(as_of: date, today: date | None = None) -> Finding:
 def _images() -> list[Finding]:
     try:
         named = [image for region in known_regions().regions for image in region.named_images]
-    except BadInput:  # said by `_regions`
+    except BadInput:  # reported by `_regions`
         named = []
     commit, changed = git_state()
     every = dict.fromkeys([*filter(None, [settings().job_image]), *named])
@@ -162,14 +161,7 @@ def _images() -> list[Finding]:
 
 
 def image_finding(image: str, commit: str | None, *, changed: bool, since: Callable[[str], int | None]) -> Finding:
-    """Returns whether an image is older than this code, as far as its tag, a commit or a version, tells.
-
-    Args:
-        image: its name.
-        commit: this code's, if that is known.
-        changed: True if it has changes that are not committed.
-        since: see `commits_since`.
-    """
+    """Returns the finding on an image: a note if its tag is older than this code's commit or version."""
     tag, version = image.rpartition("/")[2].partition(":")[2].partition("@")[0], versions()["assay"]
 
     def finding(fresh: bool, seen: str, remedy: str = _REBUILD) -> Finding:
@@ -189,7 +181,7 @@ def image_finding(image: str, commit: str | None, *, changed: bool, since: Calla
 
 
 def commits_since(commit: str) -> int | None:
-    """Returns how many commits since then have changed what is in images; None if this is no clone that knows it."""
+    """Returns how many later commits have changed the content of images; None without a clone that has the commit."""
     count = git_output(Path(__file__).parents[2], "rev-list", "--count", f"{commit}..HEAD", "--", *_IN_IMAGES)
     return None if count is None else int(count)
 

@@ -1,4 +1,4 @@
-"""`assay eval-job`: an evaluation on GKE from one YAML file, and the container's side of it."""
+"""`assay eval-job`: an evaluation on GKE from a YAML file, and the commands of its container."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Scratch = Annotated[Path | None, typer.Option(help="Folder for the model and, b
 
 @eval_job_app.command()
 def check(file: _File, helm_config: _HelmConfig = None) -> None:
-    """Read a job's file and HELM's, and say what is wrong, or what they ask for."""
+    """Read a job's file and HELM's, and report errors, or a summary of the job."""
     from tasks.eval_jobs.job_file import advice
     from tasks.eval_jobs.reading import read_job, summary
 
@@ -124,7 +124,7 @@ def logs(
     namespace: Annotated[str | None, typer.Option(help="Namespace of the job.")] = None,
     project: Annotated[str | None, typer.Option(help="Google project of the cluster, for Cloud Logging.")] = None,
 ) -> None:
-    """Show what a job wrote: from its pods while they are there, from Cloud Logging afterwards."""
+    """Show the log of a job: from its pods while they exist, from Cloud Logging afterwards."""
     from flows.cli.options.jobs import cluster_of
     from tasks.eval_jobs.job_logs import log_lines, write_lines
 
@@ -133,7 +133,7 @@ def logs(
     except BackendUnavailable:
         if project is None:
             raise
-        cluster = None  # Cloud Logging alone knows the job
+        cluster = None  # only Cloud Logging can have the job
     from resources.backends.kubernetes.cloud_logging import CloudLogs
 
     kept = CloudLogs(cluster.namespace if cluster else namespace or "default", project=project)
@@ -147,7 +147,7 @@ def logs(
 
 @eval_job_app.command()
 def fetch(config: _Config = None, scratch: _Scratch = None) -> None:
-    """Fetch the model of a job to the scratch volume: the init container's part."""
+    """Fetch the model of a job to the scratch volume; the command of the init container."""
     from tasks.eval_jobs.here import fetch_to
     from tasks.eval_jobs.reading import container_file, read_job
 
@@ -164,7 +164,7 @@ def run(
     scratch: _Scratch = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a job's model and tell MLflow: the container's part, and the same on this machine."""
+    """Evaluate a job's model and report to MLflow; the command of the container, or on this machine."""
     from flows.cli.evaluate import show_series
     from flows.console.running import run_series
     from flows.eval_jobs import evaluate_job

@@ -1,4 +1,4 @@
-"""`assay evaluate`: benchmarks or a suite, asked of one checkpoint or of a run; `assay requalify`: asked once more."""
+"""`assay evaluate`: benchmarks or a suite on a checkpoint or a run; `assay requalify`: again with other versions."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _tell(line: str) -> None:
 
 
 def show_series(result: Any, *, as_json: bool, sinks: Sequence[Sink] = ()) -> None:
-    """Prints what a series came to, and where its sinks show that; raises its error at the end, for the exit code."""
+    """Prints the results of a series and their locations at sinks; raises its error at the end, for the exit code."""
     from tasks.records.builds import read_qualifications
     from tasks.reports.page import results_rows, results_table
     from tasks.spec.names import how_many
@@ -217,7 +217,7 @@ def requalify(
     ] = 0.01,
     as_json: Json = False,
 ) -> None:
-    """Ask a checkpoint with two builds: identical, within noise or different?"""
+    """Evaluate a checkpoint with two sets of versions: are the results identical, within noise or different?"""
     from flows.console.qualification import qualification_table
     from resources.errors import BadInput, NumbersChanged
     from resources.storage import storage

@@ -1,4 +1,4 @@
-"""`assay gate`: GO or NO-GO on records that are there; and what `assay evaluate --gate` shows of a verdict."""
+"""`assay gate`: GO or NO-GO on existing records; and the output of `assay evaluate --gate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Summary = Annotated[
 
 @dataclass(frozen=True)
 class GateOptions:
-    """A gate for what a command evaluates."""
+    """A gate on the evaluation of a command."""
 
     gate: Annotated[
         str | None,
@@ -35,7 +35,7 @@ class GateOptions:
 
 @dataclass(frozen=True)
 class EarlyOptions:
-    """Options by which a gate's verdict is known before all questions are asked."""
+    """Options for a gate's verdict before all questions are evaluated."""
 
     early: Annotated[
         bool,
@@ -71,7 +71,7 @@ def gate(
     summary: _Summary = None,
     as_json: Json = False,
 ) -> None:
-    """Say GO (exit code 0) or NO-GO (1) on recorded results, with the reasons."""
+    """Judge recorded results: GO (exit code 0) or NO-GO (1), with the reasons."""
     from resources.errors import BadInput
     from tasks.gates.verdict import judge
 
@@ -94,7 +94,7 @@ def gate(
 
 
 def load_gate(uri: str) -> Gate:
-    """A gate from a YAML or JSON file, in any store."""
+    """Returns the gate in a YAML or JSON file, in any store."""
     from tasks.gates.gate import Gate
     from tasks.spec.loading import load_config
 
@@ -102,7 +102,7 @@ def load_gate(uri: str) -> Gate:
 
 
 def gate_of(options: GateOptions) -> Gate | None:
-    """Returns the gate that `--gate` names, if it does."""
+    """Returns the gate of `--gate`; None without the option."""
     from resources.errors import BadInput
 
     if options.gate is None and options.summary is not None:
@@ -111,7 +111,7 @@ def gate_of(options: GateOptions) -> Gate | None:
 
 
 def early_gate(wanted: Gate | None, options: EarlyOptions) -> Gate | None:
-    """Returns the gate with what options say of early decisions."""
+    """Returns the gate with the options for early decisions applied."""
     from resources.errors import BadInput
     from tasks.gates.gate import Gate
     from tasks.spec.loading import build_config
@@ -125,13 +125,13 @@ def early_gate(wanted: Gate | None, options: EarlyOptions) -> Gate | None:
             remedy="name a gate" if wanted is None else "decide early first, and finish then",
         )
     decide = "early" if options.early else "whole" if options.finish else wanted.decide
-    changes = {"decide": decide, "whole_every": None}  # every so many-th of a policy's checkpoints
+    changes = {"decide": decide, "whole_every": None}  # applies to a policy's checkpoints only
     alpha = wanted.alpha if options.alpha is None else options.alpha
     return build_config({**wanted.model_dump(), **changes, "alpha": alpha}, Gate, source="--gate with --early")
 
 
 def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
-    """Returns the steps of a run whose cells have early verdicts, and no succeeded record."""
+    """Returns the steps of a run that have early verdicts but no succeeded record."""
     from resources.errors import BadInput
     from resources.storage import storage
     from tasks.gates.early import early_below
@@ -148,7 +148,7 @@ def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
 
 
 def show_verdict(verdict: Verdict) -> None:
-    """Prints the verdict as a table, and at its end GO or NO-GO."""
+    """Prints the verdict as a table, with GO or NO-GO at the end."""
     from tasks.gates.views import verdict_table
 
     OUT.print(verdict_table(verdict))
@@ -156,7 +156,7 @@ def show_verdict(verdict: Verdict) -> None:
 
 
 def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
-    """Appends verdicts to a file as Markdown, if there is to be one."""
+    """Appends verdicts to a file as Markdown; does nothing without a file."""
     from resources.errors import BadInput
     from tasks.gates.views import verdict_markdown
 

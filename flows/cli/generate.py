@@ -39,7 +39,7 @@ def generate(
     machine: MachineOptions,
     as_json: Json = False,
 ) -> None:
-    """Write text in bulk: prompts answered by checkpoints, each answer written once."""
+    """Generate text in bulk: prompts answered by checkpoints, each answer written once."""
     from flows.cli.options.generations import generation_from_options
     from flows.console.running import run_generation
     from tasks.generation.config import GenerationConfig

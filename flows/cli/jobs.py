@@ -1,4 +1,4 @@
-"""The commands that run anything on any backend: `assay submit` and `assay jobs`."""
+"""The commands that run any program on any backend: `assay submit` and `assay jobs`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from resources.jobs.jobs import JobDetails, JobStatus
 jobs_app = typer.Typer(help="Jobs of a backend, whoever submitted them.", no_args_is_help=True)
 
 SUBMIT_SETTINGS = {"allow_interspersed_args": False}
-"""For typer: what follows the program belongs to it, with or without `--`."""
+"""For typer: arguments after the program belong to it, with or without `--`."""
 
 _Backend = Annotated[
     str | None, typer.Option(help="local, ray://…, iris://…, kubernetes://… or slurm://…; see ASSAY_JOBS.")
@@ -56,7 +56,7 @@ def submit(
     retries: Annotated[int, typer.Option(help="Number of failed attempts that are tried again.")] = 0,
     preemption_retries: Annotated[int, typer.Option(help="Number of preempted attempts that are tried again.")] = 100,
 ) -> None:
-    """Run a program as a job, with the code of this folder; exit code 0, 1 it failed, 2 infrastructure, 3 bad input."""
+    """Run a program as a job with this folder's code; exit code 0, 1 if it failed, 2 infrastructure, 3 bad input."""
     from flows.cli.options.jobs import SubmitOptions, client_of, request_of
     from flows.console.job_following import follow
 
@@ -120,7 +120,7 @@ def jobs_list(
     lines: Annotated[int, typer.Option("--lines", "-n", help="Number of jobs to show, the newest first.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Show the jobs that are running or are still remembered."""
+    """Show the jobs that are running or that the backend still remembers."""
     from flows.cli.options.jobs import client_of
 
     found = client_of(backend=backend, cluster=cluster).jobs()[:lines]
@@ -130,14 +130,14 @@ def jobs_list(
     table = Table("Job", "Status", "Attempts", "Submitted", "Why")
     table.columns[0].overflow = "fold"
     for job in found:
-        why = Text(job.reason or "")  # as it is: brackets in it are no markup
+        why = Text(job.reason or "")  # unchanged: brackets are not markup
         table.add_row(job.job_id, job.status, str(job.attempts), _when(job.submitted_at), why)
     OUT.print(table if found else "No job is remembered there.")
 
 
 @jobs_app.command("status")
 def jobs_status(job_id: _JobId, backend: _Backend = None, cluster: _Cluster = None, as_json: Json = False) -> None:
-    """Show where one job stands, and why."""
+    """Show the state of a job, and its reason."""
     from flows.cli.options.jobs import client_of
 
     details = client_of(backend=backend, cluster=cluster).attach(job_id).details()
@@ -164,7 +164,7 @@ def jobs_logs(
         int, typer.Option("--lines", "-n", help="Number of lines to show, the last ones; with -f all.")
     ] = 200,
 ) -> None:
-    """Show what a job wrote."""
+    """Show the log of a job."""
     from flows.cli.options.jobs import client_of
     from flows.console.job_following import follow
 
@@ -184,7 +184,7 @@ def jobs_stop(
     backend: _Backend = None,
     cluster: _Cluster = None,
 ) -> None:
-    """End jobs with everything they started."""
+    """End jobs with all their processes."""
     from flows.cli.options.jobs import client_of
     from flows.console.job_following import ending_of
 

@@ -25,7 +25,7 @@ _NoIndex = Annotated[bool, typer.Option("--no-index", help="Read every record, w
 
 
 def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
-    """Show what a policy would run now, in which order, where, and what it is expected to take."""
+    """Show the cells that a policy would run now, in order, with their location and expected time and cost."""
     from tasks.policies.snapshot import Estimates
     from tasks.policies.views import plan_json, plan_table
 
@@ -45,7 +45,7 @@ def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> 
 
 
 def gaps(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
-    """Show what a policy wants and has no result for, and why."""
+    """Show the cells of a policy without a result, and why."""
     from tasks.policies.views import gaps_json, gaps_table
 
     wanted, _, found = _snapshot(policy, use_index=not no_index)
@@ -64,7 +64,7 @@ def status(
     no_index: _NoIndex = False,
     as_json: Json = False,
 ) -> None:
-    """Show how far each suite of a policy is with each checkpoint, what its own gate says, and what it costs."""
+    """Show the progress of each suite of a policy by checkpoint, the verdicts of its own gate, and the cost."""
     from rich.console import Group
     from rich.live import Live
 
@@ -99,7 +99,7 @@ def retry(
     failed: Annotated[bool, typer.Option("--failed", help="Only what failed, not what was cancelled.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Have cells tried again that failed or were cancelled; no record is removed."""
+    """Retry cells that failed or were cancelled; no record is removed."""
     from tasks.policies.actions import chosen
     from tasks.policies.actions import retry as clear
     from tasks.spec.names import how_many
@@ -115,7 +115,7 @@ def retry(
 
 
 def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
-    """End what runs of a policy, or of some of its cells; nothing more begins until assay retry."""
+    """Cancel the running cells of a policy, or some of them; they do not start again until assay retry."""
     from tasks.policies.actions import cancel as stop
     from tasks.policies.actions import chosen
     from tasks.spec.names import how_many
@@ -144,7 +144,7 @@ def alerts(
 ) -> None:
     """List scores that left the curves of their runs, open alerts first, or acknowledge them.
 
-    The exit code is 0, whether any is open or not.
+    The exit code is 0, with or without open alerts.
     """
     from resources.errors import BadInput
     from tasks.alerts.files import acknowledge as write
@@ -170,10 +170,10 @@ def alerts(
 
 @flattened
 def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> None:
-    """Evaluate what a policy wants and nothing has settled yet; cells that another run has are left to it.
+    """Evaluate the pending cells of a policy; cells that another run has claimed are left to it.
 
-    With --gate each run is judged in the end, whoever evaluated it; without, a policy's own gate judges what it has not
-    judged yet. Exit code 0 is GO, 1 is NO-GO.
+    With --gate each run is judged at the end, including results of other evaluations; without, the policy's own gate
+    judges the checkpoints it has not judged yet. Exit code 0 is GO, 1 is NO-GO.
     """
     from flows.console.live import live_view
     from flows.reconcile import load_policy, reconcile_policy
@@ -199,7 +199,7 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
                 alert_lines.append(update.text)
             if isinstance(update, Notice):
                 show(update)
-            elif isinstance(update, Event) and wanted.dispatch == "work_pools":  # none is skipped: they name prices
+            elif isinstance(update, Event) and wanted.dispatch == "work_pools":  # none is skipped: they show prices
                 ERR.print(update.text, markup=False, highlight=False, soft_wrap=True)
             else:
                 show(update)

@@ -46,7 +46,7 @@ def pool_up(
         typer.Option(help="Seconds that one model is asked for in vain while others keep every engine busy; else 60."),
     ] = None,
 ) -> None:
-    """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
+    """Start a pool that stays up; any checkpoint of the run can be requested by name."""
     options = EvaluationOptions(model=model, name=run_name, **asdict(engines), **asdict(machine))
     from pools.pool.published import places
 
@@ -94,7 +94,7 @@ def pool_env(
     name: Annotated[str, typer.Argument(help="Name or address of the pool.")],
     admin: Annotated[bool, typer.Option("--admin", help="Its admin key too, for evaluations that bring more.")] = False,
 ) -> None:
-    """Print the variables that let OpenAI clients use a pool, and evaluations by its address; its key is among them."""
+    """Print variables for OpenAI clients of a pool, and for evaluations by its address, including its key."""
     from pools.pool.kept import access_to
 
     access = access_to(name)
@@ -110,7 +110,7 @@ def pool_logs(
     name: Annotated[str, typer.Argument(help="Name of the pool.")],
     lines: Annotated[int, typer.Option(help="Number of lines.")] = 200,
 ) -> None:
-    """Print the log of the job that keeps a pool up, from any machine that reaches its backend."""
+    """Print the log of the job that keeps a pool up, from any machine with access to its backend."""
     from pools.pool.kept import job_of
 
     job = job_of(name)
@@ -119,7 +119,7 @@ def pool_logs(
 
 @pool_app.command("down")
 def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> None:
-    """End a pool with everything it runs, whoever uses it, from any machine that reaches its backend."""
+    """End a pool with all its processes, even if it is in use, from any machine with access to its backend."""
     from pools.pool.kept import take_down
 
     take_down(name)
@@ -166,7 +166,7 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
 
     path, run_name = config.model.path, config.model.name
     assert path is not None
-    model = config.model.model_copy(update={"path": None})  # users may bring others
+    model = config.model.model_copy(update={"path": None})  # users may add others
     found = checkpoints_to_serve(path)
     checkpoints = [
         Servable.from_folder(
@@ -185,7 +185,7 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
         config.model_copy(update={"model": model}),
         checkpoints,
         idle_seconds=idle_minutes * 60,
-        reserved=accelerators_counted if counted else nullcontext,  # the former imports Prefect
+        reserved=accelerators_counted if counted else nullcontext,  # `accelerators_counted` imports Prefect
         variables=_server_variables() if counted else {},
     )
 
@@ -198,7 +198,7 @@ def _server_variables() -> dict[str, str]:
 
 @contextmanager
 def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
-    """Reserves what a kept pool takes of the Prefect server's limit, and writes into the pool's log that it waits."""
+    """Reserves a kept pool's share of the Prefect server's limit, and logs waits to the pool's log."""
     from tasks.prefect_server.accelerators import accelerators_reserved
     from tasks.prefect_server.progress import Event, Update, listening
 
@@ -211,7 +211,7 @@ def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
 
 
 def checkpoints_to_serve(path: str) -> list[Checkpoint]:
-    """The complete checkpoints at a location; shows the others, each with its reason."""
+    """Returns the complete checkpoints at a location; prints the others with their reasons."""
     from tasks.checkpoints.discovery import complete_among, find_checkpoints
 
     shown = partial(ERR.print, highlight=False, markup=False, soft_wrap=True)

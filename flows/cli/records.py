@@ -1,4 +1,4 @@
-"""The commands about what was recorded: `assay records`, `assay compare`, `assay report` and `assay publish`."""
+"""The commands about records: `assay records`, `assay compare`, `assay report` and `assay publish`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tasks.records.search import RecordFilter
     from tasks.sinks.backlog import Published
 
-_FILE_WIDTH = 200  # characters of a table that goes into a file
+_FILE_WIDTH = 200  # characters of a table in a file
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 _Path = Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")]
@@ -81,7 +81,7 @@ def records(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Show recorded results, export them, or verify that they are what was written."""
+    """Show recorded results, export them, or verify that they are unchanged."""
     from tasks.records.builds import read_qualifications
     from tasks.records.export import exported, measured_rows
     from tasks.records.record import find_records
@@ -267,7 +267,7 @@ def report(
     output: Annotated[str, typer.Option(help="File to write the page to.")] = "report.html",
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
 ) -> None:
-    """Write one self-contained HTML page with curves and tables, and beside it one with questions if they are few."""
+    """Write a self-contained HTML page with curves and tables, and a page with the questions if they are few."""
     from tasks.records.record import find_records
     from tasks.reports.page import write_report
     from tasks.viewing.page import write_beside_report
@@ -315,7 +315,7 @@ def publish(
         OUT.print("Nothing to publish: every sink has every succeeded record.")
     else:
         table = Table("What", "Status", "Where, or why not")
-        table.columns[2].overflow = "fold"  # a place is copied from here
+        table.columns[2].overflow = "fold"  # paths are copied from here
         for outcome in outcomes:
             table.add_row(
                 outcome.title, outcome.state.status, outcome.state.where or outcome.state.reason or outcome.sink

@@ -1,4 +1,4 @@
-"""Policies that carry themselves out: `assay policy deploy`, `assay watch` and `assay notify`."""
+"""Automatic policies: `assay policy deploy`, `assay watch` and `assay notify`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Have Prefect carry out a policy by itself; a second time changes nothing."""
+    """Have Prefect run a policy automatically; idempotent."""
     from flows.deploy.policies import PolicyDeployment, deploy_policy
     from flows.reconcile import load_policy
     from tasks.prefect_server.client import require_server
@@ -69,7 +69,7 @@ def watch(
     policy: _Policy,
     every: Annotated[str, typer.Option(help="Time between two looks.")] = "5s",
 ) -> None:
-    """Tell Prefect when a checkpoint of a policy's runs is complete, until Ctrl-C."""
+    """Notify Prefect when a checkpoint of a policy's runs is complete, until Ctrl-C."""
     from flows.deploy.watching import watch as look_again
     from flows.reconcile import load_policy
     from tasks.prefect_server.client import require_server
@@ -86,7 +86,7 @@ def notify(
     uri: Annotated[str, typer.Argument(help="A checkpoint, or any file of it.", metavar="CHECKPOINT")],
     as_json: Json = False,
 ) -> None:
-    """Tell Prefect that a checkpoint is complete, if it is: for notifications of a bucket, and hooks of a training."""
+    """Notify Prefect that a checkpoint is complete, if it is: for bucket notifications and hooks of a training."""
     from tasks.policies.events import CompleteCheckpoint, checkpoint_of, listeners, send
     from tasks.prefect_server.client import require_server
 
@@ -98,9 +98,9 @@ def notify(
         automations = listeners(event)
         send([event])
         outcome, problems = f"{found.name} is complete: said so", []
-        if not automations:  # no failure: a schedule may find it
+        if not automations:  # not a failure: a schedule may find it
             outcome += f", but nothing listens: no policy deployed with --on-event has {found.uri} among its runs"
-    else:  # no failure: a bucket tells of each file, and one of them is the last
+    else:  # not a failure: a bucket notifies for each file, the last of which completes it
         problems = list(found.problems) if found is not None else ["no checkpoint is there yet"]
         outcome = f"not said: {'; '.join(problems)}"
     if as_json:
@@ -112,7 +112,7 @@ def notify(
 
 
 def duration(text: str) -> timedelta:
-    """A time such as 30s, 10m, 2h or 1d."""
+    """Parses a time such as 30s, 10m, 2h or 1d."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None or float(match[1]) == 0:
         raise BadInput(expected="a time such as 30s, 10m, 2h or 1d", found=repr(text), remedy="write one of these")

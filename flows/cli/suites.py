@@ -21,7 +21,7 @@ def suites(
     benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own, for --check.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the suites, what they ask, and what they need."""
+    """Show the suites, their benchmarks, and their requirements."""
     from tasks.spec.names import how_many
     from tasks.spec.suites import built_in_suites, load_suite
 
@@ -65,7 +65,7 @@ def stage(
     prove: Annotated[bool, typer.Option(help="Load everything once more without a network.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Stage data sets, texts and tokenizers for workers that reach no hub (ASSAY_OFFLINE=1)."""
+    """Stage data sets, texts and tokenizers for workers without access to the hub (ASSAY_OFFLINE=1)."""
     from flows.staging import StagingRequest, staged_by
     from tasks.spec.loading import build_config
 
@@ -204,7 +204,7 @@ def _words(needs: dict[str, Any]) -> str:
 
 def _suites_table(shown: list[Suite]) -> Table:
     table = Table("Suite", "For", "Parts", "Asks", "Needs")
-    table.columns[0].no_wrap = True  # a name is copied from here
+    table.columns[0].no_wrap = True  # names are copied from here
     for suite in shown:
         needs = dict.fromkeys(
             word for evaluation in suite.evaluations for word in _words(_needs(evaluation)).split(", ") if word
@@ -267,7 +267,7 @@ def _staged_table(staged: dict[str, Any]) -> Table:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    name, separator, commit = text.rpartition("=")  # an address may have one of its own
+    name, separator, commit = text.rpartition("=")  # an address may contain = itself
     if not (separator and name and commit):
         raise BadInput(
             expected="--revision owner/name=commit",

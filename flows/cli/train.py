@@ -1,4 +1,4 @@
-"""`assay train-and-evaluate`: a training, and its checkpoints evaluated while it runs."""
+"""`assay train-and-evaluate`: a training, with its checkpoints evaluated while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that opens questions: `assay view`."""
+"""The command that shows questions: `assay view`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def view(
     host: Annotated[str, typer.Option(help="Address of this machine to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; a free one when left out.", min=0, max=65535)] = 0,
 ) -> None:
-    """Open questions and answers at every checkpoint, as a page for a browser."""
+    """Show questions and answers at every checkpoint, as a page for a browser."""
     from resources.jobs.addresses import own_address
     from tasks.records.record import find_records
     from tasks.records.search import RecordFilter
@@ -63,7 +63,7 @@ def view(
     with closing(View(found, title=heading, location=path, wanted=wanted)) as shown:
 
         def show(address: str) -> None:
-            address = address.replace("//0.0.0.0:", f"//{own_address()}:")  # a browser cannot open all addresses
+            address = address.replace("//0.0.0.0:", f"//{own_address()}:")  # browsers cannot open the wildcard address
             OUT.print(address, soft_wrap=True, highlight=False, markup=False)
             ERR.print("Ctrl-C ends it.", style="dim")
 

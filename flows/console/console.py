@@ -1,7 +1,7 @@
-"""The consoles that the command prints to: people read tables, scripts read JSON.
+"""The consoles of the command: tables for people, JSON for scripts.
 
-Names, answers and logs come from models, benchmarks and other users. On their way to people their control characters
-are made visible, and nothing in them is markup.
+Names, answers and logs come from models, benchmarks and other users. In terminal output their control characters are
+shown, not interpreted, and markup is disabled.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ _SHOWN = {
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey: its control characters are visible, its colours are gone."""
+    """Returns text that is safe for a terminal: control characters visible, colours removed."""
     return _DROPPED.sub("", text).translate(_SHOWN)
 
 
 class PrintableConsole(Console):
-    """A console without markup whose every text is `printable`."""
+    """A console without markup that prints only `printable` text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Returns text for a string, made printable before its width is measured."""
+        # printable before its width is measured
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yields all that is printed, made printable but for the console's own control sequences."""
         if isinstance(renderable, Text) and (plain := printable(renderable.plain)) != renderable.plain:
             renderable = renderable.copy()
             renderable.plain = plain
@@ -52,15 +51,15 @@ class PrintableConsole(Console):
 
 
 OUT = PrintableConsole()
-"""Results."""
+"""Console for results."""
 ERR = PrintableConsole(stderr=True)
-"""Progress and errors."""
+"""Console for progress and errors."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 _decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def write(content: str | bytes) -> None:
-    """Writes data or a log to standard output: as it is into a pipe or file, `printable` on a terminal."""
+    """Writes data or a log to standard output: unchanged into a pipe or file, `printable` on a terminal."""
     if sys.stdout.isatty():
         sys.stdout.write(printable(_decoder.decode(content) if isinstance(content, bytes) else content))
     elif isinstance(content, bytes):
@@ -72,12 +71,12 @@ def write(content: str | bytes) -> None:
 
 
 def print_json(content: Any) -> None:
-    """Writes a value to standard output, and nothing else."""
+    """Writes a value to standard output as JSON."""
     write(json.dumps(content, indent=2) + "\n")
 
 
 def say_rejected(rejected: Mapping[str, str]) -> None:
-    """Says which records are left out, if any are, and why."""
+    """Prints the first excluded record with its reason, and the count of the remaining records."""
     for cell, why in list(rejected.items())[:1]:
         more = f", and {len(rejected) - 1:,} more" if len(rejected) > 1 else ""
         ERR.print(f"Not counted: {cell}: {why}{more}; see assay records --verify", style="yellow", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The plan of an evaluation that is not begun: cells that are wanted, and machines that would be asked for."""
+"""The plan of an evaluation that is not started: its cells, machines and cost."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from tasks.spec.names import how_many
 
 @dataclass(frozen=True)
 class Asked:
-    """Machines that would be asked for, of which backend, and what they cost."""
+    """Machines that would be requested, their backend and cost."""
 
     resources: ResourceConfig
     backend: str
     usd_per_hour: dict[str, float | None]
-    """For all replicas, by region that has them; None where a price is not known. Empty on this machine."""
+    """USD per hour for all replicas, by region that offers them; None for an unknown price. Empty on this machine."""
 
     def lines(self) -> Iterator[str]:
-        """The same for people."""
         found = self.resources
         parts = [*_device(found), how_many(found.cpu, "core"), f"{found.ram} of memory", f"{found.disk} of disk"]
         parts += ["preemptible" if found.preemptible else "on demand"]
@@ -41,7 +40,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of cells, machines that would be asked for (none where a pool or an endpoint is up), expected cost."""
+    """Number of cells, machines to request (none for an existing pool or endpoint), and expected cost."""
 
     wanted: int
     recorded: int
@@ -49,7 +48,6 @@ class Plan:
     expected: Expected
 
     def lines(self) -> Iterator[str]:
-        """The same for people."""
         left = self.wanted - self.recorded
         yield f"{how_many(self.wanted, 'cell')} wanted, {self.recorded} recorded already, {left} to evaluate"
         for asked in self.machines:
@@ -58,7 +56,6 @@ class Plan:
             yield from self.expected.lines()
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for scripts."""
         machines = [
             {
                 "resources": asked.resources.model_dump(mode="json"),
@@ -72,7 +69,7 @@ class Plan:
 
 
 def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection) -> Plan:
-    """Plans an evaluation as its flow would, which refuses what it would refuse."""
+    """Plans an evaluation like its flow, with the same errors."""
     checkpoints = discover(configs[0].model_path, selection, **layouts_for(configs))
     cells = plan_cells([as_served(config) for config in configs], checkpoints)
     wanted = [found for config in configs if (found := _resources_of(config)) is not None]

@@ -1,4 +1,4 @@
-"""Requests that leave nothing to do, concluded at once: without Prefect, which takes seconds to import and to start."""
+"""Concludes finished requests without Prefect, which takes seconds to import and start."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 def records_if_finished(
     configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, gate: Gate | None = None
 ) -> list[Record] | None:
-    """Returns the records that stand for what is wanted, if every cell has one, and every sink has those.
+    """Returns the records of the wanted cells if every cell has a record, and every sink has received it.
 
-    It leaves what a flow run would leave then: the report, and the gate's verdict. None is returned, and nothing done,
-    where something is left to do, where incomplete checkpoints are to be waited for, or where Prefect was told of a
-    server, which is to see the flow run.
+    Writes the report and the gate's verdict as a flow run would. Returns None, without any effect, if cells or sinks
+    are pending, if incomplete checkpoints must be waited for, or if a Prefect server is configured, which must show the
+    flow run.
     """
     if server_named() or selection.wait_for_incomplete_seconds:
         return None
@@ -38,7 +38,7 @@ def records_if_finished(
             cells = plan_cells([as_served(config) for config in configs], checkpoints)
             finished = all(cell.done and _is_announced(cell) for cell in cells)
     finally:
-        for update in updates if finished else ():  # else a flow run says the same
+        for update in updates if finished else ():  # else a flow run reports the same
             report(update)
     if not finished:
         if settings().max_usd is not None:
@@ -48,18 +48,18 @@ def records_if_finished(
         put_away(cells)
         publish_report(configs[0])
     except StorageError:
-        return None  # a flow run tries again
+        return None  # a flow run retries
     return conclude(cells) if gate is None else conclude_by(gate, cells)
 
 
 def _check_budget(cells: Sequence[Cell]) -> None:
-    from tasks.running.expected import check_budget, tell, with_expectations  # with all that starts pools
+    from tasks.running.expected import check_budget, tell, with_expectations  # imports all that starts pools
 
     _, expected = with_expectations(cells)
     try:
         check_budget(expected, settings().max_usd)
     except OverBudget:
-        tell(expected)  # where it may begin, its flow run says so
+        tell(expected)  # if it may start, its flow run logs this
         raise
 
 

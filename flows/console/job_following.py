@@ -1,4 +1,4 @@
-"""Watching a job of any backend: its log as it comes, why it waits, and how it ended."""
+"""Follows a job of any backend: its log, its pending reasons, and its end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from resources.errors import BackendUnavailable
 from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
 
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 2.0
-_MUCH_BYTES = 64 << 10  # at once: there may be more already
+_MUCH_BYTES = 64 << 10  # in a poll: more may be available already
 
 
 class _ShownLog:
-    """The log of a replica as far as it was shown: as it is or, with a prefix, in whole lines."""
-
     def __init__(self, prefix: bytes) -> None:
         self.position = ""
         self._prefix = prefix
@@ -39,14 +37,11 @@ def follow(
     note: Callable[[str], None],
     patience_seconds: float = 60.0,
 ) -> JobDetails:
-    """Writes what the job logs, from its beginning, until it has finished, and returns how it did.
+    """Writes a job's log from its beginning until the job ends; returns its final details.
 
     Args:
-        job: what to watch.
-        replicas: whose logs. That of one is written as it is; of several, line by line behind the replica's number.
-        write: gets pieces of a log.
-        note: gets what there is to say about the job itself: why it waits, that it was started again.
-        patience_seconds: how long a backend may be silent; its head may be starting again.
+        note: receives remarks about the job itself: pending reasons and restarts.
+        patience_seconds: longest time without an answer of the backend, as its head may be restarting.
     """
     logs = {replica: _ShownLog(b"[%d] " % replica if len(replicas) > 1 else b"") for replica in replicas}
     noted: str | None = None
@@ -55,7 +50,7 @@ def follow(
     while True:
         longest = 0
         try:
-            details = job.details()  # before the logs: what a finished job has logged is all there then
+            details = job.details()  # before the logs, so that a finished job's log is complete
             for replica, log in logs.items():
                 part = job.read_log(log.position, replica=replica)
                 log.position = part.end
@@ -85,12 +80,12 @@ def follow(
 
 
 def is_lost(details: JobDetails) -> bool:
-    """Returns whether a job failed though it never did by its own doing: what ran it is to blame."""
+    """Returns True if a job failed without a failure of its program, hence by its infrastructure."""
     return details.status is JobStatus.FAILED and details.failures == 0
 
 
 def ending_of(details: JobDetails) -> str:
-    """One sentence about how a job ended."""
+    """Returns a sentence about how a job ended."""
     verb = f"was {details.status}" if details.status is JobStatus.STOPPED else str(details.status)
     reason = f": {details.reason}" if details.reason else ""
     count = details.preemptions

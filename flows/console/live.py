@@ -1,4 +1,4 @@
-"""The live view of an evaluation in a terminal: which checkpoint, which benchmark, how far, how long still."""
+"""The live view of an evaluation in a terminal: checkpoint, benchmark, progress and time left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_PLAIN_LINES = 5.0
 
 @dataclass
 class Progress:
-    """The state of an evaluation, as far as it is known. `clock` gives seconds."""
+    """The known state of an evaluation. `clock` gives seconds."""
 
     clock: Callable[[], float] = time.monotonic
     began: float = field(init=False)
@@ -33,7 +33,6 @@ class Progress:
         self.began = self.clock()
 
     def take(self, update: Update) -> None:
-        """Takes in one update."""
         match update:
             case Event(text):
                 self.event = text
@@ -47,15 +46,12 @@ class Progress:
                 self.event = f"{update.checkpoint}: {update.status} in {update.seconds:.1f} s"
 
     def seconds_left(self) -> float | None:
-        """Estimate for the cells still to come, from those done; None before the first one is.
-
-        In a generation, for the answers of the present checkpoint.
-        """
+        """Estimates the seconds for remaining cells (in a generation, answers); None before the first has finished."""
         if isinstance(self.cell, AnswersProgress):
             return self.cell.seconds_left
         if not self.finished_seconds:
             return None
-        # The first cell pays for the start of the engine, so later ones say more about what is to come.
+        # The first cell includes the engine's start, so later cells predict better.
         sample = self.finished_seconds[1:] or self.finished_seconds
         mean = sum(sample) / len(sample)
         left = mean * (self.cells - len(self.finished_seconds))
@@ -64,11 +60,10 @@ class Progress:
 
     @property
     def cell(self) -> CellProgress | AnswersProgress | None:
-        """The cell that has come farthest of those that are being evaluated."""
+        """The running cell with the largest share done."""
         return max(self.running.values(), key=lambda cell: (_share(cell), -cell.cell), default=None)
 
     def describe(self) -> str:
-        """The present state in one line."""
         cell = self.cell
         if cell is None:
             return self.describe_event()
@@ -78,7 +73,6 @@ class Progress:
         return f"[{cell.cell}/{cell.cells}] {cell.checkpoint} · {cell.stage}{counted}{_counts(cell)} · {self._times()}"
 
     def describe_event(self) -> str:
-        """Returns the last event in one line."""
         return f"{self.event} · {self._times()}"
 
     def _times(self) -> str:
@@ -87,7 +81,7 @@ class Progress:
         return elapsed if left is None else f"{elapsed}, about {_minutes(left)} left"
 
     def render(self) -> RenderableType:
-        """The present state as a bar and two lines; one line while there are no cells yet."""
+        """Returns a bar and two lines; a single line while there are no cells yet."""
         described = Text(self.describe(), overflow="ellipsis", no_wrap=True)
         if not self.cells:
             return described
@@ -119,7 +113,7 @@ def _minutes(seconds: float) -> str:
 
 @contextmanager
 def live_view(console: Console) -> Iterator[Callable[[Update], None]]:
-    """Shows progress while the block runs: redrawn in place on a terminal, as lines now and then elsewhere."""
+    """Shows progress during the block: redrawn in place on a terminal, else as lines at least 5 s apart."""
     progress = Progress()
 
     def keep(update: Update) -> bool:

@@ -1,4 +1,4 @@
-"""`assay evaluate --on-work-pool`: a series that a work pool's machine evaluates, and that is waited for here."""
+"""`assay evaluate --on-work-pool`: sends a series to a work pool's machine and waits for it."""
 
 from __future__ import annotations
 
@@ -55,15 +55,12 @@ def send_evaluation(
     max_usd: float | None,
     on_event: Callable[[str], None],
 ) -> SeriesResult:
-    """Has one evaluation made at the work pool of the best region, and waits for it.
+    """Sends an evaluation to the work pool of the best region and waits for it.
 
     Args:
-        config: the evaluation; local paths have to mean the same on that machine.
-        selection: which checkpoints.
-        gate: what their scores must show; judged there.
-        max_egress_usd: what reading the checkpoints from another region may cost.
-        max_usd: what all of it may be expected to cost; no bound when None.
-        on_event: is told where it goes, at which price, before it is sent, and each state of the flow run.
+        config: the evaluation; local paths must be valid on that machine.
+        max_egress_usd: limit for the cost of reading the checkpoints from another region.
+        max_usd: limit for the expected cost; none when None.
     """
     whole = _with_whole_paths(config)
     parameters = {"config": whole.model_dump(mode="json")}
@@ -82,7 +79,7 @@ def send_suite(
     max_usd: float | None,
     on_event: Callable[[str], None],
 ) -> SeriesResult:
-    """Has a suite's evaluations made at a work pool; the suite travels whole."""
+    """Sends a suite's evaluations, with the suite's full content, to a work pool and waits for them."""
     whole = _with_whole_paths(request)
     parameters = {"suite": suite.model_dump(mode="json"), "request": whole.model_dump(mode="json")}
     name = f"evaluate {whole.place}{selection.words} · {suite}"
@@ -92,11 +89,10 @@ def send_suite(
 
 @dataclass(frozen=True)
 class _Series:
-    """A flow run that is to be: which flow, and what it is given; `configs` are the evaluations it will make."""
-
     flow: str
     name: str
     request: dict[str, Any]
+    # evaluations that the flow run will make
     configs: Sequence[EvaluationConfig]
     selection: CheckpointSelection
     gate: Gate | None
@@ -147,7 +143,7 @@ def _sent(
 def choose(
     configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, max_egress_usd: float
 ) -> tuple[WorkPoolChoice, list[Checkpoint]]:
-    """Returns the work pool, and the checkpoints as they are now: an evaluation of others is another flow run."""
+    """Returns the work pool and the present checkpoints; different checkpoints make a different flow run."""
     first = next((config for config in configs if not config.native), configs[0])
     if first.pool_name is not None and not is_address(first.pool_name):
         raise BadInput(
@@ -173,7 +169,7 @@ def choose(
 def expected_there(
     configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint], choice: WorkPoolChoice
 ) -> Expected:
-    """Returns the expected cost at a work pool of what has no record yet, by what the index says of that."""
+    """Returns the expected cost at a work pool of the cells without a record in the index."""
     first = configs[0]
     known = indexed_records(storage.join(first.evaluation_path, first.run_name))
     expectations = Expectations(first.evaluation_path, {first.run_name: known})

@@ -1,4 +1,4 @@
-"""The verdict on a change of builds, as a table for people."""
+"""The verdict on a change of package versions, as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLOURS: dict[Verdict, str] = {"identical": "green", "within noise": "green", "
 
 
 def qualification_table(qualification: Qualification) -> Table:
-    """One line for each metric: both values, the interval of the difference, the questions that differ, the verdict."""
+    """Returns a table with a line per metric: both values, interval of the difference, differing samples, verdict."""
     before, after = qualification.compared
     title = Text(f"{qualification.checkpoint.name}: {before} → {after}")
     notes = Text("\n".join(_notes(qualification)))

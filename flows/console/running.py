@@ -1,4 +1,4 @@
-"""Running flows from the command line: live progress, and what came of it."""
+"""Runs flows from the command line, with live progress and a result."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 _NEEDED_BY_FLOWS = ("flows.evaluation",)
 _NEEDED_LATER = ("fastapi", "flows.series", "flows.suites", "scipy.special")
-"""Modules that Prefect, the command and the first cell would import when they get to them."""
+"""Modules that Prefect, the command and the first cell import later."""
 
 
 @dataclass(frozen=True)
 class SeriesResult:
-    """The result of a series. `error` is set if not every wanted cell has a succeeded record."""
+    """The result of a series. `error` is set if a wanted cell has no succeeded record."""
 
     records: list[Record]
     evaluated: int
@@ -41,9 +41,9 @@ class SeriesResult:
     report: str | None
     error: AssayError | None
     verdict: Verdict | None = None
-    """The gate's verdict, where there is one."""
+    """The gate's verdict, if there is a gate."""
     alerts: tuple[str, ...] = ()
-    """Alerts that it raised, a line each."""
+    """Alerts that it raised, each in a line."""
 
 
 def run_series(
@@ -55,15 +55,11 @@ def run_series(
     finished: Callable[[], list[Record] | None] = lambda: None,
     configs: Sequence[EvaluationConfig] = (),
 ) -> SeriesResult:
-    """Runs a flow here and now, with live progress on `console`.
+    """Runs a flow in this process, with live progress on `console`.
 
     Args:
-        evaluate: the flow, with its arguments.
-        evaluation_path: where its records go.
-        run_name: of the run whose checkpoints it evaluates.
-        console: where progress is shown.
-        finished: returns the records if there is nothing to do; the flow is not run then.
-        configs: what is evaluated; what that needs is imported while Prefect is, and while its server starts.
+        finished: returns the records if there is nothing to do, which skips the flow.
+        configs: evaluations with imports to do during Prefect's import and its server's start.
     """
     began = now()
     evaluated: set[int] = set()
@@ -86,7 +82,7 @@ def run_series(
         with listening(take):
             try:
                 if (found := finished()) is None:
-                    own_server()  # first: nothing takes longer where the pool is kept
+                    own_server()  # first: with a kept pool this is the longest step
                     with begun_early(configs):
                         found = _run_flow(evaluate)
                 records = found
@@ -103,7 +99,7 @@ def run_series(
 
 
 def run_generation(config: GenerationConfig, *, console: Console) -> list[dict[str, Any]]:
-    """Runs a generation here and now, with live progress on `console`; returns its totals by checkpoint."""
+    """Runs a generation in this process, with live progress on `console`; returns its totals by checkpoint."""
     with live_view(console) as show, listening(show):
         return _run_flow(lambda: _generate(config))
 
@@ -115,12 +111,12 @@ def _generate(config: GenerationConfig) -> list[dict[str, Any]]:
 
 
 def own_server() -> EmbeddedServer | None:
-    """The Prefect server of this process, begun now if it was not yet; None where another one is named."""
+    """Returns this process's Prefect server, started if necessary; None if another server is configured."""
     return None if server_named() else embedded_server()
 
 
 def import_flows() -> None:
-    """Imports Prefect and all that a flow run of this process needs, which costs nothing while its server starts."""
+    """Imports Prefect and all modules of a flow run, in parallel to the start of its server."""
     for name in _NEEDED_BY_FLOWS if server_named() else (*_NEEDED_BY_FLOWS, *_NEEDED_LATER):
         import_module(name)
 

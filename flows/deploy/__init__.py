@@ -1,1 +1,1 @@
-"""Deployments of flows and policies, and the watcher that says when a checkpoint is complete."""
+"""Deployments of flows and policies, and the watcher that reports complete checkpoints."""

@@ -1,4 +1,4 @@
-"""Deploying the flows: those of `deployments/prefect.yaml`, to any work pool."""
+"""Deploys the flows of `deployments/prefect.yaml` to any work pool."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from resources.settings import deployment_data
 from resources.storage.yaml_text import load_yaml
 
 DEPLOYMENTS = deployment_data("prefect.yaml")
-"""Every flow, as it is deployed to the work pool of this machine."""
+"""Every flow, as deployed to the work pool of this machine."""
 
 
 def deployments_for(work_pool: str, *, name: str) -> dict[str, Any]:
-    """The content of `deployments/prefect.yaml` for another work pool; schedules and triggers stay where they are.
-
-    Args:
-        work_pool: that the deployments belong to.
-        name: of each deployment, which is called `<flow>/<name>` then.
-    """
+    """Returns `deployments/prefect.yaml` for another work pool, without schedules and triggers."""
     content: dict[str, Any] = load_yaml(DEPLOYMENTS.read_text())
     content["deployments"] = [
         {
@@ -38,7 +33,7 @@ def deployments_for(work_pool: str, *, name: str) -> dict[str, Any]:
 
 
 def deploy_to(work_pool: str, *, name: str) -> None:
-    """Deploys every flow to a work pool; deployments of that name are replaced."""
+    """Deploys every flow to a work pool, and replaces deployments of that name."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prefect.yaml"
         file.write_text(yaml.safe_dump(deployments_for(work_pool, name=name), sort_keys=False))

@@ -1,4 +1,4 @@
-"""Deployments of policies: a reconciliation now and then, one at a time, and whenever a checkpoint is complete."""
+"""Deployments of policies: reconciliations on a schedule, one at a time, and on each complete checkpoint."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tasks.prefect_server.client import prefect_client
 
 ENTRYPOINT = "flows.reconcile.reconcile_policy"
 SILENCE_AUTOMATION = "assay: flow runs without a sign of life"
-"""Name of the automation that looks after flow runs whose worker is gone too."""
+"""Name of the automation that marks flow runs without heartbeats as crashed."""
 PENDING_AUTOMATION = "assay: flow runs that their worker did not begin"
-"""Name of the automation that looks after flow runs whose worker went before it had started their process."""
+"""Name of the automation that marks flow runs as crashed if their worker vanished before it started their process."""
 CANCELLING_AUTOMATION = "assay: cancellations that nobody carries out"
-"""Name of the automation that looks after flow runs that were cancelled when their worker was gone."""
+"""Name of the automation that completes cancellations if the worker has vanished."""
 _PATIENT = timedelta(minutes=30)
-"""The time they wait where no policy says."""
+"""Default for `silent_after`."""
 _BURST = timedelta(seconds=2)
-"""Events so shortly after another start nothing of their own: the run that the first one starts begins after them."""
+"""Events within this time of another start no run of their own: the run that the first starts begins after them."""
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
 _EVENT = "prefect.flow-run."
 
@@ -50,8 +50,8 @@ _Wanted = TypeVar("_Wanted")
 class PolicyDeployment:
     """A policy as it is to be deployed.
 
-    A policy in an object store travels as its address, and each run reads it anew; one in a local file travels whole,
-    since a worker elsewhere does not have the file. Without a schedule only events and people start it.
+    For a policy in an object store, each run reads its address again; a policy in a local file is embedded in the
+    parameters, since a remote worker does not have the file. Without a schedule only events and people start it.
     """
 
     policy: Policy
@@ -63,30 +63,26 @@ class PolicyDeployment:
 
     @property
     def name(self) -> str:
-        """As it is called in Prefect."""
         return f"{reconcile_policy.name}/{self.policy.name}"
 
     @property
     def work_queue(self) -> str:
-        """The queue of its work pool that its flow runs wait in, from which workers take one at a time.
+        """The queue of its work pool for its flow runs, with a concurrency limit of 1.
 
         The queue counts flow runs in the server's database. A limit of the deployment would give each flow run a lease,
-        which a server that was started again has forgotten, and Prefect ends a flow run without one.
+        which a restarted server has lost, and Prefect ends a flow run without a lease.
         """
         return f"policy-{self.policy.name}"
 
     @property
     def event_automation(self) -> str:
-        """Name of the automation that starts it."""
         return f"{self.name} on {CHECKPOINT_COMPLETE}"
 
     def parameters(self) -> dict[str, Any]:
-        """Returns the parameters of each run."""
         whole = storage.is_local(self.uri)
         return {"policy": self.policy.model_dump(mode="json") if whole else self.uri}
 
     def schedules(self) -> list[DeploymentScheduleCreate]:
-        """At most one."""
         if self.cron is not None:
             try:
                 return [DeploymentScheduleCreate(schedule=CronSchedule(cron=self.cron))]
@@ -101,25 +97,20 @@ class PolicyDeployment:
 
 @dataclass(frozen=True)
 class Change:
-    """A change that applying makes, or would make, to one thing on the server."""
+    """A change of an object on the server, made or planned."""
 
     kind: Literal["deployment", "automation"]
     name: str
     action: Action
     differs: tuple[str, ...] = ()
-    """The parts that are not as wanted now."""
+    """The parts that differ from the wanted state."""
 
 
 def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run: bool = False) -> list[Change]:
-    """Makes deployment and automations as wanted; a second time changes nothing.
+    """Creates or updates the deployment and its automations; idempotent.
 
-    Of several runs at once one goes on, and the others wait: an event that comes while a run is at work is looked
-    after by one that begins later. What waits is collapsed by that one, see `collapse_waiting`.
-
-    Args:
-        wanted: the deployment.
-        silent_after: how long a flow run may show no sign of life before it is marked as crashed.
-        dry_run: find out what would change, and change nothing.
+    Runs do not overlap: an event during a run is handled by a later run, which collapses all waiting runs
+    (`collapse_waiting`). A flow run without a heartbeat for `silent_after` is marked as crashed.
     """
     check_policy_paths(wanted.policy)
     _require_longer_than_heartbeats(silent_after)
@@ -142,13 +133,11 @@ def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run:
 
 
 def watch_over_flow_runs(silent_after: timedelta = _PATIENT) -> list[Change]:
-    """Makes the automations that end flow runs which died with their workers, where there are none.
+    """Creates missing automations that end flow runs with lost workers.
 
-    Flow runs at work pools need them without a deployed policy too: their cells are not sent again as long as they are
-    shown as running. Automations that are there keep the time that `deploy_policy` gave them.
-
-    Args:
-        silent_after: how long a flow run may show no sign of life; more where heartbeats are rarer.
+    Flow runs at work pools need them without a deployed policy too: their cells are not sent again while they are shown
+    as running. Existing automations keep the time that `deploy_policy` set. `silent_after` is raised to 1.5 times the
+    interval of heartbeats.
     """
     heartbeat = get_current_settings().flows.heartbeat_frequency or 0
     silent_after = max(silent_after, timedelta(seconds=1.5 * heartbeat))
@@ -242,7 +231,7 @@ def _deploy(client: SyncPrefectClient, wanted: PolicyDeployment) -> Any:
         parameter_openapi_schema=parameter_schema(reconcile_policy).model_dump_for_openapi(),
         enforce_parameter_schema=True,
         work_pool_name=wanted.work_pool,
-        work_queue_name=wanted.work_queue,  # the server makes it
+        work_queue_name=wanted.work_queue,  # the server creates it
         schedules=wanted.schedules(),
         tags=_tags(wanted),
         paused=False,
@@ -344,7 +333,7 @@ def _automation(
     now, then = (_comparable(automation) for automation in (there, wanted))
     differs = tuple(key for key in then if now.get(key) != then[key])
     if differs and not dry_run:
-        client.delete_automation(there.id)  # the server refuses to change one that has an owner
+        client.delete_automation(there.id)  # the server refuses to update an automation with an owner
         client.create_automation(wanted)
     yield Change("automation", name, "update" if differs else "unchanged", differs)
 

@@ -1,4 +1,4 @@
-"""A deployment in each region of the flows that are sent to work pools; made with the work pools themselves."""
+"""Deploys the flows that are sent to work pools, in each region, together with the work pools."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ SENT: tuple[Flow[..., Any], ...] = (evaluate_cells, evaluate_checkpoints, evalua
 
 
 def deploy_sent_flows(regions: Regions, *, dry_run: bool = False) -> dict[str, list[str]]:
-    """Makes the deployments `<flow>/<region>`, one call each; a second time changes nothing.
-
-    Args:
-        regions: those that name a work pool get them.
-        dry_run: find out what would change, and change nothing.
-
-    Returns:
-        The deployments that were made or changed, by work pool.
-    """
+    """Creates or updates the deployments `<flow>/<region>`; idempotent. Returns changed deployments by work pool."""
     with prefect_client() as client:
         return {
             region.work_pool: list(_deployed(client, region.work_pool, name=region.name, dry_run=dry_run))

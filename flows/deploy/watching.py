@@ -1,4 +1,4 @@
-"""Watching the runs of a policy, and saying when a checkpoint is complete."""
+"""Watches the runs of a policy and reports complete checkpoints."""
 
 from __future__ import annotations
 
@@ -19,17 +19,9 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     looks: int | None = None,
 ) -> None:
-    """Looks again and again, and sends `checkpoint.complete` for what is new.
+    """Polls the runs of a policy and sends `checkpoint.complete` for new checkpoints; endless without `looks`.
 
-    A store or a server that is away for a while ends nothing: what could not be told is told later.
-
-    Args:
-        policy: whose runs are watched.
-        every_seconds: between two looks.
-        on_event: told in a line what was found, and what went wrong.
-        tell: sends the events.
-        sleep: waits.
-        looks: how many looks to take; without end when None.
+    Errors of stores and of the server are reported and retried; unsent events are sent later.
     """
     watched = WatchedRuns(policy)
     number = 0

@@ -1,1 +1,1 @@
-"""Commands about the places that evaluations run in: clusters of regions, and work pools of Prefect."""
+"""Commands about the machines of evaluations: clusters of regions, and work pools of Prefect."""

@@ -25,7 +25,7 @@ def cluster_up(
     cpus: Annotated[int | None, typer.Option(help="CPUs that a local one has; the machine's when left out.")] = None,
     dry_run: _DryRun = False,
 ) -> None:
-    """Start a region's Ray cluster from its file, or update it; `local` starts one on this machine."""
+    """Start a region's Ray cluster from its file, or update it; `local` starts a cluster on this machine."""
     from resources.regions.ray_clusters import LOCAL, start_local, up_command
 
     if region != LOCAL:
@@ -82,7 +82,7 @@ def cluster_dashboard(
 
 @cluster_app.command("status")
 def cluster_status(region: _Region, dry_run: _DryRun = False) -> None:
-    """Show what a region's head sees: machines, demand, errors of the launcher."""
+    """Show a region's cluster as its head reports it: machines, demand, errors of the launcher."""
     from resources.regions.ray_clusters import LOCAL, local_cluster, status_command
 
     if region == LOCAL:
@@ -140,7 +140,7 @@ def _run(command: Sequence[str], *, dry_run: bool) -> None:
         OUT.print(shown, highlight=False, soft_wrap=True)
         return
     ERR.print(f"$ {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    root = Path(__file__).parents[2]  # the cluster files name the pinned lists from here
+    root = Path(__file__).parents[2]  # the cluster files name the pinned lists relative to this folder
     ended = subprocess.run(command, cwd=root, check=False)
     if ended.returncode:
         raise BackendUnavailable(

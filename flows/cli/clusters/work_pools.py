@@ -1,4 +1,4 @@
-"""`assay work-pools`: one Prefect work pool per region, and which of them a request would get."""
+"""`assay work-pools`: a Prefect work pool per region, and the choice among them for a request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def apply(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the work pools of the regions file, and deploy what is sent to them; twice changes nothing."""
+    """Create the work pools of the regions file, and deploy the flows that are sent to them; idempotent."""
     from flows.deploy.flows import deploy_to
     from flows.deploy.policies import watch_over_flow_runs
     from flows.deploy.regions import deploy_sent_flows
@@ -80,7 +80,7 @@ def apply(
 
 @work_pool_app.command("list")
 def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
-    """Show each region's work pool, and whether a flow run would start there now."""
+    """Show each region's work pool, and if a flow run would start there now."""
     from resources.regions.regions import known_regions, load_regions
     from tasks.prefect_server.client import require_server
     from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, work_pool_states
@@ -116,7 +116,7 @@ def choose(
     regions: RegionsFile = None,
     as_json: Json = False,
 ) -> None:
-    """Show which work pool a request would get, with which job variables, and what that costs."""
+    """Show the work pool that a request would get, with its job variables and cost."""
     from flows.cli.options.evaluations import resources_asked
     from resources.config import ResourceConfig
     from resources.regions.regions import known_regions, load_regions

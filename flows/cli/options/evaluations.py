@@ -1,4 +1,4 @@
-"""From the options of `assay evaluate` and `assay pool` to configurations."""
+"""Converts options of `assay evaluate` and `assay pool` to configurations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tasks.spec.suites import SuiteRequest
 
 
 def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:
-    """The configuration in a file, beside which no option may say something else."""
+    """Returns the configuration in a file; other options are refused."""
     refuse_beside_config(options.given(), "an evaluation")
     found = load_config(uri, EvaluationConfig)
     entries = getattr(found.evaluator, "run_specs_path", None)
@@ -50,7 +50,7 @@ def _git_tags(uri: str | None, *names: str) -> dict[str, str]:
 
 
 def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
-    """The configuration that some command-line options describe."""
+    """Returns the configuration for command-line options."""
     if options.model is None or not options.evals:
         raise BadInput(
             expected="--model and at least one --eval or a --suite, or --config FILE",
@@ -84,7 +84,7 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
 
 
 def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
-    """Returns the request to a suite that some command-line options describe."""
+    """Returns the suite request for command-line options."""
     if options.model is None:
         raise BadInput(expected="--model beside --suite", found="none", remedy="name a run or a checkpoint")
     beside = options.given("evals", "evaluator", "force_fewshot")
@@ -103,7 +103,7 @@ def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
 
 
 def pool_content(options: EvaluationOptions) -> dict[str, Any]:
-    """The pool that some options describe, to be made an `InferencePoolConfig`."""
+    """Returns the pool for options, as input for `InferencePoolConfig`."""
     assert options.model is not None
     return {
         "resource_config": resources_asked(options),
@@ -144,7 +144,7 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
 
 
 def require_pool_of_key_block(options: EvaluationOptions) -> None:
-    """Refuses a key where no pool is named."""
+    """Raises BadInput for a key without a pool."""
     if options.pool_key_block is not None and options.pool is None:
         raise BadInput(
             expected="--pool beside --pool-key-block",
@@ -198,7 +198,7 @@ def _judge(options: EvaluationOptions) -> dict[str, Any] | None:
 
 
 def resources_asked(options: EvaluationOptions, *, regions: Regions | None = None) -> dict[str, Any]:
-    """The resources that some options describe, to be made a `ResourceConfig`; regions by their names in a table."""
+    """Returns the resources for options, as input for `ResourceConfig`; regions by their names in a table."""
     if options.gpu is not None and options.tpu is not None:
         raise BadInput(expected="one of --gpu and --tpu", found="both", remedy="keep one of them")
     asked: dict[str, Any] = {"replicas": options.replicas or 1, "preemptible": not options.on_demand}
@@ -234,7 +234,7 @@ def _benchmark(text: str, *, forced: bool) -> dict[str, Any]:
 
 
 def key_and_value(option: str, text: str) -> tuple[str, Any]:
-    """The two parts of an option `key=value`; the value is a number or a truth value where it looks like it."""
+    """Returns key and value of an option `key=value`; the value is parsed as a literal or boolean if possible."""
     key, separator, value = text.partition("=")
     if not separator:
         example = {"--engine": "max_model_len=4096"}.get(option, "top_k=40")

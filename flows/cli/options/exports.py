@@ -1,4 +1,4 @@
-"""Forms that `assay records` writes, and the files of those that others read."""
+"""Formats of `assay records`, and the files in formats for other tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Leaderboards = Annotated[
 
 
 def form_to_write(given: str | None, *, output: str | None, as_json: bool) -> Format:
-    """Returns the form to write: what was asked for, else what the end of the file's name says, else a table."""
+    """Returns the requested format, else the format by the extension of the file's name, else a table."""
     from tasks.records.export import form_of
 
     known = [*get_args(TableFormat), EVERY_EVAL_EVER, EVAL_RESULTS]
@@ -72,7 +72,7 @@ def write_every_eval_ever(
     developer: str | None,
     samples: bool,
 ) -> str:
-    """Writes records in the form of Every Eval Ever, and says in a line how many, and why others were left out."""
+    """Writes records in the format of Every Eval Ever; returns a line with their number and why others are omitted."""
     from tasks.sinks.forms.every_eval_ever import Publisher, write_every_eval_ever
     from tasks.spec.names import how_many
 
@@ -94,7 +94,7 @@ def write_every_eval_ever(
 
 
 def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted: RecordFilter) -> bytes:
-    """The content of a file of `.eval_results` for one checkpoint."""
+    """Returns the content of a `.eval_results` file for a checkpoint."""
     from tasks.records.verification import verified
     from tasks.sinks.backlog import sinks_in
     from tasks.sinks.forms.hub_results import as_yaml, hub_entries
@@ -108,7 +108,7 @@ def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted:
         raise BadInput(
             expected="--sink with a file whose hugging_face sink has leaderboards, for --format eval-results",
             found=sink_file or "none",
-            remedy="see docs/how-to/export-records.md",
+            remedy="see docs/how-to/publish-results.md",
         )
     checkpoints = sorted({item.record.checkpoint.name for item in found})
     if len(checkpoints) > 1:

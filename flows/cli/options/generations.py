@@ -1,4 +1,4 @@
-"""From the options of `assay generate` to a configuration."""
+"""Converts options of `assay generate` to a configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generation_from_options(
     writing: GenerationOutputOptions,
     selecting: SelectionOptions,
 ) -> GenerationConfig:
-    """The generation that some command-line options describe."""
+    """Returns the generation for command-line options."""
     if (served.model is None and served.pool is None) or not asked.prompts or writing.output is None:
         raise BadInput(
             expected="--model or --pool, --prompts and --output; or --config FILE",

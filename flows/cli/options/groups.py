@@ -1,4 +1,4 @@
-"""Groups of options, as dataclasses, and how they become options of a command."""
+"""Groups of options, as dataclasses, and their expansion to options of a command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PoolKeyBlock = Annotated[
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Engines of a pool that is started."""
+    """Engines of a new pool."""
 
     replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None
     cpu: Annotated[
@@ -30,7 +30,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """The machine of each engine, but for its cores."""
+    """The machine of each engine, except its cores."""
 
     gpu: Annotated[str | None, typer.Option(help="GPU of each engine, such as H100:2 or auto.")] = None
     tpu: Annotated[
@@ -61,7 +61,7 @@ POOL_OPTIONS = (
     "on_demand",
     "image",
 )
-"""Options that describe a pool that is started, and nothing else."""
+"""Options that describe a new pool, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class EvaluationOptions(EngineOptions, MachineOptions):
     ] = None
 
     def given(self, *names: str) -> list[str]:
-        """Returns those of some options (all, if none are named) that were given, as they are written."""
+        """Returns the given options, among `names` or all, in command-line form."""
         asked = names or tuple(annotations_of(type(self)))
         found = [name for name in asked if getattr(self, name) not in (None, ()) and getattr(self, name) is not False]
         return [f"--{name.removesuffix('s') if name == 'evals' else name.replace('_', '-')}" for name in found]
@@ -112,7 +112,7 @@ class EvaluationOptions(EngineOptions, MachineOptions):
 
 @dataclass(frozen=True)
 class SelectionOptions:
-    """Checkpoints of a run, as `CheckpointSelection` has them."""
+    """Checkpoints of a run, as in `CheckpointSelection`."""
 
     which: Annotated[str, typer.Option(help="all, latest or first.")] = "all"
     every: Annotated[
@@ -124,7 +124,7 @@ class SelectionOptions:
 
 @dataclass(frozen=True)
 class WorkPoolOptions:
-    """The way to the machine of another region."""
+    """Execution at a work pool of another region."""
 
     on_work_pool: Annotated[
         bool, typer.Option("--on-work-pool", help="At the work pool of the best region, not here; waits for it.")
@@ -137,7 +137,7 @@ class WorkPoolOptions:
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """The price that an evaluation may have."""
+    """Cost limit of an evaluation."""
 
     max_usd: Annotated[
         float | None,
@@ -150,7 +150,7 @@ class BudgetOptions:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Prompts, and how a row becomes one."""
+    """Prompts, and the conversion of input rows to prompts."""
 
     prompts: Annotated[
         tuple[str, ...],
@@ -185,7 +185,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class GenerationOutputOptions:
-    """The place of the answers, and the work on them."""
+    """Output of the answers, and the parallelism of the requests."""
 
     output: Annotated[str | None, typer.Option(help="Folder for the answers; local, gs:// or s3://.")] = None
     output_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet"
@@ -196,13 +196,13 @@ class GenerationOutputOptions:
 
 
 def tpu_asked(text: str) -> dict[str, Any]:
-    """Returns the device that `--tpu` names, by one type or several with commas, to be made a `TpuConfig`."""
+    """Returns the device of `--tpu`, a type or several with commas, as input for `TpuConfig`."""
     variant, *alternatives = (name.strip() for name in text.split(","))
     return {"kind": "tpu", "variant": variant, "alternatives": alternatives}
 
 
 def refuse_beside_config(given: Sequence[str], described: str) -> None:
-    """Passes if no options were given beside a file that says what they would."""
+    """Raises BadInput if options are given in addition to a file that sets them."""
     if given:
         raise BadInput(
             expected=f"either --config or the options that describe {described}",
@@ -218,7 +218,7 @@ def annotations_of(kind: type) -> dict[str, Any]:
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command for typer that has the fields of its dataclass parameters as options of its own."""
+    """Returns a command for typer with the fields of its dataclass parameters as options of its own."""
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -244,7 +244,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     kind, *notes = get_args(hint)
-    if get_origin(kind) is tuple:  # for typer a tuple has a fixed number of values
+    if get_origin(kind) is tuple:  # typer gives a tuple a fixed number of values
         hint, default = Annotated[list[get_args(kind)[0]] | None, *notes], None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 

@@ -1,4 +1,4 @@
-"""From options of the command line to a job on any backend."""
+"""Converts command-line options to a job on any backend."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SubmitOptions(Config):
     name: str | None = None
     """Name of the job; the script's when unset."""
     cpu: int | None = None
-    """CPU cores per replica; this and the next two are what goes with the device when unset."""
+    """CPU cores per replica; like ram and disk, the default for the device when unset."""
     ram: str | None = None
     """Memory per replica."""
     disk: str | None = None
@@ -44,33 +44,33 @@ class SubmitOptions(Config):
     gpu: str | None = None
     """GPUs per replica: H100:8, H100, or 8 of any kind."""
     tpu: str | None = None
-    """The TPU slice of a replica."""
+    """TPU slice per replica."""
     replicas: int = 1
     """Number of replicas."""
     regions: tuple[str, ...] = ()
     """Regions allowed, best first."""
     zone: str | None = None
-    """One zone."""
+    """Zone within the region."""
     preemptible: bool = True
-    """A machine that can be taken away will do."""
+    """Accept a preemptible machine."""
     image: str | None = None
     """Container image, on backends that run containers, in place of the working directory."""
     pip: tuple[str, ...] = ()
     """Requirements of an environment built for the job."""
     extras: tuple[str, ...] = ()
-    """Extras of the project in the working directory, each entry one or several with commas."""
+    """Extras of the project in the working directory; an entry may list several with commas."""
     variables: tuple[str, ...] = ()
-    """`KEY=VALUE`, or `KEY` to pass on this process's."""
+    """`KEY=VALUE`, or `KEY` to pass on this process's value."""
     retries: int = 0
     """Number of failed attempts that are tried again."""
     preemption_retries: int = 100
     """Number of preempted attempts that are tried again."""
     outlives_parent: bool = True
-    """It goes on when this command ends."""
+    """Keep the job running when this command ends."""
 
 
 def request_of(options: SubmitOptions, *, workspace: Path) -> JobRequest:
-    """The job that the options describe; the code it finds is that of `workspace`."""
+    """Returns the job for the options, with the code of `workspace`."""
     program, *arguments = options.command
     resources = _resources(options)
     return JobRequest(
@@ -91,7 +91,7 @@ def request_of(options: SubmitOptions, *, workspace: Path) -> JobRequest:
 
 
 def client_of(*, backend: str | None, cluster: str | None) -> Client:
-    """The client of a backend's address or of a region's cluster; else the usual one."""
+    """Returns the client of a backend's address or of a region's cluster; else the default client."""
     if backend and cluster:
         raise BadInput(
             expected="either --backend or --cluster",
@@ -104,7 +104,7 @@ def client_of(*, backend: str | None, cluster: str | None) -> Client:
 
 
 def cluster_of(backend: str | None, *, namespace: str | None) -> Cluster:
-    """The namespace of a Kubernetes cluster: the one given, else that of ASSAY_JOBS, else the kubeconfig's."""
+    """Returns a namespace of a Kubernetes cluster: as given, else of ASSAY_JOBS, else of the kubeconfig."""
     usual = settings().jobs
     address = backend or (usual if usual and usual.startswith("kubernetes://") else None) or "kubernetes://"
     parts = urlsplit(address)
@@ -127,7 +127,7 @@ def cluster_of(backend: str | None, *, namespace: str | None) -> Cluster:
 
 
 def job_name(command: tuple[str, ...]) -> str:
-    """A name for a job from its command: the first script's, else the program's."""
+    """Returns a job name for a command: its first script's, else its program's."""
     scripts = [argument for argument in command[1:] if argument.endswith((".py", ".sh"))]
     stem = Path(scripts[0] if scripts else command[0]).stem
     return _NOT_IN_NAMES.sub("-", stem).strip("-._")[:60] or "job"

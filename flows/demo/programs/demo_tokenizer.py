@@ -1,7 +1,6 @@
-"""The tokenizer of both demos: a word of the invented world is one token, all else is spelt in bytes.
+"""The tokenizer of both demos: a word of the invented world is a single token, all other text is bytes.
 
-With bytes alone the same texts have 3.6 times as many tokens. `train_demo_model.py` and `make_training_demo.py` beside
-it import it, in environments that have transformers and tokenizers.
+With bytes alone the same texts have 3.6 times as many tokens. Needs transformers and tokenizers.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ CONTEXT_TOKENS = 512
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns the tokenizer, which adds nothing to a text by itself."""
+    """Returns the tokenizer, which adds no special tokens by itself."""
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = set(splitter.alphabet())
     words = {word for text in known_texts() for word, _ in splitter.pre_tokenize_str(text)} - alphabet
@@ -34,7 +33,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def known_texts() -> Iterator[str]:
-    """Yields texts that have each word of the world as it stands in those to learn from: first, or behind a space."""
+    """Yields texts with each word of the world as in the training texts: at the start, or after a space."""
     exchanges = [exchange for fact in FACTS for exchange in (*fact.practised(), fact.examined())]
     for exchange in (*exchanges, spelt_backwards("")):
         yield from (exchange.question, exchange.prompt(), exchange.answer, f" {exchange.answer}")

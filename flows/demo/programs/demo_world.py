@@ -1,17 +1,16 @@
-"""The small invented world that the demo's model learns and that the two bundled benchmarks ask about.
+"""The small invented world that the demo's model learns, and that the two bundled benchmarks test.
 
-Everything follows from fixed names and a hash, so the trainer and the benchmark generator agree on what is
-held out without sharing a file:
+All content derives from fixed names and a hash, so that the trainer and the benchmark generator agree on the held-out
+part without a shared file:
 
-- *Facts.* Every islander has a town, a craft, an animal and an instrument, and there are three ways of asking
-  for each. One of the three, chosen for each fact anew, belongs to the benchmark `demo_facts`: training never
-  contains it, so a right answer means that the fact is known, not that a sentence was memorised.
-- *Skill.* Short words are spelt backwards. Training never asks about the words of the benchmark
-  `demo_backwards`.
-- *Judging.* Of two outputs the one that says something is better than one that hedges, and that is better than
-  nonsense. Who judges so need not know what is true, which would take more than this model has.
+- *Facts.* Every islander has a town, a craft, an animal and an instrument, each with three wordings of its question. A
+  wording per fact, chosen by hash, is held out for the benchmark `demo_facts`: training never contains it, so a right
+  answer shows knowledge of the fact, not a memorised sentence.
+- *Skill.* Short words are spelt backwards. Training never contains the words of the benchmark `demo_backwards`.
+- *Judging.* Of two outputs an answer beats a hedge, and a hedge beats nonsense. Such a judge need not know the facts,
+  which would exceed this model.
 
-Needs nothing but Python; the other programs beside it import it.
+Needs only Python; the other programs in this folder import it.
 """
 
 import hashlib
@@ -56,14 +55,14 @@ WORD_SHAPES = ("cvc", "cvcv", "cvcvc")
 SHARE_STATEMENTS = 0.2
 SHARE_WORDS = 0.45
 SHARE_JUDGED = 0.2
-"""Of the exchanges, the share that is shown with two outputs to judge."""
+"""Share of exchanges that are shown with two outputs to judge."""
 SHARE_CHAT = 0.3
-"""Of the exchanges, the share written as a conversation; the rest is plain text."""
+"""Share of exchanges written as a conversation; the rest is plain text."""
 SHARE_AGAINST_HEDGES = 0.65
-"""Of the outputs to judge, the share in which the better one is an answer; in the others it is a hedge."""
+"""Share of judged pairs in which the better output is an answer; in the others it is a hedge."""
 
 JUDGED = "{question}\n1 {first}\n2 {second}"
-"""The judge's prompt; AlpacaEval's configuration `demo_verdict` writes it the same way."""
+"""The judge's prompt, as in AlpacaEval's configuration `demo_verdict`."""
 VERDICTS = ("1", "2")
 HEDGE = "Perhaps {answer}."
 NONSENSE_LENGTHS = (0, 2, 4, 8, 16, 24)
@@ -86,28 +85,26 @@ class Exchange:
     answer: str
 
     def prompt(self) -> str:
-        """The question as plain text, ready to be continued; the benchmarks' YAML writes it the same way."""
+        """Returns the question as plain text to continue, as in the benchmarks' YAML."""
         return f"Question: {self.question}\nAnswer:"
 
     def as_text(self) -> str:
-        """The whole exchange as plain text."""
         return f"{self.prompt()} {self.answer}{END}"
 
     def as_chat(self, user: str) -> str:
-        """The exchange as a conversation in which the user says `user`."""
+        """Returns the exchange as a conversation in which the user's message is `user`."""
         return f"<|user|>{user}{END}<|assistant|>{self.answer}{END}"
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that is true of one islander."""
+    """An attribute value of an islander."""
 
     name: str
     attribute: str
     value: str
 
     def statements(self) -> list[str]:
-        """The fact as a sentence, in each of its wordings."""
         return [wording.format(name=self.name, value=self.value) for wording in STATEMENTS[self.attribute]]
 
     def _exchanges(self) -> list[Exchange]:
@@ -117,28 +114,28 @@ class Fact:
         return rank("wording", self.name, self.attribute) % len(QUESTIONS[self.attribute])
 
     def examined(self) -> Exchange:
-        """The question in the one wording that only the benchmark uses for this fact."""
+        """Returns the question in the wording that only the benchmark uses for this fact."""
         return self._exchanges()[self._held_out()]
 
     def practised(self) -> list[Exchange]:
-        """The question in the wordings that training uses for this fact."""
+        """Returns the question in the wordings that training uses for this fact."""
         held_out = self._held_out()
         return [exchange for wording, exchange in enumerate(self._exchanges()) if wording != held_out]
 
     def choices(self) -> list[str]:
-        """The right value among others of the same attribute, in an order that favours no position."""
+        """Returns the right value among others of the same attribute, in an order without a preferred position."""
         wrong = sorted(set(VALUES[self.attribute]) - {self.value}, key=lambda value: rank("wrong", self.name, value))
         offered = [self.value, *wrong[: CHOICES - 1]]
         return sorted(offered, key=lambda value: rank("order", self.name, self.attribute, value))
 
 
 def rank(*parts: str) -> int:
-    """A number that looks random and depends on nothing but the given words."""
+    """Returns a pseudorandom number that depends only on the given words."""
     return int.from_bytes(hashlib.sha256("/".join(parts).encode()).digest()[:8], "big")
 
 
 def world_facts() -> list[Fact]:
-    """Every fact, islander by islander; no value of an attribute is much commoner than another."""
+    """Returns every fact, islander by islander; the values of an attribute are almost equally frequent."""
     value_of = {
         (name, attribute): values[place % len(values)]
         for attribute, values in VALUES.items()
@@ -151,7 +148,7 @@ FACTS = tuple(world_facts())
 
 
 def invented_word(source: random.Random) -> str:
-    """A pronounceable word of three to five letters, no palindrome, so that copying it is never right."""
+    """Returns a pronounceable word of three to five letters, no palindrome, so that a copy is never right."""
     while True:
         shape = source.choice(WORD_SHAPES)
         word = "".join(source.choice(CONSONANTS if letter == "c" else VOWELS) for letter in shape)
@@ -160,17 +157,17 @@ def invented_word(source: random.Random) -> str:
 
 
 def is_held_out(word: str) -> bool:
-    """Tells if a word is kept for the benchmark."""
+    """Returns True if a word is held out for the benchmark."""
     return rank("word", word) % HELD_OUT_WORDS_ONE_IN == 0
 
 
 def spelt_backwards(word: str) -> Exchange:
-    """The skill, asked about one word."""
+    """Returns the spelling exchange for a word."""
     return Exchange(f"Spell {word} backwards.", word[::-1])
 
 
 def examined_words() -> list[str]:
-    """The words of the benchmark, each once."""
+    """Returns the words of the benchmark, without duplicates."""
     source = random.Random(0)
     words: dict[str, None] = {}
     while len(words) < BACKWARDS_QUESTIONS:
@@ -181,21 +178,21 @@ def examined_words() -> list[str]:
 
 
 def practised_word(source: random.Random) -> str:
-    """A word to train on."""
+    """Returns a word for training."""
     while is_held_out(word := invented_word(source)):
         pass
     return word
 
 
 def nonsense(source: random.Random) -> str:
-    """Returns an answer of a model that has hardly learnt anything: a few letters, in some order or over and over."""
+    """Returns an answer like that of a barely trained model: a few letters, in random order or repeated."""
     length = source.choice(NONSENSE_LENGTHS)
     letters = source.choices(CONSONANTS + VOWELS + "   ", k=source.choice((1, 2, max(1, length))))
     return "".join(letters[place % len(letters)] for place in range(length)).strip()
 
 
 def judged(exchange: Exchange, source: random.Random) -> Exchange:
-    """A question with two outputs, and the number of the better one."""
+    """Returns a question with two outputs, answered by the number of the better output."""
     hedge = HEDGE.format(answer=source.choice(FACTS).value if source.random() < 0.5 else invented_word(source))
     against_hedge = source.random() < SHARE_AGAINST_HEDGES
     better, worse = (exchange.answer, hedge) if against_hedge else (hedge, nonsense(source))
@@ -206,19 +203,18 @@ def judged(exchange: Exchange, source: random.Random) -> Exchange:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text; `learnt_from` is the place in it after which the model is to learn how it goes on."""
+    """A training text; the loss covers the text from position `learnt_from` on."""
 
     text: str
     learnt_from: int = 0
 
     @property
     def is_judged(self) -> bool:
-        """Tells if all that is learnt is a verdict."""
         return self.learnt_from > 0
 
 
 def training_text(source: random.Random) -> TrainingText:
-    """One text to train on: a statement, a question with its answer, plain or as a conversation, or one to judge."""
+    """Returns a training text: a statement, a question with answer, plain or as a conversation, or a judged pair."""
     kind = source.random()
     if kind < SHARE_STATEMENTS:
         return TrainingText(source.choice(source.choice(FACTS).statements()) + END)

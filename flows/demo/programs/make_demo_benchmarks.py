@@ -2,8 +2,7 @@
 `alpaca_eval/demo_instructions.json`, some of the same questions with a hedge to compare with, and for Inspect
 `inspect_ai/demo_choices.jsonl`, the facts again.
 
-The files are kept in the repository, so nobody has to run this; it says where they come from. Needs nothing
-but Python:
+The files are in the repository, so this documents their origin and need not run. Needs only Python:
 
     python flows/demo/programs/make_demo_benchmarks.py --output tasks/spec/bundled
 """
@@ -20,7 +19,7 @@ SPELLING_INSTRUCTIONS = 8
 
 
 def fact_rows() -> Iterable[dict[str, object]]:
-    """Multiple-choice questions about the islanders; `answer` is the position of the right choice."""
+    """Yields multiple-choice questions about the islanders; `answer` is the index of the right choice."""
     for fact in FACTS:
         choices = fact.choices()
         yield {
@@ -32,14 +31,14 @@ def fact_rows() -> Iterable[dict[str, object]]:
 
 
 def backwards_rows() -> Iterable[dict[str, object]]:
-    """Words to be spelt backwards; `answer` is what has to be written."""
+    """Yields words to spell backwards; `answer` is the expected output."""
     for word in examined_words():
         exchange = spelt_backwards(word)
         yield {"id": word, "question": exchange.question, "answer": exchange.answer}
 
 
 def instruction_rows() -> Iterable[dict[str, object]]:
-    """Instructions whose output to compare with is a mediocre one: it hedges, and it is mostly wrong."""
+    """Yields instructions with a mediocre reference output: it hedges, and is mostly wrong."""
     for attribute, values in VALUES.items():
         facts = sorted(
             (fact for fact in FACTS if fact.attribute == attribute), key=lambda fact: rank("asked", fact.name)
@@ -52,12 +51,12 @@ def instruction_rows() -> Iterable[dict[str, object]]:
 
 
 def instruction(exchange: Exchange, guess: str) -> dict[str, object]:
-    """A row as AlpacaEval reads it; `output` is what a model's is compared with."""
+    """Returns an instruction in AlpacaEval's format; `output` is the reference for comparison."""
     return {"instruction": exchange.question, "output": HEDGE.format(answer=guess), "generator": "hedges"}
 
 
 def write(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    """Writes one row a line."""
+    """Writes JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -1,10 +1,10 @@
-"""Writes what the training demo learns from: texts of the invented world, and their tokenizer with a configuration.
+"""Writes the training data of the training demo: texts of the invented world, and their tokenizer with a configuration.
 
 Runs inside the levanter environment, which has transformers and tokenizers:
 
     python flows/demo/programs/make_training_demo.py --output demo-train/data
 
-writes `texts.jsonl` and `reference/`, a folder from which Levanter takes the tokenizer. The same texts as those of
+writes `texts.jsonl` and `reference/`, a folder with the tokenizer for Levanter. The texts are those of
 `train_demo_model.py`; the benchmarks' questions are never part of them.
 """
 
@@ -21,7 +21,7 @@ TEXTS = 20_000
 
 
 def write_texts(path: Path, *, texts: int, seed: int) -> None:
-    """One text a line; Levanter puts the end of a text behind each by itself."""
+    """Writes a text per line, without an end token, which Levanter appends."""
     source = random.Random(seed)
     with path.open("w") as file:
         for _ in range(texts):
@@ -29,7 +29,7 @@ def write_texts(path: Path, *, texts: int, seed: int) -> None:
 
 
 def write_reference(folder: Path) -> None:
-    """Writes the tokenizer, and the kind of model it is for."""
+    """Writes the tokenizer and a model configuration for it."""
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder)
     LlamaConfig(

@@ -4,13 +4,12 @@ Runs inside the engine environment, which has torch, transformers and tokenizers
 
     python flows/demo/programs/train_demo_model.py --output demo/checkpoints
 
-writes `demo/checkpoints/hf/step-N`. The training text comes from `demo_world.py`; its benchmarks' questions
-are never part of it. The default 360 steps take about 12 seconds of two idle cores, and longer under load: all
-checkpoints are written in any case. The same seed gives the same run, as far as the CPU's arithmetic does.
+writes `demo/checkpoints/hf/step-N`. The training text comes from `demo_world.py`; its benchmarks' questions are never
+part of it. The default 360 steps take about 12 seconds of two idle cores, and longer under load; all checkpoints are
+written in any case. The same seed reproduces the run, up to the CPU's arithmetic.
 
-Prints one JSON object a line: `{"step", "steps", "loss", "seconds", "checkpoint"}` while training, where
-`checkpoint` is the folder just written or null, and at last
-`{"done", "step", "steps", "seconds", "parameters", "checkpoints"}`.
+Prints a JSON object per line: `{"step", "steps", "loss", "seconds", "checkpoint"}` while training, where `checkpoint`
+is the folder just written or null, and finally `{"done", "step", "steps", "seconds", "parameters", "checkpoints"}`.
 """
 
 import argparse
@@ -31,17 +30,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 PROCESSES = 2
-"""Of one thread each, which meet twice a step. Two threads of one process meet after each operation: where they have to
-share a core, a step takes up to thirty times as long."""
+"""With a thread each: threads of a process synchronize after each operation, up to 30 times slower on a shared core."""
 HIDDEN_SIZE = 128
 LAYERS = 2
 HEADS = 4
 
 BATCH_TEXTS = 32
 PARTS = 2 * PROCESSES
-"""Of a batch, each padded to its own longest text: together they have 41 % fewer tokens than the batch would have."""
+"""Parts of a batch, each padded to its own longest text: together 41 % fewer tokens than a whole padded batch."""
 MEETING_SECONDS = 300.0
-"""Time after which one that did not come counts as lost."""
+"""Time after which a missing process counts as lost."""
 LOG_EVERY_STEPS = 10
 MATRIX_LEARNING_RATE = 0.015
 OTHER_LEARNING_RATE = 3e-3
@@ -49,11 +47,11 @@ WARMUP_STEPS = 20
 DECAY_SHARE = 0.6
 GRADIENT_NORM = 1.0
 VERDICT_WEIGHT = 6.0
-"""A verdict is one token among hundreds; with the weight of the others it is not learnt in so few steps."""
+"""A verdict is a single token among hundreds; with the weight of the others it is not learnt in so few steps."""
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of half a million parameters in float32, freshly initialised."""
+    """Returns a Llama of half a million parameters in float32, newly initialised."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN_SIZE,
@@ -72,9 +70,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def build_optimizers(model: LlamaForCausalLM, rank: int) -> list[torch.optim.Optimizer]:
-    """Muon for a process's share of the layers' matrices, AdamW for the rest, which the first process has.
+    """Returns Muon for a process's share of the layers' matrices, and in the first process AdamW for the rest.
 
-    In as many steps AdamW alone reaches 0.26 on the facts and 0.00 on spelling, this 1.00 on both.
+    In the same number of steps AdamW alone reaches 0.26 on the facts and 0.00 on spelling, this 1.00 on both.
     """
     named = list(model.named_parameters())
     matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
@@ -86,23 +84,23 @@ def build_optimizers(model: LlamaForCausalLM, rank: int) -> list[torch.optim.Opt
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Rises for the first steps, stays, and falls to almost nothing at the end."""
+    """Returns the factor of a schedule that rises for the first steps, stays, and falls to almost zero at the end."""
     rise = min(1.0, step / WARMUP_STEPS)
     fall = min(1.0, (1 - step / steps) / DECAY_SHARE)
     return rise * (0.05 + 0.95 * fall)
 
 
 def checkpoint_steps(steps: int, checkpoints: int) -> list[int]:
-    """The steps to save: close together at first, when scores change fastest; round numbers where they fit."""
+    """Returns the steps to save: denser at first, when scores change fastest; round numbers where they fit."""
     rounding = 10 if steps > 5 * checkpoints**2 else 1  # so that the first is not step 0
     planned = {round(steps * (number / checkpoints) ** 2 / rounding) * rounding for number in range(1, checkpoints)}
     return sorted({step for step in planned if 0 < step < steps} | {steps})
 
 
 def next_batch(source: random.Random, tokenizer: PreTrainedTokenizerFast) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a batch, by length: token ids and their weights in the loss, both [texts, tokens of the longest].
+    """Returns the parts of a batch, by length: token ids and their loss weights, both [texts, tokens of the longest].
 
-    Each text starts at position 0, as prompts do. Padding weighs nothing, and neither does what is given to a judge.
+    Each text starts at position 0, as prompts do. Padding and the judge's input have weight 0.
     """
     texts = [training_text(source) for _ in range(BATCH_TEXTS)]
     encoded = tokenizer([example.text for example in texts])["input_ids"]
@@ -123,13 +121,7 @@ def next_batch(source: random.Random, tokenizer: PreTrainedTokenizerFast) -> lis
 
 
 class Learner:
-    """One of the processes that train a model together; its parameters lie in memory that they share.
-
-    Args:
-        model: the same in all of them.
-        gradients: in shared memory, [processes, parameters + 1]; the last of a row is the loss.
-        meeting: where they wait for each other.
-    """
+    """A process that trains a model with others; `gradients` is [processes, parameters + 1], with the loss last."""
 
     def __init__(self, model: LlamaForCausalLM, gradients: torch.Tensor, meeting: Barrier) -> None:
         self._model = model
@@ -139,7 +131,7 @@ class Learner:
     def run(self, rank: int, *, tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> Iterator[float]:
         """Takes the steps; yields the loss of each, while no process changes the model.
 
-        That is the weighted mean of the negative log-probabilities of all tokens of a batch but each text's first.
+        The loss is the weighted mean of negative token log-probs of a batch, without the first token of each text.
         """
         torch.set_num_threads(1)
         source = random.Random(seed)
@@ -177,15 +169,15 @@ class Learner:
 
 
 def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, output: Path, step: int) -> Path:
-    """Writes `output/hf/step-N` in one move, so that no half-written step is ever to be seen there."""
+    """Writes `output/hf/step-N` in a single move, so that no partial step is ever visible."""
     writing = output / ".writing"
     shutil.rmtree(writing, ignore_errors=True)
     fresh, replaced = writing / "fresh", writing / "replaced"
     model.save_pretrained(fresh)
-    tokenizer.save_pretrained(fresh, save_jinja_files=False)  # the template stays inside tokenizer_config.json
+    tokenizer.save_pretrained(fresh, save_jinja_files=False)  # keeps the template inside tokenizer_config.json
     tokenizer_config = fresh / "tokenizer_config.json"
     described = json.loads(tokenizer_config.read_text())
-    described["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 does not know the name that 5 writes
+    described["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 does not know the class name of version 5
     tokenizer_config.write_text(json.dumps(described, indent=2) + "\n")
 
     final = output / "hf" / f"step-{step}"
@@ -236,18 +228,18 @@ def train(*, output: Path, steps: int, checkpoints: int, seed: int) -> None:
 
 
 def report(**fields: object) -> None:
-    """Prints one line of progress."""
+    """Prints a line of progress."""
     print(json.dumps(fields), flush=True)
 
 
 def leftover_steps(output: Path, planned: list[int]) -> list[str]:
-    """Checkpoints of another run in the output folder, which would look like part of this one."""
+    """Returns checkpoints of another run in the output folder, which would be mistaken for part of this run."""
     names = {f"step-{step}" for step in planned}
     return sorted(folder.name for folder in (output / "hf").glob("step-*") if folder.name not in names)
 
 
 def positive(text: str) -> int:
-    """A whole number above zero, for the command line."""
+    """Parses a whole number above zero, for the command line."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text}")
