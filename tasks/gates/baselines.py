@@ -41,7 +41,7 @@ class BaselineScore:
     chosen_from: int = 1
     """Number of checkpoints of which this is the best by this score."""
     note: str = ""
-    """How it was found, appended to its name."""
+    """The rule that selected it, appended to its name."""
 
     def questions(self, scores: QuestionScores) -> Composition | str:
         """Returns the score of each question, averaged over the checkpoints, or the reason that scores are unknown."""

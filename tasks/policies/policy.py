@@ -106,7 +106,7 @@ class Policy(PolicyServing):
     retries: RetryBudget = RetryBudget()
     """Retries after infrastructure failures."""
     sinks: Sinks = ()
-    """Where results are published."""
+    """Sinks that receive the results."""
     tags: tuple[str, ...] = ()
     """Tags of all records, in addition to those of suite and policy."""
     native_reference: str | None = None

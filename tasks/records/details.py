@@ -100,7 +100,7 @@ class MergedInput(Part):
 
 
 class MergeReference(Part):
-    """How a merged checkpoint was made from other checkpoints."""
+    """Method, weights and inputs of a merged checkpoint."""
 
     kind: MergeKind
     """Kind of average: mean, ema, wsm or interpolate."""
@@ -134,7 +134,7 @@ class CheckpointReference(Part):
     listing: str | None = None
     """Digest over names, sizes, and checksums or times of its files, and files that it refers to."""
     merge: MergeReference | None = None
-    """How it was made from other checkpoints; empty for a checkpoint written by training."""
+    """Its merge from other checkpoints; empty for a checkpoint written by training."""
 
 
 def cell_place(checkpoint: CheckpointReference, evaluator: str, *, evaluation_hash: str, shown: str) -> str:
@@ -219,7 +219,7 @@ def together(parts: Sequence[BenchmarkDetails]) -> BenchmarkDetails | None:
 
 
 class LogLikelihood(Part):
-    """How the choices of an evaluation were scored."""
+    """The scoring of the choices of an evaluation."""
 
     way: Literal["prefix cache", "echo"]
     """With the engine's prefix cache, or by echo: each choice with its whole prompt."""
@@ -232,7 +232,7 @@ class LogLikelihood(Part):
 
 
 class Asking(Part):
-    """How requests were built, as far as the configuration does not define it."""
+    """Construction of the requests, as far as the configuration does not define it."""
 
     seeds: dict[str, int | str] = {}
     """Seeds by their purpose, or the rule behind them."""
@@ -241,6 +241,6 @@ class Asking(Part):
     chat_template: str | None = None
     """Digest of the chat template; empty where none was used."""
     loglikelihood: LogLikelihood | None = None
-    """How choices were scored; empty without choices, or if unknown."""
+    """The scoring of choices; empty without choices, or if unknown."""
     notes: tuple[str, ...] = ()
     """Facts that readers of every score need, such as a template that disagrees with the tokenizer."""

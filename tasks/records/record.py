@@ -114,7 +114,7 @@ class Record(Part):
     details: dict[str, BenchmarkDetails] = {}
     """Details of each benchmark with questions of its own (not groups), by published name."""
     asking: Asking = Asking()
-    """How requests were built, as far as the configuration does not define it."""
+    """Construction of the requests, as far as the configuration does not define it."""
     evaluation: Described
     """The whole configuration."""
     evaluation_hash: str
@@ -128,7 +128,7 @@ class Record(Part):
     hardware: Described
     """Device, replicas, machine."""
     served: Described
-    """How the checkpoint was loaded into the engine, or the endpoint used."""
+    """The load of the checkpoint into the engine, or the endpoint used."""
     seconds: dict[str, FiniteFloat]
     """Wall seconds by phase."""
     chip_seconds: FiniteFloat
