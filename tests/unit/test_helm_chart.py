@@ -75,7 +75,7 @@ def test_everything_that_the_chart_makes_is_valid(version: str, claim: str) -> N
 
 
 def test_values_of_the_how_to_make_what_it_says() -> None:
-    page = (ROOT / "docs" / "how-to" / "run-on-kubernetes.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "run-on-a-cluster.md").read_text()
     values = yaml.safe_load(page.partition("# Values of the chart\n")[2].partition("```")[0])
     found = rendered(**values)
     assert {("Service", "team-pool-warm"), ("Deployment", "team-worker-us-west4")} <= set(found)
