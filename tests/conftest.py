@@ -1,4 +1,4 @@
-"""Fixtures that every layer of tests shares."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -43,38 +43,38 @@ TOGETHER = {
         "integration/test_mlflow_sink.py",
     ),
 }
-"""Files that share what is slow to start, and so run in one process."""
+"""Files that share slow servers, and so run in the same process."""
 IN_TURN = (
     "jobs on ray",
     *("tests/integration/test_cli_jobs.py", "tests/integration/test_pool_on_ray.py"),
     *("tests/integration/test_ray_jobs.py", "tests/integration/test_ray_tpu.py"),
     *("tests/integration/test_levanter_jobs.py", "tests/integration/test_kept_pools_on_ray.py"),
 )
-"""Groups and files with a Ray each, one after another in one process: programs of Ray take one for the other."""
+"""Groups and files with a Ray each, in turn in a single process: programs of different Rays mistake each other."""
 _GROUPS = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}
 _ON_A_CLUSTER = re.compile(r"tests/(?:contract|integration)/\w+\.py::\w+\[(iris|ray|slurm)[-\]]")
 
 
 def _group_of(nodeid: str) -> str:
-    """The tests that a test shares servers and clusters with: those of its file, of several, or on a backend."""
+    # tests with the same group share servers and clusters
     if on_a_cluster := _ON_A_CLUSTER.match(nodeid):
         return f"jobs on {on_a_cluster[1]}"
     file = nodeid.split("::")[0]
     return _GROUPS.get(file, file)
 
 
-gc.disable()  # until all is imported: a fifth of the time goes to looking for garbage that is not there
+gc.disable()  # until all is imported: garbage collection takes a fifth of that time and finds nothing
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Collects garbage again, and takes what was imported for what lasts."""
+    """Enables garbage collection again, and exempts all imported objects."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile` with some tests taken as of one file."""
+    """Schedules as `--dist loadfile` does, with some groups treated as a single file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -87,16 +87,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Ends what a group of files, or a file, has shared: it would take its part of the processor to the end."""
+    """Ends the shared servers after a group or file: they would use the processor until the end."""
     if nextitem is None or _group_of(item.nodeid) != _group_of(nextitem.nodeid):
         end_shared()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with engines come first, then all that has harnesses, servers or processes, then pure logic.
+    """Sorts files: first those with engines, then those with harnesses, servers or processes, then pure logic.
 
-    Workers take files in this order: the long ones first, those that compute beside those that mostly wait (contract
-    tests and faults), and the short ones fill in at the end.
+    Workers take files in this order: long files first, computing files together with mostly waiting files (contract
+    tests and faults), and short files fill in at the end.
     """
     ranks: dict[Path, int] = {}
     for item in items:
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder that takes about a megabyte: a tmpfs where we may mount one, else a limit on the size of files."""
+    """A folder with about a megabyte of space: a tmpfs if mounting is allowed, else a limit on the size of files."""
     folder = tmp_path / "small-disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -131,8 +131,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder for all tests of this process: digests, staged copies, job folders, verdicts on reloads.
 
-    Environments, and what engines and JAX compile once, stay in the user's cache: they take minutes to make, and are
-    named after their content. So does the database of a new Prefect server.
+    Environments, and caches of compiled code of engines and JAX, stay in the user's cache: they take minutes to make,
+    and are named after their content. So does the database of a new Prefect server.
     """
     folder = tmp_path_factory.getbasetemp() / "cache"
     folder.mkdir()
@@ -144,7 +144,7 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_the_session(session_cache: Path) -> Iterator[None]:
-    """In place before the fixtures of modules, whose processes inherit it."""
+    # set before the fixtures of modules: their processes inherit it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASSAY_CACHE_DIR", str(session_cache))
         settings.cache_clear()
@@ -162,7 +162,7 @@ def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @shared
 def _prefect_server() -> Iterator[str]:
-    """A Prefect server; flows that run in this process meanwhile import each harness once."""
+    # flows that run in this process meanwhile import each harness once
     from prefect.context import get_settings_context
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
@@ -211,7 +211,7 @@ def mlflow_address() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
-    """Listens to SIGINT and SIGHUP where a shell's & or nohup had us ignore them; our processes would, too."""
+    # a shell's & or nohup makes pytest ignore SIGINT and SIGHUP, and its child processes, too
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -220,7 +220,7 @@ def _interruptible() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _leaves_ray() -> Iterator[None]:
-    """Jobs of a process that is connected to a Ray go there: the next module would ask a cluster that is gone."""
+    # a process connected to a Ray sends its jobs to it: the next module would use a stopped cluster
     yield
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

@@ -1,20 +1,20 @@
-"""Holds the alarms of curves against simulation: how often they are false, and how soon a drop is found.
+"""Simulates the alarms of curves: how often they are false, and how soon they find a drop.
 
     make bench NAME=alarms
     python tests/benchmarks/alarms.py [--runs 1000] [--seed 0]
 
-Scores are shares of 2,000 questions, half of them right unless said otherwise (a standard error of 1.1 points). They
-jitter by half a point, which the detector does not see. Runs have 50 checkpoints, and 20 benchmarks or one.
+Scores are shares of 2,000 questions, half of them right by default (a standard error of 1.1 points). They jitter by
+half a point, a size unknown to the detector. Runs have 50 checkpoints, and 20 benchmarks or 1.
 
 - alarms.false: runs without a drop that raise any alarm, and alarms per thousand checkpoints, for each kind of jitter.
-  One in a thousand checkpoints, 5 % of runs, is promised for jitter that is normal, independent and of constant size
-- alarms.neighbours: runs that comparing each checkpoint with the one before would call a regression, by a z test of the
+  For jitter that is normal, independent and of constant size, 1 in 1,000 checkpoints and 5 % of runs are promised
+- alarms.neighbours: runs with a regression by comparing each checkpoint with its predecessor, by a z test of the
   jitter's true size at p < 0.05
-- alarms.distance: checkpoints of one series between two false alarms, where one in 200 is stated
-- alarms.planted: drops of 2 points in one of 20 benchmarks that are alarmed at the first or second checkpoint after so
-  many; at least 75 % after 30 where jitter is independent
+- alarms.distance: checkpoints of a series between 2 false alarms, with a stated distance of 200
+- alarms.planted: drops of 2 points in 1 of 20 benchmarks that raise an alarm at the first or second checkpoint after so
+  many; at least 75 % after 30 with independent jitter
 
-With 1000 runs it takes about twenty minutes.
+Takes about 20 minutes with 1000 runs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ JITTER, DROP = 0.005, 0.02
 _AT_5_PERCENT = 1.645
 
 Draw = Callable[[np.random.Generator, int, int], np.ndarray]
-"""Scores of some benchmarks at some checkpoints."""
+"""Draws scores of some benchmarks at some checkpoints."""
 
 
 class FalseAlarms(NamedTuple):
-    """The share of runs with any, and their number for a thousand checkpoints of a run."""
+    """The share of runs with any false alarm, and the number per thousand checkpoints of a run."""
 
     runs: float
     per_thousand: float
@@ -55,7 +55,7 @@ def _jitter(random: np.random.Generator, benchmarks: int, checkpoints: int) -> n
 
 
 def _outlier(random: np.random.Generator, benchmarks: int, checkpoints: int) -> np.ndarray:
-    """One checkpoint of one benchmark is 8 jitters above its level, or below."""
+    # a checkpoint of a benchmark is 8 jitters above or below its level
     values = _jitter(random, benchmarks, checkpoints)
     values[random.integers(benchmarks), random.integers(10, checkpoints)] += random.choice([-8, 8]) * JITTER
     return values
@@ -73,8 +73,7 @@ def _correlated(correlation: float) -> Draw:
 
 
 def _kept(share: float) -> Draw:
-    """So many questions keep their answer from one checkpoint to the next, and the others are answered by chance."""
-
+    # so many questions keep their answer from a checkpoint to the next, and the others are answered by chance
     def draw(random: np.random.Generator, benchmarks: int, checkpoints: int) -> np.ndarray:
         right = random.binomial(QUESTIONS, 0.5, size=benchmarks)
         found = [right]
@@ -87,7 +86,7 @@ def _kept(share: float) -> Draw:
 
 
 def _near_the_top(wrong: float) -> Draw:
-    """Each checkpoint answers so many of all questions wrong in the mean, drawn for itself."""
+    # each checkpoint draws its wrong answers independently, `wrong` in the mean
     return lambda random, *size: 0.5 - random.binomial(QUESTIONS, wrong / QUESTIONS, size=size) / QUESTIONS
 
 
@@ -119,14 +118,13 @@ KINDS: dict[str, Draw] = {
 
 
 def false_alarms(kind: str, *, runs: int, seed: int, benchmarks: int = BENCHMARKS) -> FalseAlarms:
-    """The alarms of runs without a drop."""
     random = np.random.default_rng([seed, list(KINDS).index(kind), benchmarks])
     found = [sum(map(len, alarms(_scores(0.5 + KINDS[kind](random, benchmarks, CHECKPOINTS))))) for _ in range(runs)]
     return FalseAlarms(float(np.mean(np.array(found) > 0)), 1_000 * sum(found) / (runs * CHECKPOINTS))
 
 
 def compared_with_neighbours(*, runs: int, seed: int) -> float:
-    """Share of runs without a drop in which a checkpoint is worse than the one before by p < 0.05."""
+    """Returns the share of runs without a drop that have a checkpoint worse than its predecessor by p < 0.05."""
     random = np.random.default_rng([seed, 1])
     values = JITTER * random.normal(size=(runs, BENCHMARKS, CHECKPOINTS))
     worse = np.diff(values, axis=2) < -_AT_5_PERCENT * math.sqrt(2) * JITTER
@@ -134,14 +132,14 @@ def compared_with_neighbours(*, runs: int, seed: int) -> float:
 
 
 def distance(*, stated: int, checkpoints: int, seed: int) -> float:
-    """Mean number of checkpoints between two false alarms of one series."""
+    """Returns the mean number of checkpoints between 2 false alarms of a series."""
     random = np.random.default_rng([seed, stated])
     [found] = alarms(_scores(0.5 + JITTER * random.normal(size=(1, checkpoints))), distance=stated)
     return checkpoints / max(1, len(found))
 
 
 def found_drops(*, after: int, runs: int, seed: int, kind: str = "independent") -> float:
-    """Share of drops in one of the benchmarks of a run that are alarmed at the first or second checkpoint."""
+    """Returns the share of drops in 1 of a run's benchmarks with an alarm at the first or second checkpoint."""
     random = np.random.default_rng([seed, after, list(KINDS).index(kind)])
     found = 0
     for _ in range(runs):
@@ -152,7 +150,7 @@ def found_drops(*, after: int, runs: int, seed: int, kind: str = "independent") 
 
 
 def _scores(values: np.ndarray) -> list[Sequence[Score | None]]:
-    """Shares of the questions; where all are right, with the error of Clopper and Pearson's interval."""
+    # if all are right, with the error of Clopper and Pearson's interval
     shares = np.clip(np.round(values * QUESTIONS), 0, QUESTIONS) / QUESTIONS
     width = 1 - 0.025 ** (1 / QUESTIONS)
     errors = np.sqrt(shares * (1 - shares) / QUESTIONS)
@@ -163,8 +161,6 @@ def _scores(values: np.ndarray) -> list[Sequence[Score | None]]:
 
 
 def everything(*, runs: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yields each figure with what it is of."""
-
     def row(name: str, value: float, **facts: Any) -> dict[str, Any]:
         return {"row": name, **facts, "value": round(value, 4)}
 
@@ -184,7 +180,7 @@ def everything(*, runs: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Simulates all of it, prints each figure as it is found, and in the end all as one line of JSON."""
+    """Simulates all figures and prints each, and in the end all as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Backends on this machine, each through our client and through its own: what the scripts about starts compare."""
+"""Backends on this machine, each through Assay's client and through its own, for the scripts about starts."""
 
 from __future__ import annotations
 
@@ -27,23 +27,21 @@ _NEXT_TRY_SECONDS = 1.0
 _numbers = count()
 
 Ends = Callable[[], object]
-"""Asks for the end of what was started."""
+"""Ends the started program."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend that runs on this machine for as long as a block lasts."""
-
     name: str
     client: Client
-    """Ours."""
+    """Assay's client."""
     starts: Callable[[Sequence[str | Path], Mapping[str, str]], Ends]
     """Starts a command, with more variables, through the backend's own client."""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def seconds_until(condition: Callable[[], bool], since: float, *, at_most: float, event: str) -> float:
-    """Wall seconds from `since` until something holds; ends the script if that takes too long."""
+    """Returns wall seconds from `since` until a condition holds; ends the script after `at_most` seconds."""
     while not condition():
         if time.monotonic() - since > at_most:
             give_up(f"{event} took more than {at_most:g} s")
@@ -52,7 +50,6 @@ def seconds_until(condition: Callable[[], bool], since: float, *, at_most: float
 
 
 def as_process(command: Sequence[str | Path], variables: Mapping[str, str]) -> Ends:
-    """Starts a command as a bare process."""
     process = subprocess.Popen(list(command), env=_with(variables))
 
     def end() -> None:
@@ -64,7 +61,7 @@ def as_process(command: Sequence[str | Path], variables: Mapping[str, str]) -> E
 
 @contextmanager
 def local_backend(work: Path) -> Iterator[Backend]:
-    """This machine, with a process for each job and one for its supervisor; beside it a bare process."""
+    """This machine, with a process for each job and another for its supervisor; compared with a bare process."""
     client = client_from_url("local")
     try:
         yield Backend("local", client, as_process)
@@ -74,7 +71,7 @@ def local_backend(work: Path) -> Iterator[Backend]:
 
 @contextmanager
 def ray_backend(work: Path) -> Iterator[Backend]:
-    """A Ray of one node, with the dashboard, through which its own client submits. This process is connected to it."""
+    """A Ray of a single node with the dashboard, used by its own client. Connects this process to it."""
     import ray
     from ray.job_submission import JobSubmissionClient
 
@@ -87,7 +84,7 @@ def ray_backend(work: Path) -> Iterator[Backend]:
         def takes_jobs() -> bool:
             try:
                 return bool(submission.submit_job(entrypoint="true"))
-            except RuntimeError as error:  # the node's agent is there seconds after the node
+            except RuntimeError as error:  # the node's agent starts seconds after the node
                 say(f"Ray takes no jobs yet: {error}")
                 time.sleep(_NEXT_TRY_SECONDS)
                 return False
@@ -95,7 +92,7 @@ def ray_backend(work: Path) -> Iterator[Backend]:
         seconds_until(takes_jobs, time.monotonic(), at_most=START_SECONDS, event="the start of Ray's job agent")
 
         def as_submission(command: Sequence[str | Path], variables: Mapping[str, str]) -> Ends:
-            # Its shell would stay between the program and the stop; a job of ours has none.
+            # Its shell would stay between the program and the stop; an Assay job has no shell.
             line = f"exec {shlex.join(map(str, command))}"
             submitted = submission.submit_job(entrypoint=line, runtime_env={"env_vars": dict(variables)})
             return partial(submission.stop_job, submitted)
@@ -109,7 +106,7 @@ def ray_backend(work: Path) -> Iterator[Backend]:
 
 @contextmanager
 def iris_backend(work: Path) -> Iterator[Backend]:
-    """An Iris of one process: controller, autoscaler and workers."""
+    """An Iris in a single process: controller, autoscaler and workers."""
     from iris.client import IrisClient
     from iris.cluster.types import Entrypoint, ResourceSpec
 
@@ -134,7 +131,7 @@ def iris_backend(work: Path) -> Iterator[Backend]:
 
 @contextmanager
 def slurm_backend(work: Path) -> Iterator[Backend]:
-    """A Slurm with two slurmds; beside it sbatch and scancel. Its programs come with Debian's packages."""
+    """A Slurm with 2 slurmds, compared with sbatch and scancel. Debian packages provide its programs."""
     from fakes.slurm_cluster import PARTITION, missing_programs, start_cluster
 
     if missing := missing_programs():
@@ -142,7 +139,7 @@ def slurm_backend(work: Path) -> Iterator[Backend]:
     with contextmanager(start_cluster)(Path(tempfile.mkdtemp(prefix="assay-slurm-"))) as cluster:
         client = cluster.client(
             work / "slurm", partition="urgent"
-        )  # that of what may not be preempted, as a pool's proxy
+        )  # the partition of jobs that must not be preempted, as a pool's proxy
 
         def as_batch_job(command: Sequence[str | Path], variables: Mapping[str, str]) -> Ends:
             line = f"#!/bin/sh\nexec {shlex.join(map(str, command))}\n"
@@ -169,4 +166,4 @@ BACKENDS: Mapping[str, Callable[[Path], AbstractContextManager[Backend]]] = {
     "slurm": slurm_backend,
     "ray": ray_backend,
 }
-"""By name; Ray last: processes of its dashboard go on for a minute."""
+"""Backends by name; Ray last: processes of its dashboard go on for a minute."""

@@ -1,4 +1,4 @@
-"""Request bodies as evaluators send them, whose every byte must arrive: 49 kinds that a rewriting proxy spoils."""
+"""Request bodies of evaluators that must arrive byte for byte: 49 kinds that a rewriting proxy corrupts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ MODEL = "tiny"
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request. `text` is its whole body, with @ for a number that makes each body a different one."""
+    """A kind of request. `text` is its whole body; @ in it is replaced by a number that makes each body unique."""
 
     name: str
     path: str
     text: str
 
     def body(self, number: int) -> bytes:
-        """The bytes to send."""
         return self.text.replace("@", str(number)).encode()
 
 
@@ -107,4 +106,3 @@ KINDS: tuple[Kind, ...] = tuple(
     for group, path, texts in (("completion", COMPLETIONS, _COMPLETIONS), ("chat", CHAT, _CHATS))
     for name, text in texts.items()
 )
-"""All of them."""

@@ -1,4 +1,4 @@
-"""A model that is large enough for its computing to count, and benchmarks that lm-eval reads; made by the script.
+"""Makes a model large enough for its computation to count, and benchmarks for lm-eval.
 
 A token is a word with the space in front of it, so the lengths below are tokens.
 """
@@ -25,14 +25,14 @@ _NAMES = ("Question:", "Answer:", "A.", "B.", "C.", "D.", "?")
 _LETTERS = ("A", "B", "C", "D")
 GENERATION = "generation"
 _WORDS = 88
-"""Of an example or a question."""
+"""Length of an example or a question."""
 _POOL = 64
-"""Questions that examples are taken from; every question has the same ones, in the same order, as in MMLU."""
+"""Questions that examples are taken from; every question has the same examples in the same order, as in MMLU."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of benchmark, and how many tokens each choice may have."""
+    """A kind of benchmark, and the range of tokens of each choice."""
 
     name: str
     choice: tuple[int, int]
@@ -45,12 +45,11 @@ KINDS = (ONE_TOKEN, LONG)
 
 @cache
 def words() -> Sequence[str]:
-    """So many words that the vocabulary is full."""
     return ["".join(parts) for parts in islice(product(_SYLLABLES, repeat=3), (VOCABULARY - 64) // 2)]
 
 
 def write_model(folder: Path, *, seed: int = 0) -> Path:
-    """A Llama of 33 million random parameters in float32, with its tokenizer."""
+    """Writes a Llama of 33 million random parameters in float32, with its tokenizer."""
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -76,7 +75,6 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Parameters of the model."""
     layer: dict[str, tuple[int, ...]] = {
         **{f"self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"},
         "mlp.gate_proj.weight": (INNER, HIDDEN),
@@ -93,7 +91,6 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def parameters() -> int:
-    """Numbers that the model has."""
     return sum(math.prod(shape) for shape in shapes().values())
 
 
@@ -133,7 +130,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_benchmarks(folder: Path, *, questions: Mapping[str, int], shots: int, seed: int) -> Path:
-    """Benchmarks of each kind: so many questions that no other seed has, after so many examples."""
+    """Writes benchmarks of each kind, with questions unique to the seed and `shots` examples."""
     folder.mkdir(parents=True)
     for kind in KINDS:
         draw = random.Random(f"{seed} {kind.name}")
@@ -160,7 +157,7 @@ def write_benchmarks(folder: Path, *, questions: Mapping[str, int], shots: int, 
 
 
 def write_generation(folder: Path, *, subjects: int, questions: int, shots: int, seed: int) -> Path:
-    """A benchmark of texts to be written: so many subjects with examples of their own, their questions mixed."""
+    """Writes a benchmark of generated texts: subjects with examples of their own, their questions mixed."""
     folder.mkdir(parents=True)
     draw = random.Random(f"{seed} {GENERATION}")
 

@@ -1,12 +1,12 @@
-"""Looks for 14,042 questions in made training texts: `assay contamination scan`, and a plain search with a set.
+"""Searches made training texts for 14,042 questions: `assay contamination scan`, and a plain search with a set.
 
     make bench NAME=contamination
     python tests/benchmarks/contamination.py [--megabytes 400] [--plain-megabytes 40]
 
-Every hundredth question stands in the texts. The plain search is what a script for it looks like: words by a regular
-expression, each 13 of them in a row looked up in a set. Both are measured in one process, in processor time, which what
-else runs on the machine changes least; both must find the same questions. Ours is also measured with all processes at
-two sizes, for its memory.
+The texts contain every hundredth question. The plain search is a typical script: it splits words by a regular
+expression and looks up every 13 consecutive words in a set. Both run in the same process and are measured in processor
+time, which other load on the machine changes least; both must find the same questions. Assay's scan is also measured
+with all processes at 2 sizes, for its memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tasks.contamination.scan import Progress, Settings, scan, scan_part
 from tasks.contamination.texts import TextSource, parts_of
 
 QUESTIONS = 14_042
-"""As many as MMLU has."""
+"""The size of MMLU."""
 _FOUND_EVERY = 100
 _QUESTION_WORDS = 60
 _VOCABULARY = 60_000
@@ -44,7 +44,7 @@ _NOT_WORDS = re.compile(r"[^a-z0-9]+")
 
 
 def make_texts(path: Path, *, megabytes: float, seed: int = 0) -> None:
-    """Documents of 100 to 800 words whose frequencies fall as those of a language, one a line."""
+    """Writes documents of 100 to 800 words with the word frequencies of a natural language, 1 per line."""
     source = random.Random(seed)
     letters = "etaoinshrdlucmfwypvbgkqjxz"
     vocabulary = ["".join(source.choices(letters, k=max(1, round(source.gauss(5.5, 2.5))))) for _ in range(_VOCABULARY)]
@@ -59,14 +59,13 @@ def make_texts(path: Path, *, megabytes: float, seed: int = 0) -> None:
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The texts of a file."""
     with path.open() as file:
         for line in file:
             yield json.loads(line)["text"]
 
 
 def make_questions(path: Path, *, seed: int = 1) -> list[AskedQuestion]:
-    """Questions of words of the texts: every hundredth is a part of one of the first, the others are mixed anew."""
+    """Returns questions of words of the texts: every hundredth is a part of an early text, the others are shuffled."""
     source = random.Random(seed)
     first_texts = [text.split() for text, _ in zip(documents(path), range(2_000), strict=False)]
     words = [word for text in first_texts for word in text]
@@ -81,7 +80,7 @@ def make_questions(path: Path, *, seed: int = 1) -> list[AskedQuestion]:
 
 
 def plain_search(path: Path, questions: Sequence[AskedQuestion], *, n: int) -> set[int]:
-    """Questions of which at least half of the n-grams stand in the texts, by a set of tuples."""
+    """Returns questions with at least half of their n-grams in the texts, by a set of tuples."""
     own = [question.text.split() for question in questions]
     wanted: dict[tuple[str, ...], set[int]] = {}
     for number, words in enumerate(own):
@@ -100,11 +99,7 @@ def plain_search(path: Path, questions: Sequence[AskedQuestion], *, n: int) -> s
 
 
 def compared(path: Path, questions: Sequence[AskedQuestion]) -> tuple[float, float]:
-    """Processor seconds of ours and of the plain search, in this process.
-
-    Raises:
-        AssertionError: they found other questions.
-    """
+    """Returns processor seconds of Assay's and of the plain search, in this process; their findings must be equal."""
     settings = Settings()
     began = time.process_time()
     index = QuestionIndex(questions, n=settings.n, shortest=settings.shortest)
@@ -125,7 +120,7 @@ def compared(path: Path, questions: Sequence[AskedQuestion]) -> tuple[float, flo
 
 
 class Spent(NamedTuple):
-    """Seconds by the clock, and of all processes on processors; the most memory that one of them held."""
+    """Wall seconds, processor seconds of all processes, and the largest memory of a process in MiB."""
 
     wall: float
     cpu: float
@@ -133,7 +128,6 @@ class Spent(NamedTuple):
 
 
 def with_all_processes(path: Path, questions: Sequence[AskedQuestion], *, name: str) -> Spent:
-    """A scan as the command does it."""
     most = [0.0]
 
     def look(progress: Progress) -> None:
@@ -150,7 +144,6 @@ def with_all_processes(path: Path, questions: Sequence[AskedQuestion], *, name: 
 
 
 def main() -> None:
-    """Makes texts, scans them, and prints the figures and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--plain-megabytes", type=float, default=40)

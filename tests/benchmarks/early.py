@@ -1,16 +1,17 @@
-"""Requests until a gate is decided early against those of the whole, and how often the whole contradicts a verdict.
+"""Requests until an early decision of a gate against the whole evaluation, and how often the whole contradicts it.
 
     make bench NAME=early
     python tests/benchmarks/early.py [--decisions 100] [--demo FOLDER]
 
-- `early.unchanged`: lm-eval, as an evaluation runs it, asks a stub engine 10,000 made questions, whole and then until a
-  margin of two points is decided. A tenth of the answers differ from the baseline's, half of them for the better.
-- simulations: checkpoints one question from the margin, on either side of it, over sizes, flips, margins and clusters;
-  no kind of them may be contradicted more often than by alpha = 5 %, but for chance. Then the table of the how-to.
-- `early.demo`, with a folder of whole records of one run: each checkpoint against each other one as its baseline, on
-  the questions as they were answered, with margins of 2, 5 and 10 points.
+- `early.unchanged`: lm-eval, as an evaluation runs it, sends 10,000 made questions to a stub engine, whole and then
+  until a margin of 2 points is decided. A tenth of the answers differ from the baseline's, half of them for the better.
+- simulations: checkpoints a single question from the margin, on either side of it, over sizes, flips, margins and
+  clusters; none of the kinds may be contradicted more often than by alpha = 5 %, apart from chance. Then the table of
+  the how-to.
+- `early.demo`, with a folder of whole records of a run: each checkpoint against each other checkpoint as its baseline,
+  with the recorded answers, with margins of 2, 5 and 10 points.
 
-There are 144 kinds of simulated checkpoints; with 100 decisions of each it takes about three minutes.
+There are 144 kinds of simulated checkpoints; with 100 decisions of each it takes about 3 minutes.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _CAPACITY = 16
 
 
 def unchanged() -> Comparison:
-    """Requests of whole and early evaluations of a checkpoint that is as good as its baseline."""
+    """Returns requests of whole and early evaluations of a checkpoint that is as good as its baseline."""
     shutil.rmtree(WORK, ignore_errors=True)
     questions = [{"question": f"Question {n}?", "word": " ok" if n % 5 < 3 else " no"} for n in range(QUESTIONS)]
     write_benchmark(WORK / "benchmarks", "made", questions)
@@ -128,7 +129,7 @@ def unchanged() -> Comparison:
 
 
 def _flipped(samples: list[Sample], random: np.random.Generator) -> list[Sample]:
-    """The samples of a baseline, of which so many were right or wrong where the new ones are not."""
+    # equally many right and wrong samples of the baseline are flipped
     scores = np.array([sample.scores["exact_match"] for sample in samples])
     each = round(FLIPPED * len(samples) / 2)
     flips = {int(place) for value in (0, 1) for place in random.permutation(np.flatnonzero(scores == value))[:each]}
@@ -139,7 +140,7 @@ def _flipped(samples: list[Sample], random: np.random.Generator) -> list[Sample]
 
 
 def demo(folder: str) -> Comparison:
-    """Questions until all pairs of a run's checkpoints are decided, against those of the whole records."""
+    """Returns questions until all pairs of a run's checkpoints are decided, against those of the whole records."""
     scores = QuestionScores()
     by_metric: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for found in (item for item in find_records(folder) if item.record.succeeded):
@@ -186,7 +187,6 @@ def demo(folder: str) -> Comparison:
 
 
 def simulate(decisions: int) -> dict[str, Any]:
-    """Simulates all kinds of checkpoints, and gives up where one is contradicted too often."""
     outcomes = [simulated(setting, decisions=decisions, seed=0) for setting in hardest()]
     table = {name: simulated(setting, decisions=decisions, seed=0) for name, setting in TABLE.items()}
     rows = [
@@ -213,7 +213,6 @@ def simulate(decisions: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints each part, and in the end a line of JSON for each."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--decisions", type=int, default=100)

@@ -1,4 +1,4 @@
-"""Simulated early decisions whose whole is known: what `early.py` prints, and how often the whole contradicts them."""
+"""Simulates early decisions with a known whole, for `early.py`, and counts how often the whole contradicts them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tasks.statistics.early import EarlyDecision
 ALPHA = 0.05
 Clusters = Literal["none", "of 5", "unequal"]
 _ALIKE = 0.7
-"""Share of the variance of what is flipped that questions of a cluster have in common."""
+"""Share of the variance of flips that questions of a cluster have in common."""
 _BATCHES = 16
-"""Parts in which the questions of a decision are asked: nothing is asked after its verdict."""
+"""Number of batches of a decision's questions; none is requested after its verdict."""
 
 
 class Setting(NamedTuple):
@@ -32,16 +32,14 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Decisions on checkpoints of one kind."""
-
     setting: Setting
     shares: np.ndarray
-    """Share of the questions that each asked."""
+    """Share of the questions that each decision used."""
     contradicted: int
 
     @property
     def unlikely(self) -> bool:
-        """True if so many contradictions have a chance below one in 100,000 where alpha is kept."""
+        """True if so many contradictions have a chance below 1 in 100,000 with alpha kept."""
         return float(stats.binom.sf(self.contradicted - 1, len(self.shares), ALPHA)) < 1e-5
 
 
@@ -57,7 +55,7 @@ TABLE = {
 
 
 def hardest() -> Iterator[Setting]:
-    """Checkpoints one question from the margin, on either side of it, for which a verdict is most often wrong."""
+    """Yields checkpoints a question from the margin, on either side of it: the most wrong verdicts."""
     clusters: tuple[Clusters, ...] = ("none", "of 5", "unequal")
     for questions, flipped, margin, kind in itertools.product(
         (200, 1_000, 5_000), (0.05, 0.1, 0.3), (0.01, 0.02, 0.05), clusters
@@ -69,7 +67,7 @@ def hardest() -> Iterator[Setting]:
 
 
 def simulated(setting: Setting, *, decisions: int, seed: int) -> Outcome:
-    """Decides so many times, each on new answers, and compares with the whole."""
+    """Makes decisions, each on new answers, and compares them with the whole."""
     random = np.random.default_rng([seed, *(round(1e6 * abs(number)) for number in setting[:4]), len(setting.clusters)])
     shares, contradicted = np.empty(decisions), 0
     for number in range(decisions):
@@ -97,7 +95,7 @@ def simulated(setting: Setting, *, decisions: int, seed: int) -> Outcome:
 
 
 def _answers(random: np.random.Generator, setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The cluster of each question, the baseline's scores, and the new ones, which lose and gain in clusters."""
+    # losses and gains are clustered
     number = setting.questions
     sizes = {
         "none": np.ones(number, dtype=int),

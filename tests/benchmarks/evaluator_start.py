@@ -1,13 +1,13 @@
-"""Seconds from starting an evaluator to its first request: our warm runner against the `lm_eval` command line.
+"""Seconds from starting an evaluator to its first request: Assay's warm runner against the `lm_eval` command line.
 
     make bench NAME=evaluator_start
 
-Both sides evaluate the two bundled benchmarks on one endpoint, a deterministic engine that notes when the first
-completion request arrives. Ours is a cell as a flow runs it: from the call that prepares its folder and submits the job
-to a runner that has lm-eval imported, over the fork, to the request. Theirs is the start of the `lm_eval` process, with
-the folder of the benchmarks as its include path, to the request; the command line reads the index of all benchmarks
-that come with lm-eval first, whichever are wanted. The two take turns in one run, and medians count. The runner's own
-start, once per run of a flow, stands beside them; it happens while the engine starts.
+Both sides evaluate the 2 bundled benchmarks on the same endpoint, a deterministic engine that records the arrival of
+the first completion request. Ours is a cell as a flow runs it: from the call that prepares its folder and submits the
+job to a runner that has lm-eval imported, over the fork, to the request. Theirs is the start of the `lm_eval` process,
+with the folder of the benchmarks as its include path, to the request; the command line first reads the index of all
+benchmarks of lm-eval, regardless of the selection. The sides take turns in the same run, and medians count. The
+runner's own start, once per run of a flow, is printed separately; it happens while the engine starts.
 
 Data-set caches and byte code are warm on both sides: a run of each is not counted. Both must score the same.
 """
@@ -70,12 +70,11 @@ _POLL_SECONDS = 0.05
 
 @dataclass
 class NotingEngine(FakeEngine):
-    """Notes when the first completion request arrives after `listen_anew`."""
+    """Records when the first completion request after `listen_anew` arrives."""
 
     first_at: float | None = None
 
     def listen_anew(self) -> None:
-        """Forgets what has arrived."""
         self.first_at = None
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -95,7 +94,7 @@ class Start:
 
 @contextmanager
 def engine_in_a_thread() -> Iterator[NotingEngine]:
-    """An engine that answers while this thread waits for processes."""
+    """Runs an engine in a thread, so that it answers while this thread waits for processes."""
     engine = NotingEngine(models=(MODEL,), max_model_len=_CONTEXT_TOKENS)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="engine", daemon=True)
@@ -111,7 +110,6 @@ def engine_in_a_thread() -> Iterator[NotingEngine]:
 
 
 def timed(engine: NotingEngine, run: Callable[[], Scores]) -> Start:
-    """Runs one side to its scores."""
     engine.listen_anew()
     began = time.monotonic()
     scores = run()
@@ -122,7 +120,6 @@ def timed(engine: NotingEngine, run: Callable[[], Scores]) -> Start:
 
 
 def evaluation() -> EvaluationConfig:
-    """The evaluation that both sides run."""
     evals = tuple(EvalTaskConfig(name=name) for name in BENCHMARKS)
     return EvaluationConfig(
         model_path="checkpoint", base_url="http://unused/v1", evals=evals, max_eval_instances=_QUESTIONS
@@ -130,7 +127,7 @@ def evaluation() -> EvaluationConfig:
 
 
 def our_cell(engine: NotingEngine, tokenizer: Path, output: Path, *, server: ForkServer, client: LocalClient) -> Scores:
-    """One cell, as a flow runs it on a warm runner."""
+    """Runs a cell as a flow does on a warm runner."""
     running = RunningModel(
         base_url=f"{engine.url}/v1",
         model=MODEL,
@@ -146,7 +143,6 @@ def our_cell(engine: NotingEngine, tokenizer: Path, output: Path, *, server: For
 
 
 def scores_of(parsed: Parsed) -> Scores:
-    """Of our side, in the form of theirs."""
     scores: Scores = {}
     for metric in parsed.metrics:
         scores[0, metric.benchmark, metric.name] = metric.value
@@ -156,7 +152,7 @@ def scores_of(parsed: Parsed) -> Scores:
 
 
 def their_command(engine: NotingEngine, tokenizer: Path, folder: Path) -> Scores:
-    """The command line, as in `series`."""
+    """Runs the command line, as in `series`."""
     run_timed(
         lm_eval_command(tokenizer, engine.url, output=folder / "results", limit=_QUESTIONS),
         log=folder / "lm_eval.log",
@@ -167,7 +163,6 @@ def their_command(engine: NotingEngine, tokenizer: Path, folder: Path) -> Scores
 
 
 def wait_until_preloaded(server: ForkServer, began: float) -> float:
-    """The wall seconds until the runner has everything imported."""
     while "preloaded in" not in server.logs():
         if time.monotonic() - began > _PRELOAD_SECONDS:
             give_up(f"the runner did not start:\n{server.logs()}")
@@ -176,7 +171,7 @@ def wait_until_preloaded(server: ForkServer, began: float) -> float:
 
 
 def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
-    """Rounds of both sides in turns, and the seconds that the warm runner's own start took."""
+    """Runs both sides in turns; returns them and the seconds of the warm runner's own start."""
     starts: dict[str, list[Start]] = {side: [] for side in SIDES}
     client = LocalClient(WORK / "jobs")
     evaluator, config = LmEval(), evaluation()
@@ -194,7 +189,7 @@ def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
             else:
                 start = timed(engine, lambda at=folder: their_command(engine, tokenizer, at))
             say(f"{side}: {start.first_request:.2f} s to the first request, {start.whole:.2f} s to the scores")
-            if turn >= len(SIDES):  # one of each is not counted
+            if turn >= len(SIDES):  # the first run of each is not counted
                 starts[side].append(start)
             check_same_scores(start, starts)
     client.shutdown()
@@ -202,14 +197,13 @@ def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
 
 
 def check_same_scores(start: Start, starts: dict[str, list[Start]]) -> None:
-    """Ends the script if a run scored anything else than the runs before it, of whichever side."""
+    """Ends the script if a run's scores differ from those of earlier runs of either side."""
     for other in (run for side in starts.values() for run in side):
         if start.scores != other.scores or not start.scores:
             give_up(f"scores differ: {start.scores} and {other.scores}")
 
 
 def main() -> None:
-    """Measures both sides and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="runs of each side (default: 7)")

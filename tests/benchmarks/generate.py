@@ -1,21 +1,21 @@
-"""Requests a second of a worker of `assay generate` through our proxy, as a share of those straight to the engine.
+"""Requests per second of a worker of `assay generate` through the proxy, as a share of those sent to the engine.
 
     make bench NAME=generate
     .venv/bin/python tests/benchmarks/generate.py --memory --prompts 100000 1000000
     .venv/bin/python tests/benchmarks/generate.py --two
 
-Two engines: a stub that takes 50 ms over an answer, with 256 requests in flight (`generate.stub`), and real vLLM on a
-CPU with the demo's tiny model, 64 in flight, 16 tokens each (`generate.engine`).
+There are 2 engines: a stub with 50 ms per answer and 256 requests in flight (`generate.stub`), and real vLLM on a CPU
+with the demo's tiny model, 64 in flight, 16 tokens each (`generate.engine`).
 
-Ours is what a worker's job does: it takes shards from the queue, which is a process of its own, reads their prompts,
-asks the proxy, which keeps its journal, and writes each shard as Parquet. Beside it, `AsyncOpenAI` with the same
-connections asks for the same number of prompts by `completions.create` and keeps the answers in memory. Sides take
-turns in one run, and the median of the rounds counts. Since `completions.create` makes an object of each part of an
-answer and a worker does not, the facts have the rate of the worker's own call straight to the engine too.
+Ours is a worker's job: it takes shards from the queue, a separate process, reads their prompts, sends them to the proxy
+with its journal, and writes each shard as Parquet. Theirs is `AsyncOpenAI` with the same connections: it sends the same
+number of prompts by `completions.create` and keeps the answers in memory. Sides take turns in the same run, and the
+median of the rounds counts. `completions.create` makes an object of each part of an answer and a worker does not, so
+the facts also have the rate of the worker's own call sent directly to the engine.
 
 `--memory` runs the whole command on a kept pool and prints the largest resident size of flow, queue and worker for each
-number of prompts. `--two` puts a second generation on the same pool, whose engine works on 8 requests at once: half of
-what the first got alone is what sharing leaves it.
+number of prompts. `--two` runs a second generation on the same pool, with an engine that works on 8 requests at a time:
+sharing should leave the first generation half of its rate alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Round:
-    """Requests that are made in one round: new prompts, so that none was answered before."""
+    """Requests of a round: new prompts, so that the journal has no answers."""
 
     config: GenerationConfig
     plan: Plan
@@ -101,7 +101,6 @@ class Round:
 
     @classmethod
     def new(cls, folder: Path, *, requests: int, in_flight: int) -> Round:
-        """Writes the prompts."""
         prompts = write_prompts(folder, requests)
         config = GenerationConfig.model_validate(
             {
@@ -116,11 +115,9 @@ class Round:
 
     @property
     def origin(self) -> Origin:
-        """Columns that its answers share."""
         return Origin(MODEL, "digest", "bench", self.folder.name)
 
     def running(self, port: int) -> RunningModel:
-        """The model at a port of this machine."""
         assert self.config.in_flight is not None
         return RunningModel(
             base_url=f"http://127.0.0.1:{port}/v1",
@@ -135,7 +132,6 @@ class Round:
 
 
 def write_prompts(folder: Path, number: int) -> Path:
-    """A file with so many prompts that nobody has put before."""
     folder.mkdir(parents=True, exist_ok=True)
     tag = f"{time.time_ns()}"
     with (folder / "prompts.jsonl").open("w") as file:
@@ -144,7 +140,7 @@ def write_prompts(folder: Path, number: int) -> Path:
 
 
 def by_worker(asked: Round, proxy: RunningProxy) -> float:
-    """Seconds that a worker takes, from its first look at the queue to its last shard; the queue is there already."""
+    """Returns a worker's seconds from its first poll of the queue to its last shard; the queue is already running."""
     output = Output(str(asked.folder / "generated"), "parquet")
     order = WorkOrder(
         worker="worker-0",
@@ -177,7 +173,7 @@ def by_worker(asked: Round, proxy: RunningProxy) -> float:
 
 
 async def by_client(asked: Round, port: int) -> float:
-    """Seconds that `completions.create` takes over the same prompts, straight to the engine."""
+    """Returns the seconds of `completions.create` for the same prompts, sent directly to the engine."""
     in_flight = asked.config.in_flight or 1
     slots = asyncio.Semaphore(in_flight)
     texts: list[str] = []
@@ -207,7 +203,7 @@ async def by_client(asked: Round, port: int) -> float:
 
 
 async def by_asker(asked: Round, port: int) -> float:
-    """Seconds that the worker's own call takes, straight to the engine."""
+    """Returns the seconds of the worker's own call, sent directly to the engine."""
     in_flight = asked.config.in_flight or 1
     answered = 0
     async with client_of(asked.running(port), in_flight=in_flight) as client:
@@ -220,7 +216,7 @@ async def by_asker(asked: Round, port: int) -> float:
         )
         began = time.monotonic()
         asking = []
-        for shard in asked.plan.shards:  # as a worker: the next one begins when all of one is asked
+        for shard in asked.plan.shards:  # as in a worker, the next shard begins when all of a shard is sent
             all_asked = asyncio.Event()
             task = asker.answers(rows_of(shard), first_prompt=shard.first_prompt, on_all_asked=all_asked.set)
             asking.append(asyncio.create_task(task))
@@ -233,7 +229,7 @@ async def by_asker(asked: Round, port: int) -> float:
 
 
 def check_answers(side: str, answered: Sequence[int], plan: Plan) -> None:
-    """Ends the script where not every prompt has an answer: a rate with errors in it is none."""
+    """Ends the script if a prompt has no answer: errors would invalidate the rate."""
     if sum(answered) != plan.prompts:
         give_up(f"{side} has {sum(answered)} answers to {plan.prompts} prompts")
 
@@ -241,7 +237,6 @@ def check_answers(side: str, answered: Sequence[int], plan: Plan) -> None:
 def measured(
     name: str, port: int, proxy: RunningProxy, *, rounds: int, requests: int, in_flight: int, facts: Mapping[str, Any]
 ) -> Comparison:
-    """Lets the sides take turns, and compares their medians."""
     rates: dict[str, list[float]] = {side: [] for side in SIDES}
     for turn, side in enumerate([*SIDES, *interleaved(SIDES, rounds)]):
         asked = Round.new(WORK / f"{name}-{turn}", requests=requests, in_flight=in_flight)
@@ -276,7 +271,6 @@ def measured(
 
 
 def on_stub(*, rounds: int, requests: int) -> Comparison:
-    """The figure with a stub."""
     with stub_engine(WORK, delay_ms=STUB_DELAY_MS) as stub, our_proxy(WORK / "stub") as proxy:
         tell(proxy, stub.ports)
         facts = {"delay_ms": STUB_DELAY_MS}
@@ -290,7 +284,6 @@ def on_stub(*, rounds: int, requests: int) -> Comparison:
 
 
 def on_engine(*, rounds: int, requests: int) -> Comparison:
-    """The figure with real vLLM."""
     checkpoint = next(iter(steps_of(demo_model(2)).values()))
     with vllm_server(checkpoint, WORK / "vllm.log") as (url, _), our_proxy(WORK / "engine") as proxy:
         port = urlsplit(url).port
@@ -303,7 +296,7 @@ def on_engine(*, rounds: int, requests: int) -> Comparison:
 
 
 def beside_another(*, requests: int) -> Comparison:
-    """Rate of a worker while another generation uses the same pool, and half of its rate alone."""
+    """Returns the rate of a worker while another generation uses the same pool, and half of its rate alone."""
     with (
         stub_engine(WORK, delay_ms=STUB_DELAY_MS, capacity=SHARED_CAPACITY) as stub,
         our_proxy(WORK / "two") as proxy,
@@ -326,7 +319,7 @@ def beside_another(*, requests: int) -> Comparison:
 
 @contextmanager
 def watching(found: dict[str, int]) -> Iterator[None]:
-    """Notes the largest resident size in bytes of each kind of process below this one, while the block lasts."""
+    """Records the largest resident size in bytes of each kind of process below this process, during the block."""
     done = threading.Event()
 
     def look() -> None:
@@ -346,7 +339,7 @@ def watching(found: dict[str, int]) -> Iterator[None]:
 
 
 def peak_bytes(pid: int) -> int:
-    """The largest resident size that a process has had; 0 once it has ended."""
+    """Returns the largest resident size of a process so far; 0 once it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -355,9 +348,9 @@ def peak_bytes(pid: int) -> int:
 
 
 def memory(numbers: Sequence[int]) -> list[Comparison]:
-    """The largest sizes with each number of prompts, compared with those of the first."""
+    """Compares the largest sizes with each number of prompts with those of the first."""
     cache = Cache.fresh(WORK / "cache")
-    os.environ["ASSAY_CACHE_DIR"] = str(cache.folder)  # the pool and the command are of one machine
+    os.environ["ASSAY_CACHE_DIR"] = str(cache.folder)  # shared by the pool and the command, as on the same machine
     settings.cache_clear()
     checkpoint = Servable.from_uri("tiny-1", str(write_checkpoint(WORK / "step-1")))
     config = InferencePoolConfig.model_validate({"model": {"name": "tiny", "engine_kwargs": {"max_num_seqs": 256}}})
@@ -394,7 +387,6 @@ def memory(numbers: Sequence[int]) -> list[Comparison]:
 
 
 def main() -> None:
-    """Measures and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="rounds of each side (default: 6)")

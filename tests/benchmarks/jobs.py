@@ -1,10 +1,10 @@
-"""Milliseconds until a job runs and until it has ended, through our clients and through what is below them.
+"""Milliseconds until a job runs and until it has ended, through Assay's clients and through the backends' own.
 
     make bench NAME=jobs
 
 Started is from the call that submits until the program's first line has run, which writes its process id; ended is from
-the call that ends the job until that process is gone. Both are seen from outside, in the same way on both sides. Ours
-says more when it returns, that nothing of the job is left; the script gives up if the process is still there then.
+the call that ends the job until that process is gone. Both are observed from outside, in the same way on both sides.
+When our call returns, nothing of the job may be left; the script gives up if the process still exists then.
 
 | | ours | theirs |
 | --- | --- | --- |
@@ -14,12 +14,12 @@ says more when it returns, that nothing of the job is left; the script gives up 
 | `iris` | a command | the same by Iris' own client |
 | `slurm` | a command | the same by `sbatch` and `scancel` |
 
-What is compared is not the same thing: a bare process or task has no supervisor that ends its children with it or with
-us, keeps its log, starts it again, or tells a failure from a machine that was lost. The difference is what that costs.
-A bare task runs in a worker that is there already, where a callable of ours begins with an interpreter of its own. To
-end the task is to end the worker, so Ray gets another one before the next turn.
-Ray and Iris run on this machine, with the settings of a cluster: our replicas on Iris ask every 2 s whether they are to
-end. The sides take turns, and the first round is not counted.
+The sides do different work: a bare process or task has no supervisor that ends its children with it or with its client,
+keeps its log, restarts it, or distinguishes a failure from a lost machine. The difference is the cost of that. A bare
+task runs in an existing worker, but a callable of ours begins with an interpreter of its own. Ending the task ends the
+worker, so Ray starts another before the next turn.
+Ray and Iris run on this machine, with the settings of a cluster: our replicas on Iris poll every 2 s for their end. The
+sides take turns, and the first round is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-if __name__ == "__main__":  # beside the package of stand-ins
+if __name__ == "__main__":  # for the package of fakes
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from backends import BACKENDS, START_SECONDS, Backend, Ends, seconds_until
@@ -56,7 +56,7 @@ from resources.jobs.jobs import Client, Entrypoint, JobRequest, create_environme
 WORK = BENCH / "jobs"
 RUNS_SECONDS = 600
 _END_SECONDS = 60.0
-_QUIET_SECONDS = 1.0  # between a start and the end: what a start leaves to do is not to be measured with the end
+_QUIET_SECONDS = 1.0  # between start and end, so that the rest of a start is not measured with the end
 _numbers = count()
 
 Starts = Callable[[Path], Ends]
@@ -64,7 +64,6 @@ Starts = Callable[[Path], Ends]
 
 
 def begin(path: Path) -> None:
-    """The program as a callable."""
     written = path.with_suffix(".new")
     written.write_text(str(os.getpid()))
     written.rename(path)
@@ -72,13 +71,11 @@ def begin(path: Path) -> None:
 
 
 def command(path: Path) -> list[str]:
-    """The program as a command."""
     written = path.with_suffix(".new")
     return ["sh", "-c", f"echo $$ > {written} && mv {written} {path} && exec sleep {RUNS_SECONDS}"]
 
 
 def through_client(client: Client, path: Path, *, call: bool = False) -> Ends:
-    """Starts it as a job of ours."""
     program, *arguments = command(path)
     entrypoint = Entrypoint.from_callable(begin, [path]) if call else Entrypoint.from_binary(program, arguments)
     return client.submit(
@@ -92,7 +89,7 @@ def through_client(client: Client, path: Path, *, call: bool = False) -> Ends:
 
 
 def is_gone(pid: int) -> bool:
-    """True if a process has ended, even if its parent has yet to ask how."""
+    """Returns True if a process has ended, even as a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -106,10 +103,9 @@ def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: fl
     """Runs the program once.
 
     Args:
-        starts: starts it.
-        path: where it is to write its process id.
-        gone_at_return: whether the process must be gone once its end was asked for.
-        quiet_seconds: how long it runs.
+        path: gets the program's process id.
+        gone_at_return: if True, the process must be gone when the call that ends it returns.
+        quiet_seconds: duration of its run.
     """
     began = time.monotonic()
     ends = starts(path)
@@ -127,7 +123,7 @@ def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: fl
 def contest_of(
     name: str, backend: Backend, ours: Starts, theirs: Starts, *, prepare: Callable[[], object] = lambda: None
 ) -> Contest:
-    """Two ways to run the program; `prepare` is called before each job, so that the one before makes no difference."""
+    """Returns a contest of 2 ways to run the program; `prepare` runs before each job, to make jobs independent."""
 
     def once(starts: Starts, *, gone_at_return: bool) -> Phases:
         prepare()
@@ -138,8 +134,6 @@ def contest_of(
 
 
 def contests(backend: Backend) -> list[Contest]:
-    """The contests on a backend; on Ray a callable has a peer of its own."""
-
     def by_its_own_client(path: Path) -> Ends:
         return backend.starts(command(path), {})
 
@@ -163,7 +157,6 @@ def contests(backend: Backend) -> list[Contest]:
 
 
 def main() -> None:
-    """Measures each backend, prints a table and two lines for each contest."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="counted jobs of each side (default: 7)")

@@ -1,15 +1,15 @@
-"""Seconds for each checkpoint that Levanter evaluates on a backend: our job, beside Levanter's own harness.
+"""Seconds per checkpoint of a Levanter evaluation on a backend: Assay's job against Levanter's own harness.
 
     make bench NAME=levanter_jobs
 
-Ours is the job of several cells that wait: Assay's code on the node, one program that loads one checkpoint after the
-other, and compiles once. Theirs is what a user runs without it: `python -m levanter.eval_harness`, started anew for
-each checkpoint through the backend's own client (a bare process, Ray's job service, Iris' client, sbatch), one after
-another. With `--beside program` theirs is our program, started like that: what sharing a job saves.
+Ours is the job of several waiting cells: Assay's code on the node, and a single program that loads the checkpoints in
+sequence, and compiles once. Theirs is the way without Assay: `python -m levanter.eval_harness`, started for each
+checkpoint in sequence through the backend's own client (a bare process, Ray's job service, Iris' client, sbatch). An
+option makes theirs our program, started like that: the difference is the saving of a shared job.
 
-Both are over when the results of all checkpoints lie there. Metrics of our program must be equal each time, and
-Levanter's accuracy, which splits prompt and answer elsewhere, within 0.05 of ours. Backends run on this machine;
-environment and compiled programs are in place on both sides after a round that is not counted.
+Both end when the results of all checkpoints exist. Metrics of our program must be equal each time, and Levanter's
+accuracy, which splits prompt and answer elsewhere, within 0.05 of ours. Backends run on this machine; environment and
+compiled programs are in place on both sides after a round that is not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-if __name__ == "__main__":  # beside the package of stand-ins
+if __name__ == "__main__":  # for the package of fakes
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from backends import BACKENDS, Backend, seconds_until
@@ -71,7 +71,6 @@ _LEVANTER = Levanter()
 
 
 def configured() -> EvaluationConfig:
-    """The evaluation of each checkpoint: the demo's questions."""
     return EvaluationConfig.model_validate(
         {
             "evaluator": _LEVANTER.name,
@@ -83,7 +82,7 @@ def configured() -> EvaluationConfig:
 
 
 def in_one_job(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Path) -> None:
-    """Evaluates all as cells that wait side by side."""
+    """Evaluates all checkpoints as cells that wait together."""
     program = NativeProgram(_LEVANTER)
 
     def evaluate(jobs: NativeJobs, position: int) -> None:
@@ -108,7 +107,7 @@ def in_one_job(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Pat
 
 
 def in_a_job_each(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Path) -> None:
-    """Runs our program for one after the other, each started through the backend's own client."""
+    """Runs our program for each checkpoint in sequence, started through the backend's own client."""
     for checkpoint in checkpoints:
         output = folder / checkpoint.name
         command = _LEVANTER.command(checkpoint, configured(), output, python=_python())
@@ -117,7 +116,6 @@ def in_a_job_each(backend: Backend, checkpoints: list[LocalCheckpoint], folder: 
 
 
 def by_their_harness(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Path) -> None:
-    """Runs Levanter's own harness for one after the other, each started through the backend's own client."""
     data = folder / "data"
     data.mkdir(parents=True)
     shutil.copyfile(BUNDLED / f"{_BENCHMARK}.jsonl", data / "test.jsonl")
@@ -157,7 +155,7 @@ def by_their_harness(backend: Backend, checkpoints: list[LocalCheckpoint], folde
 
 
 SIDES = {"harness": by_their_harness, "program": in_a_job_each}
-"""Theirs, by name."""
+"""The other side, by name."""
 
 
 def _python() -> Path:
@@ -165,7 +163,6 @@ def _python() -> Path:
 
 
 def run_by_itself(backend: Backend, argv: Sequence[str], variables: Mapping[str, str], work: Path) -> None:
-    """Runs a command in a folder through the backend's own client, to its end."""
     ended = work / "ended"
     line = f"cd {shlex.quote(str(work))} && {shlex.join(argv)} > log 2>&1; echo $? > {ended}.new"
     began = time.monotonic()
@@ -177,20 +174,18 @@ def run_by_itself(backend: Backend, argv: Sequence[str], variables: Mapping[str,
 
 
 def metrics_of(folder: Path, checkpoints: list[LocalCheckpoint]) -> dict[str, Any]:
-    """Metrics of each checkpoint, as its output has them."""
     return {
         checkpoint.name: _LEVANTER.parse(folder / checkpoint.name, configured()).metrics for checkpoint in checkpoints
     }
 
 
 def accuracy_of(folder: Path, checkpoints: list[LocalCheckpoint]) -> list[float]:
-    """Accuracy by checkpoint, as Levanter's harness reports it."""
     reports = [folder / checkpoint.name / "lm_eval_harness_results.json" for checkpoint in checkpoints]
     return [json.loads(report.read_text())["results"][_BENCHMARK]["acc,none"] for report in reports]
 
 
 def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint], *, beside: str) -> Contest:
-    """Two ways to evaluate the checkpoints, in wall seconds for each of them, which must find the same."""
+    """Returns a contest of 2 ways to evaluate the checkpoints, in wall seconds per checkpoint, with equal results."""
     turns, metrics = count(), dict[str, Any]()
 
     def once(evaluate: Callable[[Backend, list[LocalCheckpoint], Path], None]) -> Phases:
@@ -215,14 +210,12 @@ def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint], *, beside: 
 
 
 def compare(metrics: Mapping[str, Any]) -> None:
-    """Ends the script if the two harnesses have found something else."""
     ours, theirs = (metrics.get(f"accuracy of {side}") for side in ("ours", "theirs"))
     if ours and theirs and any(abs(a - b) > _CLOSE for a, b in zip(ours, theirs, strict=True)):
         give_up(f"accuracies differ: ours {ours}, theirs {theirs}")
 
 
 def main() -> None:
-    """Measures each backend, prints a table and a line for each."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each side (default: 3)")
@@ -233,7 +226,7 @@ def main() -> None:
     )
     parser.add_argument("--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="which (default: all)")
     given = parser.parse_args()
-    os.environ["ASSAY_CACHE_DIR"] = str(settings().cache_dir)  # the Iris here has a home of its own
+    os.environ["ASSAY_CACHE_DIR"] = str(settings().cache_dir)  # the Iris of this script has a home of its own
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     steps = steps_of(demo_model(CHECKPOINTS))

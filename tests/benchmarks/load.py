@@ -1,10 +1,10 @@
-"""A closed-loop load generator in a process of its own: so many connections, each with one request at a time.
+"""A closed-loop load generator in a process of its own: some connections, each with a single request at a time.
 
     python tests/benchmarks/load.py '{"port": 8000, "concurrency": 32, "seconds": 4}'
 
-prints a `LoadResult` as JSON. Bodies are those of a small completion request, no two of which are the same: each has a
-number in its prompt. It speaks bare sockets through uvloop and httptools, since it shares the machine with what it
-measures. Latency is from the write of a request to the last byte of its answer.
+prints a `LoadResult` as JSON. Bodies are those of a small completion request, each with a different number in its
+prompt. It uses bare sockets through uvloop and httptools, since it shares the machine with the measured server. Latency
+is from the write of a request to the last byte of its answer.
 """
 
 from __future__ import annotations
@@ -35,17 +35,15 @@ _NUMBER_DIGITS = 10
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The requests of a load: what to send, where to, and for how long."""
-
     port: int
     concurrency: int
     seconds: float = 4.0
-    """Time to count for; with `requests`, the time that they may take."""
+    """Time to count for; with `requests`, their time-out."""
     warm_up_seconds: float = 1.0
     requests: int | None = None
     """Ends after so many requests, all of them counted, without a warm-up."""
     tag: str = "t"
-    """Makes the prompts of one run differ from those of another."""
+    """Makes the prompts of each run different."""
     max_tokens: int = 16
     key: str = ""
     """Sent as a bearer token."""
@@ -68,16 +66,11 @@ class LoadResult:
     p95_ms: float
     p99_ms: float
     errors: dict[str, int]
-    """Number of requests that ended otherwise, by kind: `status 503`, `connection refused`, `connection lost`."""
+    """Failed requests by kind: `status 503`, `connection refused`, `connection lost`."""
 
 
 class Accounts:
-    """Counts answers that come within a window of time.
-
-    Args:
-        begin: when to start counting, in the clock's seconds.
-        end: when to stop.
-    """
+    """Counts answers from `begin` to `end`, in the clock's seconds."""
 
     def __init__(self, begin: float, end: float) -> None:
         self._begin = begin
@@ -86,7 +79,6 @@ class Accounts:
         self._errors: Counter[str] = Counter()
 
     def answered(self, status: int, *, sent: float, now: float) -> None:
-        """One answer, whole."""
         if self._begin <= now < self._end:
             if status == 200:
                 self._latencies.append(now - sent)
@@ -94,12 +86,12 @@ class Accounts:
                 self._errors[f"status {status}"] += 1
 
     def failed(self, kind: str, *, now: float) -> None:
-        """One request without an answer, or one connection that could not be had."""
+        """Counts a request without an answer, or a failed connection."""
         if self._begin <= now < self._end:
             self._errors[kind] += 1
 
     def result(self, now: float) -> LoadResult:
-        """The figures of the window, or of its part until now."""
+        """Returns the figures of the window, or of its part until now."""
         seconds = min(now, self._end) - self._begin
         ordered = sorted(self._latencies)
         return LoadResult(
@@ -114,7 +106,7 @@ class Accounts:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of the values do not exceed; NaN of none."""
+    """Returns the smallest value with `percent` percent of the values at or below it; NaN without values."""
     if not ordered:
         return math.nan
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
@@ -141,17 +133,14 @@ class Requests:
         self._before, self._after, self._head_size = head.encode() + before, after, len(head)
 
     def request(self, number: int) -> bytes:
-        """Head and body."""
         return b"%b%010d%b" % (self._before, number, self._after)
 
     def body(self, number: int) -> bytes:
-        """The body alone, as whoever receives it should find it."""
+        """Returns the body alone, as the receiver must get it."""
         return self.request(number)[self._head_size :]
 
 
 class Load:
-    """Everything that the connections share."""
-
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
         self._requests = Requests(plan)
@@ -165,7 +154,6 @@ class Load:
         self.is_over = False
 
     async def run(self) -> LoadResult:
-        """Opens the connections, and sends requests until it is time to stop."""
         counted = self._plan.requests is not None
         if counted:
             self.accounts = Accounts(time.perf_counter(), time.perf_counter() + self._plan.seconds)
@@ -180,12 +168,11 @@ class Load:
             await asyncio.sleep(self._plan.warm_up_seconds + self._plan.seconds)
         result = self.accounts.result(time.perf_counter())
         self.is_over = True
-        # Requests under way are waited for: a proxy that cancels them would still be busy in the next round.
+        # Waits for open requests: a proxy that cancels them would still be busy in the next round.
         await _within(_DRAIN_SECONDS, self._all_done)
         return result
 
     def connect(self, after_seconds: float = 0.0) -> None:
-        """Opens one connection in the background."""
         task = asyncio.get_running_loop().create_task(self._connect(after_seconds))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -204,27 +191,25 @@ class Load:
         self.done()
 
     def opened(self) -> None:
-        """A connection is there."""
         self._open += 1
         if self._open >= self._plan.concurrency:
             self._all_open.set()
 
     def next_request(self) -> bytes | None:
-        """The next one, None where there is nothing left to send."""
+        """Returns the next request, None at the end of the plan."""
         if self.is_over or self._sent == self._plan.requests:
             return None
         self._sent += 1
         return self._requests.request(self._sent - 1)
 
     def done(self) -> None:
-        """A connection has nothing left to send."""
         self._left -= 1
         if self._left == 0:
             self._all_done.set()
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time; opened again when the other side closes it."""
+    """Sends a request at a time; reopened when the other side closes it."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -280,11 +265,7 @@ async def _within(seconds: float, event: asyncio.Event) -> None:
 
 
 def run_load(plan: LoadPlan) -> LoadResult:
-    """Runs a plan in a process of its own.
-
-    Raises:
-        subprocess.CalledProcessError: the generator failed; what it wrote is on standard error.
-    """
+    """Runs a plan in a process of its own."""
     command = [sys.executable, Path(__file__), json.dumps(dataclasses.asdict(plan))]
     limit = plan.seconds + plan.warm_up_seconds + _OPENING_SECONDS + _DRAIN_SECONDS + 30
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=limit)
@@ -292,7 +273,6 @@ def run_load(plan: LoadPlan) -> LoadResult:
 
 
 def main() -> None:
-    """Runs the plan that is the only argument."""
     plan = LoadPlan(**json.loads(sys.argv[1]))
     gc.disable()
 

@@ -1,24 +1,24 @@
-"""Wall seconds that lm-eval's multiple choice takes to be asked: Assay against lm-eval as it is, on the same engine.
+"""Wall seconds of the requests of lm-eval's multiple choice: Assay against plain lm-eval, on the same engine.
 
     make bench NAME=loglikelihood
 
-Two benchmarks of four choices after five examples, which all questions share, as in MMLU: one of choices of one token,
-one of choices of 8 to 20. The model is a Llama of 33 million random parameters in float32, so that computing counts.
-The sides: ours, the harness as `assay evaluate` runs it, on a pool that is kept up; `lm_eval --model local-completions`
-against that same pool, so the same engine, with as many requests in flight; and `lm_eval --model vllm`, which has vLLM
-in its own process, with the same engine arguments.
+There are 2 benchmarks of 4 choices after 5 examples, which all questions share, as in MMLU: choices of a single token,
+and choices of 8 to 20 tokens. The model is a Llama of 33 million random parameters in float32, so that computation
+counts. The sides: ours, the harness as `assay evaluate` runs it, on a kept pool; `lm_eval --model local-completions` on
+that same pool, so the same engine, with as many requests in flight; and `lm_eval --model vllm`, which has vLLM in its
+own process, with the same engine arguments.
 
-The time is that inside the model's `loglikelihood`: tokenizing, asking, reading the answers. Beside it stands a whole
-cell: `assay evaluate` on the kept pool against lm-eval's command, each from its start to its exit.
+The time is that inside the model's `loglikelihood`: tokenizing, requests, parsing the answers. A whole cell is also
+measured: `assay evaluate` on the kept pool against lm-eval's command, each from its start to its exit.
 
-No side finds answers or cached prompts of another one: every round has questions and examples of its own, and ours asks
-first in it, since what lm-eval asks is computed whole whatever the engine holds. One asking of ours is not counted:
-there a new engine build is audited, 20 questions in both ways. All sides must score every question alike.
+No side finds answers or cached prompts of another side: every round has questions and examples of its own, and ours
+goes first in it, since lm-eval's requests are computed whole regardless of the engine's cache. A first run of ours is
+not counted: it audits a new engine version, 20 questions in both ways. All sides must score every question alike.
 
 `tests/benchmarks/loglikelihood.py --scale` has the ratio to lm-eval on the same engine over the number of examples, and
-`--generation` that of texts to be written: up to 16 tokens behind 8 examples, which the questions of a subject share,
-in prompts of different subjects by turns, with a cache that holds half of the examples. There each side has questions
-of its own, and lm-eval is asked ours afterwards, so that the texts can be compared.
+`--generation` the ratio for generated texts: up to 16 tokens after 8 examples, which the questions of a subject share,
+in prompts of alternating subjects, with a cache that holds half of the examples. Each side has questions of its own
+then, and lm-eval gets ours afterwards, so that the texts can be compared.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ _SMALL_CACHE = {"kv_cache_memory_bytes": "256M"}
 _MODEL = "run-1"
 _PROMPTS_PER_REQUEST = 8
 _TIMEOUT_SECONDS = 3600
-"""Of a request: lm-eval sends all at once, and the last one waits for the others."""
+"""Time-out of a request: lm-eval sends all at the same time, and the last waits for the others."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """Seconds that a side took: to be answered, and the whole process; with what it was answered."""
+    """Seconds of a side: of its requests, and of the whole process; with its answers."""
 
     seconds: float
     whole: float
@@ -89,14 +89,12 @@ class Asking:
 
 @dataclass(frozen=True)
 class Bench:
-    """A model, the pool that has it, and a session at that."""
-
     checkpoint: Path
     cache: Cache
     session: PoolSession
 
     def ours(self, benchmark: str, benchmarks: Path, folder: Path) -> Asking:
-        """Our program in lm-eval's environment, with the job that an evaluation gives it."""
+        """Runs Assay's program in lm-eval's environment, with the job of an evaluation."""
         config = EvaluationConfig.model_validate(
             {
                 "model_path": str(self.checkpoint),
@@ -118,7 +116,7 @@ class Bench:
             self.session.close_cell(opened, finished=True)
 
     def same_engine(self, benchmark: str, benchmarks: Path, folder: Path) -> Asking:
-        """lm-eval's command, as somebody writes it who knows the harness, against the same pool."""
+        """Runs lm-eval's command, as an experienced user writes it, on the same pool."""
         running = self._running()
         model_args = {
             "model": running.model,
@@ -136,7 +134,7 @@ class Bench:
         return timed(ensure_environment(LM_EVAL).python, command, folder, benchmark, variables=key)
 
     def in_process(self, benchmark: str, benchmarks: Path, folder: Path) -> Asking:
-        """lm-eval's command with vLLM in its own process, in the engine's environment with lm-eval behind it."""
+        """Runs lm-eval's command with vLLM in its own process, in the engine's environment with lm-eval appended."""
         own = {name: value for name, value in ENGINES["cpu"].kwargs.items() if value != RELOADING_WORKER}
         model_args = {"pretrained": self.checkpoint, **own, **_ENGINE}
         model_args["kv_cache_memory_bytes"] = size_in_bytes(_ENGINE["kv_cache_memory_bytes"])
@@ -145,14 +143,13 @@ class Bench:
         return timed(python, command, folder, benchmark, variables={"VLLM_CACHE_ROOT": str(BENCH / "cache" / "vllm")})
 
     def by(self, side: str, benchmark: str, benchmarks: Path, folder: Path) -> Asking:
-        """One asking of a side."""
         ways = {OURS: self.ours, SAME_ENGINE: self.same_engine, IN_PROCESS: self.in_process}
         asking = ways[side](benchmark, benchmarks, folder)
         say(f"{folder.name}: {asking.seconds:.2f} s, of {asking.whole:.1f} s")
         return asking
 
     def cell(self, benchmark: str, benchmarks: Path, folder: Path) -> tuple[float, dict[str, Any]]:
-        """`assay evaluate` on the kept pool, from its start to its exit, and the record that it prints."""
+        """Runs `assay evaluate` on the kept pool; returns the seconds from start to exit, and the printed record."""
         command = ["evaluate", "--model", self.checkpoint, "--pool", POOL_NAME, "--eval", benchmark, "--json"]
         command += ["--benchmarks", benchmarks, "--output", folder / "evaluations", "--name", "run"]
         log = folder / "assay.log"
@@ -171,7 +168,6 @@ class Bench:
 def lm_eval_command(
     model: str, model_args: Mapping[str, object], benchmark: str, benchmarks: Path, folder: Path, *more: str
 ) -> list[str]:
-    """Arguments of lm-eval's command, with its name before them."""
     given = ",".join(f"{key}={value}" for key, value in model_args.items())
     command = ["lm_eval", "--model", model, "--model_args", given, "--tasks", benchmark]
     return [*command, "--include_path", str(benchmarks), "--output_path", str(folder), "--log_samples", *more]
@@ -180,7 +176,7 @@ def lm_eval_command(
 def timed(
     python: Path, command: Sequence[str], folder: Path, benchmark: str, *, variables: Mapping[str, str]
 ) -> Asking:
-    """Runs lm-eval in an environment, and reads what it took and what it was answered."""
+    """Runs lm-eval in an environment, and reads its seconds and answers."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = ensure_environment(LM_EVAL)
     [packages] = (environment.directory / "lib").glob("python3*/site-packages")
@@ -207,7 +203,7 @@ def _answer(found: Any) -> float | str:
 
 
 def largest_difference(ours: Asking, theirs: Asking, side: str) -> float:
-    """Ends the script unless both sides score every question alike; the largest difference of a log-likelihood."""
+    """Returns the largest difference of a log-likelihood; ends the script unless both sides score all alike."""
     if ours.scores != theirs.scores or not ours.scores:
         different = sorted(
             key for key in {*ours.scores, *theirs.scores} if ours.scores.get(key) != theirs.scores.get(key)
@@ -223,12 +219,11 @@ def largest_difference(ours: Asking, theirs: Asking, side: str) -> float:
 
 @contextmanager
 def bench(engine: Mapping[str, Any]) -> Iterator[Bench]:
-    """The model, served by a pool that is kept up."""
     shutil.rmtree(WORK, ignore_errors=True)
     run = WORK / "run"
     checkpoint = write_model(run / "hf" / "step-1")
     cache = Cache.fresh(WORK / "cache")
-    os.environ["ASSAY_CACHE_DIR"] = str(cache.folder)  # audits are remembered for the command's cells, too
+    os.environ["ASSAY_CACHE_DIR"] = str(cache.folder)  # the command's cells share the remembered audits
     settings.cache_clear()
     with (
         kept_pool(cache, run, log=WORK / "pool.log", engine=engine) as pool,
@@ -238,7 +233,6 @@ def bench(engine: Mapping[str, Any]) -> Iterator[Bench]:
 
 
 def side_by_side(bench: Bench, *, rounds: int, questions: Mapping[str, int], sides: Sequence[str]) -> list[Comparison]:
-    """The figures of both benchmarks, and of a whole cell."""
     taken: dict[tuple[str, str], list[Asking]] = {(kind.name, side): [] for kind in KINDS for side in sides}
     worst: dict[tuple[str, str], float] = {}
     for turn in range(rounds):
@@ -278,7 +272,6 @@ def _of_a_question(seconds: float, questions: int) -> tuple[float]:
 
 
 def facts_of(benchmark: str, questions: Mapping[str, int], worst: float) -> dict[str, Any]:
-    """Facts that stand beside a figure."""
     return {
         "questions": questions[benchmark],
         "shots": SHOTS,
@@ -292,7 +285,6 @@ def facts_of(benchmark: str, questions: Mapping[str, int], worst: float) -> dict
 
 
 def scale(bench: Bench, *, questions: Mapping[str, int]) -> list[Comparison]:
-    """The figures of both benchmarks over the number of examples."""
     comparisons, rows = [], []
     for turn, shots in enumerate(SCALE):
         benchmarks = write_benchmarks(WORK / f"shots-{shots}", questions=questions, shots=shots, seed=1000 + turn)
@@ -312,7 +304,6 @@ def scale(bench: Bench, *, questions: Mapping[str, int]) -> list[Comparison]:
 
 
 def generation(bench: Bench, *, rounds: int) -> list[Comparison]:
-    """The figure of texts to be written."""
     sizes = {"subjects": SUBJECTS, "questions": QUESTIONS_OF_SUBJECTS, "shots": SHOTS_OF_SUBJECTS}
     taken: dict[str, list[Asking]] = {OURS: [], SAME_ENGINE: []}
     for turn, side in enumerate(interleaved((OURS, SAME_ENGINE), rounds)):
@@ -333,7 +324,6 @@ def generation(bench: Bench, *, rounds: int) -> list[Comparison]:
 
 
 def main() -> None:
-    """Measures and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each side (default: 2)")

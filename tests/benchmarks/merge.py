@@ -1,12 +1,13 @@
-"""Measures how fast a merged checkpoint is computed while it is staged, beside reading its checkpoints once.
+"""Measures how fast a merged checkpoint is computed while it is staged, against reading its checkpoints once.
 
     make bench NAME=merge
     python tests/benchmarks/merge.py [--checkpoints 5] [--megabytes 1000] [--dtypes BF16,F16,F32] [--rounds 3]
 
-Checkpoints of random weights, of one file each. A round reads all of their weights with as many threads as averaging
-has, and then has their mean staged: read, averaged, written and synced. Digests are known before, as from planning.
-Before each of both the page cache forgets the files; `cached` is both again with the files in it. Figures are GB of the
-checkpoints by second, medians of the rounds. `peak_megabytes` is what staging adds to the memory of its process.
+Checkpoints have random weights in a single file each. A round reads all of their weights with as many threads as
+averaging has, and then stages their mean: read, averaged, written and synced. Digests are known before, as from
+planning. Before each of both the files are dropped from the page cache; `cached` is both again with the files in it.
+Figures are GB of the checkpoints per second, medians of the rounds. `peak_megabytes` is the memory that staging adds to
+its process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ _fork = multiprocessing.get_context("fork")
 
 
 def main() -> None:
-    """Measures each dtype, then prints a table and a line of JSON for each figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--checkpoints", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=1000)
@@ -63,13 +63,13 @@ def main() -> None:
 
 
 def measured(scratch: Path, dtype: str, options: argparse.Namespace) -> list[Comparison]:
-    """Rates for checkpoints of one dtype, with the files on the disk and in the page cache."""
+    """Returns rates for checkpoints of a dtype, with the files on the disk and in the page cache."""
     rows = options.megabytes * 10**6 // (_TENSORS * _COLUMNS * BYTES[dtype])
     folders = [random_checkpoint(scratch / f"step-{step}", dtype, rows, step) for step in range(options.checkpoints)]
     files = [folder / "model.safetensors" for folder in folders]
     gigabytes = sum(file.stat().st_size for file in files) / 1e9
     uri = str(Merge.of_folders("mean", list(map(str, folders))))
-    time.sleep(4)  # a digest is remembered of a file that has been the same for some seconds
+    time.sleep(4)  # digests are remembered only of files unchanged for some seconds
     digests = digest_model_folder(inspect_checkpoint(uri))
     staged = scratch / "staged"
     facts = {
@@ -90,7 +90,7 @@ def measured(scratch: Path, dtype: str, options: argparse.Namespace) -> list[Com
 
 
 def random_checkpoint(folder: Path, dtype: str, rows: int, seed: int) -> Path:
-    """A checkpoint whose weights are one file of several tensors."""
+    """Writes a checkpoint with a weights file of several tensors."""
     write_checkpoint(folder)
     size = rows * _COLUMNS * BYTES[dtype]
     header = {
@@ -114,7 +114,7 @@ def random_checkpoint(folder: Path, dtype: str, rows: int, seed: int) -> Path:
 
 
 def seconds_of(work: Callable[[], object], forgotten: Sequence[Path]) -> float:
-    """Wall seconds of some work, before which the page cache forgets files."""
+    """Returns wall seconds of some work, after dropping files from the page cache."""
     os.sync()
     for file in forgotten:
         with file.open("rb") as opened:
@@ -145,18 +145,17 @@ def read(files: Sequence[Path]) -> None:
 
 
 def stage(folder: Path, uri: str, digests: ModelDigests) -> None:
-    """Stages a merged checkpoint that is not there yet."""
     shutil.rmtree(folder, ignore_errors=True)
     with Staging(folder, max_bytes=_ROOM_BYTES) as staging, staging.stage(uri, digests):
         pass
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Memory that some work needs at most, in a process of its own, beyond what that had before."""
+    """Returns the memory that some work adds at its peak, in a process of its own."""
     ours, theirs = _fork.Pipe(duplex=False)
 
     def run() -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what it is now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
         before = resident_bytes("VmRSS")
         work()
         theirs.send(resident_bytes("VmHWM") - before)
@@ -168,7 +167,6 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def resident_bytes(field: str) -> int:
-    """A line of what the kernel tells of this process's memory."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
     return int(line.split()[1]) * 1024
 

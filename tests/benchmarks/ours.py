@@ -1,4 +1,4 @@
-"""Assay as a user runs it: the command, with a cache of its own, so that nothing was answered before."""
+"""Assay as a user runs it: the command, with a cache of its own, without earlier answers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from resources.settings import settings
 
 ASSAY = ROOT / ".venv" / "bin" / "assay"
 ENGINE_KWARGS: Mapping[str, Any] = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
-"""Of both sides."""
+"""Engine arguments of both sides."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-"""Of both sides: what a hub takes to answer is not to be measured."""
+"""Variables of both sides: excludes response times of a hub."""
 POOL_NAME = "bench"
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache folder with the environments of this machine and nothing else that was there before.
+    """A cache folder with the environments of this machine, otherwise empty.
 
-    `forget_answers` is for between two runs; engines' own caches, and the verdict on reloads, stay.
+    `forget_answers` is for between 2 runs; engines' own caches, and the verdict on reloads, stay.
     """
 
     folder: Path
 
     @classmethod
     def fresh(cls, folder: Path) -> Cache:
-        """An empty one."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / "environments").symlink_to(settings().environments_dir)
@@ -42,7 +41,6 @@ class Cache:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of a command that uses it."""
         own = {"ASSAY_CACHE_DIR": str(self.folder), "PREFECT_HOME": str(BENCH / "prefect")}
         return environment_of_a_user({**OFFLINE, **own})
 
@@ -52,19 +50,16 @@ class Cache:
 
 
 def engine_options(engine: Mapping[str, Any] = ENGINE_KWARGS) -> list[str]:
-    """Engine arguments as options of the command."""
     return [part for key, value in engine.items() for part in ("--engine", f"{key}={value}")]
 
 
 def assay(cache: Cache, *arguments: str | Path, log: Path) -> float:
-    """Runs the command to its end; its wall seconds. What it prints lies beside `log`, with the suffix .out."""
+    """Runs the command to its end; returns its wall seconds. Its output goes to `log` with the suffix .out."""
     return run_timed([ASSAY, *arguments], log=log, env=cache.variables)
 
 
 @dataclass(frozen=True)
 class PoolThatIsUp:
-    """A kept pool, and the wall seconds of the command that started it."""
-
     kept: KeptPool
     seconds: float
 
@@ -73,7 +68,7 @@ class PoolThatIsUp:
 def kept_pool(
     cache: Cache, run: Path, *, log: Path, engine: Mapping[str, Any] = ENGINE_KWARGS
 ) -> Iterator[PoolThatIsUp]:
-    """A pool that is kept up for the block, for the checkpoints of a run; its engine starts at the first request."""
+    """Keeps a pool for the checkpoints of a run up for the block; its engine starts at the first request."""
     up = ("pool", "up", "--model", run, "--name", POOL_NAME, *engine_options(engine))
     try:
         seconds = assay(cache, *up, log=log)

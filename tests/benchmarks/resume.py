@@ -2,15 +2,15 @@
 
     make bench NAME=resume
 
-The job is a cell's: half of its requests are greedy, each another one, and half are sampled, each of them asked four
-times, through the cell's own address at the proxy. An engine outside of it all counts what arrives; an answer takes it
-50 ms. Once half of the requests have been answered, the job and the proxy get SIGKILL, with requests under way. Then
-both are started again, as a second attempt at the same cell, and the job begins from its first request.
+The job is a cell's: half of its requests are greedy, all different, and half are sampled, each sent 4 times, through
+the cell's own address at the proxy. A separate engine counts requests; an answer takes 50 ms. After half of the
+answers, the job and the proxy get SIGKILL, with requests in flight. Then both are restarted, as a second attempt at the
+same cell, and the job begins from its first request.
 
-With the journal the second attempt must not ask the engine for more than what was not answered yet and what was under
-way when the kill came; each answer that the first attempt got must be found again in the second, sampled ones too,
-though the engine samples anew every time. A third figure is that of another machine, which has only the copy of the
-journal beside the cell. Without a journal, the second attempt asks everything again.
+With the journal the second attempt may send the engine only the requests without an answer and those in flight at the
+kill; each answer of the first attempt must reappear in the second, also sampled answers, though the engine samples
+another answer every time. A third figure is that of another machine, which has only the copy of the journal next to the
+cell. Without a journal, the second attempt sends every request again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SETTLE_SECONDS = 10.0
 
 
 def bodies(requests: int) -> list[dict[str, Any]]:
-    """Requests of a job, in its order: greedy and sampled ones in turns, the latter each so many times."""
+    """Returns the requests of a job, in its order: greedy and sampled requests in turns, the latter repeated."""
     asked: list[dict[str, Any]] = []
     for number in range(requests):
         body: dict[str, Any] = {"model": MODEL, "max_tokens": 8}
@@ -74,7 +74,7 @@ def bodies(requests: int) -> list[dict[str, Any]]:
 
 
 def run_job(port: int, attempt: str, requests: int, answers: Path) -> None:
-    """The job itself: asks everything, and writes a line for each answer as it comes."""
+    """Runs the job: sends all requests, and writes a line for each answer as it comes."""
     writing = threading.Lock()
     local = threading.local()
     headers = {"Authorization": f"Bearer {CLIENT_KEY}", "Content-Type": "application/json"}
@@ -103,12 +103,12 @@ class Upstream:
     port: int
 
     def stats(self) -> dict[str, Any]:
-        """Completion requests so far: `requests` that arrived, `answered`, `in_flight`."""
+        """Returns counts of completion requests so far: `requests` that arrived, `answered`, `in_flight`."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/fake/stats", timeout=30) as response:
             return json.loads(response.read())
 
     def settled(self) -> dict[str, Any]:
-        """The same, once it works on nothing any more."""
+        """Returns the counts once no request is in flight."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while (stats := self.stats())["in_flight"] and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -117,7 +117,7 @@ class Upstream:
 
 @contextmanager
 def upstream(folder: Path) -> Iterator[Upstream]:
-    """An engine that answers after a while, and samples anew every time."""
+    """Runs an engine that answers after a delay, and samples another answer every time."""
     address = folder / "engine.json"
     faults = {"delay_seconds": _DELAY_SECONDS, "fresh_samples": True}
     command = [sys.executable, _ENGINE, "--model", MODEL, "--address-file", address, "--faults", json.dumps(faults)]
@@ -131,7 +131,6 @@ def upstream(folder: Path) -> Iterator[Upstream]:
 def proxy_for(
     engine: Upstream, folder: Path, attempt: str, *, journal: Path | None, mirror: Path | None
 ) -> Iterator[RunningProxy]:
-    """A proxy that was started for an attempt at the cell."""
     arguments = ("--journal", str(journal)) if journal is not None else ()
     with running_proxy(folder, *arguments) as proxy:
         tell(proxy, [engine.port], model=MODEL)
@@ -141,7 +140,7 @@ def proxy_for(
 
 @contextmanager
 def job(proxy: RunningProxy, attempt: str, requests: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The job as a process; its answers are in `folder`, by attempt."""
+    """Runs the job as a process; its answers are in `folder`, by attempt."""
     command = [sys.executable, Path(__file__), "--job", str(proxy.address.port), attempt, str(folder / attempt)]
     command += ["--requests", str(requests)]
     with background(command, log=folder / f"{attempt}.log", env=environment_of_a_user({})) as process:
@@ -149,15 +148,13 @@ def job(proxy: RunningProxy, attempt: str, requests: int, folder: Path) -> Itera
 
 
 def answered(folder: Path, attempt: str) -> list[tuple[str, str]]:
-    """Prompt and text of every answer that an attempt got; a line that the kill has cut is none."""
+    """Returns prompt and text of every answer of an attempt; skips a line cut by the kill."""
     lines = (folder / attempt).read_text().splitlines(keepends=True)
     return [(prompt, text) for prompt, text in (json.loads(line) for line in lines if line.endswith("\n"))]
 
 
 @dataclass(frozen=True)
 class ResumeOutcome:
-    """Outcome of a job that was killed and run again."""
-
     requests: int
     got_before: int
     asked_before: int
@@ -167,12 +164,11 @@ class ResumeOutcome:
 
     @property
     def bound(self) -> int:
-        """Upstream requests that the second attempt may make: what nobody got an answer for, and what was under way."""
+        """Upstream requests that the second attempt may send: unanswered requests, and those in flight at the kill."""
         return self.requests - self.got_before + self.in_flight
 
 
 def kill_and_run_again(name: str, requests: int, *, keeps_journal: bool, other_machine: bool = False) -> ResumeOutcome:
-    """One such job from its first attempt to the end of its second."""
     folder = WORK / name
     folder.mkdir(parents=True)
     journal = folder / "journal.sqlite" if keeps_journal else None
@@ -200,7 +196,7 @@ def kill_and_run_again(name: str, requests: int, *, keeps_journal: bool, other_m
 
 
 def kill_half_way(engine: Upstream, proxy: RunningProxy, process: subprocess.Popen[bytes], requests: int) -> int:
-    """SIGKILL for the job and its proxy once half of the requests are answered; how many were under way."""
+    """Sends SIGKILL to the job and its proxy after half of the answers; returns the number of requests in flight."""
     deadline = time.monotonic() + _JOB_SECONDS
     while (stats := engine.stats())["answered"] < requests // 2:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -213,7 +209,7 @@ def kill_half_way(engine: Upstream, proxy: RunningProxy, process: subprocess.Pop
 
 
 def check_answers(first: list[tuple[str, str]], second: list[tuple[str, str]], requests: int, *, replays: bool) -> None:
-    """Ends the script unless the second attempt got an answer to everything, and what the first got among them."""
+    """Ends the script unless the second attempt got all answers, with `replays` also those of the first."""
     asked = Counter(body["prompt"] for body in bodies(requests))
     if Counter(prompt for prompt, _ in second) != asked:
         give_up(f"{len(second)} answers for {requests} requests")
@@ -223,7 +219,6 @@ def check_answers(first: list[tuple[str, str]], second: list[tuple[str, str]], r
 
 
 def main() -> None:
-    """Runs the job of each kind and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000, help="of the job (default: 2000)")
@@ -243,7 +238,6 @@ def main() -> None:
 
 
 def report(with_journal: ResumeOutcome, elsewhere: ResumeOutcome, without: ResumeOutcome) -> None:
-    """The table, and the last line."""
     sides = {"journal": with_journal, "another machine, from the copy": elsewhere, "no journal": without}
     print_table(
         f"{with_journal.requests} requests, {CONCURRENCY} at a time, SIGKILL half-way",

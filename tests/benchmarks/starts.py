@@ -1,10 +1,10 @@
-"""The starts of everything on every backend, beside the backend's own client: the table of docs/performance.md.
+"""The starts on every backend, against the backend's own client: the table of docs/performance.md.
 
     make bench NAME=starts
 
-Runs `jobs`, `pool_start` and `levanter_jobs` on one backend after the other, and prints a table in Markdown; where a
-script gives up, its cells are empty. What warms up are the machine's caches, so only the first backend has a round that
-is not counted.
+Runs `jobs`, `pool_start` and `levanter_jobs` on each backend in sequence, and prints a table in Markdown; if a script
+gives up, its cells are empty. Warm-up fills the machine's caches, so only the first backend has a round that is not
+counted.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ ROWS = {
     "a replica of two hosts, until the first answer": "pool_start.{backend}.two_hosts.answered",
     "an evaluation of a checkpoint by Levanter, until its result": "levanter_jobs.{backend}.evaluated",
 }
-"""The figure that stands in each row."""
+"""The figure of each row."""
 _EMPTY = "–"
 _MS_BELOW_SECONDS = 2.0
 
 
 def figures_of(script: str, backend: str, *options: str) -> dict[str, dict[str, Any]]:
-    """Runs a script on a backend; its figures by name, none where it gave up."""
+    """Runs a script on a backend; returns its figures by name, empty if it gave up."""
     command = [sys.executable, str(Path(__file__).with_name(f"{script}.py")), "--backends", backend, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             written, _ = process.communicate()
         finally:
-            process.terminate()  # SIGTERM, so that it can end what it has started
+            process.terminate()  # SIGTERM, so that it can end its child processes
     if process.returncode:
         say(f"{script} gave no figure on {backend}")
     lines = [json.loads(line) for line in written.splitlines() if line.startswith("{")]
@@ -46,12 +46,11 @@ def figures_of(script: str, backend: str, *options: str) -> dict[str, dict[str, 
 
 
 def in_words(seconds: float) -> str:
-    """Seconds as a table has them."""
     return f"{1000 * seconds:.0f} ms" if seconds < _MS_BELOW_SECONDS else f"{seconds:.1f} s"
 
 
 def cell(figure: Mapping[str, Any] | None) -> str:
-    """A figure: ours, theirs, and how many times faster ours is."""
+    """Formats a figure: ours, theirs, and how many times faster ours is."""
     if figure is None or figure["ratio"] is None:
         return _EMPTY
     scale = {"s": 1, "ms": 0.001}[figure["unit"]]
@@ -60,7 +59,7 @@ def cell(figure: Mapping[str, Any] | None) -> str:
 
 
 def table(figures: Mapping[str, Mapping[str, Any]], backends: list[str]) -> list[str]:
-    """Lines of the table in Markdown: a row for each start, a column for each backend."""
+    """Returns lines of the table in Markdown: a row for each start, a column for each backend."""
     rows = [["", *(backend.capitalize() for backend in backends)], ["---"] * (len(backends) + 1)]
     for title, name in ROWS.items():
         rows.append([title, *(cell(figures.get(name.format(backend=backend))) for backend in backends)])
@@ -68,7 +67,6 @@ def table(figures: Mapping[str, Mapping[str, Any]], backends: list[str]) -> list
 
 
 def main() -> None:
-    """Runs all of it, prints each figure as it is found, and then the table."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1, help="counted rounds; of jobs five times as many (default: 1)")

@@ -1,15 +1,15 @@
-"""Holds intervals, tests and gates against simulation: what they promise, where nothing or something differs.
+"""Simulates intervals, tests and gates: checks their promises with and without a difference.
 
     make bench NAME=statistics
     python tests/benchmarks/statistics.py [--trials 2000] [--seed 0]
 
-- alarms: equal checkpoints, asked the same questions, that differ by p < 0.05; 0.05 is promised
+- alarms: equal checkpoints with the same questions that differ by p < 0.05; 0.05 is promised
 - coverage: 95 % intervals that hold the true value
 - power: a group of 20 subjects, 2 points better, tested stratified and paired, and unpaired
-- gates: runs of equal checkpoints with any NO-GO; 0.05 at most is promised; and GO for ones worse by the margin;
-  equal checkpoints with NO-GO against the previous one, the mean of 5 and the best of 30, 0.05 at most promised
+- gates: runs of equal checkpoints with any NO-GO; 0.05 at most is promised; and GO for checkpoints worse by the margin;
+  equal checkpoints with NO-GO against the previous checkpoint, the mean of 5 and the best of 30, 0.05 at most promised
 
-With 2000 trials it takes about ten minutes.
+Takes about 10 minutes with 2000 trials.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sysconfig
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-if __name__ == "statistics":  # a script of this folder means Python's module of this name, which this file hides
+if __name__ == "statistics":  # a script of this folder imports Python's module of this name, which this file hides
     spec = spec_from_file_location(__name__, Path(sysconfig.get_path("stdlib")) / "statistics.py")
     assert spec is not None and spec.loader is not None
     sys.modules[__name__] = module_from_spec(spec)
@@ -29,7 +29,6 @@ if __name__ == "statistics":  # a script of this folder means Python's module of
 
 
 def main() -> None:
-    """Simulates all of it, prints each figure as it is found, and in the end all as one line of JSON."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from benchmarks.simulations import everything
 

@@ -1,14 +1,13 @@
-"""An engine that costs next to nothing, for measuring what stands in front of it: HTTP/1.1 with keep-alive, as vLLM's.
+"""An engine of negligible cost, for measuring proxies in front of it: HTTP/1.1 with keep-alive, as vLLM's.
 
     python tests/benchmarks/stub_engine.py --address-file PATH --replicas 4 --delay-ms 100 --capacity 4
 
-One process listens on a port per replica and writes {"pid", "ports"} into PATH once it does. Completions get the same
-few bytes each time, after the delay, or with --check what `answer_to` says. With a capacity, a replica works on so many
-requests at once and the others wait their turn, so that it answers at most capacity / delay requests a second however
-many it is sent.
+The process listens on a port per replica and then writes {"pid", "ports"} into PATH. Completions get the same few bytes
+each time, after the delay, or with --check the result of `answer_to`. With a capacity, a replica works on so many
+requests at a time and the others wait, so that it answers at most capacity / delay requests per second.
 
-`GET /stub/counts` on any port tells how many completion requests each replica has got, and with --check
-`GET /stub/digests` lists the SHA-256 of every body, in the order of arrival.
+`GET /stub/counts` on any port returns the number of completion requests of each replica, and with --check `GET
+/stub/digests` lists the SHA-256 of every body, in the order of arrival.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model", "created"
 
 
 def answer_to(path: str, body: bytes) -> bytes:
-    """An answer with all that a request asks for: a choice for each prompt, and a row for each token; a text is one."""
+    """Returns a complete answer: a choice for each prompt, and log-probs for each token; a text is a single token."""
     asked = json.loads(body)
     if path == CHAT:
         tokens = [{"token": "ok", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
@@ -65,7 +64,7 @@ def answer_to(path: str, body: bytes) -> bytes:
 
 
 def _tokens(ids: list[int], sampling: dict[str, Any]) -> bytes:
-    """A token, and a row for each token of the prompt, of which no cache holds anything."""
+    # a token, and log-probs for each token of the prompt: nothing is cached
     rows = [None, *({str(token): {"logprob": -1.0, "rank": 2, "decoded_token": "a"}} for token in ids[1:])]
     content = {"content": [{"token_id": 1, "logprob": -1.0, "rank": 1, "top_logprobs": []}]}
     choice = {"index": 0, "token_ids": [1], "finish_reason": "length"}
@@ -87,12 +86,12 @@ def _answer(kind: str, choices: list[dict[str, Any]], *, prompt_tokens: int = 8)
 
 _SHORT = b'{"prompt": "a", "token_ids": [1], "sampling_params": {}}'
 ANSWERS = {path: answer_to(path, _SHORT) for path in (COMPLETIONS, CHAT, GENERATE)}
-"""Body of every answer that is not checked, by path."""
+"""Body of every answer without --check, by path."""
 
 
 @dataclass
 class Replica:
-    """One port: what it has got, and what it works on."""
+    """A port: its requests so far, and its requests in progress."""
 
     delay_seconds: float
     capacity: int | None
@@ -101,7 +100,7 @@ class Replica:
     waiting: deque[tuple[Connection, bytes]] = field(default_factory=deque)
 
     def take(self, connection: Connection, reply: bytes) -> None:
-        """Answers at once, later, or when it is this request's turn."""
+        """Answers immediately, after the delay, or when capacity is free."""
         self.requests += 1
         if not self.delay_seconds:
             connection.answer(reply)
@@ -119,14 +118,12 @@ class Replica:
         connection.answer(reply)
         while self.waiting:
             following, its_reply = self.waiting.popleft()
-            if not following.is_gone:  # nobody waits for that answer any more, as an engine that aborts
+            if not following.is_gone:  # skips requests after their client left, as an engine that aborts does
                 self._work_on(following, its_reply)
                 return
 
 
 class Stub:
-    """All replicas of one process."""
-
     def __init__(self, count: int, *, delay_seconds: float, capacity: int | None) -> None:
         self.replicas = [Replica(delay_seconds, capacity) for _ in range(count)]
         self.digests: list[str] = []
@@ -137,7 +134,6 @@ class Stub:
         self.completions = {path.encode(): _response(body) for path, body in ANSWERS.items()}
 
     def page(self, path: bytes) -> bytes:
-        """The answer to a path that is not a completion's."""
         if path == b"/stub/counts":
             return _response(json.dumps([replica.requests for replica in self.replicas]).encode())
         if path == b"/stub/digests":
@@ -146,7 +142,7 @@ class Stub:
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection. The parser looks for callbacks by name: what is not defined costs nothing."""
+    """A client's connection. The parser looks up callbacks by name: undefined callbacks cost nothing."""
 
     def __init__(self, stub: Stub, replica: Replica) -> None:
         self._stub = stub
@@ -157,7 +153,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """True if the client has left."""
         return self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -181,17 +176,16 @@ class Connection(asyncio.Protocol):
             self.answer(self._stub.page(path))
 
     def reply_to(self, path: bytes) -> bytes | None:
-        """The reply to a completion request; None to another one."""
+        """Returns the reply to a completion request; None for other paths."""
         return self._stub.completions.get(path)
 
     def answer(self, reply: bytes) -> None:
-        """Sends a whole answer."""
         if not self._transport.is_closing():
             self._transport.write(reply)
 
 
 class CheckedConnection(Connection):
-    """A connection that remembers the digest of each body of a completion request, and answers to what is in it."""
+    """A connection that records the digest of each completion request's body, and answers its content."""
 
     def __init__(self, stub: Stub, replica: Replica) -> None:
         super().__init__(stub, replica)
@@ -201,7 +195,6 @@ class CheckedConnection(Connection):
         self._body += body
 
     def reply_to(self, path: bytes) -> bytes | None:
-        """See `Connection.reply_to`."""
         body, self._body = self._body, b""
         if path not in self._stub.completions:
             return None
@@ -237,7 +230,6 @@ async def serve(stub: Stub, address_file: Path, *, checks: bool) -> None:
 
 
 def main() -> None:
-    """Runs the stub until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address-file", type=Path, required=True)
     parser.add_argument("--replicas", type=int, default=1)

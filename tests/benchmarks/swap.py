@@ -1,21 +1,21 @@
-"""Seconds from asking for another checkpoint to its first correct answer: loaded in place against a server restarted.
+"""Seconds from requesting another checkpoint to its first correct answer: loaded in place against a restarted server.
 
     make bench NAME=swap
 
-Ours is a pool that is kept up (`assay pool up`) and asked as any OpenAI client asks: the request names a checkpoint
-that no replica holds, is held at the proxy, and answered once the engine holds it. The time is that of the request, so
-it has everything in it: noticing the demand, draining, reloading, the canary, admission, the answer. The checkpoint
-before has had nothing to do for a while, as at the end of an evaluation; what a request waits that comes right behind
-one for another checkpoint, while the pool still expects more of those, is given too.
+Ours is a kept pool (`assay pool up`) with an OpenAI client: the request names a checkpoint that no replica holds, is
+held at the proxy, and answered once the engine holds it. The time is that of the request, so it includes everything:
+noticing the demand, draining, reloading, the canary, admission, the answer. The checkpoint before has been idle for a
+while, as at the end of an evaluation; the wait of a request that directly follows a request for another checkpoint,
+while the pool still expects more of those, is given too.
 
 Theirs is the start of a vLLM server on the checkpoint, from the start of the process to the same answer; stopping the
-one before is left out. Ours has a restart too, where a checkpoint's tokenizer or template differs: the engine is then
-forked from a process that has it imported. That figure stands beside the other.
+server before is left out. Ours has a restart too, if a checkpoint's tokenizer or template differs: the engine is then
+forked from a process that has it imported. That figure is given, too.
 
-An answer is correct if its greedy text is that of the server that was started on that very checkpoint, and so are all
-log-probabilities, of prompt and text, within a thousandth of a nat (the sides do not use as many threads). Checkpoints
-differ by far more. vLLM's caches and the environments are warm on both sides, and a request is never the same twice, so
-that the journal has no answer.
+An answer is correct if its greedy text is that of a server started on that checkpoint, and all log-probabilities, of
+prompt and text, are within a thousandth of a nat (the sides use different numbers of threads). Checkpoints differ by
+far more. vLLM's caches and the environments are warm on both sides, and no request is repeated, so that the journal has
+no answer.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ _ANSWER_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer to the one question, and the wall seconds until it came."""
+    """A server's answer to the request, and the wall seconds until it came."""
 
     text: str
     logprobs: tuple[float, ...]
     seconds: float = 0.0
 
     def nats_from(self, other: Answer) -> float:
-        """The largest difference of a log-probability; infinite where the texts differ, or there is none to compare."""
+        """Returns the largest difference of a log-probability; infinite if the texts differ or values are missing."""
         if self.text != other.text or len(self.logprobs) != len(other.logprobs):
             return math.inf
         if not all(math.isfinite(value) for value in (*self.logprobs, *other.logprobs)):
@@ -82,7 +82,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Swap:
-    """One order to the pool, what was answered, and how the pool says it loaded the checkpoint."""
+    """An order to the pool, its answer, and the pool's report of loading the checkpoint."""
 
     step: int
     answer: Answer
@@ -90,7 +90,7 @@ class Swap:
 
 
 def ask(base_url: str, model: str, *, key: str = "none", tag: str = "") -> Answer:
-    """The question; `tag` makes it one that was never asked."""
+    """Sends the request; `tag` makes it unique."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "echo": True}
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{base_url}/completions", json.dumps({**body, "user": tag}).encode(), headers)
@@ -106,7 +106,7 @@ def ask(base_url: str, model: str, *, key: str = "none", tag: str = "") -> Answe
 
 
 def prepared_run(model: Path, folder: Path) -> list[int]:
-    """A run with the model's checkpoints, and a copy of each with another chat template; steps of the former."""
+    """Copies the model's checkpoints, and each again with another chat template; returns the steps of the former."""
     steps = steps_of(model)
     for step, checkpoint in steps.items():
         shutil.copytree(checkpoint, folder / "hf" / f"step-{step}")
@@ -118,7 +118,7 @@ def prepared_run(model: Path, folder: Path) -> list[int]:
 
 
 def cold(checkpoint: Path, step: int) -> Answer:
-    """A server started for one checkpoint: the wall seconds from its process's start to its answer."""
+    """Starts a server for a checkpoint; returns the answer with the wall seconds from its process's start."""
     began = time.monotonic()
     with vllm_server(checkpoint, WORK / f"cold-{step}" / "vllm.log") as (url, _):
         answer = ask(f"{url}/v1", RUN_NAME)
@@ -128,7 +128,7 @@ def cold(checkpoint: Path, step: int) -> Answer:
 
 
 def order(pool: PoolThatIsUp, step: int, *, idle_seconds: float, tag: str) -> Swap:
-    """Asks for a checkpoint once the pool has been idle for so long."""
+    """Requests a checkpoint after the pool has been idle for so long."""
     time.sleep(idle_seconds)
     access = pool.kept.access
     key = access.key.get_secret_value()
@@ -138,7 +138,7 @@ def order(pool: PoolThatIsUp, step: int, *, idle_seconds: float, tag: str) -> Sw
 
 
 def measure_pool(cache: Cache, run: Path, steps: Sequence[int], *, swaps: int, restarts: int) -> dict[str, list[Swap]]:
-    """Orders by kind: swaps while idle, swaps right after an answer, and restarts."""
+    """Returns orders by kind: swaps while idle, swaps right after an answer, and restarts."""
     orders: dict[str, list[Swap]] = {"idle": [], "at once": [], "restart": []}
     with kept_pool(cache, run, log=WORK / "pool.log") as pool:
         for number, step in enumerate([*steps, *steps]):  # the first reload is compared with a cold start
@@ -157,11 +157,7 @@ def measure_pool(cache: Cache, run: Path, steps: Sequence[int], *, swaps: int, r
 
 
 def check(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]]) -> float:
-    """Ends the script on an answer that is not right, or could be that of another checkpoint.
-
-    Returns:
-        The largest difference of a log-probability from the right one.
-    """
+    """Ends the script on a wrong or ambiguous answer; returns the largest difference of a log-probability."""
     for (step, answer), (other, another) in combinations(references.items(), 2):
         if answer.nats_from(another) < 10 * TOLERANCE_NATS:
             give_up(f"steps {step} and {other} answer the same: nothing can be told from it")
@@ -178,7 +174,6 @@ def check(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]]
 
 
 def main() -> None:
-    """Measures both sides and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--swaps", type=int, default=60, help="swaps in place (default: 60)")
@@ -199,7 +194,6 @@ def main() -> None:
 
 
 def report(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]], *, worst: float) -> None:
-    """The table, and the last lines."""
     swaps = {kind: [swap for swap in orders[kind] if swap.load.how == "reload"] for kind in ("idle", "at once")}
     restarts = [swap for swap in orders["restart"] if swap.load.how == "restart"]
     if not swaps["idle"] or len(restarts) < len(orders["restart"]):

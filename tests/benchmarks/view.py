@@ -1,14 +1,14 @@
-"""Opens 14,000 questions at 200 checkpoints: `assay view` beside a script that reads the samples itself.
+"""Opens 14,000 questions at 200 checkpoints: `assay view` against a script that reads the samples itself.
 
     make bench NAME=view
     python tests/benchmarks/view.py [--questions 14000] [--checkpoints 200] [--plain-checkpoints 20]
 
-The script is one that looks for questions that flip: it reads every line of every file with `gzip` and `json`, and
-keeps who was right. Ours is what the page is sent for its first picture, from the start of the command: names of
-questions, scores and flags as far as they are read, and then again until those of all checkpoints are. It is measured
-as it is first opened, when all samples are read, and as it is opened again. Both are measured in processor time, which
-what else runs on the machine changes least; the seconds by the clock are said too. The script reads some checkpoints,
-and is said to take so much longer for all; both must find the same flips. Memory is that of each process at its most.
+The script finds questions that flip: it reads every line of every file with `gzip` and `json`, and keeps the
+correctness. Ours is the data of the page's first picture, from the start of the command: names of questions, scores and
+flags read so far, and then again until those of all checkpoints are read. It is measured when first opened, reading all
+samples, and when opened again. Both are measured in processor time, which other load on the machine changes least; wall
+seconds are given too. The script reads some checkpoints, and its time is extrapolated to all; both must find the same
+flips. Memory is the peak of each process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _DRAWN_AGAIN_SECONDS = 1.5
 
 
 def make_run(folder: Path, *, questions: int, checkpoints: int, seed: int = 0) -> None:
-    """Records with samples like those of MMLU: five examples before each question, four choices, one token each."""
+    """Writes records with samples like those of MMLU: 5 examples before each question, 4 choices, 1 token each."""
     source = random.Random(seed)
     shots = [" ".join(source.choices(_WORDS, k=220)) for _ in range(_SUBJECTS)]
     texts = [
@@ -98,11 +98,11 @@ def _make_checkpoint(given: tuple[Path, Sequence[Mapping[str, Any]], int, int, i
     samples = cell / record.attempt / SAMPLES_NAME
     samples.write_bytes(gzip.compress(b"\n".join(lines) + b"\n", compresslevel=1))
     with gzip.open(samples) as file:
-        Sample.model_validate_json(file.readline())  # what is measured has the form of what is written
+        Sample.model_validate_json(file.readline())  # checks that the made samples have the real form
 
 
 def flips_by_a_script(folder: Path, *, checkpoints: int) -> np.ndarray:
-    """Numbers of questions that flip between neighbours, by reading every line."""
+    """Returns numbers of questions that flip between neighbours, by reading every line."""
     right: list[dict[str, bool]] = []
     for record in sorted(folder.glob(f"*/*/*/*/{RECORD_NAME}"), key=_step)[:checkpoints]:
         attempt = json.loads(record.read_text())["attempt"]
@@ -130,7 +130,6 @@ class Opened(NamedTuple):
 
 @contextmanager
 def served(folder: Path, cache: Path) -> Iterator[tuple[str, int]]:
-    """The address of a server of some records, and its process."""
     argv = [Path(sys.executable).parent / "assay", "view", folder]
     env = environment_of_a_user({"ASSAY_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"})
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, text=True) as process:
@@ -170,14 +169,13 @@ def opened(folder: Path, cache: Path) -> Opened:
 
 
 def _drawn(of: str) -> tuple[dict[str, Any], bytes, bytes]:
-    """Questions, scores and flags as far as they are read."""
     names = orjson.loads(_sent(f"{of}questions.json"))
     as_of = f"?unread={len(names['unread'])}" if names["unread"] else ""
     return names, _sent(f"{of}scores/0.bin{as_of}"), _sent(f"{of}flags.bin{as_of}")
 
 
 def answered(folder: Path, cache: Path, *, part: int) -> dict[str, float]:
-    """Milliseconds of single requests to a server whose samples are read."""
+    """Returns milliseconds of single requests to a server that has read its samples."""
     with served(folder, cache) as (address, _):
         [benchmark] = orjson.loads(_sent(f"{address}index.json"))["benchmarks"]
         of, last = f"{address}{benchmark['key']}/", len(benchmark["checkpoints"]) - 1
@@ -197,7 +195,7 @@ def answered(folder: Path, cache: Path, *, part: int) -> dict[str, float]:
 
 
 def _cpu_of_children() -> float:
-    """Processor seconds of all processes that have ended, those that they started included."""
+    # includes all descendants that have ended
     used = os.times()
     return used.children_user + used.children_system
 
@@ -211,7 +209,7 @@ def _sent(address: str) -> bytes:
 
 
 def _watch(pid: int, most: list[float], ended: threading.Event) -> None:
-    """Keeps the most memory that a process, or one that it started, has held so far."""
+    # keeps the peak memory of a process or its children
     while not ended.wait(_POLL_SECONDS):
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         for each in (pid, *children):
@@ -224,7 +222,6 @@ def _watch(pid: int, most: list[float], ended: threading.Event) -> None:
 
 
 def main() -> None:
-    """Makes a run, opens it, and prints the figures and lines of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--questions", type=int, default=14_000)
     parser.add_argument("--checkpoints", type=int, default=200)

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def small_workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A working directory with one file: jobs take it along, packed and unpacked each time; ours has 700 files."""
+    """A working directory with 1 file: each job packs and unpacks it, and this repository has 700 files."""
     folder = tmp_path_factory.mktemp("workspace")
     (folder / "greeting.txt").write_text("hello")
     with pytest.MonkeyPatch.context() as patch:

@@ -32,15 +32,13 @@ ANSWER_SECONDS = 30.0
 
 
 class Unsendable(Exception):
-    """Can be pickled, and not be made again from that."""
+    """Can be pickled, but not unpickled."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__("two numbers")
 
 
 class Kit:
-    """An object with one method for each thing that can happen."""
-
     def __init__(self, start: int = 0, *, step: int = 1) -> None:
         self.total = start
         self.step = step
@@ -108,14 +106,12 @@ class Kit:
 
 
 class Broken:
-    """Cannot be made."""
-
     def __init__(self) -> None:
         raise ArithmeticError("cannot make the unmakeable")
 
 
 class Gated:
-    """Is made when it has taken the file `go` away."""
+    """Waits in its constructor for the file `go`, and removes it."""
 
     def __init__(self, folder: Path) -> None:
         while True:
@@ -128,7 +124,7 @@ class Gated:
 
 @pytest.fixture(scope="module", autouse=True)
 def _classes_travel() -> Iterator[None]:
-    """Sends the classes of this file whole: where the code lies in an image, nobody has the file."""
+    # pickles the classes of this file by value: an image with the code lacks the file
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -143,7 +139,7 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def kit(client: Client) -> ActorHandle:
-    """For tests that leave it alive."""
+    """An actor for tests that leave it alive."""
     return create_actor(client, Kit, 10, name="kit", step=2, max_concurrency=AT_ONCE)
 
 
@@ -260,7 +256,7 @@ def test_calls_end_when_the_job_of_the_actor_is_terminated_and_its_name_is_free_
 
 
 def _begins_anew_as_often_as_allowed(client: Client, hangs: Path) -> None:
-    """An actor that was ended from outside, until it may begin no more."""
+    # an actor ended from outside, until its restarts are used up
     phoenix = create_actor(client, Kit, 5, name="phoenix", max_concurrency=2, max_restarts=1)
     assert phoenix.add() == 6
     first_pid = phoenix.pid()
@@ -311,7 +307,7 @@ def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_pa
     assert [actor.name for actor in group.discover_new()] == [first.name]
     assert group.discover_new() == []
     (tmp_path / "go").touch()
-    ready = group.wait_ready(2, timeout=ANSWER_SECONDS)  # and not all three
+    ready = group.wait_ready(2, timeout=ANSWER_SECONDS)  # not all 3
     assert {actor.name for actor in group.discover_new()} == {actor.name for actor in ready} - {first.name}
     (tmp_path / "go").touch()
     assert len(group.wait_ready(timeout=ANSWER_SECONDS)) == 3

@@ -1,4 +1,4 @@
-"""Promises of every evaluator, whichever harness it drives."""
+"""Promises of every evaluator, for all harnesses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "inspect_ai": ("demo_choices",),
     "levanter_lm_evaluation_harness": ("demo_facts",),
 }
-"""Benchmarks that come with Assay, by evaluator."""
+"""Bundled benchmarks, by evaluator."""
 
 
 @pytest.fixture(params=sorted(EVALUATORS))

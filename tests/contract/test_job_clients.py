@@ -1,4 +1,4 @@
-"""Behaviour of every job client, whatever runs the jobs. A backend is added by one entry in `fakes.clients.CLIENTS`."""
+"""Behaviour of every job client, for all backends. To add a backend, add an entry in `fakes.clients.CLIENTS`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FOR_EVER = "while :; do sleep 1; done"
 
 @pytest.fixture(scope="module", params=sorted(CLIENTS))
 def backend(request: pytest.FixtureRequest) -> str:
-    """Tests of one backend follow each other: no other one is running meanwhile."""
+    """Groups the tests by backend, so that only one of them runs at a time."""
     return request.param
 
 
@@ -61,7 +61,7 @@ def job(entrypoint: Command | Call, name: str = "job", **options: Any) -> JobReq
 
 
 def test_command_gets_its_variables_and_working_directory_and_keeps_its_output(client: Client, tmp_path: Path) -> None:
-    actor_variables()  # the key of actors has been made, and is not for every job
+    actor_variables()  # creates the key of actors, which other jobs must not get
     (tmp_path / "elsewhere").mkdir()
     environment = create_environment(workspace=tmp_path, env_vars={"GREETING": "hello"})
     request = job(
@@ -378,7 +378,7 @@ def test_job_sees_and_ends_others_and_its_children_end_with_it_unless_they_outli
         seen = [details.job_id for details in jobs.jobs()]
         other = jobs.attach(job_id)
         deadline = time.monotonic() + 20
-        while not (other.announced() and other.logs()) and time.monotonic() < deadline:  # they come apart
+        while not (other.announced() and other.logs()) and time.monotonic() < deadline:  # they appear separately
             time.sleep(0.02)
         (folder / "seen").write_text(json.dumps([job_id in seen, other.announced(), other.logs()]))
         other.terminate()

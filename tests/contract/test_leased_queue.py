@@ -22,7 +22,7 @@ from resources.jobs.jobs import Client, Entrypoint, JobRequest, JobStatus, creat
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("small_workspace")]
 
 ITEMS = 40
-LEASE_SECONDS = 2.0  # of the consumer that is killed; those of the others are longer than the test
+LEASE_SECONDS = 2.0  # of the killed consumer; those of the others are longer than the test
 
 
 @pytest.fixture(params=sorted(CLIENTS))

@@ -1,4 +1,4 @@
-"""Behaviour of a pool, whatever runs its jobs. A backend is added by one entry in `fakes.pool_places.PLACES`."""
+"""Behaviour of a pool, for all backends. To add a backend, add an entry in `fakes.pool_places.PLACES`."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ pytestmark = [
 CLIENTS = 16
 REQUESTS = 300
 KEPT_ON = {"iris", "kubernetes", "slurm"}
-"""Others have tests of their own for kept pools: this machine, Ray."""
+"""Backends with tests of kept pools here; this machine and Ray have tests of their own."""
 
 
 @pytest.fixture(autouse=True)
 def _launcher_travels() -> Iterator[None]:
-    """Sends the tests' launcher whole: where the code lies in an image, nobody has its file."""
+    # pickles the tests' launcher by value: an image with the code lacks its file
     cloudpickle.register_pickle_by_value(launcher)
     yield
     cloudpickle.unregister_pickle_by_value(launcher)
@@ -74,12 +74,11 @@ def log_probabilities(running: RunningModel) -> list[float]:
 
 
 def jobs_of(place: Place, label: str) -> list[JobDetails]:
-    """The pool's jobs that have not finished."""
     return [job for job in place.client.jobs() if label in job.name and not job.status.finished]
 
 
 def processes_of(label: str, folder: Path) -> list[str]:
-    """Command lines of the pool's jobs, and of its engines and their parts, which name the test's folder."""
+    """Returns command lines of the pool's jobs, and of its engines and their parts, which name the test's folder."""
     pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     commands = {pid: " ".join(command_line(pid)) for pid in pids}
     return [commands[pid] for pid in pids if label in job_of(pid) or str(folder) in commands[pid]]
@@ -92,7 +91,6 @@ def listens(url: str) -> bool:
 
 
 def models(target: Target) -> set[str | None]:
-    """The checkpoints that replicas hold."""
     return {replica.announcement.model for replica in target.status().replicas}
 
 
@@ -138,7 +136,7 @@ def test_pool_on_two_machines_serves_swaps_survives_the_loss_of_one_and_leaves_n
     assert processes_of(label, tmp_path) == []
     assert jobs_of(place, label) == []
     left = {path.name for path in set(place.temporary.iterdir()) - before_all if lost[0].name not in path.name}
-    assert left <= place.lasting  # and what the lost machine held
+    assert left <= place.lasting  # and files of the lost machine
 
 
 @pytest.mark.parametrize("place", sorted(KEPT_ON), indirect=True)
@@ -171,7 +169,7 @@ def test_kept_pool_outlives_its_starter_and_is_found_used_and_taken_down_by_anot
             answers.append(log_probabilities(running))
     assert answers[0] == answers[2] != answers[1]
     assert processes_of(name, tmp_path)
-    down = [Path(sys.executable).with_name("assay"), "pool", "down", name]  # its variables are there when it begins
+    down = [Path(sys.executable).with_name("assay"), "pool", "down", name]  # its variables exist when it begins
     ended = subprocess.run(down, env=process_environment(), capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"{name} is down.\n"), ended.stderr
     eventually(lambda: processes_of(name, tmp_path) == [])

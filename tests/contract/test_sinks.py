@@ -1,4 +1,4 @@
-"""Promises of every sink, wherever it publishes to."""
+"""Promises of every sink, for all targets."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ NUMBERS = {
 
 @dataclass
 class Place:
-    """A sink with the means to see what it has. `numbers` are by training step, `everything` is for comparing.
+    """A sink, and functions that read its content: `numbers` by training step, `everything` for comparisons.
 
-    `alerts` has of each its training step, by how much the value is off, and the words about it.
+    `alerts` has for each alert its training step, the deviation of the value, and the text.
     """
 
     sink: Sink

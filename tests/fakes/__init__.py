@@ -1,1 +1,1 @@
-"""Stand-ins that tests run instead of what they stand for."""
+"""Fake services and programs for tests."""

@@ -1,4 +1,4 @@
-"""A run whose records raise an alert: steady scores, and then a drop that nobody would miss."""
+"""A run with an alert: steady scores, then an obvious drop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ DROP = 0.1
 
 
 def run_of(values: Sequence[float], *, run: str = "run-a", **fields: Any) -> list[Record]:
-    """A record for each value, at steps 100, 200 and so on."""
     return [
         make_record(step=100 * (number + 1), run=run, metrics=(make_metric(value=value),), **fields)
         for number, value in enumerate(values)
@@ -25,7 +24,6 @@ def run_of(values: Sequence[float], *, run: str = "run-a", **fields: Any) -> lis
 
 
 def known_alert(record: Record, **fields: Any) -> KnownAlert:
-    """An alert that a record's first metric has raised, as somebody found and announced it."""
     metric = record.metrics[0]
     alert = Alert(
         id=f"{record.checkpoint.step:016x}",
@@ -49,7 +47,7 @@ def known_alert(record: Record, **fields: Any) -> KnownAlert:
 
 
 def publish_drop(evaluation_path: Path, **fields: Any) -> Record:
-    """Publishes a steady run, and a last checkpoint that has lost half of its ten questions; returns its record."""
+    """Publishes a steady run and a last checkpoint that loses half of its 10 samples; returns its record."""
     *steady, dropped = run_of([*STEADY, DROP])
     right = [1.0] * 6 + [0.0] * 4
     for record in steady:

@@ -1,4 +1,4 @@
-"""An evaluator whose harness runs what a hostile model wrote."""
+"""An evaluator that runs hostile code as its harness."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tasks.spec.evaluation import EvaluationConfig
 
 @dataclass(frozen=True)
 class Attacked(LmEval):
-    """Runs a program with the output folder and some arguments."""
-
     attack: Path = Path()
     arguments: tuple[str, ...] = ()
     code: ModelCode | None = None
@@ -33,14 +31,12 @@ class Attacked(LmEval):
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        """The command of the attack."""
         argv = (sys.executable, "-I", str(self.attack), str(output), *self.arguments)
         return HarnessCommand(argv=argv, variables={"OPENAI_API_KEY": "k"}, files={}, model_code=self.code)
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Returns nothing: what was tried is looked at."""
+        """Returns no metrics: the tests inspect the attempts."""
         return Parsed(metrics=(), counts=Counts(requested=1, answered=1, scored=1), versions={})
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Yields none."""
         return iter(())

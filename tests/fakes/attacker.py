@@ -1,4 +1,4 @@
-"""A harness that runs what a hostile model wrote.
+"""A harness that tries to escape its isolation.
 
     python attacker.py OUTPUT HOST PORT OTHER_PORT OWNER_PID SECRET PATH …
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def attempt(action: Callable[[], object]) -> object:
-    """Return its result, or None where it was prevented."""
+    """Returns the result of the action, or None if it was prevented."""
     try:
         return action()
     except (OSError, MemoryError, ValueError):
@@ -28,27 +28,24 @@ def attempt(action: Callable[[], object]) -> object:
 
 
 def asked(host: str, port: int) -> str:
-    """The first line of an answer from there."""
     with socket.create_connection((host, port), timeout=10) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         return connection.makefile().readline()
 
 
 def variables_of_others() -> str:
-    """The environment of every process that can be seen."""
     return "".join(
         str(attempt((folder / "environ").read_text)) for folder in Path("/proc").iterdir() if folder.name.isdigit()
     )
 
 
 def larger_than(bound: int) -> int:
-    """The size of a file that is larger than it may be."""
     with Path("large").open("wb") as file:
         return file.truncate(bound + 1)
 
 
 def rights() -> list[bool]:
-    """Tell if it has capabilities; if it has none, also if it can change what is mounted, or get some again."""
+    """Returns [True] with capabilities, else False and if it can mount and unshare."""
     status = Path("/proc/self/status").read_text()
     if any(int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("CapEff", "CapPrm", "CapBnd"))):
         return [True]  # never tried with capabilities: it would change the machine that runs the test
@@ -58,7 +55,6 @@ def rights() -> list[bool]:
 
 
 def main(output: str, host: str, port: str, other_port: str, owner: str, secret: str, *paths: str) -> None:
-    """Tries everything."""
     memory, file_size = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
     subprocess.Popen(["sleep", f"6000{owner}"], start_new_session=True)
     found = {

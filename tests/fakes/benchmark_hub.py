@@ -1,4 +1,4 @@
-"""A hub with made rows for the data sets of bundled benchmarks, in their own layouts, and an engine to ask them of."""
+"""A hub with made rows for the data sets of bundled benchmarks, in their layouts, and an engine to score them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": "256M", "max_model_len
 KEY = "engine-key-of-the-tests"
 ROWS = Path(__file__).parents[1] / "data" / "hub" / "rows.yaml"
 FEWEST = 32
-"""Rows of a split: more than the most examples in front of a question."""
+"""Rows of a split: more than the highest number of few-shot examples."""
 OF_EACH = 8
-"""Rows with each value of a field that a benchmark selects by."""
+"""Rows for each value of a field that a benchmark filters by."""
 LAYOUT = """
 import importlib, json, sys
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -125,25 +125,25 @@ METRICS = {
         computed='return {"exact": 0.0, "f1": 0.0}',
     ),
 }
-"""Stand-ins for metrics that the hub has, with their inputs."""
+"""Fakes of metrics that the hub has, with their inputs."""
 
 
 def benchmarks_of_sets() -> list[EvalTaskConfig]:
-    """Every entry of every set that lm-eval can ask without another service, each once."""
+    """Returns every entry of every set that lm-eval can run without another service, without duplicates."""
     entries = [task for benchmark_set in benchmark_sets().values() for task in benchmark_set.evals]
     theirs = [task for task in entries if not task.name.startswith("fresh_") and task.name not in LEFT_OUT]
     return list({json.dumps(task.score_inputs(), sort_keys=True): task for task in theirs}.values())
 
 
 def layouts_of(python: Path, names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """The tasks of benchmarks, each with what it reads."""
+    """Returns the data sets, splits and shapes of each benchmark's tasks."""
     return json.loads(in_lm_eval(python, LAYOUT, given=sorted(set(names))))
 
 
 def of_each_shape(
     entries: Iterable[EvalTaskConfig], layouts: Mapping[str, list[dict[str, Any]]], *, most_examples: int
 ) -> list[EvalTaskConfig]:
-    """The first task of each shape and number of examples, of which more than a few are as good as a few."""
+    """Returns the first task of each shape and number of examples, with `most_examples` as the largest number."""
     found: dict[str, EvalTaskConfig] = {}
     for entry in entries:
         examples = None if entry.num_fewshot is None else min(entry.num_fewshot, most_examples)
@@ -157,7 +157,7 @@ def of_each_shape(
 def ask(
     model: RunningModel, evals: Iterable[EvalTaskConfig], output: Path, *, python: Path, questions: int
 ) -> dict[str, BenchmarkDetails]:
-    """Details of each benchmark, all of whose questions were asked, answered and scored."""
+    """Runs the benchmarks and returns their details; all samples must be answered and scored."""
     evals = tuple(evals)
     runners = tuple(task.name for task in evals if needs_of([task]).runs_code)
     config = EvaluationConfig(
@@ -181,7 +181,7 @@ def ask(
 
 @contextmanager
 def served_nano(folder: Path) -> Iterator[RunningModel]:
-    """A tiny model with room for long prompts, on the real engine."""
+    """Serves a tiny model with room for long prompts on the real engine."""
     model = write_byte_tokenizer(write_nano_llama(folder / "model", hidden=64))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
@@ -226,7 +226,6 @@ def served_nano(folder: Path) -> Iterator[RunningModel]:
 
 
 def repositories(layouts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, bytes]]:
-    """Repositories for a `FakeHub` that hold all that these tasks read."""
     rows = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
     wanted: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     found: dict[str, dict[str, bytes]] = defaultdict(dict)

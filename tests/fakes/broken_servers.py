@@ -1,4 +1,4 @@
-"""Servers that are down in the ways servers are: nobody listens, nobody answers, or every answer is an error."""
+"""Servers that are down: the port refuses connections, never answers, or answers every request with an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ Way = Literal["refusing", "hanging", "500", "401"]
 
 @contextmanager
 def broken_server(way: Way) -> Iterator[str]:
-    """Its address, while it lasts."""
     if way in ("500", "401"):
         with _answering(int(way)) as address:
             yield address
@@ -22,7 +21,7 @@ def broken_server(way: Way) -> Iterator[str]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         if way == "hanging":
-            listening.listen(64)  # connections are taken by the kernel, and by nobody else
+            listening.listen(64)  # the kernel accepts connections, no process reads them
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 

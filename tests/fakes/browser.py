@@ -1,4 +1,4 @@
-"""A real Chromium, driven over its DevTools protocol: pages that need a server, a keyboard and a mouse."""
+"""A real Chromium, driven over its DevTools protocol, for pages that need a server, a keyboard and a mouse."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FLAGS = (
     "--remote-debugging-port=0",
 )
 _LARGEST_MESSAGE = 64 * 2**20  # a screenshot of a long page
-# Says where an element is, and until `aimed` is called keeps from the page what a mouse does elsewhere.
+# Returns an element's position; blocks mouse events on other elements until `aimed` is called.
 _AIM = """((find) => {
   find().scrollIntoView({block: "center"});
   const box = find().getBoundingClientRect();
@@ -48,26 +48,25 @@ _AIM = """((find) => {
 
 
 def chromium_binary() -> str:
-    """Returns the path of Chromium; the test is skipped without one."""
+    """Returns the path of Chromium; skips the test without it."""
     for name in BINARIES:
         if found := shutil.which(name):
             return found
     pytest.skip("no Chromium: install one (apt-get install chromium, or brew install --cask chromium)")
 
 
-class ProtocolError(Exception):
-    """Chromium could not do what it was asked."""
+class ProtocolError(Exception): ...
 
 
 class Page:
-    """One tab. Elements are named by JavaScript expressions, so that a test says how a person finds them."""
+    """A tab. Elements are named by JavaScript expressions, so that a test states how a person finds them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._calls = 0
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One call of the protocol, and its result; events that come meanwhile are passed over."""
+        """Calls a method of the protocol and returns its result; skips events that arrive before it."""
         self._calls += 1
         self._connection.send(json.dumps({"id": self._calls, "method": method, "params": parameters}))
         while True:
@@ -78,19 +77,18 @@ class Page:
                 return answer["result"]
 
     def go(self, url: str) -> None:
-        """Opens a page."""
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """The value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def until(self, expression: str) -> Any:
-        """The same, once it is true; what is looked at may not be there yet.
+        """Returns an expression's value once it is true.
 
-        The page itself looks every 100 ms: asked from here so often, a large page has no time for anything else.
+        The page itself polls every 100 ms: DevTools calls that frequent would leave a large page no time for anything
+        else.
         """
         look = (
             "new Promise((resolve) => { const end = Date.now() + 1000; const look = () => { let found = null;"
@@ -101,40 +99,38 @@ class Page:
         def found() -> Any:
             try:
                 return self.value(look)
-            except ProtocolError:  # the page went away meanwhile, for another one
+            except ProtocolError:  # the page was replaced by another during the call
                 return None
 
         return eventually(found)
 
     def click(self, element: str) -> None:
-        """Brings an element into view and clicks it, as a mouse does; once more where it has moved away meanwhile."""
+        """Brings an element into view and clicks it as a mouse does; retries if it has moved."""
         eventually(lambda: self._hits(element))
 
     def _hits(self, element: str) -> bool:
         x, y = self.until(f"{_AIM}(() => ({element}))")
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-        return self.value("!window.aimed || window.aimed()")  # another page has none
+        return self.value("!window.aimed || window.aimed()")  # another page has no `aimed`
 
     def fill(self, element: str, text: str) -> None:
-        """Clicks a field, selects what is in it, and types a text in its place."""
+        """Clicks a field, selects its content, and types a text over it."""
         self.click(element)
         self.call("Input.dispatchKeyEvent", type="keyDown", commands=["selectAll"], key="a")
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, code: int) -> None:
-        """A key of the keyboard, such as Enter, 13."""
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
     def screenshot(self, file: Path) -> None:
-        """Writes what is to be seen, as a PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
 @contextmanager
 def browser(folder: Path, *, width: int = 1300, height: int = 2400) -> Iterator[Page]:
-    """Chromium with one tab, for as long as the block lasts; its profile lies in `folder`."""
+    """Starts Chromium with a single tab; its profile lies in `folder`."""
     profile = folder / "profile"
     size = f"--window-size={width},{height}"
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A model behind a prefix cache that answers as vLLM does: rows of what it finds in the cache are missing."""
+"""A model with a prefix cache that answers as vLLM does: token log-probs of cached tokens are missing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ VOCABULARY = 400
 
 
 class CachedEngine:
-    """Weighs each token by all tokens before it; `ask` answers requests of both kinds.
+    """Scores each token by all tokens before it; `ask` answers requests of both kinds.
 
-    `wrong` changes what is weighed behind cached tokens, by that many nats; `tells` is false for a server that does not
-    say how much it found in its cache.
+    `wrong` is an error in nats of scores behind cached tokens; `tells` adds the number of cached tokens to answers.
     """
 
     def __init__(self, *, block: int = 16, wrong: float = 0.0, tells: bool = True, refuses: int | None = None) -> None:
@@ -29,7 +28,6 @@ class CachedEngine:
         self.at_once = self.most_at_once = 0
 
     async def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:
-        """The answer, as `read` reads it."""
         self.asked.append((path, body))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -39,12 +37,12 @@ class CachedEngine:
         return read(answer)
 
     def rows(self, tokens: Sequence[int], start: int) -> list[tuple[float, float]]:
-        """The rows that an echo has from `start` on."""
+        """Returns the token log-probs of an echo from `start` on."""
         tokens = tuple(tokens)
         return [(value_of(tokens[:at], tokens[at]), likeliest(tokens[:at])[1]) for at in range(start, len(tokens))]
 
     def read(self, tokens: Sequence[int], *, from_cache: bool = True) -> int:
-        """Computes a prompt, which leaves its whole blocks in the cache; returns how much was found there."""
+        """Computes a prompt and caches its whole blocks; returns the number of tokens found in the cache."""
         tokens = tuple(tokens)
         ends = range(self.block, len(tokens) + 1, self.block)
         found = 0
@@ -80,12 +78,11 @@ class CachedEngine:
 
 
 def value_of(context: tuple[int, ...], token: int) -> float:
-    """The log-probability of a token in a place; that of the likeliest token where it is that one."""
     best, value = likeliest(context)
     return value if token == best else value - 0.1 - hash((context, token)) % 1009 / 300
 
 
 def likeliest(context: tuple[int, ...]) -> tuple[int, float]:
-    """The likeliest token behind a context, and its log-probability; hashes of numbers are the same in every run."""
+    """Returns the likeliest token and its log-probability, the same in every run, as hashes of numbers are."""
     number = hash(context)
     return number % VOCABULARY, -(number % 1013 + 1) / 300

@@ -1,4 +1,4 @@
-"""Attempts of code that a model wrote to leave something behind, or to reach something, each in a process of its own.
+"""Attempts of hostile code to leave or reach something, each in a process of its own.
 
     python cage_attacks.py OUTPUT OUTSIDE PORT OWNER_PID READ_ONLY,… SCRATCH,… [ATTACK]
 
@@ -36,28 +36,24 @@ KEYCTL, ADD_KEY, MEMFD, IO_URING, SHMGET, BPF, INOTIFY, CLONE, SYSLOG, IO_SETUP,
 
 
 def call(number: int, *arguments: object) -> int:
-    """A system call; its error is raised."""
     if (result := LIBC.syscall(number, *arguments)) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 
 
 def function(name: str, *arguments: object) -> int:
-    """A function of the C library; its error is raised."""
     if (result := getattr(LIBC, name)(*arguments)) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 
 
 def write(path: str | Path, text: str = "import os; os.system('id')\n") -> str:
-    """Writes a file; returns its path."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
     return str(path)
 
 
 def link(name: str, target: str) -> None:
-    """Puts a link in place of a file of the output folder."""
     path = LEFT / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -65,7 +61,6 @@ def link(name: str, target: str) -> None:
 
 
 def connect(family: int, address: Any) -> str:
-    """Connects to an address."""
     with socket.socket(family, socket.SOCK_STREAM) as connection:
         connection.settimeout(2)
         connection.connect(address)
@@ -82,7 +77,7 @@ def daemon(action: Callable[[], None]) -> None:
 
 
 def toggle() -> None:
-    """Exchanges a file for a link, and back, for as long as this process lives."""
+    """Exchanges a file for a link and back until the process ends."""
     while True:
         link("swapped.json", TARGET)
         (LEFT / "swapped.json").unlink()
@@ -90,19 +85,16 @@ def toggle() -> None:
 
 
 def write_late() -> None:
-    """Writes on, when the harness has ended."""
     while True:
         write(LEFT / "late", str(time.time()))
         write(LEFT / "late.log", "late")
 
 
 def keep(name: str, text: str, mode: int) -> None:
-    """Leaves a file of some mode."""
     os.chmod(write(LEFT / name, text), mode)
 
 
 def deep(levels: int) -> None:
-    """Makes a tree deeper than a path can be long."""
     os.chdir(LEFT)
     for _ in range(levels):
         os.mkdir("d")
@@ -110,12 +102,10 @@ def deep(levels: int) -> None:
 
 
 def bound_socket(path: Path) -> None:
-    """Leaves a socket."""
     socket.socket(socket.AF_UNIX).bind(str(path))
 
 
 def crash() -> int:
-    """Ends a process with a core dump."""
     if (pid := os.fork()) == 0:
         os.chdir(LEFT)
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -123,12 +113,10 @@ def crash() -> int:
 
 
 def fail() -> int:
-    """Says that an attempt got nowhere."""
     raise PermissionError("nothing came of it")
 
 
 def many(count: int) -> None:
-    """Leaves many names."""
     (LEFT / "many").mkdir()
     for number in range(count):
         os.close(os.open(LEFT / "many" / str(number), os.O_CREAT | os.O_WRONLY))
@@ -186,7 +174,7 @@ LEAVES: dict[str, Callable[[], object]] = {
     "log that takes long to search": lambda: os.write(1, b"Requesting API:" * 20_000 + b"1" * 500_000 + b"\n"),
     "escapes in the log": lambda: os.write(1, b"\x1b]0;title\x07\x1b[2J\r\n"),
 }
-"""Attempts that may succeed inside; outside nothing comes of them."""
+"""Attempts that may succeed inside the isolation and must have no effect outside."""
 REACHES: dict[str, Callable[[], object]] = {
     "write beside the output": lambda: os.rename(LEFT, LEFT.with_name("moved")),
     "block device": lambda: os.mknod(LEFT / "disk", stat.S_IFBLK | 0o666, os.makedev(8, 0)),
@@ -275,7 +263,6 @@ REACHES: dict[str, Callable[[], object]] = {
 
 
 def fork_many() -> None:
-    """Starts processes that stay, until no more may be started."""
     for _ in range(3000):
         try:
             if os.fork() == 0:
@@ -287,7 +274,7 @@ def fork_many() -> None:
 
 
 def take_memory() -> None:
-    """Takes a bound's share of memory in each of several processes."""
+    """Takes a quarter of the memory limit in each of 6 processes."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     for _ in range(6):
         if os.fork() == 0:
@@ -298,14 +285,14 @@ def take_memory() -> None:
 
 
 def blind() -> None:
-    """Bounds and slows down the first process, then starts processes."""
+    """Limits and slows down the first process, then starts processes."""
     os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))
     resource.prlimit(1, resource.RLIMIT_NOFILE, (1, 1))
     fork_many()
 
 
 def start_threads() -> None:
-    """Starts threads, which count for no bound of root's, until no more may be started."""
+    """Starts threads until no more can be started; root's limit of processes does not count them."""
     threading.stack_size(1 << 16)
     try:
         for _ in range(3000):
@@ -317,7 +304,7 @@ def start_threads() -> None:
 
 
 def open_sockets() -> None:
-    """Opens sockets in several processes: each holds memory that is no process's."""
+    """Opens sockets in several processes; the kernel counts their memory to no process."""
     for _ in range(8):
         if os.fork() == 0:
             held = [socket.socket(socket.AF_UNIX) for _ in range(2000)]
@@ -327,7 +314,7 @@ def open_sockets() -> None:
 
 
 def connect_often() -> None:
-    """Opens more connections than may be open at once to an endpoint that sends a byte on each."""
+    """Opens more connections than the limit to an endpoint that sends a byte on each."""
     held = [socket.create_connection(("127.0.0.1", int(PORT))) for _ in range(540)]
     answers = b""
     for several in (held[:512], held[512:]):
@@ -338,13 +325,12 @@ def connect_often() -> None:
 
 
 def show_descriptors() -> None:
-    """Prints the files that were open before anything was opened here."""
     held = [number for number in range(3, 1000) if os.path.lexists(f"/proc/self/fd/{number}")]
     print(f"open: {held}, {resource.getrlimit(resource.RLIMIT_NOFILE)[1]} at most", flush=True)
 
 
 def files_in_memory() -> None:
-    """Fills temporary files, whose pages are no process's."""
+    """Fills temporary files; their pages count to no process."""
     with Path("/tmp/large").open("wb") as file:
         for _ in range(900):
             file.write(bytes(1 << 20))
@@ -352,14 +338,13 @@ def files_in_memory() -> None:
 
 
 def flood() -> None:
-    """Prints more than a log may hold."""
     for _ in range(40):
         os.write(1, b"flood\n" * 200_000)
     print("the last line", flush=True)
 
 
 def stay() -> None:
-    """Leaves links and a FIFO, and does not end when it is asked to."""
+    """Leaves links and a FIFO, and ignores SIGTERM."""
     leave()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     daemon(write_late)
@@ -367,7 +352,7 @@ def stay() -> None:
 
 
 def leave() -> None:
-    """Leaves links and a FIFO; harms no machine where it is not isolated."""
+    """Leaves links and a FIFO; harmless on a machine without isolation."""
     write(LEFT / "good.json", "{}")
     for name in ("log is a link", "samples are a link", "folder is an absolute link", "FIFO for the refusal"):
         LEAVES[name]()
@@ -389,7 +374,7 @@ ALONE: dict[str, Callable[[], None]] = {
 
 
 def outcome(action: Callable[[], object]) -> str:
-    """Runs an attempt in a process of its own; says how far it got."""
+    """Runs an attempt in a process of its own and returns its result or error as text."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -400,13 +385,12 @@ def outcome(action: Callable[[], object]) -> str:
         os._exit(0)
     os.close(writing)
     os.waitpid(pid, 0)
-    word = os.read(reading, 500).decode()  # once: a daemon may hold the other end
+    word = os.read(reading, 500).decode()  # a single read: a daemon may hold the other end
     os.close(reading)
     return word
 
 
 def main() -> None:
-    """Tries everything, or the named attack alone."""
     if sys.argv[7:]:
         ALONE[sys.argv[7]]()
         return

@@ -17,7 +17,6 @@ METRICS = (make_metric("demo_facts", 0.5), make_metric("demo_backwards", 0.25, n
 
 
 def make_cell(evaluation_path: Path, *, step: int = 100, questions: int = 3, **fields: Any) -> tuple[Record, Path]:
-    """Writes it, and says what and where."""
     record = make_record(step=step, **{"metrics": METRICS, **fields})
     cell = evaluation_path / record.checkpoint.run / f"step-{step}" / record.evaluator / record.cell
     attempt = cell / record.attempt
@@ -42,13 +41,12 @@ def make_cell(evaluation_path: Path, *, step: int = 100, questions: int = 3, **f
 
 
 def cell_uri(config: EvaluationConfig, reference: CheckpointReference, hash_: str | None = None) -> str:
-    """The folder of a cell as planning has it."""
+    """Returns the folder of a cell as planning computes it."""
     hash_ = hash_ or evaluation_hash(config)
     return f"{config.evaluation_path}/{cell_place(reference, config.evaluator.name, evaluation_hash=hash_, shown='c')}"
 
 
 def of_cell(cell: Cell) -> dict[str, Any]:
-    """Fields by which a record is of a cell."""
     return {
         "checkpoint": cell.reference,
         "cell": Path(cell.uri).name,

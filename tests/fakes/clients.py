@@ -1,4 +1,4 @@
-"""Every backend's client, as the contract tests want it: one entry makes all of them run on that backend."""
+"""Clients of every backend for the contract tests: an entry here makes all of them run on that backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fakes.iris_cluster import shared_cluster
 from resources.backends.local.client import LocalClient
 from resources.jobs.jobs import Client, JobHandle
 
-GRACE_SECONDS = 1.5  # enough for a shell to say good-bye on a busy machine; the stubborn take all of it
+GRACE_SECONDS = 1.5  # enough for a shell to exit on a busy machine; jobs that ignore SIGTERM use all of it
 
 
 def _ray_client() -> Client:
@@ -40,21 +40,18 @@ CLIENTS: dict[str, Callable[[Path], Client]] = {
     "ray": lambda _: _ray_client(),
     "slurm": _slurm_client,
 }
-"""From a folder of the test's own to a client with little grace; an expensive cluster is shared, as the entry says."""
+"""Client factories with a short grace, given a folder of the test; a slow cluster is shared, as the entry says."""
 
 
 def kill_for_want_of_memory(client: Client, job: JobHandle, *, pid: int, counter: Path) -> None:
     """Kills a process of a job as its machine does when memory runs out.
 
     Args:
-        client: the job's.
-        job: its handle.
-        pid: of the process.
-        counter: the file that the job's supervisor takes for the kernel's counter.
+        counter: the file that the job's supervisor reads as the kernel's counter.
     """
     from resources.backends.kubernetes.client import KubernetesClient
 
-    if isinstance(client, KubernetesClient):  # there the kubelet says it
+    if isinstance(client, KubernetesClient):  # the kubelet reports it
         from fakes.kubernetes_cluster import shared_server
 
         server = shared_server()

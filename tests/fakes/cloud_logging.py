@@ -1,4 +1,4 @@
-"""Stand-in for Cloud Logging's `entries:list`, for the real client over real HTTP: recorded entries, page by page."""
+"""Fake of Cloud Logging's `entries:list`, for the real client over real HTTP: recorded entries in pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONDITION = re.compile(r'(?P<field>[\w.]+|labels\."[^"]+")(?P<operator>>?=)"(?P
 
 @dataclass
 class CloudLogging:
-    """The entries of a project, as its API gives them."""
+    """The entries of a project, as its API returns them."""
 
     entries: list[dict[str, Any]]
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -28,7 +28,6 @@ class CloudLogging:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the client that asks this server."""
         return {"credentials": AnonymousCredentials(), "client_options": {"api_endpoint": self.url}}
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +41,7 @@ class CloudLogging:
 
 
 def entry(job: str, at: str, text: str, *, payload: str = "textPayload") -> dict[str, Any]:
-    """An entry as GKE's agent writes it."""
+    """Returns an entry as GKE's agent writes it."""
     content: Any = text if payload == "textPayload" else {"message": text, "levelname": "INFO"}
     place = {"project_id": "team", "cluster_name": "c", "namespace_name": "default", "location": "europe-west4"}
     return {

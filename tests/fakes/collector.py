@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 @dataclass
 class Collector:
-    """Its address, and the spans that came. It answers nothing while `silent`."""
+    """Address of a collector and its received spans. It answers nothing while `silent`."""
 
     port: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -24,11 +24,11 @@ class Collector:
 
     @property
     def url(self) -> str:
-        """Its base address, for OTEL_EXPORTER_OTLP_ENDPOINT."""
+        """Base address, for OTEL_EXPORTER_OTLP_ENDPOINT."""
         return f"http://127.0.0.1:{self.port}"
 
     def paths(self) -> list[str]:
-        """Each span with those that it stands in, from the outermost, as names joined by /, sorted by their start."""
+        """Returns each span's path from the root, names joined by /, sorted by start."""
         by_id = {span.span_id: span for span in self.spans}
         assert len({span.trace_id for span in self.spans}) <= 1, "one trace"
 
@@ -39,14 +39,12 @@ class Collector:
         return [path(span) for span in sorted(self.spans, key=lambda span: span.start_time_unix_nano)]
 
     def one(self, name: str) -> Span:
-        """The only span of a name."""
         [found] = [span for span in self.spans if span.name == name]
         return found
 
 
 @contextmanager
 def collector(*, silent: bool = False) -> Iterator[Collector]:
-    """Collects while it lasts."""
     started = Collector(silent=silent)
 
     class Handler(BaseHTTPRequestHandler):

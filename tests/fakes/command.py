@@ -1,4 +1,4 @@
-"""The `assay` command in the process of the test: what a user sees, without the seconds that importing it takes."""
+"""The `assay` command run in the process of the test, without the seconds that importing it takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flows.cli.app import main
 
 @contextmanager
 def _environment_kept() -> Iterator[None]:
-    """Takes back what a command sets, and nothing else: threads of Ray read the environment while it is written."""
+    # Restores only the variables that a command sets: threads of Ray read the environment at the same time.
     before = dict(os.environ)
     try:
         yield
@@ -29,7 +29,7 @@ def _environment_kept() -> Iterator[None]:
 
 
 def run_command(*arguments: str | Path) -> CompletedProcess[str]:
-    """Runs a command line to its end, errors and exit code included; Prefect's server is the one of this process."""
+    """Runs a command line and captures its output, errors and exit code; Prefect's server is that of this process."""
     argv = ["assay", *map(str, arguments)]
     out, errors = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGTERM)

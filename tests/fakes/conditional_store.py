@@ -1,7 +1,7 @@
-"""An object store in memory, shared by threads, in which a test decides who makes the next step, and who dies.
+"""An object store in memory, shared by threads, in which a test decides which thread makes the next step or dies.
 
-`cond://x` is a name in it. Like a real one it writes whole objects, lists what is there, and lets only one of several
-writers create an object, unless it is told to be one of those that cannot.
+`cond://x` is a name in it. Like a real store it writes whole objects, lists existing objects, and lets only one of
+several writers create an object, unless `exclusive` is false.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fsspec.spec import AbstractFileSystem
 
 
 class Crashed(BaseException):
-    """The process that made this step is gone: nothing that it would do afterwards happens."""
+    """The process died at this step: nothing after it runs."""
 
 
 class ConditionalStore(AbstractFileSystem):
-    """See the module. `steps` says whose turn it is."""
+    """The store of this module. `steps` schedules the threads."""
 
     protocol = "cond"
     cachable = False
@@ -33,7 +33,6 @@ class ConditionalStore(AbstractFileSystem):
 
     @classmethod
     def reset(cls, *, exclusive: bool = True) -> None:
-        """Empty, and in no hurry."""
         cls.objects, cls.exclusive, cls.lock = {}, exclusive, threading.Lock()
         cls.steps = None
 
@@ -89,7 +88,6 @@ class ConditionalStore(AbstractFileSystem):
 
 @contextmanager
 def conditional_store(*, exclusive: bool = True) -> Iterator[type[ConditionalStore]]:
-    """Registers the store as `cond://` while it lasts."""
     ConditionalStore.reset(exclusive=exclusive)
     fsspec.register_implementation("cond", ConditionalStore, clobber=True)
     try:
@@ -99,7 +97,7 @@ def conditional_store(*, exclusive: bool = True) -> Iterator[type[ConditionalSto
 
 
 class Steps:
-    """Lets threads make one step at the store at a time, in an order that a test draws; some of them die on the way."""
+    """Lets threads make 1 step at a time at the store, in an order that a test draws; some of them die at a step."""
 
     def __init__(self, order: Iterator[int], *, dies_at: dict[int, int]) -> None:
         self._order, self._dies_at = order, dies_at
@@ -110,7 +108,7 @@ class Steps:
         self._names = threading.local()
 
     def run(self, bodies: list[Callable[[], None]]) -> None:
-        """Runs each body in a thread until all of them have ended, or died."""
+        """Runs each body in a thread until all of them have ended or died."""
         self._alive = list(range(len(bodies)))
         threads = [threading.Thread(target=self._run_thread, args=(number, body)) for number, body in enumerate(bodies)]
         with self._changed:

@@ -14,14 +14,12 @@ ASSAY = Path(sys.executable).with_name("assay")
 
 @dataclass(frozen=True)
 class Demo:
-    """A finished demo: its folder, the cache it used, and what it printed."""
-
     folder: Path
     cache: Path
     output: str
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs `assay` again beside it, for as long as its test may take."""
+        """Runs `assay` in the demo's parent folder, with its cache, without a time limit."""
         environment = process_environment(
             {"PREFECT_HOME": str(self.folder / "prefect"), "ASSAY_CACHE_DIR": str(self.cache)}
         )

@@ -31,8 +31,6 @@ STEPS = (1, 2, 3)
 
 @dataclass
 class Deployed:
-    """A policy that is deployed, its run, and the endpoint that serves its checkpoints."""
-
     field: Field
     folder: Path
     engine: Endpoint
@@ -58,7 +56,6 @@ class Deployed:
         silent_after: timedelta = timedelta(minutes=10),
         dry_run: bool = False,
     ) -> list[tuple[str, str]]:
-        """Deploys it, and says what that changed."""
         policy = load_policy(self.policy)
         wanted = PolicyDeployment(policy, self.policy, work_pool, every=every, on_event=on_event)
         return [
@@ -66,25 +63,24 @@ class Deployed:
         ]
 
     def begin(self) -> str:
-        """Begins a flow run of it, as a person does, and says which."""
+        """Starts a flow run of the policy, as a person does; returns its id."""
         found = self.field.ask("/deployments/name/reconcile-policy/watched")
         return self.field.ask(f"/deployments/{found['id']}/create_flow_run", {})["id"]
 
     def progress_of(self, run: str) -> dict[str, Any]:
-        """The artifact that says how far a flow run is."""
         wanted = {"artifacts": {"type": {"any_": ["progress"]}}, "flow_runs": {"id": {"any_": [run]}}}
         [found] = self.field.ask("/artifacts/filter", wanted)
         return found
 
     def live_claims(self, place: str = "out") -> list[str]:
-        """Those of records that go to a place, which is the policy's unless another is named."""
+        """Returns the keys of unreleased claims on records below a folder, by default the policy's."""
         claims = read_claims(claims_folder(str(self.folder / place), "run"))
         return [seen.claim.subject.key for seen in claims if not seen.claim.released]
 
 
 @contextmanager
 def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]:
-    """A server and a policy about a run that has no checkpoint yet, for as long as the block lasts; no worker."""
+    """Starts a server and deploys a policy for a run without checkpoints; starts no worker."""
     ensure_environment(LM_EVAL)
     with (
         endpoint(folder, *(f"run-{step}" for step in STEPS)) as engine,
@@ -106,4 +102,5 @@ def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]
         (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
         asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
         yield deployed
-        EventsWorker.drain_all(timeout=30, at_exit=False)  # it sends what this process emits to this server, for ever
+        # without this, it would send this process's events to this server for ever
+        EventsWorker.drain_all(timeout=30, at_exit=False)

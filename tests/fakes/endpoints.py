@@ -1,4 +1,4 @@
-"""The deterministic engine as an endpoint in a process of its own: what it has seen, and how it answers."""
+"""The deterministic engine as an endpoint in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from fakes.polling import eventually
 from pools.endpoint import RunningModel
 
 KEY = "sk-a-key-that-nobody-may-see"
-"""Key of the models below, to look for where it must not be."""
+"""Key of the models below; tests check that it does not leak."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An engine that listens at `url`."""
-
     url: str
     process: subprocess.Popen[bytes]
 
@@ -33,12 +31,10 @@ class Endpoint:
 
     @property
     def requests(self) -> int:
-        """Completion requests it has seen so far."""
         with urllib.request.urlopen(f"{self.url}/fake/stats", timeout=10) as response:
             return json.load(response)["requests"]
 
     def answers_take(self, seconds: float) -> None:
-        """From now on."""
         body = json.dumps({"delay_seconds": seconds}).encode()
         request = urllib.request.Request(f"{self.url}/fake/faults", body, method="PUT")
         urllib.request.urlopen(request, timeout=10).close()
@@ -46,7 +42,6 @@ class Endpoint:
 
 @contextmanager
 def endpoint(folder: Path, *models: str, label: str = "w0", port: int = 0, **faults: Any) -> Iterator[Endpoint]:
-    """An endpoint that serves weights of a label under some names, for as long as the block lasts."""
     address = folder / f"engine-{label}.json"
     command = [sys.executable, str(engine_program.__file__), "--address-file", str(address)]
     command += ["--label", label, "--port", str(port)]
@@ -62,7 +57,6 @@ def endpoint(folder: Path, *models: str, label: str = "w0", port: int = 0, **fau
 
 
 def served_model(base_url: str, tokenizer: Path, **changes: Any) -> RunningModel:
-    """A model behind an endpoint of the tests."""
     given = {
         "base_url": base_url,
         "model": "m",

@@ -2,10 +2,10 @@
 
 In a test: `async with FakeEngine(models=("m",)) as engine: … engine.url …`, with faults set on `engine.faults`. As a
 process: `python tests/fakes/engine.py --port 0 --model m --address-file PATH` writes {"host", "port", "pid", "url"}
-into PATH once it listens; faults are set with `PUT /fake/faults` and `GET /fake/stats` tells what it has seen.
+into PATH once it listens; `PUT /fake/faults` sets faults and `GET /fake/stats` returns the counts.
 
-A token is one UTF-8 byte, as with a byte-level tokenizer. Log-probabilities and texts are functions of the weights'
-label and the text before. vLLM's development endpoints are there, with the same shapes.
+A token is a UTF-8 byte, as with a byte-level tokenizer. Log-probabilities and texts are functions of the weights' label
+and the text before. It has vLLM's development endpoints, with the same shapes.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions", GENERATE)
 
 @dataclass
 class Faults:
-    """Faults that completion requests meet; the counts go down by one each time until they are 0."""
+    """Faults of completion requests; each occurrence lowers its count until it is 0."""
 
     delay_seconds: float = 0.0
-    """Every answer takes at least so long."""
+    """Minimal duration of every answer."""
     status: int = 500
     """Status of the next `status_count` answers."""
     status_count: int = 0
     refuse: int = 0
-    """Requests whose connection is reset before an answer begins."""
+    """Requests with a connection reset before the answer begins."""
     die_mid_body: int = 0
-    """Requests whose answer stops half-way, with the connection."""
+    """Requests with an answer and connection that end half-way."""
     die_mid_stream: int = 0
-    """Streams that stop, in the middle of a line, after `stream_events_before_death` events."""
+    """Streams that end in the middle of a line after `stream_events_before_death` events."""
     stream_events_before_death: int = 2
     malformed: int = 0
-    """Answers with status 200 whose JSON stops half-way, though their length is right."""
+    """Answers with status 200, the right length and incomplete JSON."""
     aborted: int = 0
-    """Answers with status 200 whose choices were aborted, as vLLM gives them when it is paused with `mode=abort`."""
+    """Answers with status 200 and aborted choices, as vLLM sends them when paused with `mode=abort`."""
     malformation: str = ""
-    """Kind of malformed answers, one of `fakes.malformed.KINDS`; none for right ones."""
+    """Kind of malformed answers, one of `fakes.malformed.KINDS`; empty for right answers."""
     malformed_every: int = 1
-    """Of so many answers that are no streams, one is of that kind."""
+    """Share of malformed answers among non-streams: 1 of so many."""
     fresh_samples: bool = False
     """Sampled requests without a seed get another answer each time."""
     any_length: bool = False
@@ -79,38 +79,38 @@ class Faults:
     unhealthy: bool = False
     """`/health` answers 503."""
     echo: bool = False
-    """Answers hold the received body as base64 under `body` and its headers under `headers`."""
+    """Answers hold the received body as base64 under `body`, and the headers under `headers`."""
     canned: bool = False
-    """Every answer is the same few bytes, and requests are not looked at: for measuring what is in front."""
+    """Every answer is the same few bytes, without parsing the request: for measuring the proxy in front."""
     skip_reload: bool = False
-    """`assay_reload` says it did, and did not."""
+    """`assay_reload` reports success without reloading."""
     partial_reload: bool = False
     """`assay_reload` takes over only a part of the weights, as an engine with a stale packed layer does."""
     stale_output_layer: bool = False
-    """Reloads leave the output layer as it was at the start, though the answers do not show it."""
+    """Reloads keep the output layer of the start; the answers do not show it."""
     wrong_tensor: bool = False
-    """Reloads leave a tensor of other bytes behind, which no answer shows."""
+    """Reloads leave a tensor with other bytes; no answer shows it."""
     unwritten: dict[str, str] = field(default_factory=dict)
-    """Parameters that nothing wrote at the start, with how much of them."""
+    """Parameters left unwritten at the start, with the amount."""
     composes: bool = False
-    """Accents are composed before a text is read, as its tokenizer.json does not say."""
+    """Composes accents before reading a text, unlike its tokenizer.json."""
     forgets_name: bool = False
-    """The engine does not take the name of its weights."""
+    """The engine ignores the name of its weights."""
     fail_reload: bool = False
     """`assay_reload` answers 500."""
     no_echo: bool = False
-    """Prompts are not echoed, as with engines that have no log-probabilities of them."""
+    """Prompts are not echoed, as with engines without prompt log-probabilities."""
     no_reload: bool = False
-    """There is no `collective_rpc`, as where the development endpoints are off."""
+    """There is no `collective_rpc`, as with disabled development endpoints."""
     deadly: str = ""
-    """Text of a request that ends the process after `delay_seconds`, with an error in its log; none where empty."""
+    """Text of a request that ends the process after `delay_seconds`, with an error in its log; empty for none."""
     only_chat: bool = False
-    """Prompts that are no conversations are answered 404."""
+    """Prompts that are not conversations get 404."""
     no_generate: bool = False
-    """Token ids are not taken, as without `--enable-scale-out`."""
+    """Token ids are refused, as without `--enable-scale-out`."""
 
     def take(self, count: str) -> bool:
-        """True if a fault is due; uses it up."""
+        """Returns True if a fault is due, and lowers its count."""
         left = getattr(self, count)
         setattr(self, count, max(0, left - 1))
         return left > 0
@@ -118,16 +118,13 @@ class Faults:
 
 @dataclass
 class Stats:
-    """Counts of what the engine has seen."""
-
     requests: int = 0
-    """Completion requests that arrived."""
     answered: int = 0
-    """Completion requests that were answered whole, whatever the status."""
+    """Completion requests with a complete answer, of any status."""
     aborted: int = 0
-    """Completion requests whose client left before their answer was whole."""
+    """Completion requests that the client left before the answer was complete."""
     died: int = 0
-    """Completion requests whose connection a fault has closed."""
+    """Completion requests with a connection closed by a fault."""
     in_flight: int = 0
     max_in_flight: int = 0
     health_checks: int = 0
@@ -137,37 +134,37 @@ class Stats:
 
 @dataclass
 class FakeEngine:
-    """One engine server; an asynchronous context manager. `port` is the bound one once it is entered.
+    """An engine server; an asynchronous context manager. `port` is the bound port once it is entered.
 
-    With `weights`, a folder, the label of the weights is a digest of its model.safetensors, else `label`. `models`
-    are the served names; none accepts any.
+    With `weights`, a folder, the label of the weights is a digest of its model.safetensors, else `label`. `models` are
+    the served names; empty accepts any.
     """
 
     models: tuple[str, ...] = ()
     key: str | None = field(default=None, repr=False)
-    """Asked for on every path but those of the tests, where it is set."""
+    """Required on every path except `/fake`, if set."""
     label: str = "w0"
     weights: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
     max_model_len: int = 4096
     vocabulary_size: int | None = None
-    """Token ids from here on are refused, where it is set."""
+    """Token ids from this number on are refused, if set."""
     faults: Faults = field(default_factory=Faults)
     stats: Stats = field(default_factory=Stats)
     bodies: deque[bytes] = field(default_factory=lambda: deque(maxlen=1000))
-    """The last bodies of completion requests, as they arrived."""
+    """The last bodies of completion requests, as received."""
     targets: deque[str] = field(default_factory=lambda: deque(maxlen=1000))
-    """The last paths, with their queries, of completion requests."""
+    """The last paths of completion requests, with their queries."""
     traceparents: deque[str | None] = field(default_factory=lambda: deque(maxlen=1000))
-    """The spans that the last completion requests belonged to, as their headers said."""
+    """Parent spans of the last completion requests, from their headers."""
     asked_file: Path | None = None
     """Gets a line for each completion request: the time in nanoseconds, and its body."""
     ranks: int = 1
-    """Parts that it runs in, each of which has to load the weights of a folder of its own."""
+    """Number of parts; each must load the weights of a folder of its own."""
     cache: PrefixCache = field(default_factory=PrefixCache)
     metrics: str = ""
-    """The page of its metrics, in place of the few that it counts."""
+    """Page of its metrics, in place of its counters."""
     _wholes: int = 0
     _weights_name: str = "default"
     _runner: web.AppRunner | None = None
@@ -177,7 +174,6 @@ class FakeEngine:
 
     @property
     def url(self) -> str:
-        """Address without a path."""
         return f"http://{self.host}:{self.port}"
 
     async def __aenter__(self) -> FakeEngine:
@@ -225,7 +221,7 @@ class FakeEngine:
         """Closes every connection and stops listening; entering again takes the same port."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
-            if self._listener is not None:  # asyncio leaves a connection open that is being accepted while it closes
+            if self._listener is not None:  # asyncio leaves a connection open that is accepted while the server closes
                 asyncio.get_running_loop().remove_reader(self._listener)
                 for _ in range(_TURNS_OF_AN_ACCEPT):
                     await asyncio.sleep(0)
@@ -273,7 +269,7 @@ class FakeEngine:
         self.targets.append(request.path_qs)
         self.traceparents.append(request.headers.get("traceparent"))
         if self.asked_file is not None:
-            with self.asked_file.open("ab", buffering=0) as asked:  # one write: several engines share the file
+            with self.asked_file.open("ab", buffering=0) as asked:  # a single write: several engines share the file
                 asked.write(f"{time.time_ns()} ".encode() + body.replace(b"\n", b" ") + b"\n")
         await self._running.wait()
         if self.faults.take("hang"):
@@ -331,7 +327,6 @@ class FakeEngine:
         return await self._whole(request, answer)
 
     def _read(self, completions: list[Completion]) -> int:
-        """Holds what was read and made; the number of tokens of the first prompt that were held before."""
         cached = self.cache.read(completions[0].prompt) if completions else 0
         for completion in completions:
             self.cache.keep(completion.prompt + completion.made[:-1])
@@ -384,7 +379,6 @@ class FakeEngine:
         return response
 
     def _die(self, request: web.Request, sent: web.StreamResponse | None = None) -> web.StreamResponse:
-        """Resets the connection with whatever was sent of the answer."""
         if request.transport is not None:
             request.transport.abort()
         return sent or web.Response()
@@ -505,7 +499,7 @@ class FakeEngine:
         return web.json_response({"weight_version": self._weights_name})
 
     async def _end_process(self, request: web.Request) -> web.Response:
-        """Ends the process, as an engine that met an error: its log has a line of it."""
+        # ends the process as an engine after an error: with a line in its log
         print((await request.json())["error"], file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -522,7 +516,7 @@ class FakeEngine:
 
 KV_CACHE_TOKENS = 32_768
 _TURNS_OF_AN_ACCEPT = 3
-"""Turns of the loop until a server knows a connection that asyncio has accepted."""
+"""Turns of the loop until a server registers a connection that asyncio has accepted."""
 CANNED = json.dumps(
     {
         "id": "cmpl-0",
@@ -536,7 +530,6 @@ CANNED = json.dumps(
 
 
 def weights_label(folder: Path) -> str:
-    """A label that tells the weights in a folder from others."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
@@ -551,7 +544,6 @@ _MOST = {"n": 16, "logprobs": 100, "top_logprobs": 100, "max_tokens": 2**20, "ma
 
 
 def _check(fields: dict[str, Any]) -> None:
-    """Raises a ValueError for what no engine takes."""
     for name, kinds in _KINDS.items():
         value = fields.get(name)
         if value is None:
@@ -566,7 +558,7 @@ def _check(fields: dict[str, Any]) -> None:
 
 
 RPC_FAILED = "Call to collective_rpc method failed: "
-"""Beginning of vLLM's message where a method of its worker raised an error."""
+"""Start of vLLM's message when a method of its worker raised an error."""
 
 
 def _error(status: int, message: str, *, param: str | None = None) -> web.Response:
@@ -607,7 +599,7 @@ async def _serve(engine: FakeEngine, address_file: Path) -> None:
 
 
 def meet(parts: int, *, address: str, port: int, label: str) -> None:
-    """Waits for the parts on further hosts, which must have the same weights; ends the process when one is gone."""
+    """Waits for the parts on other hosts, which must have the same weights; ends the process when a part is gone."""
     listener = socket.create_server((address, port))
     for _ in range(parts):
         part, _ = listener.accept()
@@ -624,7 +616,6 @@ def _end_after(part: socket.socket) -> None:
 
 
 def main() -> None:
-    """Runs one engine until SIGTERM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 SEED = Path(__file__).parents[1] / "data" / "eval_jobs"
-"""The job's file and the run entries that evaluation jobs on GKE have had before."""
+"""A job file and run entries of earlier evaluation jobs on GKE."""
 
 
 def seed_content() -> dict[str, Any]:
@@ -18,7 +18,7 @@ def seed_content() -> dict[str, Any]:
 
 
 def write_job(folder: Path, **changes: Any) -> Path:
-    """The seed's job with some keys changed; those that are None are left out."""
+    """Writes the seed's job with some keys changed; leaves out keys that are None."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {name: value for name, value in {**seed_content(), **changes}.items() if value is not None}
     shutil.copyfile(SEED / "run_specs.conf", folder / "run_specs.conf")
@@ -34,7 +34,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def new_repository(folder: Path) -> Path:
-    """A repository whose branch main has a remote, and nothing in it."""
+    """Makes a repository with an empty branch main and a remote."""
     folder.mkdir(parents=True)
     remote = folder.with_name(f"{folder.name}.git")
     git(folder.parent, "init", "-q", "--bare", str(remote))
@@ -44,7 +44,6 @@ def new_repository(folder: Path) -> Path:
 
 
 def push(folder: Path) -> str:
-    """Commits all that is there, pushes it, and returns the commit."""
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "-m", "job")
     git(folder, "push", "-q", "origin", "main")

@@ -1,4 +1,4 @@
-"""A pool on the deterministic engine, as the scenarios of the fault suite take it."""
+"""A pool on the deterministic engine for the scenarios of the fault suite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = "run-1"
 
 
 def pool_config(**fields: Any) -> InferencePoolConfig:
-    """Short leases, and restarts without an end worth speaking of."""
+    """Returns a configuration with short leases and practically unlimited restarts."""
     return InferencePoolConfig.model_validate(
         {
             "model": {"name": "run"},
@@ -40,7 +40,7 @@ def pool_config(**fields: Any) -> InferencePoolConfig:
 def running_target(
     folder: Path, *, replicas: int, on_event: Callable[[str], None] = lambda line: None, **fields: Any
 ) -> Iterator[Target]:
-    """A pool of fake engines, as scenarios take it; its engines draw other samples each time."""
+    """Runs a pool of fake engines; the same sampled request gets another sample each time."""
     checkpoint = Servable.from_uri(MODEL, str(write_checkpoint(folder / "step-1", seed=1)))
     config = pool_config(resource_config={"replicas": replicas}, **fields)
     launcher = FakeLauncher(folder, faults={"fresh_samples": True})
@@ -57,5 +57,4 @@ def running_target(
 
 
 def inject(url: str, faults: Mapping[str, Any]) -> None:
-    """Sets faults of the engine at an address."""
     httpx.put(f"{url}/fake/faults", json=dict(faults), timeout=30).raise_for_status()

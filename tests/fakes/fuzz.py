@@ -1,4 +1,4 @@
-"""Conversations of the proxy with clients that send anything at all, without sockets."""
+"""Conversations of the proxy with clients that send arbitrary bytes, without sockets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ _changes = st.lists(
 
 @st.composite
 def _changed_requests(draw: st.DrawFn) -> list[bytes]:
-    """A few requests one after another, with some bytes changed, in pieces."""
     stream = b"".join(draw(st.lists(st.sampled_from(_REQUESTS), min_size=1, max_size=4)))
     for at, length, replacement in draw(_changes):
         at %= len(stream) + 1
@@ -58,15 +57,14 @@ def _changed_requests(draw: st.DrawFn) -> list[bytes]:
 
 
 def awkward_streams() -> st.SearchStrategy[list[bytes]]:
-    """Streams that a client may send, in pieces: requests with some bytes changed, and bytes that are no requests."""
+    """Returns streams in pieces: requests with some bytes changed, and random bytes."""
     return st.one_of(_changed_requests(), st.lists(st.binary(max_size=200), max_size=3))
 
 
 def check_conversation(pieces: list[bytes]) -> None:
-    """Asserts what holds for any bytes.
+    """Asserts that replies are well-formed, and the connection closes and frees its room, for arbitrary bytes.
 
-    Replies are well-formed, the connection ends and gives its room back, and no more requests are answered well than
-    another parser finds.
+    No more requests may succeed than another parser finds.
     """
     bounds = Bounds(1000, head_timeout_seconds=1, room=BodyRoom(1500))
     statuses, closed = asyncio.run(converse(pieces, bounds=bounds))
@@ -78,7 +76,7 @@ def check_conversation(pieces: list[bytes]) -> None:
 
 @dataclass
 class RecordingTransport(asyncio.Transport):
-    """Takes what a connection writes; nobody is at the other end."""
+    """Records the bytes that a connection writes; there is no peer."""
 
     sent: bytearray = field(default_factory=bytearray)
     closed: bool = False
@@ -113,11 +111,7 @@ class RecordingTransport(asyncio.Transport):
 
 
 async def converse(pieces: Sequence[bytes], *, bounds: Bounds) -> tuple[list[int], bool]:
-    """Replies of a connection to bytes that come in these pieces, with all time-outs over at the end.
-
-    Returns:
-        the statuses of its replies, each of which was well-formed HTTP, and whether it has closed.
-    """
+    """Returns the statuses of the replies, all well-formed HTTP, and if the connection closed; time-outs expire."""
     transport = RecordingTransport()
     connections: set[ClientConnection] = set()
     connection = ClientConnection(EchoApplication(), bounds=bounds, connections=connections)
@@ -125,7 +119,7 @@ async def converse(pieces: Sequence[bytes], *, bounds: Bounds) -> tuple[list[int
     for piece in pieces:
         if not transport.closed:
             connection.data_received(piece)
-        for _ in range(3):  # a task starts, answers, and the next one's turn comes
+        for _ in range(3):  # a task starts, answers, and the next task gets its turn
             await asyncio.sleep(0)
     while connection.task is not None:
         await asyncio.sleep(0)
@@ -141,8 +135,7 @@ async def converse(pieces: Sequence[bytes], *, bounds: Bounds) -> tuple[list[int
 def whole_requests(stream: bytes) -> int:
     """Counts the requests that another parser finds in a stream of bytes before it is malformed or ends.
 
-    Where servers may be lenient and h11 is not, the stream is put right: empty lines before a request, and spaces
-    in its first line.
+    Corrects what servers may accept and h11 refuses: empty lines before a request, and spaces in its first line.
     """
     count = 0
     while stream := _SPACES.sub(rb"\1 \2 ", stream.lstrip(b"\r\n")):

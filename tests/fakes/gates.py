@@ -1,4 +1,4 @@
-"""A policy's own gate, as a pass of its reconciliation has it judge."""
+"""A policy's own gate, evaluated in a pass of its reconciliation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from tasks.prefect_server.progress import Judged, Update, listening
 
 
 def judged_in_a_pass(policy_file: str, error: AssayError | None = None) -> list[str]:
-    """Words of the verdicts of one pass, by checkpoint, and `refused` where NO-GO is raised after that.
-
-    Args:
-        policy_file: the policy with the gate.
-        error: what the reconciliation before came to.
-    """
+    """Returns a pass's verdicts by checkpoint, then `refused` if NO-GO is raised; `error` occurs before the gate."""
     words: list[str] = []
 
     def take(update: Update) -> None:

@@ -1,7 +1,7 @@
-"""An object store that speaks Google Cloud Storage's JSON API, and fails where a test says so.
+"""An object store that speaks Google Cloud Storage's JSON API, with failures that a test injects.
 
-The store is the package gcp-storage-emulator, in memory. It is asked by the real client, gcsfs, over HTTP; between
-the two stands what a test injects: answers with a status of its own, and a log of what was uploaded and asked.
+The store is the package gcp-storage-emulator, in memory. The real client, gcsfs, calls it over HTTP; a layer between
+them injects statuses and logs uploads and requests.
 
 Plain listings come in pages, as from the real store; the emulator sends all of a bucket at once.
 """
@@ -36,7 +36,7 @@ MESSAGES = {
 
 
 class MemoryStorage(Storage):
-    """The emulator's, less a description of all of its objects that it writes after each change, into memory too."""
+    """The emulator's storage, without the description of all objects that it rewrites after each change."""
 
     version = 0
 
@@ -48,7 +48,6 @@ class MemoryStorage(Storage):
         self.version += 1
 
     def page(self, bucket: str, asked: dict[str, str]) -> dict[str, Any]:
-        """A page of a bucket's objects by name, and where the next page begins."""
         version, names = self._named.get(bucket, (-1, []))
         if version != self.version:
             names = sorted(self.objects.get(bucket, ()))
@@ -75,8 +74,8 @@ def _part(described: dict[str, Any], names: list[str]) -> dict[str, Any]:
 class FakeGcs:
     """The store.
 
-    `uploads` are the names of objects in the order in which they were whole, `requests` where any upload was to go,
-    `gets` what was asked for, `sign_ins` what service accounts asked for tokens with.
+    `uploads` are the names of objects in the order of their completion, `requests` the targets of all attempted
+    uploads, `gets` the requested names, `sign_ins` the token requests of service accounts.
     """
 
     address: str
@@ -86,7 +85,7 @@ class FakeGcs:
     gets: list[str] = field(default_factory=list)
     sign_ins: list[str] = field(default_factory=list)
     refusals: dict[str, list[int]] = field(default_factory=dict)
-    """By part of an upload's path: the statuses of its next answers; the last one stays if it is negative."""
+    """Statuses of the next uploads, by part of their path; a negative last status repeats for ever."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -95,11 +94,11 @@ class FakeGcs:
         return {"STORAGE_EMULATOR_HOST": self.address, **VARIABLES}
 
     def refuse(self, part: str, *statuses: int, always: bool = False) -> None:
-        """Answers the next uploads whose name holds `part` with these statuses, the last one for ever if asked."""
+        """Answers uploads with `part` in their name with these statuses in turn; `always` repeats the last for ever."""
         self.refusals[part] = [*statuses[:-1], -statuses[-1] if always else statuses[-1]]
 
     def status_for(self, place: str) -> int | None:
-        """The status to answer an upload with, or None to take it."""
+        """Returns the status to answer an upload with, or None to accept it."""
         with self.lock:
             self.requests.append(place)
             for part, statuses in self.refusals.items():
@@ -108,7 +107,7 @@ class FakeGcs:
         return None
 
     def put(self, bucket: str, name: str, content: bytes, *, updated: str = "2026-01-02T03:04:05.000Z") -> None:
-        """Puts an object there without a request; `updated` is in ISO 8601."""
+        """Stores an object without a request; `updated` is in ISO 8601."""
         md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
         described = {"name": name, "bucket": bucket, "size": str(len(content)), "updated": updated, "md5Hash": md5}
         crc32c = base64.b64encode(google_crc32c.value(content).to_bytes(4, "big")).decode()
@@ -116,11 +115,9 @@ class FakeGcs:
         self.storage.create_file(bucket, name, content, described)
 
     def content(self, bucket: str, name: str) -> bytes:
-        """The content of an object."""
         return bytes(self.storage.get_file(bucket, name, False))
 
     def names(self, bucket: str) -> list[str]:
-        """The objects of a bucket, none where it is not there."""
         if self.storage.get_bucket(bucket) is None:
             return []
         return sorted(found["name"] for found in self.storage.get_file_list(bucket)[0])
@@ -128,7 +125,6 @@ class FakeGcs:
 
 @contextmanager
 def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
-    """A store with some empty buckets, while it lasts."""
     storage = MemoryStorage()
     for bucket in buckets:
         storage.create_bucket(bucket, {"name": bucket, "kind": "storage#bucket", "id": bucket})
@@ -162,7 +158,7 @@ def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
             if not parts.path.startswith("/upload/"):
                 super().do_POST()
                 return
-            # A small object is named in its own body, a large one in the address.
+            # A small object is named in its own body, a large object in the address.
             named = parse_qs(parts.query).get("name") or re.findall(r'"name": "([^"]+)"', body[:4096].decode("latin-1"))
             status = store.status_for(f"{parts.path}/{named[0]}")
             if status is not None:
@@ -172,7 +168,7 @@ def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
             super().do_POST()
 
         def send_response(self, code: int, message: str | None = None) -> None:
-            if self.uploaded is not None:  # noted before the client hears of it, and sends its next object
+            if self.uploaded is not None:  # logged before the client receives the answer and sends its next object
                 with store.lock:
                     store.uploads.append(self.uploaded)
                 self.uploaded = None

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import os
 
-# Else it asks Google before each call for a bucket's kind, and where no network answers looks for an account for 10 s.
+# Else gcsfs requests a bucket's kind from Google before each call, and offline searches 10 s for an account.
 VARIABLES = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 os.environ.update(VARIABLES)

@@ -1,6 +1,6 @@
-"""A harness program that behaves, or misbehaves, as it is told: `python harness.py <behaviour> <output folder>`.
+"""A harness program with a selectable behaviour: `python harness.py <behaviour> <output folder>`.
 
-Needs the standard library only. What it finds out lies in `results.json`.
+Needs the standard library only. Writes its findings into `results.json`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 
 
 def main(behaviour: str, output: Path) -> int:
-    """Runs one behaviour; the exit code."""
     print(f"asked 1/2 with key {os.environ.get('OPENAI_API_KEY')}", flush=True)
     match behaviour:
         case "succeed":

@@ -1,4 +1,4 @@
-"""A hub for data sets and models: the few addresses that the real clients ask, over HTTP, from files in memory."""
+"""A hub for data sets and models: the few addresses that the real clients request, over HTTP, from files in memory."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class FakeHub:
-    """Repositories by `datasets/<id>` or `models/<id>`; each has one commit, which follows from its files."""
+    """Repositories by `datasets/<id>` or `models/<id>`; each has a single commit, derived from its files."""
 
     repositories: dict[str, dict[str, bytes]]
     url: str = ""
     requests: list[str] = field(default_factory=list)
     addresses: dict[str, bytes] = field(default_factory=dict)
-    """Content that lies elsewhere, by address: to be had where this hub is named as the network's proxy."""
+    """Content of other hosts by address, for clients that use this hub as their network proxy."""
     limited: int = 0
     """Number of the next requests that get 429, with `Retry-After: 1`."""
 
     def commit(self, repository: str) -> str:
-        """The commit of a repository."""
         return hashlib.sha1(repr(sorted(self.repositories[repository].items())).encode()).hexdigest()
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and content."""
         if self.limited > 0:
             self.limited -= 1
             return 429, {"Retry-After": "1"}, b"{}"
@@ -88,7 +86,6 @@ class FakeHub:
 
 @contextmanager
 def running_hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[FakeHub]:
-    """A hub that answers for as long as the block lasts."""
     hub = FakeHub(repositories)
 
     class Handler(BaseHTTPRequestHandler):

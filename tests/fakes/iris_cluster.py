@@ -1,4 +1,4 @@
-"""A real Iris cluster of this machine, run by `iris_program.py`."""
+"""A real Iris cluster on this machine, run by `iris_program.py`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ _PROGRAM = Path(__file__).with_name("iris_program.py")
 
 @dataclass(frozen=True)
 class IrisCluster:
-    """A cluster that a program of ours runs."""
-
     address: str
     process: subprocess.Popen[str]
     temporary: Path
     """The folder for temporary files of its workers and their jobs."""
 
     def tell(self, command: str) -> None:
-        """Has the cluster obey, and returns when it has."""
+        """Sends a command to the cluster and waits for its completion."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{command}\n")
         self.process.stdin.flush()
@@ -44,7 +42,6 @@ class IrisCluster:
         poll_seconds: float = 0.2,
         grace_seconds: float = 0.5,
     ) -> IrisClient:
-        """A client of its own, with little grace."""
         from resources.backends.iris.connection import IrisController
 
         controller = IrisController(self.address, patience_seconds=patience_seconds)
@@ -53,7 +50,6 @@ class IrisCluster:
         )
 
     def end(self) -> None:
-        """Ends the cluster and its jobs."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -64,7 +60,7 @@ class IrisCluster:
 
 
 def start_cluster() -> IrisCluster:
-    """A new cluster with a home folder of its own, where Iris keeps credentials."""
+    """Starts a cluster with its own home folder, where Iris keeps credentials."""
     home = Path(tempfile.mkdtemp(prefix="iris-home-"))
     temporary = home / "temporary"
     temporary.mkdir()
@@ -86,18 +82,18 @@ def start_cluster() -> IrisCluster:
 
 
 def _python_without_us(folder: Path) -> Path:
-    """An interpreter that has every package of ours, and none of our own code."""
+    # an interpreter with all packages of this environment, without this repository
     venv.create(folder, symlinks=True)
     for name in ("purelib", "platlib"):
         variables = {"base": str(folder), "platbase": str(folder)}
         here, packages = Path(sysconfig.get_path(name, "venv", variables)), sysconfig.get_path(name)
-        (here / "packages.pth").write_text(f"{packages}\n")  # whose own .pth files, with the way to us, are not read
+        # .pth files in that folder, which lead to this repository, are not read
+        (here / "packages.pth").write_text(f"{packages}\n")
     return folder / "bin" / "python"
 
 
 @shared
 def shared_cluster() -> Iterator[IrisCluster]:
-    """The cluster of this test process."""
     cluster = start_cluster()
     yield cluster
     cluster.end()

@@ -1,9 +1,9 @@
-"""Runs a real Iris cluster of this machine: controller, autoscaler and workers in one process, jobs as processes.
+"""Runs a real Iris cluster on this machine: controller, autoscaler and workers in a single process, jobs as processes.
 
-It obeys lines on standard input, and ends with it: `restart` stops the controller and starts another on the same port
-and database, `stop` and `start` do one of the two, `lose <worker>` has it give a machine up; each is answered by a
-line, `ready`. The cluster gives a machine up, as lost, with the first attempt that has failed before it was seen
-running: Iris does with the tenth.
+Reads commands from standard input and ends with it: `restart` stops the controller and starts another on the same port
+and database, `stop` and `start` do half of that, `lose <worker>` marks a machine as lost; it answers each with a line,
+`ready`. The cluster marks a machine as lost after the first attempt that failed before it was seen running; Iris does
+so after the tenth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(port: int) -> None:
-    """Runs a cluster with machines that have room for many jobs, and two simulated TPU slices of four small ones."""
+    """Runs a cluster with machines that have room for many jobs, and 2 simulated TPU slices of 4 small machines."""
     from datetime import timedelta
 
     gc.disable()  # a fifth of the time of these imports
@@ -27,11 +27,11 @@ def main(port: int) -> None:
     gc.freeze()
     gc.enable()
 
-    service.FRESHNESS_WINDOW = timedelta(days=36500)  # it refuses clients that were built over 14 days ago
+    service.FRESHNESS_WINDOW = timedelta(days=36500)  # it refuses clients built over 14 days ago
     worker_health.WorkerHealthTracker.__init__.__kwdefaults__["build_threshold"] = 1  # pyright: ignore
     config = make_local_cluster_config(2)
     config.controller.local.port = port
-    config.storage.remote_state_dir = f"file://{Path.home()}/state"  # else gone with the first controller
+    config.storage.remote_state_dir = f"file://{Path.home()}/state"  # else deleted with the first controller
     machine = config.scale_groups["local-cpu"].resources
     machine.cpu_millicores, machine.memory_bytes, machine.disk_bytes = 900_000, 900 * 2**30, 90 * 2**40
     slices = config.scale_groups["local-tpu"]

@@ -1,4 +1,4 @@
-"""A job client that runs nothing: it keeps what it was asked for, and its jobs say what the test wants."""
+"""A job client that runs nothing: it records requests, and tests set the state of its jobs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from resources.jobs.logs import LogPart
 
 @dataclass
 class FakeJob:
-    """A job that is in the state that was set last."""
-
     job_id: str
     current: JobDetails
     log: str = ""
@@ -25,19 +23,16 @@ class FakeJob:
     returned: Any = None
 
     def details(self) -> JobDetails:
-        """See `JobHandle.details`."""
         return self.current
 
     def status(self) -> JobStatus:
-        """See `JobHandle.status`."""
         return self.current.status
 
     def says(self, status: JobStatus, **fields: Any) -> None:
-        """Sets the state."""
         self.current = replace(self.current, status=status, **fields)
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        """Ends at once, as `ends_as` says."""
+        """Ends the job at once in the state `ends_as`."""
         if not self.current.status.finished:
             self.says(self.ends_as)
         if raise_on_failure and self.current.status is not JobStatus.SUCCEEDED:
@@ -47,25 +42,21 @@ class FakeJob:
         return self.current.status
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
-        """Returns `returned`, once the job has succeeded."""
         self.wait(timeout)
         return self.returned
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """See `JobHandle.logs`."""
         return "\n".join(self.log.splitlines()[-max_lines:])
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
-        """See `JobHandle.read_log`; positions are offsets."""
+        # positions are offsets
         output = self.log.encode()[int(after or 0) :]
         return LogPart(output, str(int(after or 0) + len(output)))
 
     def announced(self, replica: int = 0) -> str | None:
-        """See `JobHandle.announced`."""
         return self.announcement
 
     def terminate(self) -> None:
-        """See `JobHandle.terminate`."""
         self.terminated += 1
         if not self.current.status.finished:
             self.says(JobStatus.STOPPED)
@@ -81,21 +72,17 @@ class FakeClient:
 
     @property
     def url(self) -> str:
-        """See `Client.url`."""
         return "local"
 
     @property
     def description(self) -> str:
-        """See `Client.description`."""
         return self.url
 
     @property
     def is_local(self) -> bool:
-        """See `Client.is_local`."""
         return True
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> FakeJob:
-        """See `Client.submit`."""
         job_id = f"{request.name}-{len(self.requests)}"
         job = FakeJob(job_id, JobDetails(job_id=job_id, name=request.name, status=JobStatus.RUNNING, attempts=1))
         self.requests.append(request)
@@ -104,17 +91,15 @@ class FakeClient:
         return job
 
     def attach(self, job_id: str) -> FakeJob:
-        """See `Client.attach`."""
         return next(job for job in self.submitted if job.job_id == job_id)
 
     def jobs(self) -> list[JobDetails]:
-        """See `Client.jobs`."""
         return [job.current for job in reversed(self.submitted)]
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """Everything can be had."""
+        # all resources are available
+        ...
 
     def shutdown(self) -> None:
-        """See `Client.shutdown`."""
         for job in self.submitted:
             job.terminate()

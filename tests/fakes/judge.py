@@ -1,4 +1,4 @@
-"""A judge that says what a test tells it to, over real HTTP."""
+"""A judge with scripted verdicts, over real HTTP."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 Verdict = Callable[[int, str], str | int | dict[str, Any]]
-"""From the number of the request, the probe's being 0, and the prompt: what it says, be it a whole message or an error
-with its text, or a status to fail with."""
+"""Maps the number of the request (0 is the probe) and the prompt to a text, a whole message, an error with its text, or
+a status to fail with.
+"""
 
 
 @dataclass
 class FakeJudge:
-    """An asynchronous context manager. `prompts` are those that it was asked, `keys` what they were asked with."""
+    """An asynchronous context manager. `prompts` are the received prompts, `keys` their API keys."""
 
     says: Verdict
     prompts: list[str] = field(default_factory=list)

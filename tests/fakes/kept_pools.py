@@ -1,4 +1,4 @@
-"""Machines that share nothing but a backend and a place for pools, of which one keeps a pool up and is gone at once."""
+"""Machines that share only a backend and a folder of pools; a machine starts a kept pool and dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def machine(folder: Path, session_cache: Path) -> dict[str, str]:
-    """Variables of a machine that shares nothing with another but what they say: home and cache are its own."""
+    """Returns the variables of a machine with its own home and cache."""
     (folder / "cache").mkdir(parents=True)
     for built in ("environments", "engines"):
         (folder / "cache" / built).symlink_to(session_cache / built)
@@ -43,14 +43,13 @@ def machine(folder: Path, session_cache: Path) -> dict[str, str]:
 def start_pool_and_die(
     name: str, checkpoints: Mapping[str, Path], *, variables: Mapping[str, str], folder: Path, **fields: Any
 ) -> None:
-    """Keeps a pool up from a process of another machine, which is killed once the pool is up.
+    """Starts a kept pool from a process of another machine, which is killed once the pool is up.
 
     Args:
-        name: of the pool.
         checkpoints: folders by name.
-        variables: those of the machine, and the way to its backend.
-        folder: where the engines, which the deterministic one stands in for, note their launches.
-        fields: of the pool's configuration, beside the usual ones.
+        variables: those of the machine, and the access to its backend.
+        folder: where the fake engines log their launches.
+        fields: of the pool's configuration, added to the defaults.
     """
     config = {"model": {"name": "run"}, "proxy_host": "127.0.0.1", **fields}
     folders = {model: str(path) for model, path in checkpoints.items()}

@@ -1,4 +1,4 @@
-"""Clients of the stand-in for Kubernetes, through the real `kubernetes` package."""
+"""Clients of the fake Kubernetes, through the real `kubernetes` package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ LEASE_SECONDS = 6.0
 
 @shared
 def shared_server() -> Iterator[KubernetesServer]:
-    """One for all tests of this process."""
     server = KubernetesServer(Path(tempfile.mkdtemp(prefix="kubernetes-")))
     yield server
     server.close()

@@ -1,4 +1,4 @@
-"""Stand-in for the controllers of Jobs and JobSets, and for a scheduler that knows the labels of nodes."""
+"""Fake of the controllers of Jobs and JobSets, and for a scheduler that knows the labels of nodes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def new_pod_status() -> dict[str, Any]:
 
 
 def advance_job(job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Counts what has ended, decides whether the Job has, and returns the pods that are to be created."""
+    """Counts ended pods, decides if the Job has ended, and returns the pods to create."""
     spec, status = job["spec"], job.setdefault("status", {})
-    counted: dict[str, str] = job.setdefault("_counted", {})  # by pod's uid: what became of it
+    counted: dict[str, str] = job.setdefault("_counted", {})  # outcome by uid of the pod
     known: dict[str, int] = job.setdefault("_known", {})
     for pod in pods:
         uid, phase = pod["metadata"]["uid"], pod["status"]["phase"]
@@ -54,9 +54,9 @@ def advance_job(job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[st
 
 
 def advance_jobset(jobset: dict[str, Any], jobs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Decides whether a JobSet has ended; returns the Jobs that are to be created, and names of those to be deleted.
+    """Decides if a JobSet has ended; returns the Jobs to create and the names of Jobs to delete.
 
-    As its controller does where `maxRestarts` is 0: the first Job that fails ends the set, and the set ends the others.
+    Follows its controller with `maxRestarts` 0: the first failed Job ends the set, and the set ends the others.
     """
     spec, status, name = jobset["spec"], jobset.setdefault("status", {}), jobset["metadata"]["name"]
     ended = {kind: {job["metadata"]["name"] for job in jobs if has_ended(job, kind)} for kind in ("Complete", "Failed")}
@@ -112,7 +112,7 @@ def _new_job(jobset: dict[str, Any], name: str, part: dict[str, Any], index: int
 
 
 def headless_service(jobset: dict[str, Any]) -> dict[str, Any]:
-    """The Service that gives the pods of a set their host names."""
+    """Returns the Service that gives the pods of a set their host names."""
     name = jobset["metadata"]["name"]
     reference = {"apiVersion": jobset["apiVersion"], "kind": "JobSet", "name": name, "uid": jobset["metadata"]["uid"]}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"jobset.sigs.k8s.io/jobset-name": name}}
@@ -125,13 +125,13 @@ def headless_service(jobset: dict[str, Any]) -> dict[str, Any]:
 
 
 def can_go(pod: dict[str, Any], objects: dict[tuple[str, str], dict[str, Any]]) -> bool:
-    """True if the Job controller has counted a pod, which a finalizer keeps until then."""
+    """Returns True once the Job controller has counted a pod; a finalizer keeps the pod until then."""
     owner = objects.get(("jobs", pod["metadata"]["ownerReferences"][0]["name"]))
     return owner is None or pod["metadata"]["uid"] in owner.get("_counted", {})
 
 
 def place(pod: dict[str, Any], nodes: list[dict[str, Any]], *, missing_images: set[str]) -> bool:
-    """Puts a pod on a node, and says whether its containers can be made there."""
+    """Puts a pod on a node; returns True if its containers can be created."""
     spec, status = pod["spec"], pod["status"]
     if not spec.get("nodeName"):
         fitting = [node for node in nodes if _fits(spec, node)]

@@ -1,4 +1,4 @@
-"""HTTP around the stand-in for a Kubernetes API server."""
+"""HTTP of the fake Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Server(Protocol):
-    """The answering side; an answer that is no object is a stream of bytes."""
+    """The answering side; an answer that is not an object is a stream of bytes."""
 
     lock: threading.RLock
 
@@ -18,8 +18,6 @@ class Server(Protocol):
 
 
 class Refused(Exception):
-    """An answer other than success."""
-
     def __init__(self, code: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.retry_after = code, message, retry_after

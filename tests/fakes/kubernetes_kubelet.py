@@ -1,7 +1,7 @@
-"""Stand-in for a node: runs the containers of a pod as processes of this machine, and reports as a kubelet does.
+"""Fake of a node: runs the containers of a pod as processes of this machine, and reports as a kubelet does.
 
-There are no namespaces: paths that a pod mounts are replaced by folders in its command, and what is left of a pod when
-its first process ends is found by a limit that every process inherits, whatever its environment and session are, and
+There are no namespaces: mounted paths are replaced by folders in the pod's command. When its first process ends,
+leftover processes are found by a resource limit that every process inherits, regardless of environment and session, and
 killed, as a kernel ends a pid namespace.
 """
 
@@ -29,7 +29,7 @@ def now() -> str:
 
 
 class RunningPod:
-    """The processes of one pod, whose manifest it keeps up to date."""
+    """The processes of a pod; keeps its manifest up to date."""
 
     def __init__(
         self, pod: dict[str, Any], folder: Path, *, image_variables: dict[str, str], entrypoint: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class RunningPod:
                 path.with_name(f".{name}").replace(path)
 
     def start(self) -> None:
-        """Starts the init containers, each when the one before it has ended or is a sidecar, then the first other."""
+        """Starts the init containers in order, each when its predecessor has ended or is a sidecar, then the main."""
         spec, status = self.pod["spec"], self.pod["status"]
         for container in self._waiting:
             name = container["name"]
@@ -88,7 +88,7 @@ class RunningPod:
         return self.log_path(container).exists()
 
     def look(self) -> None:
-        """Notices that the first process has ended, and kills what has outstayed its grace."""
+        """Detects the end of the first process, and kills processes past their grace."""
         if self.ended:
             return
         if (process := self._processes.get(self._main)) is None:
@@ -107,7 +107,7 @@ class RunningPod:
                 process.send_signal(signal.SIGTERM)
 
     def kill(self, reason: str | None = None) -> None:
-        """As the kernel kills all of a control group; `reason` is then the container's."""
+        """Kills all processes, as the kernel kills a control group; `reason` becomes the container's reason."""
         self._kill_all()
         if (process := self._processes.get(self._main)) is not None:
             process.wait()
@@ -173,7 +173,6 @@ class RunningPod:
 
 
 def volume_files(source: dict[str, Any]) -> dict[str, bytes]:
-    """The files that a mounted Secret or ConfigMap appears as."""
     if source["kind"] == "Secret":
         return {name: base64.b64decode(text) for name, text in source.get("data", {}).items()}
     return {name: text.encode() for name, text in source.get("data", {}).items()}
@@ -184,7 +183,7 @@ def _status(name: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kill_marked(mark: int, *, reaped_by_us: set[int]) -> None:
-    """Kills every process of a pod, and those that they start meanwhile; returns when no trace of them is left."""
+    # also kills processes started meanwhile; returns when none is left
     deadline = time.monotonic() + 10
     killed: set[int] = set()
     while time.monotonic() < deadline:
@@ -200,8 +199,8 @@ def _kill_marked(mark: int, *, reaped_by_us: set[int]) -> None:
 
 
 def _has(pid: int, mark: int) -> bool:
-    """Asks the kernel, since a file of /proc per process takes long while the server's lock is held."""
+    # through the kernel: reading a file of /proc per process takes long while the server's lock is held
     try:
         return resource.prlimit(pid, _LIMIT)[0] == mark
-    except OSError:  # gone, or another user's
+    except OSError:  # gone, or of another user
         return False

@@ -1,4 +1,4 @@
-"""Published schemas of manifests, strictly: Kubernetes' own, and JobSet's.
+"""Published schemas of manifests, checked strictly: those of Kubernetes and of JobSet.
 
 `jobset_schema.json` is cut from the CustomResourceDefinition of JobSet 0.12.0.
 """
@@ -20,7 +20,7 @@ kubernetes_validate.utils.schema_contents = cache(
 
 
 def validate(manifest: dict[str, Any], version: str) -> None:
-    """Raises ValidationError where a manifest is not what that version of Kubernetes takes, by its schema."""
+    """Raises ValidationError if a manifest violates the schema of that version of Kubernetes."""
     if manifest.get("kind") != "JobSet":
         kubernetes_validate.validate(manifest, version, strict=True)
         return

@@ -1,8 +1,8 @@
-"""Stand-in for a Kubernetes API server with its controllers, for the real `kubernetes` client over real HTTP.
+"""Fake of a Kubernetes API server with its controllers, for the real `kubernetes` client over real HTTP.
 
-Every manifest is checked against the published schemas, strictly. There are Jobs and JobSets with their controllers,
-queues of Kueue whose admission is ordered, pods that run as processes of this machine, logs, deletion with grace and
-propagation, owners and their garbage collection, and a scheduler that knows labels. Refusals can be ordered.
+Every manifest is checked strictly against the published schemas. It has Jobs and JobSets with their controllers, Kueue
+queues with admission by the test, pods that run as processes of this machine, logs, deletion with grace and
+propagation, owners and their garbage collection, and a scheduler for labels. Tests can inject refusals.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ _TICK_SECONDS = 0.04
 
 @dataclass
 class Refusal:
-    """A refusal that the server is to answer some requests with."""
-
     verb: str
     resource: str
     code: int
@@ -58,7 +56,7 @@ class Refusal:
 
 
 class KubernetesServer:
-    """A cluster of one node, or of the nodes given, in a folder; `entrypoint` and `variables` are those of images."""
+    """A cluster of a single node or of the given nodes, in a folder; images have `entrypoint` and `variables`."""
 
     def __init__(
         self,
@@ -107,13 +105,13 @@ class KubernetesServer:
 
     @property
     def image_variables(self) -> dict[str, str]:
-        """Variables of every container: a PATH with this interpreter, our code, and a way into the cluster."""
+        """Variables of every container: a PATH with this interpreter, this repository, and access to the cluster."""
         path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
         root = Path(__file__).parents[2]
         place = {"HOME": str(self.folder), "PYTHONPATH": str(root), "KUBECONFIG": str(self.kubeconfig)}
         return {"PATH": path, **place, **self._variables}
 
-    # What tests order.
+    # Actions of tests.
 
     def pods(self, job_id: str) -> list[dict[str, Any]]:
         with self.lock:
@@ -123,7 +121,7 @@ class KubernetesServer:
             ]  # fmt: skip
 
     def evict(self, pod: dict[str, Any], reason: str = "EvictionByEvictionAPI") -> None:
-        """As when a node is drained, or a Spot node is taken away: a condition first, then a graceful deletion."""
+        """Evicts a pod as a drained node or a reclaimed Spot node does: a condition first, then a graceful deletion."""
         with self.lock:
             pod["status"].setdefault("conditions", []).append(
                 {"type": "DisruptionTarget", "status": "True", "reason": reason, "lastTransitionTime": now()}
@@ -135,18 +133,17 @@ class KubernetesServer:
             self.running[pod["metadata"]["uid"]].kill("OOMKilled")
 
     def lose_node_of(self, pod: dict[str, Any]) -> None:
-        """The node is gone without a word: its pods are removed, by force, and nobody knows how they ended."""
+        """Loses a node without notice: its pods are removed by force, and their outcome is unknown."""
         self.delete("pods", pod["metadata"]["name"], {"gracePeriodSeconds": 0})
 
     def add_queue(self, name: str) -> None:
         self.objects["localqueues", name] = {"kind": "LocalQueue", "metadata": {"name": name}}
 
     def admit(self, job_id: str) -> None:
-        """Kueue lets what waits of a job start."""
         self._queued(job_id)["spec"]["suspend"] = False
 
     def take_back(self, job_id: str) -> None:
-        """Kueue takes the place of a running attempt for a workload of higher priority."""
+        """Suspends a running attempt, as Kueue does for a workload of higher priority."""
         self._queued(job_id)["spec"]["suspend"] = True
 
     def _queued(self, job_id: str) -> dict[str, Any]:
@@ -156,7 +153,7 @@ class KubernetesServer:
                 if job_id in name and QUEUE in found["metadata"].get("labels", {})
             )  # fmt: skip
 
-    # What the API does.
+    # The API.
 
     def handle(self, verb: str, path: str, token: str, body: dict[str, Any] | None) -> Any:
         parts = urlsplit(path)
@@ -199,7 +196,7 @@ class KubernetesServer:
         for owner in manifest["metadata"].get("ownerReferences", ()):
             found = self.objects.get((RESOURCES[owner["kind"]], owner["name"]), {})
             if found.get("metadata", {}).get("uid") != owner["uid"]:
-                return manifest  # the garbage collector would take it at once
+                return manifest  # the garbage collector would delete it at once
         self.manifests.append(json.loads(json.dumps(manifest)))
         manifest["metadata"] |= {"uid": secrets.token_hex(8), "creationTimestamp": now(), "namespace": "default"}
         if resource == "pods":
@@ -279,7 +276,7 @@ class KubernetesServer:
         found["metadata"]["resourceVersion"] = str(self._version)
         return found
 
-    # What the controllers do.
+    # The controllers.
 
     def _control(self) -> None:
         while not self._closing.wait(_TICK_SECONDS):
@@ -359,7 +356,7 @@ class KubernetesServer:
                 running.mount(volume, content)
 
     def _volumes(self, pod: dict[str, Any]) -> dict[str, dict[str, bytes]] | None:
-        """Files by volume; None while one that is not optional is missing."""
+        # None while a required volume is missing
         found: dict[str, dict[str, bytes]] = {}
         for volume in pod["spec"].get("volumes", ()):
             if secret := volume.get("secret"):
@@ -400,7 +397,7 @@ def _lines(content: bytes) -> list[bytes]:
 
 
 def _stamped(line: bytes, began: int | None, number: int) -> bytes:
-    """A line behind its time, if that is wanted: one that follows from its place in the log, so that it stays."""
+    # the time follows from the position in the log, so that it stays the same
     if began is None:
         return line
     seconds, rest = divmod(began + number, 10**9)

@@ -1,4 +1,4 @@
-"""Starts the deterministic engine where a pool would start vLLM."""
+"""Starts the deterministic engine in place of vLLM."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ while True:
 server.sendall(label.encode())
 threading.Event().wait()
 """
-"""A part of an engine on a further host: shows its weights to the server, and does not end when that is gone."""
+"""Part of an engine on another host: sends its weights to the server, and outlives the server."""
 _ENGINE = Path(__file__).with_name("engine.py")
 
 
 @dataclass
 class FakeLauncher:
-    """Launches `fakes/engine.py` on a checkpoint's weights; its launches are noted in `folder`, by whoever launches.
+    """Launches `fakes/engine.py` on a checkpoint's weights, and logs every launch in `folder`.
 
     `faults` go to every engine from its start; `scripts` replace the engines of some launches, counted from 0, by
-    Python code; with `notes_requests` every engine writes what it is asked into `asked.txt`.
+    Python code; with `notes_requests` every engine logs its requests into `asked.txt`.
     """
 
     folder: Path
@@ -46,16 +46,14 @@ class FakeLauncher:
 
     @property
     def launches(self) -> list[str]:
-        """Names of the checkpoints that engines were started with, in order."""
         noted = self.folder / "launches.txt"
         return noted.read_text().split() if noted.is_file() else []
 
     def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
-        """See `pools.engine.launch.Launcher`."""
         if part is not None and part.rank:
             return Launch(sys.executable, ("-c", _RANK, *map(str, (*part.meeting, checkpoint.folder, self.folder))), {})
         with (self.folder / "launches.txt").open("a+") as noted:
-            fcntl.flock(noted, fcntl.LOCK_EX)  # replicas launch at once
+            fcntl.flock(noted, fcntl.LOCK_EX)  # replicas launch at the same time
             noted.seek(0)
             number = len(noted.read().split())
             noted.write(f"{checkpoint.name}\n")
@@ -68,5 +66,4 @@ class FakeLauncher:
         return Launch(sys.executable, tuple(arguments), {})
 
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
-        """See `pools.engine.launch.Launcher`."""
         return nullcontext(self)

@@ -1,4 +1,4 @@
-"""Runs lm-eval itself for tests: configurations, models, and what a run has left behind."""
+"""Runs lm-eval itself for tests: configurations, models, and results."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ KINDS = Path(__file__).parents[1] / "data" / "lm_eval" / "kinds"
 
 
 def make_config(*benchmarks: str | EvalTaskConfig, **changes: Any) -> EvaluationConfig:
-    """Ten questions of each benchmark, asked of a pool that the test stands for."""
+    """Returns a configuration of 10 samples of each benchmark, on a pool that the test plays."""
     evals = tuple(EvalTaskConfig(name=item) if isinstance(item, str) else item for item in benchmarks)
     return EvaluationConfig(**{"model_path": "checkpoint", "evals": evals, "max_eval_instances": 10, **changes})
 
 
 def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningModel:
-    """A model `m` at an engine."""
     given = {
         "base_url": f"{engine.url}/v1",
         "model": "m",
@@ -52,7 +51,7 @@ def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningMo
 
 @dataclass(frozen=True)
 class Harness:
-    """lm-eval, or another harness, in an environment of its own, forked from `server` where there is one."""
+    """lm-eval or another harness in its own environment, forked from `server` if there is a server."""
 
     python: Path
     client: LocalClient
@@ -60,14 +59,14 @@ class Harness:
     evaluator: Evaluator = field(default_factory=LmEval)
 
     async def evaluate(self, model: RunningModel, config: EvaluationConfig, output: Path, **options: Any) -> Parsed:
-        """The runner in a thread, since the engine lives in this loop."""
+        """Runs the harness in a thread, since the engine lives in this loop."""
         given = {"python": self.python, "client": self.client, "server": self.server, "poll_seconds": 0.1, **options}
         return await asyncio.to_thread(run_harness, self.evaluator, model, config, output=output, **given)
 
 
 @contextmanager
 def kept_imported(folder: Path, evaluator: Evaluator, config: EvaluationConfig) -> Iterator[Harness]:
-    """A harness kept imported, so that a run of it takes one second and not four."""
+    """Keeps a harness imported, so that a run takes 1 s instead of 4 s."""
     python = ensure_environment(evaluator.environment(config)).python
     client = LocalClient(folder / "jobs", grace_seconds=2.0)
     try:
@@ -78,28 +77,27 @@ def kept_imported(folder: Path, evaluator: Evaluator, config: EvaluationConfig) 
 
 
 def samples(folder: Path, benchmark: str) -> list[dict[str, Any]]:
-    """The samples that lm-eval has kept of a benchmark."""
     [path] = folder.rglob(f"samples_{benchmark}_2*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def smooth_by_hand(texts: Sequence[str], log_likelihoods: Sequence[float], right: int) -> dict[str, float]:
-    """Bits per byte of the right one of some choices, and its normalised probability, as Marin defines both."""
+    """Returns bits per byte of the right choice and its normalised probability, as Marin defines both."""
     sizes = np.array([len(text.encode()) for text in texts])
     bits = -np.array(log_likelihoods) / sizes / np.log(2)
     return {"bpb": bits[right], "choice_prob_norm": (np.exp(-bits) / np.exp(-bits).sum())[right]}
 
 
 def smooth_of(sample: Mapping[str, Any], right: int) -> dict[str, float]:
-    """The same of a sample that lm-eval has kept, from what was weighed behind its contexts."""
+    """Computes `smooth_by_hand` for a kept sample, from the scores of its choices with context."""
     asked = [(pair["arg_0"], pair["arg_1"]) for pair in sample["arguments"].values()]
-    places = [place for place, (context, _) in enumerate(asked) if context]  # the others are for mutual information
+    # choices without context are for mutual information
+    places = [place for place, (context, _) in enumerate(asked) if context]
     texts = [asked[place][1].removeprefix(" ") for place in places]
     return smooth_by_hand(texts, [float(sample["resps"][place][0][0]) for place in places], right)
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """lm-eval's own numbers, by benchmark."""
     [path] = folder.rglob("results_*.json")
     return json.loads(path.read_text())["results"]
 
@@ -107,7 +105,7 @@ def results(folder: Path) -> dict[str, Any]:
 def write_benchmark(
     folder: Path, name: str, questions: Iterable[Mapping[str, Any]] | None, **content: Any
 ) -> EvaluationConfig:
-    """A benchmark of one's own, and a configuration that asks it; without questions, its data file is missing."""
+    """Writes a custom benchmark and returns its configuration; without `questions`, its data file is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     given = {
         "task": name,

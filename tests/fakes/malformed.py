@@ -1,4 +1,4 @@
-"""Answers with status 200 that are wrong: each kind is a function that changes an answer of completions."""
+"""Wrong answers with status 200: each kind is a function that changes a completion response."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ def _last_row_twice(choice: Choice) -> None:
 
 
 def text_of(choice: Choice) -> str:
-    """The text of a choice of a completion, or of a conversation."""
     return (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
 
 
 def set_text(choice: Choice, text: str | None) -> None:
-    """Puts another text in its place."""
     if "message" in choice:
         choice["message"]["content"] = text
     else:
@@ -66,17 +64,16 @@ OF_CHOICES: dict[str, Callable[[Choice], None]] = {
     "unknown finish": lambda choice: choice.update(finish_reason="because"),
     "no finish": lambda choice: choice.update(finish_reason=None),
 }
-"""Kinds that change each choice by itself."""
+"""Kinds that change each choice independently."""
 OF_ANSWERS = ("another prompt", "indices swapped", "indices repeated", "no choices", "one choice too few", "too many")
 KINDS = (*OF_CHOICES, *OF_ANSWERS)
 
 
 def malformed(kind: str, answer: dict[str, Any], *, other: dict[str, Any]) -> dict[str, Any]:
-    """An answer of one kind of malformation.
+    """Returns an answer with a kind of malformation.
 
     Args:
-        kind: one of `KINDS`.
-        answer: a right one, which is changed.
+        answer: a right answer, changed in place.
         other: the answer to other prompts of the same length.
     """
     choices = answer["choices"]
@@ -145,6 +142,6 @@ OF_TOKENS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def malformed_tokens(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer of token ids, changed into one of the kinds of `OF_TOKENS`."""
+    """Changes an answer of token ids into a kind of `OF_TOKENS`."""
     OF_TOKENS[kind](answer)
     return answer

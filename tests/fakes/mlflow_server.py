@@ -19,12 +19,11 @@ _APPLICATION = "mlflow.server.fastapi_app:app"
 
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[str]:
-    """Its address, while it lasts."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
-            # As `mlflow server` starts it, which imports all of MLflow once more.
+            # As `mlflow server` starts it; that command imports all of MLflow again.
             [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", str(port), _APPLICATION],
             env={**os.environ, **_variables(folder)},
             stdout=log,

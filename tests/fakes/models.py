@@ -26,7 +26,7 @@ def write_safetensors(
     parameters: Mapping[str, Sequence[int]] = PARAMETERS,
     reseeded: Mapping[str, int] | None = None,
 ) -> None:
-    """A safetensors file with random float32 parameters; those that are `reseeded` do not follow from `seed`."""
+    """Writes a safetensors file with random float32 parameters; `reseeded` gives some parameters another seed."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, shape in parameters.items():
@@ -51,7 +51,6 @@ def write_checkpoint(
     shards: int = 1,
     reseeded: Mapping[str, int] | None = None,
 ) -> Path:
-    """A complete checkpoint, its weights in one file or several with an index."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE"}}))
@@ -71,16 +70,16 @@ def write_checkpoint(
 
 
 def write_run(run: Path, steps: Sequence[int], **options: Any) -> Path:
-    """A training run with a complete checkpoint at each step, its weights seeded by the step."""
+    """Writes a training run with a complete checkpoint at each step, its weights seeded by the step."""
     for step in steps:
         write_checkpoint(run / "hf" / f"step-{step}", seed=step, **options)
     return run
 
 
 def write_nano_llama(folder: Path, *, seed: int = 0, hidden: int = 16, shards: int = 1) -> Path:
-    """A complete Llama of one layer with random weights, small enough for any library, for a byte tokenizer.
+    """Writes a Llama of 1 layer with random weights, small enough for any library, for a byte tokenizer.
 
-    It has two heads. vLLM on a CPU wants 32 values in each, so `hidden` 64.
+    It has 2 heads. vLLM on a CPU requires 32 values in each, so `hidden` 64.
     """
     vocabulary = 260
     config = {

@@ -1,4 +1,4 @@
-"""Waits for other processes, which only the limit of the test ends: a busy machine may take long."""
+"""Waits for other processes without a time-out of their own: a busy machine may take long, and the test has a limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAUSE_SECONDS = 0.05, 1.0
 def eventually(condition: Callable[[], Value]) -> Value:
     """Returns the value of `condition` once that is true.
 
-    Pauses twelve times as long as a look took, so that a costly look leaves the cores to those that are waited for.
+    Pauses 12 times as long as a poll took, so that a costly poll leaves the cores to the awaited processes.
     """
     shortest, longest = _PAUSE_SECONDS
     while True:
@@ -29,18 +29,16 @@ def eventually(condition: Callable[[], Value]) -> Value:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Returns as soon as a condition holds; only the limit of the test ends the wait."""
     while not condition():
         await asyncio.sleep(0.01)
 
 
 def eventual_pid(path: Path) -> int:
-    """The process id that another process writes into `path`."""
     return int(eventually(lambda: path.is_file() and path.read_text().strip()) or 0)
 
 
 def is_alive(pid: int) -> bool:
-    """True if the process exists, reaped zombies aside."""
+    """Returns True if the process exists; zombies count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Places for a pool, one for each backend: its client, room for two replicas, a way to lose one as it is lost there."""
+"""Backends for pools: each has a client, room for 2 replicas, and a way to lose a replica."""
 
 from __future__ import annotations
 
@@ -21,31 +21,28 @@ from resources.jobs.jobs import Client, JobDetails
 
 @dataclass(frozen=True)
 class Place:
-    """A backend as a pool finds it."""
-
     client: Client
     lose: Callable[[Sequence[JobDetails]], JobDetails]
-    """Loses a machine with the agent that runs there, given the jobs of its pool; says which replica's job it was of.
+    """Loses a machine with its agent, given the jobs of its pool; returns the job of the lost replica.
 
-    Of a replica of several machines it is the last, if that can be lost without the pool's proxy.
+    Of a multi-host replica it is the last machine, if that can be lost without the pool's proxy.
     """
     temporary: Path
-    """The folder for temporary files of all that runs there."""
+    """The folder for temporary files of all programs of the place."""
     resources: dict[str, Any] = field(default_factory=dict)
-    """Fields of a replica's resources with which each gets a machine of its own."""
+    """Fields of a replica's resources that give each replica a machine of its own."""
     lasting: frozenset[str] = frozenset()
-    """Names in it of what a machine has once, whatever runs there."""
+    """Names in the temporary folder of files that a machine has only once."""
     reach: dict[str, str] = field(default_factory=dict)
-    """Variables with which another process finds the backend."""
+    """Variables with which another process reaches the backend."""
 
 
 def agents(jobs: Sequence[JobDetails]) -> list[JobDetails]:
-    """Those of a pool's jobs that are agents."""
     return [job for job in jobs if job.name.startswith("replica-")]
 
 
 def _process(job: JobDetails) -> int:
-    """The process of the last host's agent, found by its job on this machine, which plays every machine."""
+    # the process of the last host's agent, found by its job on this machine, which plays every machine
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
     of_the_job = [pid for pid in pids if job_of(pid) == job.job_id]
     agents = [pid for pid in of_the_job if any("run_call.py" in word for word in command_line(pid))]
@@ -54,7 +51,7 @@ def _process(job: JobDetails) -> int:
 
 @contextmanager
 def _own_temporary_folder() -> Iterator[Path]:
-    """Has this process, and those that it starts, use one; pytest's are too long for the sockets of Ray."""
+    # for this process and its children; pytest's folders are too long for the sockets of Ray
     with tempfile.TemporaryDirectory(prefix="pools-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -77,7 +74,7 @@ def _local(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def _ray(folder: Path) -> Iterator[Place]:
-    """A head with room for the proxy, and machines with room for one replica each, of which one is to spare."""
+    # a head with room for the proxy, and machines with room for 1 replica each, 1 of them spare
     from fakes.ray_cluster import add_node, client_of, ray_cluster
 
     with _own_temporary_folder() as temporary, ray_cluster(num_cpus=1) as cluster:
@@ -100,14 +97,14 @@ def _ray(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def _iris(folder: Path) -> Iterator[Place]:
-    """The tests' cluster of two machines with 900 cores, of which one has no room for two replicas."""
+    # the tests' cluster of 2 machines with 900 cores; no machine has room for 2 replicas
     from fakes.iris_cluster import shared_cluster
     from resources.backends.programs.iris_records import call_controller
 
     cluster = shared_cluster()
 
     def lose(jobs: Sequence[JobDetails]) -> JobDetails:
-        """Takes the machine that does not run the proxy too."""
+        # loses the machine that does not also run the proxy
         tasks = [
             (job, task["workerId"])
             for job in jobs
@@ -125,7 +122,7 @@ def _iris(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def _kubernetes(folder: Path) -> Iterator[Place]:
-    """A stand-in of its own, whose image keeps what it writes below `folder`."""
+    # a server of its own; its image writes below `folder`
     from fakes.kubernetes_cluster import IMAGE, client_of
     from fakes.kubernetes_server import KubernetesServer
 
@@ -149,7 +146,7 @@ def _kubernetes(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def _slurm(folder: Path) -> Iterator[Place]:
-    """The tests' cluster of two nodes with 32 cores, of which one has no room for two replicas."""
+    # the tests' cluster of 2 nodes with 32 cores; no node has room for 2 replicas
     from fakes.slurm_cluster import require_slurm, shared_slurm
 
     require_slurm()
@@ -157,7 +154,7 @@ def _slurm(folder: Path) -> Iterator[Place]:
     with _own_temporary_folder() as temporary:
         client = cluster.client(
             folder / "slurm", partition="urgent", grace_seconds=GRACE_SECONDS
-        )  # proxies want to last
+        )  # proxies have to stay
 
         def lose(jobs: Sequence[JobDetails]) -> JobDetails:
             lost = agents(jobs)[0]
@@ -176,4 +173,4 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "ray": _ray,
     "slurm": _slurm,
 }
-"""From a folder of the test's own to a place, which is gone with the block."""
+"""Context managers of places, given a folder of the test."""

@@ -1,4 +1,4 @@
-"""A PostgreSQL of one's own, for Prefect servers that keep their database in it."""
+"""A private PostgreSQL for Prefect servers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NOBODY = 65534
 
 
 def postgresql_programs() -> Path | None:
-    """The folder of PostgreSQL's programs, if this machine has them.
+    """Returns the folder of PostgreSQL's programs, or None without PostgreSQL.
 
-    They lie beside each other, and have to be called from where they are: Debian puts only links on the path, or none.
+    The programs must be called in their own folder: Debian puts only links on the path, or none.
     """
     found = [Path(path).resolve().parent for path in [shutil.which("postgres")] if path]
     found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
@@ -31,21 +31,21 @@ def postgresql_programs() -> Path | None:
 
 
 def require_postgresql() -> None:
-    """Skips a test that counts on events: on SQLite the server loses an event now and then, as the how-to says."""
+    """Skips a test that relies on events: on SQLite the server loses an event now and then, as the how-to says."""
     if postgresql_programs() is None:
         pytest.skip("no PostgreSQL (apt-get install postgresql): on SQLite the server loses an event now and then")
 
 
 def postgresql_or_sqlite() -> AbstractContextManager[str | None]:
-    """URL of a database as `postgresql` gives it; None, which is SQLite for a server, where this machine has none."""
+    """Yields a database URL as `postgresql` does; without PostgreSQL None, which means SQLite for a server."""
     return postgresql() if postgresql_programs() else nullcontext()
 
 
 @contextmanager
 def postgresql() -> Iterator[str]:
-    """URL of an empty database as SQLAlchemy reads it, for as long as the block lasts; it starts in three seconds.
+    """Yields the URL of an empty database for SQLAlchemy; it starts in 3 s.
 
-    PostgreSQL refuses to run as root, and runs as nobody there.
+    PostgreSQL refuses to run as root, and runs as an unprivileged user then.
     """
     programs = postgresql_programs()
     assert programs is not None
@@ -70,5 +70,5 @@ def postgresql() -> Iterator[str]:
             assert process.poll() is None, (folder / "postgresql.log").read_text()
             yield f"postgresql+asyncpg://postgres@127.0.0.1:{port}/postgres"
         finally:
-            process.send_signal(signal.SIGINT)  # ends those who are connected too
+            process.send_signal(signal.SIGINT)  # also disconnects clients
             process.wait(30)

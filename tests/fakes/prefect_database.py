@@ -1,4 +1,4 @@
-"""The database of a new Prefect server: its migrations take as long as its start, so all servers copy one file."""
+"""The database of a new Prefect server: migrations take as long as the server's start, so servers copy a file."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ asyncio.run(write())
 
 
 def new_databases() -> Path:
-    """Folder of new databases of SQLite, one per version of Prefect."""
+    """Folder of new SQLite databases, 1 per version of Prefect."""
     return settings().cache_dir / "prefect-databases"
 
 
 def write_prefect_database(file: Path) -> None:
-    """Writes a database with types of blocks alone; only the first one of a version is made by its migrations."""
+    """Writes a database with only the block types; migrations run only for the first database of a version."""
     folder = new_databases()
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"prefect-{version('prefect')}.db"

@@ -1,4 +1,4 @@
-"""A Prefect server of one's own, with its services, and a worker of this machine: as a team runs them."""
+"""A private Prefect server with its services, and a worker of this machine, as a team runs them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _BIN = Path(sys.executable).parent
 _QUICK = {
     "PREFECT_WORKER_QUERY_SECONDS": "2",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "1",
-    "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "3",  # of each schedule; else it plans a hundred
+    "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "3",  # runs planned per schedule; the default is 100
     "DO_NOT_TRACK": "1",
 }
 
 
 @dataclass
 class Field:
-    """A server, and how to ask it. It can go away and come back, with its database and at its address."""
+    """A server and a client of it. It can be killed and restarted with the same database and address."""
 
     folder: Path
     port: int
@@ -50,32 +50,31 @@ class Field:
         return process_environment({**_QUICK, **own})
 
     def assay(self, *arguments: str) -> Any:
-        """Runs the command in this process, whose settings name the server; returns what it prints as JSON."""
+        """Runs the command in this process with this server; returns its JSON output."""
         done = CliRunner().invoke(app, [*arguments, "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         return json.loads(done.stdout)
 
     def ask(self, path: str, content: Mapping[str, Any] | None = None, *, method: str | None = None) -> Any:
-        """The server's answer to a request; a POST where there is content."""
+        """Returns the server's answer to a request; POST if there is content."""
         data = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
         answered = eventually(lambda: _answer(request))
         return answered[0] if answered else None
 
     def runs(self, *names: str) -> list[dict[str, Any]]:
-        """Flow runs in one of some states, or in any that is not planned for later; the newest first."""
+        """Returns flow runs in some states, or all begun runs; the newest first."""
         wanted = {"flow_runs": {"state": {"name": {"any_": names or _BEGUN}}}, "limit": 200}
         return self.ask("/flow_runs/filter", {**wanted, "sort": "EXPECTED_START_TIME_DESC"})
 
     def busy(self) -> bool:
-        """True if a flow run is at work, or is to begin now."""
         soon = datetime.now(UTC) + timedelta(seconds=30)
         waits = [run["next_scheduled_start_time"] for run in self.runs("Scheduled", "Late")]
         due = any(datetime.fromisoformat(planned) < soon for planned in waits if planned)
         return due or bool(self.runs("Pending", "Submitting", "Running", "Cancelling"))
 
     def process_of(self, run: str) -> int:
-        """The process on this machine that carries a flow run out: whose worker names the run in its environment."""
+        """Returns the process on this machine that executes a flow run; its worker names the run in its environment."""
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 named = f"PREFECT__FLOW_RUN_ID={run}".encode() in (path / "environ").read_bytes().split(b"\0")
@@ -84,7 +83,6 @@ class Field:
         raise AssertionError(f"nobody carries flow run {run} out")
 
     def start_server(self) -> None:
-        """Returns once it answers."""
         variables = {**_QUICK, **NO_UI}
         if self.database is not None:
             variables["PREFECT_API_DATABASE_CONNECTION_URL"] = self.database
@@ -93,13 +91,12 @@ class Field:
             self._server = start_prefect_server(self.folder / "prefect", self.port, variables=variables, log=log)
 
     def kill_server(self) -> None:
-        """Takes it away as a machine that fails does: nothing is said to anybody, nothing is written any more."""
+        """Kills the server as a failing machine does: without notice and without further writes."""
         assert self._server is not None
         self._server.kill()
         self._server.wait()
 
     def stop_server(self) -> None:
-        """Ends it, if it is there."""
         if self._server is not None:
             end(self._server)
 
@@ -107,7 +104,7 @@ class Field:
     def worker(
         self, work_pool: str, *, variables: Mapping[str, str] | None = None
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A worker, for as long as the block lasts, with some variables beside those of this field."""
+        """Runs a worker for the block, with `variables` added to those of this field."""
         with (self.folder / "worker.log").open("ab") as log:
             command = [str(_BIN / "prefect"), "worker", "start", "--pool", work_pool, "--type", "process"]
             env = {**self.environment(), **(variables or {})}
@@ -119,7 +116,7 @@ class Field:
 
 
 def _answer(request: urllib.request.Request) -> tuple[Any] | None:
-    """None where nothing was done since SQLite's lock was held, as Prefect's own client takes a 503."""
+    # None after a 503, when nothing was done since SQLite's lock was held; Prefect's own client retries it too
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
             body = response.read()
@@ -131,13 +128,12 @@ def _answer(request: urllib.request.Request) -> tuple[Any] | None:
 
 
 WAITING = ("Pending", "Submitting", "Late")
-"""States of flow runs that are to begin by themselves, and soon."""
+"""States of flow runs that start by themselves soon."""
 _BEGUN = (*WAITING, "Running", "Cancelling", "Cancelled", "Completed", "Failed", "Crashed")
 
 
 @contextmanager
 def prefect_field(folder: Path, *, database: str | None = None) -> Iterator[Field]:
-    """A server, for as long as the block lasts."""
     started = Field(folder, free_port(), database)
     try:
         started.start_server()

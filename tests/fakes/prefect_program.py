@@ -1,6 +1,6 @@
 """A Prefect server as a program: `prefect server start` without its command line, and with less garbage collection.
 
-What it runs of the server's services, and whether of its UI, Prefect's own variables say.
+Prefect's own variables select its services and UI.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 
 
 def main(port: int) -> None:
-    """Serves until it is ended."""
     gc.disable()  # a fifth of the time of these imports
     import uvicorn
     from prefect.server.api.server import create_app

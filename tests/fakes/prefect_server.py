@@ -1,4 +1,4 @@
-"""Prefect servers as processes of their own, which start in half the time that `prefect server start` takes."""
+"""Prefect servers as processes of their own, which start in half the time of `prefect server start`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from resources.settings import process_environment
 
 NO_UI = {"PREFECT_UI_ENABLED": "false"}
 FEW_SERVICES = {"PREFECT__SERVER_EPHEMERAL": "1"}
-"""Those that Prefect's own server for tests has: no scheduler, nothing that ends runs."""
+"""Settings of Prefect's own test server: no scheduler, no service that ends runs."""
 NO_SERVICES = {"PREFECT__SERVER_WEBSERVER_ONLY": "1"}
 
 _WRITTEN_ALREADY = {
@@ -29,11 +29,11 @@ _WRITTEN_ALREADY = {
 def start_prefect_server(
     home: Path, port: int, *, variables: Mapping[str, str], log: Any = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Starts a server, and returns once it answers.
+    """Starts a server and waits until it answers.
 
     Args:
-        home: has its database of SQLite, which is made where it is not there.
-        variables: settings of the server. One that names another database says whether that is to be migrated.
+        home: holds its SQLite database, created if missing.
+        variables: settings of the server. If they name another database, they also state if it is migrated.
     """
     if not (home / "prefect.db").exists():
         write_prefect_database(home / "prefect.db")

@@ -1,4 +1,4 @@
-"""Python programs that run beside a test, and end with it."""
+"""Python programs that run during a test and end with it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ threading.Thread(target=time.sleep, args=(600,)).start()
 open(sys.argv[1], "w").write(str(os.getpid()))
 ctypes.CDLL(None).pthread_exit(None)
 """
-"""A program whose main thread ends while another one goes on: Linux shows a zombie, which has not ended."""
+"""A program with a main thread that ends before another: Linux shows a zombie that has not ended."""
 
 
 @contextmanager
 def running_program(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A program of this interpreter, killed at the end of the block."""
+    """Runs a program with this interpreter; kills it at the end of the block."""
     process = subprocess.Popen([sys.executable, *arguments])
     try:
         yield process
@@ -31,7 +31,7 @@ def running_program(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks a process to end, and kills it where it does not."""
+    """Sends SIGTERM, and kills the process after 20 s."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(20)
@@ -41,14 +41,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def commands() -> list[bytes]:
-    """The command lines of all processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,4 +1,4 @@
-"""The real proxy as a process, for tests: nothing in it is fake but who uses it."""
+"""The real proxy as a process; only its users are fake."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ NEVER_EXPIRES = 3600.0
 
 @dataclass(frozen=True)
 class FakeReplica:
-    """A replica as it would announce itself."""
-
     name: str
     announcement: Announcement
 
 
 @dataclass(frozen=True)
 class PoolState:
-    """All that a pool and its replicas would tell a proxy."""
+    """The state that a pool and its replicas send to a proxy."""
 
     models: Mapping[str, str]
     replicas: tuple[FakeReplica, ...] = ()
@@ -46,7 +44,7 @@ class PoolState:
 
     @property
     def desired(self) -> DesiredState:
-        """The state that the pool sets; replicas are ordered to hold what they hold."""
+        """The state set by the pool; every order keeps its replica unchanged."""
         return DesiredState(
             models={name: ServedModel(digest=digest) for name, digest in self.models.items()},
             orders={replica.name: None for replica in self.replicas},
@@ -56,8 +54,6 @@ class PoolState:
 
 @dataclass(frozen=True)
 class RunningProxy:
-    """A proxy's process and the pool's connection to it."""
-
     process: subprocess.Popen[bytes]
     address: ProxyAddress
     client: ProxyClient
@@ -65,22 +61,20 @@ class RunningProxy:
 
     @property
     def url(self) -> str:
-        """Address without a path."""
         return self.address.base_url.removesuffix("/v1")
 
     def tell(self, state: PoolState) -> None:
-        """Makes it so: orders first, then each replica announces itself."""
+        """Sets the orders, then announces each replica."""
         self.client.set_state(state.desired)
         for replica in state.replicas:
             self.announce(replica)
 
     def announce(self, replica: FakeReplica) -> None:
-        """One replica says what it is."""
         self.client.announce(replica.name, replica.announcement, join_token=JOIN_TOKEN)
 
 
 def text_of(file: Path) -> Callable[[], str | None]:
-    """A reader of a file: its text by now, None while there is none."""
+    """Returns a reader of a file: its current text, or None without a file."""
     return lambda: file.read_text() if file.exists() else None
 
 
@@ -88,7 +82,7 @@ def text_of(file: Path) -> Callable[[], str | None]:
 def running_proxy(
     folder: Path, *arguments: str, port: int = 0, description: str = "", **limits: Any
 ) -> Iterator[RunningProxy]:
-    """A proxy with these limits, what it says of its pool, and other arguments of its command line, for the block."""
+    """Runs a proxy with these limits, its pool's description, and further command-line arguments."""
     address_file, log_file = folder / "proxy.json", folder / "proxy.log"
     address_file.unlink(missing_ok=True)
     limits = {"lease_seconds": NEVER_EXPIRES, **limits}
@@ -113,18 +107,18 @@ def running_proxy(
 
 
 def replica_of(engine: FakeEngine, *, state: ReplicaState = "ready", digest: str | None = "d") -> FakeReplica:
-    """A replica that is this engine, under a name of its own."""
+    """Returns a replica that is this engine, under a name of its own."""
     announcement = Announcement(instance="first", url=engine.url, digest=digest, capacity=8, state=state)
     return FakeReplica(f"r{engine.port}", announcement)
 
 
 def state_of(model: str, *engines: FakeEngine) -> PoolState:
-    """One model, on all of these engines, which are ready."""
+    """Returns a state of a single model, ready on all of these engines."""
     return PoolState(models={model: "d"}, replicas=tuple(replica_of(engine) for engine in engines))
 
 
 def session_of(proxy: RunningProxy, checkpoint: Servable) -> PoolSession:
-    """A session with a pool of one replica, which says that it holds the checkpoint."""
+    """Returns a session with a pool of a single replica that holds the checkpoint."""
     config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
     access = PoolAccess(address=proxy.address, key=KEYS.client, admin_key=KEYS.admin, config=config, engine_build="b")
     ready = Announcement(

@@ -1,9 +1,9 @@
-"""Real Rays on this machine: one node or several, each a raylet of its own, on loopback, without what jobs do not need.
+"""Real Ray clusters on this machine, a raylet per node, on loopback, without agents and (by default) the dashboard.
 
-That is agents, and the dashboard, unless it is included: those of six nodes take more of the processor than their jobs.
+Those of 6 nodes use more processor time than their jobs.
 
-A process can be connected to one Ray at a time, so whoever connects says to which one, with `connected`. The tests'
-configuration imports `fakes.ray_variables` before; a script does so itself.
+A process can be connected to a single Ray, so `connected` takes the address. The tests' configuration imports
+`fakes.ray_variables` first; a script must do so itself.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ def add_node(
     """Starts a node, the head if it is the first; `cluster.remove_node(node, allow_graceful=False)` kills it.
 
     Args:
-        cluster: where it belongs.
         num_cpus: CPUs that it claims to have.
         num_gpus: GPUs that it claims to have.
         memory_bytes: memory that it claims to have.
-        resources: custom ones, such as `{"TPU-v4-8-head": 1, "TPU": 4}`.
+        resources: custom resources, such as `{"TPU-v4-8-head": 1, "TPU": 4}`.
         labels: such as `{"ray.io/availability-region": "us-east1"}`.
         env_vars: for its raylet and its workers: a `TMPDIR` of its own makes it look like another machine.
-        runtime_environments: whether it can make them, which Ray's own jobs and its server for Ray Client ask of every
-            node: one that cannot ends by itself after 30 s.
+        runtime_environments: if it can make them. Ray's own jobs and its server for Ray Client need this on every
+            node: a node without it ends by itself after 30 s.
         options: other fields of `ray._private.parameter.RayParams`.
     """
     if cluster.head_node is None:
@@ -74,7 +73,7 @@ def add_node(
 
 @contextmanager
 def _spared(*, runtime_environments: bool) -> Iterator[None]:
-    """Has nodes start no dashboard, which Ray does for one that is not included too, and idle agents."""
+    # nodes start no dashboard, which Ray starts even if it is not included, and idle agents
     idle = {ray_constants.PROCESS_TYPE_DASHBOARD_AGENT}
     if not runtime_environments:
         idle.add(ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
@@ -93,9 +92,9 @@ def _spared(*, runtime_environments: bool) -> Iterator[None]:
 
 @contextmanager
 def ray_cluster(**head: Any) -> Iterator[Cluster]:
-    """A cluster with its head node, started with the options of `add_node`; nobody is connected to it.
+    """Runs a cluster with its head node, started with the options of `add_node`; this process is not connected to it.
 
-    A head takes 4 s to start, a further node 2 s. All of it is gone at the end.
+    A head takes 4 s to start, a further node 2 s. All nodes end with the block.
     """
     cluster = Cluster()
     try:
@@ -107,7 +106,7 @@ def ray_cluster(**head: Any) -> Iterator[Cluster]:
 
 @contextmanager
 def connected(address: str, **options: Any) -> Iterator[None]:
-    """Connects this process to the Ray at `address` as a driver, and to no other, until the end of the block."""
+    """Connects this process as a driver to the Ray at `address` only, for the block."""
     ray.shutdown()
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
@@ -118,13 +117,12 @@ def connected(address: str, **options: Any) -> Iterator[None]:
 
 @shared
 def shared_ray() -> Iterator[str]:
-    """The address of one node with 8 CPUs for all tests of this process."""
     with ray_cluster() as cluster:
         yield str(cluster.address)
 
 
 def client_of(address: str, *, grace_seconds: float = 0.5) -> RayClient:
-    """A client with little grace, of the Ray at `address`; leaves another one first."""
+    """Returns a client with a short grace for the Ray at `address`; disconnects from another Ray first."""
     if ray.is_initialized() and ray.get_runtime_context().gcs_address != address:
         ray.shutdown()
     return RayClient(address, grace_seconds=grace_seconds)

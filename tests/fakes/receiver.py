@@ -1,4 +1,4 @@
-"""A receiver of webhooks: a server that keeps what is posted to it."""
+"""A webhook receiver that keeps the posted contents."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from typing import Any
 
 @dataclass
 class Receiver:
-    """Its address, and the JSON that came, by path."""
+    """Port of the receiver, and the received JSON by path."""
 
     port: int
     posted: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def got(self, path: str, number: int) -> list[dict[str, Any]]:
-        """Contents that came to a path, once they are so many; none before."""
+        """Returns the contents posted to a path once there are `number` of them, else an empty list."""
         came = list(self.posted.get(path, ()))
         return came if len(came) == number else []
 
 
 @contextmanager
 def receiver() -> Iterator[Receiver]:
-    """Listens while it lasts."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -1,4 +1,4 @@
-"""Records as an evaluation would have published them, for tests of what comes after."""
+"""Records as an evaluation publishes them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ REASONS: dict[RecordStatus, str | None] = {
 
 
 def merged_record(inputs: Sequence[int], *, run: str = "run-a", place: str = "checkpoints", **others: Any) -> Record:
-    """A record of the mean of some checkpoints of a run, by their steps."""
     made = make_record(step=inputs[-1], run=run, place=place, **others)
     made_of = [make_record(step=step, run=run, place=place).checkpoint for step in inputs]
     merge = MergeReference(
@@ -66,7 +65,6 @@ def make_metric(
     n: int = 120,
     higher_is_better: bool | None = True,
 ) -> Metric:
-    """One number."""
     return Metric(benchmark=benchmark, name=name, value=value, stderr=stderr, n=n, higher_is_better=higher_is_better)
 
 
@@ -81,7 +79,7 @@ def make_record(
     reason: str | None = None,
     **others: Any,
 ) -> Record:
-    """A record of one checkpoint; its benchmarks follow its metrics, its time of writing its step, its state both."""
+    """Returns a checkpoint's record; benchmarks follow the metrics, its time the step, its state both."""
     if metrics is None:
         metrics = (make_metric(),)
     if benchmarks is None:
@@ -146,20 +144,19 @@ def make_record(
 
 
 def renamed(record: Record) -> Record:
-    """The record with the end of its cell's name that follows from its checkpoint and settings, sealed."""
+    """Returns the record, sealed, with the suffix of its cell's name that follows from its checkpoint and settings."""
     shown = re.sub("-[0-9a-f]{8,10}$", "", record.cell)
     place = cell_place(record.checkpoint, record.evaluator, evaluation_hash=record.evaluation_hash, shown=shown)
     return sealed(record.model_copy(update={"cell": storage.basename(place)}))
 
 
 def cell_of(evaluation_path: Path | str, record: Record) -> str:
-    """The folder of a record's cell."""
     place = (record.checkpoint.run, f"step-{record.checkpoint.step}", record.evaluator, record.cell)
     return storage.join(str(evaluation_path), *place)
 
 
 def publish(evaluation_path: Path, record: Record, samples: Sequence[Sample] | None = None) -> str:
-    """Writes a record where an evaluation would, with samples beside it; the folder of its cell."""
+    """Writes a record and its samples to the path of an evaluation; returns the folder of its cell."""
     cell_uri = cell_of(evaluation_path, record)
     if samples is not None:
         file = Path(cell_uri) / record.attempt / SAMPLES_NAME
@@ -171,7 +168,7 @@ def publish(evaluation_path: Path, record: Record, samples: Sequence[Sample] | N
 
 
 def make_samples(scores: Sequence[float], *, benchmark: str = "demo_facts", metric: str = "acc") -> list[Sample]:
-    """A sample for each score; the questions are the same in every list."""
+    """Returns a sample for each score; prompts are the same in every list."""
     return [
         Sample(benchmark=benchmark, id=str(number), prompt=f"Question {number}?", output="a", target="a",
                scores={metric: float(score)})
@@ -180,7 +177,7 @@ def make_samples(scores: Sequence[float], *, benchmark: str = "demo_facts", metr
 
 
 def of_every_evaluator(*, run: str = "run-a", steps: Sequence[int] = (100, 200, 300, 400)) -> list[Record]:
-    """A record of each checkpoint by each evaluator, with all that a report has to show."""
+    """Returns a record of each checkpoint by each evaluator, with all fields that a report shows."""
     sinks = {
         "wandb:team/evaluations": SinkState(status="published", where="https://wandb.test/team/run-a", at=FIRST),
         "object_store:gs://bucket/evaluations": SinkState(
@@ -249,7 +246,7 @@ def make_qualification(
     benchmark: str = "demo_facts",
     bound: float | None = None,
 ) -> Qualification:
-    """A verdict on a change of builds for one benchmark of lm-eval, with a bound for its accuracy if one is given."""
+    """Returns a qualification of a change of versions for an lm-eval benchmark; `bound` bounds its accuracy."""
     metric = QualifiedMetric(
         name="acc", before=0.5, after=0.5, low=-(bound or 0.0), high=(bound or 0.0) / 2, verdict=verdict
     )

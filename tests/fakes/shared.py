@@ -1,4 +1,4 @@
-"""Servers and clusters that are slow to start: the tests of a process share them, until `end_shared`."""
+"""Servers and clusters that are slow to start: the tests of a process share them until `end_shared`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _starters: list[Callable[[], None]] = []
 
 
 def shared(start: Callable[[], Iterator[Value]]) -> Callable[[], Value]:
-    """Has the first call start a thing, and all others return it; `start` yields it, and ends it afterwards."""
+    """Starts a resource on the first call and returns it on all others; `start` yields it, and cleans up afterwards."""
 
     @cache
     @wraps(start)
@@ -28,7 +28,7 @@ def shared(start: Callable[[], Iterator[Value]]) -> Callable[[], Value]:
 
 @atexit.register
 def end_shared() -> None:
-    """Ends all of them; who asks for one again gets a new one."""
+    """Ends all of them; the next call starts a new resource."""
     for forget in _starters:
         forget()
     _running.close()

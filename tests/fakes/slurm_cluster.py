@@ -1,4 +1,4 @@
-"""A real Slurm of this machine: munged, slurmctld, two slurmds on ports of their own, nodes; also with slurmdbd."""
+"""A real Slurm on this machine: munged, slurmctld, 2 slurmds on ports of their own, nodes; optionally slurmdbd."""
 
 from __future__ import annotations
 
@@ -80,19 +80,18 @@ _REMEMBERED_SECONDS, _SOON_FORGOTTEN_SECONDS = 600, 10
 
 
 def missing_programs() -> list[str]:
-    """Programs of Slurm's that this machine lacks."""
     return [name for name in _PROGRAMS if _program(name) is None]
 
 
 def require_slurm() -> None:
-    """Skips a test on a machine without Slurm's programs, and says what to install."""
+    """Skips a test on a machine without Slurm's programs, and names the packages."""
     if missing := missing_programs():
         packages = "apt-get install slurmctld slurmd munge slurm-client"
         pytest.skip(f"no Slurm on this machine ({', '.join(missing)} missing; {packages})")
 
 
 def require_accounting() -> None:
-    """Skips a test on a machine without what Slurm's accounting wants, and says what to install."""
+    """Skips a test on a machine without Slurm's accounting, and names the packages."""
     require_slurm()
     if missing := [name for name in _ACCOUNTING_PROGRAMS if _program(name) is None]:
         packages = "apt-get install slurmdbd mariadb-server"
@@ -101,32 +100,30 @@ def require_accounting() -> None:
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A running cluster."""
-
     folder: Path
     programs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """Running ones, by name; a slurmd by the name of its node."""
+    """Running programs by name; a slurmd by the name of its node."""
 
     def client(
         self, folder: Path, *, partition: str = PARTITION, grace_seconds: float = 10.0, lease_seconds: float = 12.0
     ) -> SlurmClient:
-        """A client with little patience, whose jobs lie in a folder of the test's."""
+        """Returns a client with short time-outs; its jobs lie in a folder of the test."""
         slurm = Slurm(partition, known_seconds=0.3)
         return SlurmClient(
             slurm, folder=folder, grace_seconds=grace_seconds, poll_seconds=0.3, lease_seconds=lease_seconds
         )
 
     def knows(self, slurm_id: str) -> bool:
-        """True until slurmctld has forgotten a job, for which it looks every ten seconds."""
+        """Returns True until slurmctld has forgotten a job; it checks every 10 s."""
         return not subprocess.run(["scontrol", "show", "job", slurm_id], capture_output=True, check=False).returncode
 
     def has_set(self, slurm_id: str, setting: str) -> bool:
-        """Sets a field of a job, such as StartTime=now; False where slurmctld refuses that at this moment."""
+        """Sets a field of a job, such as StartTime=now; returns False if slurmctld refuses at this moment."""
         command = ("scontrol", "update", f"JobId={slurm_id}", setting)
         return not subprocess.run(command, capture_output=True, check=False).returncode
 
     def processes_on(self, node: str) -> list[int]:
-        """The slurmd of a node, what runs the steps of jobs there, and all that these have started."""
+        """Returns the slurmd of a node, the steps of jobs on it, and all their child processes."""
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
         configuration = str(self.folder / "slurm.conf")  # other tests have clusters with nodes of the same names
         mine = [pid for pid in pids if variable_of(pid, "SLURM_CONF") == configuration]
@@ -135,22 +132,17 @@ class SlurmCluster:
         return [self.programs[node].pid, *steps, *tasks]
 
     def start_node(self, node: str) -> None:
-        """Starts the slurmd of a node, anew where it has ended."""
         self.programs[node] = _started(self.folder, "slurmd", "-D", "-c", "-N", node)
 
     def command(self, *arguments: str) -> str:
-        """Runs one of Slurm's commands as a user would."""
         ended = subprocess.run(arguments, check=False, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
 
 def start_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCluster]:
-    """A cluster whose two nodes are idle; all of its programs end with the block.
-
-    Args:
-        folder: that is empty.
-        accounting: whether it has a database of its jobs, which slurmctld then forgets soon after their end.
+    """Starts a cluster of 2 idle nodes for the block. With `accounting`, slurmctld forgets jobs soon after their
+    end.
     """
     for name in ("state", "munge", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()
@@ -159,7 +151,7 @@ def start_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCl
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
     for number in range(2):
-        (folder / f"gpu{number}").symlink_to("/dev/null")  # slurmd wants a device, and looks at no more
+        (folder / f"gpu{number}").symlink_to("/dev/null")  # slurmd requires a device, and checks only that it exists
     (folder / "gres.conf").write_text(f"NodeName=node-a Name=gpu Type=h100 File={folder}/gpu[0-1]\n")
     ports = [free_port() for _ in range(2 + len(NODES))]
     host, user = socket.gethostname().partition(".")[0], getpass.getuser()
@@ -192,7 +184,7 @@ def start_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCl
 
 
 def _start_accounting(folder: Path, programs: dict[str, subprocess.Popen[bytes]], configuration: str) -> None:
-    """Adds a database, which listens on a socket in the folder only, and slurmdbd."""
+    # the database listens on a socket in the folder only
     user = f"--user={getpass.getuser()}"
     database = folder / "database"
     install = ["mariadb-install-db", "--no-defaults", user, f"--datadir={database}", "--skip-test-db"]
@@ -211,7 +203,6 @@ def _start_accounting(folder: Path, programs: dict[str, subprocess.Popen[bytes]]
 
 
 def start_slurmdbd(folder: Path) -> subprocess.Popen[bytes]:
-    """Slurm's accounting, once it answers."""
     process = _started(folder, "slurmdbd", "-D", MYSQL_UNIX_PORT=str(folder / "database.socket"))
     eventually(
         lambda: subprocess.run(["sacctmgr", "-n", "list", "cluster"], capture_output=True, check=False).returncode == 0
@@ -220,7 +211,7 @@ def start_slurmdbd(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def batch_pid(job_id: str) -> int:
-    """The batch program of a job, which is on this machine as all of a cluster is."""
+    """Returns the process of a job's batch program on this machine."""
     programs = {int(folder.name): command_line(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")}
     [pid] = [
         pid
@@ -231,13 +222,12 @@ def batch_pid(job_id: str) -> int:
 
 
 def slurm_id(folder: Path, job_id: str) -> str:
-    """Slurm's number of a job of a client with that folder."""
+    """Returns Slurm's number of a job of a client with that folder."""
     return (folder / "jobs" / job_id / "slurm_id").read_text()
 
 
 @shared
 def shared_slurm() -> Iterator[SlurmCluster]:
-    """The cluster of this test process."""
     with tempfile.TemporaryDirectory(prefix="assay-slurm-", ignore_cleanup_errors=True) as folder:
         yield from start_cluster(Path(folder))
 
@@ -252,7 +242,7 @@ def _started(folder: Path, name: str, *arguments: str, **variables: str) -> subp
     with (folder / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
             [path, *arguments],
-            cwd=folder,  # where what crashes leaves its memory
+            cwd=folder,  # core dumps of crashes land in it
             env={**os.environ, **variables},
             stdout=log,
             stderr=log,

@@ -1,7 +1,7 @@
-"""An object store that is a local folder behind fsspec, and whose reads a test can count, hold up and spoil.
+"""An object store that is a local folder behind fsspec; a test can count, delay and corrupt its reads.
 
-`store:///tmp/x` shows the folder `/tmp/x`. All of it is state of the class, since fsspec makes the instances; a child
-made by `fork` has the same, and writes its reads into the same log.
+`store:///tmp/x` shows the folder `/tmp/x`. All state lies in the class, since fsspec makes the instances; a child made
+by `fork` has the same state, and logs its reads into the same file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _leave(content: bytes) -> bytes:
 
 
 class FolderStore(AbstractFileSystem):
-    """See the module. `before_read` may raise or wait; `spoil` changes what a read returns."""
+    """The store of this module. `before_read` may raise or wait; `spoil` changes the bytes that a read returns."""
 
     protocol = ("store", "s3a")
     cachable = False
@@ -41,7 +41,7 @@ class FolderStore(AbstractFileSystem):
 
     @classmethod
     def reset(cls, log: Path) -> None:
-        """Honest and without hashes, with no reads so far."""
+        """Resets to correct reads, no hashes, and an empty log."""
         cls.log = log
         cls.log.write_text("")
         cls.hash_kind = None
@@ -52,7 +52,7 @@ class FolderStore(AbstractFileSystem):
 
     @classmethod
     def ranges(cls, name: str) -> list[tuple[int, int]]:
-        """Byte ranges read of files whose path ends like this, in order, less looks at headers of safetensors files."""
+        """Returns the byte ranges read of `*name` files, in order, without headers of safetensors files."""
         read = [line.split("\t") for line in cls.log.read_text().splitlines()]
         spans = [(int(start), int(end)) for file, start, end in read if file.endswith(name)]
         return [span for span in spans if span != (0, 8) and span[0] != 8]
@@ -108,7 +108,7 @@ class FolderStore(AbstractFileSystem):
 
 @contextmanager
 def folder_store(log: Path) -> Iterator[type[FolderStore]]:
-    """Registers the store as `store://`, and as `s3a://` for what only S3 does, while it lasts."""
+    """Registers the store as `store://`, and as `s3a://` for features of S3 only, for the block."""
     before = _registry.get("s3a")
     FolderStore.reset(log)
     for protocol in FolderStore.protocol:
@@ -123,7 +123,7 @@ def folder_store(log: Path) -> Iterator[type[FolderStore]]:
 
 
 def failing_after(reads: int, name: str) -> Callable[[Path, int], None]:
-    """A `before_read` with which the store stops answering for one file."""
+    """Returns a `before_read` that fails for a file after some reads."""
     left = [reads]
 
     def fail(file: Path, start: int) -> None:
@@ -136,7 +136,7 @@ def failing_after(reads: int, name: str) -> Callable[[Path, int], None]:
 
 
 def waiting_until(path: Path, *, name: str, start: int) -> Callable[[Path, int], None]:
-    """A `before_read` that holds up reads of one file from `start` on until `path` exists, in any process."""
+    """Returns a `before_read` that blocks reads of a file from `start` on until `path` exists, in any process."""
 
     def wait(file: Path, first: int) -> None:
         if file.name == name and first >= start:

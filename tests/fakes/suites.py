@@ -1,4 +1,4 @@
-"""Tiny benchmarks in place of a suite's, who answers them, and code that runs beside our programs."""
+"""Tiny benchmarks in place of a suite's, an engine that answers them, and code run in lm-eval's environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAMS = Path(flows.__file__).parents[1] / "tasks" / "evaluators" / "lm_eval" 
 
 
 def in_lm_eval(python: Path, code: str, *arguments: str, given: Any = None, **variables: str) -> str:
-    """Output of a piece of code that runs in lm-eval's environment, beside our programs; it leaves little garbage."""
+    """Runs code in lm-eval's environment with the repository's programs on its path; returns its output."""
     code = f"import gc, sys; gc.disable(); sys.path.append({str(PROGRAMS)!r})\n{code}"
     done = subprocess.run(
         [str(python), "-I", "-c", code, *arguments],
@@ -49,7 +49,7 @@ def endpoint(folder: Path, *models: str) -> Iterator[str]:
 
 
 def write_benchmark(folder: Path, name: str) -> None:
-    """A tiny benchmark of that name, which asks for what the real one asks for."""
+    """Writes a tiny benchmark of that name with the same kind of requests as the real benchmark."""
     writes = needs_of([EvalTaskConfig(name=name)]).generates
     way = (
         {

@@ -1,4 +1,4 @@
-"""TLS before a proxy of ours, as an ingress ends it: an authority of the test's own, and a relay on loopback."""
+"""TLS in front of a proxy, as an ingress terminates it: a test's own authority, and a relay on loopback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def write_authority(folder: Path) -> tuple[Path, Path]:
-    """Makes a certificate for 127.0.0.1 that is its own authority; its file, and that with the key."""
+    """Makes a self-signed certificate for 127.0.0.1; returns its file, and a file of certificate and key."""
     authority, key, both = (folder / name for name in ("authority.pem", "key.pem", "server.pem"))
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=a test"]
     made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(authority)]
@@ -23,7 +23,7 @@ def write_authority(folder: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def tls_before(host: str, port: int, *, certificate: Path) -> Iterator[str]:
-    """An https:// address on loopback that leads to a port; what comes is passed on as it is, for the block."""
+    """Yields an https:// address on loopback that relays to a port unchanged."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -14,13 +14,13 @@ GENERATE = "/inference/v1/generate"
 
 @dataclass
 class PrefixCache:
-    """Whole blocks of texts that were read, by all that comes before them; it never forgets until it is emptied."""
+    """Whole blocks of texts read so far, keyed by all text before them; keeps everything until it is cleared."""
 
     block_size: int = 16
     _known: set[int] = field(default_factory=set)
 
     def read(self, text: bytes) -> int:
-        """The number of tokens that need not be computed; the last one always is."""
+        """Returns the number of cached tokens; the last token is always computed."""
         held = 0
         for number, name in enumerate(self._blocks(text), 1):
             if name not in self._known or number * self.block_size == len(text):
@@ -29,7 +29,6 @@ class PrefixCache:
         return held
 
     def keep(self, text: bytes) -> None:
-        """Holds the whole blocks of a text."""
         self._known.update(self._blocks(text))
 
     def _blocks(self, text: bytes) -> Iterator[int]:
@@ -39,15 +38,14 @@ class PrefixCache:
             yield name
 
     def clear(self) -> None:
-        """Forgets everything."""
         self._known.clear()
 
 
 def completion_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """A request for tokens as one for a completion, as far as the fake engine knows it.
+    """Converts a request for tokens into a completion request, as far as the fake engine supports it.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the request is malformed.
     """
     ids, sampling = fields["token_ids"], dict(fields["sampling_params"])
     if not ids or not all(type(token) is int and token >= 0 for token in ids):
@@ -61,14 +59,7 @@ def completion_fields(fields: dict[str, Any]) -> dict[str, Any]:
 def token_answer(
     asked: dict[str, Any], completions: list[Completion], *, cached: int, version: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The head of an answer, and its choices.
-
-    Args:
-        asked: see `completion_fields`.
-        completions: made for it.
-        cached: tokens of the prompt that need not be computed.
-        version: name of the weights.
-    """
+    """Returns the head of an answer, and its choices; `cached` is the number of cached tokens of the prompt."""
     prompt, made = len(asked["prompt"]), sum(len(completion.made) for completion in completions)
     head: dict[str, Any] = {
         **{"request_id": "generate-tokens-0", "model": asked.get("model"), "created": 0},
@@ -95,7 +86,7 @@ def token_answer(
 
 
 def token_pieces(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Elements of `choices` of a stream, a token each; the last one says why it ended."""
+    """Yields elements of `choices` of a stream, a token each; the last holds the finish reason."""
     tokens, content = choice["token_ids"], (choice["logprobs"] or {}).get("content")
     for at, token in enumerate(tokens):
         last = at == len(tokens) - 1

@@ -1,4 +1,4 @@
-"""A tokenizer that transformers loads, made without it."""
+"""A tokenizer that transformers loads, made without transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_byte_tokenizer(
 ) -> Path:
     """Writes a tokenizer with a chat template: token ids are bytes, then <|bos|> and <|eos|>.
 
-    One that composes accents first reads text as transformers reads every tokenizer of a qwen2 model.
+    With `composes`, it composes accents first, as transformers does for every tokenizer of a qwen2 model.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = {byte: chr(byte) for byte in printable}

@@ -11,11 +11,11 @@ from fakes.tokenizers import write_byte_tokenizer
 PROGRAM = "run_levanter_train.py"
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 CONTEXT = 256
-"""Tokens that the model holds."""
+"""Context length of the model in tokens."""
 
 
 def write_training_data(folder: Path) -> Path:
-    """Texts, and a tokenizer of bytes with the kind of model it is for."""
+    """Writes texts, and a byte tokenizer with its model configuration."""
     reference = folder / "reference"
     reference.mkdir(parents=True)
     write_byte_tokenizer(reference)
@@ -27,7 +27,7 @@ def write_training_data(folder: Path) -> Path:
 
 
 def nano_training(data: Path, output: Path, *, steps: int, every: int, **trainer: Any) -> dict[str, Any]:
-    """A `TrainLmOnPodConfig` of a Llama of 80 thousand parameters that exports itself every few steps."""
+    """Returns a `TrainLmOnPodConfig` of a Llama of 80 thousand parameters that exports itself every few steps."""
     reference = str(data / "reference")
     texts = {"source": {"type": "url", "train_urls": [str(data / "texts.jsonl")]}}
     model = {"hidden_dim": 64, "intermediate_dim": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
@@ -52,7 +52,6 @@ def nano_training(data: Path, output: Path, *, steps: int, every: int, **trainer
 
 
 def trainers_of(run_id: str) -> list[int]:
-    """Ids of the processes on this machine that train a run."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Training frameworks as far as a hook sees them: names, signatures and order of calls of the sources that it names.
+"""Training frameworks as far as a hook sees them: names, signatures and order of calls of the named sources.
 
 pytorch/torchtitan b5bcd76, radixark/miles 31f1ca9, NVIDIA-NeMo/Megatron-Bridge 067f987, transformers 5.19.0.
 """
@@ -27,7 +27,7 @@ if mode == "away":
 problems = ["no weights"] if mode == "incomplete" else []
 print(json.dumps({"checkpoint": argv[1], "sent": not problems, "automations": [], "problems": problems}))
 """
-"""A stand-in for `assay notify`: notes what it was asked, then answers, refuses or hangs."""
+"""Replaces `assay notify`: logs its arguments, then answers, refuses or hangs."""
 
 CONVERT_TO_HF = """\
 import argparse, pathlib
@@ -47,11 +47,11 @@ args.output_dir.joinpath("model.safetensors.index.json").write_text("weights of 
 
 
 class TrainerCallback:
-    """transformers' `TrainerCallback`, of which `Trainer` calls `on_save` after a folder is written."""
+    """transformers' `TrainerCallback`; `Trainer` calls its `on_save` after a folder is written."""
 
 
 class CheckpointManager:
-    """torchtitan's: `save`, which trainers call, is for all managers alike; `_save` is what they differ in."""
+    """torchtitan's checkpoint manager: trainers call `save`, shared by all managers; each overrides `_save`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -95,7 +95,7 @@ class CheckpointManager:
 
 
 class EvalSkip(Exception):
-    """miles' way to end a point without a score."""
+    """miles' exception for a point without a score."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -103,7 +103,7 @@ class EvalSkip(Exception):
 
 
 class CheckpointEvalFn(abc.ABC):
-    """miles' evaluation by others; constructed once, called for each export."""
+    """miles' external evaluation; constructed once, called for each export."""
 
     @abc.abstractmethod
     async def evaluate_checkpoint(self, checkpoint_dir: str, input: Any) -> Any: ...
@@ -114,13 +114,13 @@ class CheckpointEvalFn(abc.ABC):
 
 
 class Callback:
-    """Megatron-Bridge's; its manager looks at the functions behind methods to see which are overridden."""
+    """Megatron-Bridge's callback; its manager compares the functions behind methods to find overridden methods."""
 
     def on_checkpoint_save(self, context: Any) -> None: ...
 
 
 def install_frameworks(patch: pytest.MonkeyPatch, *, rank: int = 0) -> None:
-    """Has hooks find these in place of the real ones; `rank` is that of this process."""
+    """Installs these modules in place of the real frameworks; `rank` is that of this process."""
     held: dict[str, dict[str, Any]] = {
         "transformers": {
             "TrainerCallback": TrainerCallback,

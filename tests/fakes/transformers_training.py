@@ -1,4 +1,4 @@
-"""A training of a tiny Llama with `transformers`, as a program for an environment that has it, torch and accelerate.
+"""A training of a tiny Llama with `transformers`, as a program for an environment with it, torch and accelerate.
 
 python transformers_training.py TOKENIZER_FOLDER OUTPUT_FOLDER HOOKS_FOLDER
 """
@@ -21,7 +21,6 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 
 
 def main(tokenizer_folder: str, output: str, hooks: str) -> None:
-    """Trains a step, saves it, and prints how long training took, and the loss."""
     sys.path.insert(0, hooks)
     from assay_transformers import AssayCallback  # pyright: ignore[reportMissingImports]
 

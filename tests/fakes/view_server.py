@@ -1,4 +1,4 @@
-"""A server of the page over made files, with the rules that a browser gets from the real one."""
+"""A server of the page over made files, with the headers and rules of the real server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.viewing.server import HEADERS
 
 @dataclass
 class ViewServer:
-    """Files by name, each site below a folder of its own; `answers` are given once instead, by name, first to last."""
+    """Files by name, each site below a folder of its own; queued `answers` by name replace a file once each."""
 
     url: str
     sites: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
@@ -23,7 +23,6 @@ class ViewServer:
     asked: list[str] = field(default_factory=list)
 
     def answer(self, target: str) -> tuple[int, str, bytes]:
-        """Status, kind and content of the answer to a request."""
         _, site, name = target.partition("?")[0].split("/", 2)
         self.asked.append(target)
         if queued := self.answers.get(name):
@@ -36,8 +35,6 @@ class ViewServer:
 
 @contextmanager
 def view_server() -> Iterator[ViewServer]:
-    """A server on the loopback, for as long as the block lasts."""
-
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -53,8 +50,7 @@ def view_server() -> Iterator[ViewServer]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Says nothing."""
+        def log_message(self, format: str, *args: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
         server = ViewServer(f"http://127.0.0.1:{listening.server_port}")

@@ -42,13 +42,13 @@ HOSTILE = (
     "javascript:document.title='taken'",
     "\u202e\u0000{{constructor.constructor('document.title=1')()}}",
 )
-"""Texts that would do something if they were taken for HTML or a script."""
+"""Texts that have effects if they are read as HTML or a script."""
 
 
 def made_files(
     *, questions: int = 300, checkpoints: int = 12, questions_per_part: int = 8, hostile: bool = False, seed: int = 0
 ) -> Mapping[str, bytes]:
-    """The content of each name: choices that are learned, lost and flip, and generated answers, one benchmark each."""
+    """Returns contents by name: 2 benchmarks, choices that are learned, lost and flip, and generated answers."""
     source = random.Random(seed)
     found: dict[str, bytes] = {}
     benchmarks = []
@@ -172,7 +172,6 @@ def _pair(before: np.ndarray, after: np.ndarray, scale: Scale) -> Pair:
 
 
 def main() -> None:
-    """Writes files for a plain server."""
     from tasks.viewing.page import page_files
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

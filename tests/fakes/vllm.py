@@ -1,4 +1,4 @@
-"""vLLM itself on a CPU, with a checkpoint, without a pool around it."""
+"""vLLM on a CPU, with a checkpoint, without a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the file that W&B writes offline: protocol buffers in a LevelDB log, behind a header of 7 bytes."""
+"""Reads the file that W&B writes offline: protocol buffers in a LevelDB log, behind a header of 7 bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ _LAST_PART = (1, 4)
 
 @dataclass
 class OfflineRun:
-    """Contents of one file, as `wandb sync` would send them."""
-
     id: str = ""
     name: str = ""
     project: str = ""
@@ -35,7 +33,6 @@ class OfflineRun:
 
 
 def read_offline_run(path: Path) -> OfflineRun:
-    """The run in a `.wandb` file."""
     run = OfflineRun()
     for record in _records(path.read_bytes()):
         match record.WhichOneof("record_type"):

@@ -1,4 +1,4 @@
-"""As much of a Weights & Biases server as its client asks for to keep runs and artifacts."""
+"""The part of a Weights & Biases server that its client needs to keep runs and artifacts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ _RUN_STREAM = re.compile(r"/files/[^/]+/[^/]+/([^/]+)/file_stream")
 
 @dataclass
 class KeptRun:
-    """A run as the server has it."""
-
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
@@ -28,13 +26,12 @@ class KeptRun:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The history, line by line."""
         return [self.history[number] for number in sorted(self.history)]
 
 
 @dataclass
 class FakeWandb:
-    """The server. `artifacts` are the names with the digests of their versions, `asked` the operations in order."""
+    """The server. `artifacts` maps names to the digests of their versions, `asked` lists the operations in order."""
 
     address: str = ""
     runs: dict[str, KeptRun] = field(default_factory=dict)
@@ -45,7 +42,6 @@ class FakeWandb:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a GraphQL operation."""
         with self.lock:
             self.asked.append(operation)
             found = getattr(self, f"_{operation}", None)
@@ -72,7 +68,7 @@ class FakeWandb:
             "eventsLineCount": 0,
             "historyTail": json.dumps([json.dumps(line) for line in run.lines[-1:]]),
             "eventsTail": "[]",
-            # Its client takes a run without this for one that never began, and does not resume it.
+            # The W&B client takes a run without this as never begun, and does not resume it.
             "wandbConfig": json.dumps({"t": run.config.get("_wandb", {}).get("value", {}).get("t", {})}),
             "project": {"id": "p", "name": "p", "entity": {"id": "e", "name": "team"}},
         }
@@ -89,7 +85,7 @@ class FakeWandb:
         return {"project": {"artifact": None}}
 
     def _CreateArtifact(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Says that it has the content already, so that nothing more is uploaded."""
+        # reports the content as present, so that nothing more is uploaded
         name, digest = given["input"]["artifactCollectionName"], given["input"]["digest"]
         versions = self.artifacts.setdefault(name, [])
         if digest not in versions:
@@ -124,7 +120,7 @@ class FakeWandb:
         return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
 
     def take_stream(self, id_: str, content: dict[str, Any]) -> None:
-        """Lines of a run's history by their number, and its summary."""
+        """Stores lines of a run's history by their number, and its summary."""
         with self.lock:
             run = self.runs[id_]
             for name, chunk in (content.get("files") or {}).items():
@@ -137,7 +133,6 @@ class FakeWandb:
 
 @contextmanager
 def fake_wandb() -> Iterator[FakeWandb]:
-    """A server without runs, while it lasts."""
     kept = FakeWandb()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Fork servers of the flows that run in the test process, kept from one flow to the next."""
+"""Fork servers of the flows that run in the test process, kept between flows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST = 6  # each holds 0.2 to 0.5 GB
 class KeptServers:
     """Hands out servers as `warmed` does, but keeps them until `close`: importing a harness takes seconds.
 
-    Two flows share one only if everything is the same that it was started with.
+    Two flows share a server only if all inputs of its start are the same.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,6 @@ class KeptServers:
     def warmed(
         self, evaluator: Evaluator, configs: Sequence[EvaluationConfig], *, python: Path, client: Client
     ) -> Iterator[ForkServer | None]:
-        """Stands in for `tasks.evaluators.harness.warmed`."""
         arguments = frozenset(argument for config in configs for argument in evaluator.preload_arguments(config))
         present = {**process_environment(), **cache_variables(), **evaluator.import_variables}.items()
         read = frozenset(item for item in present if not item[0].startswith(_NOT_READ_BY_HARNESSES))
@@ -45,6 +44,5 @@ class KeptServers:
             self._servers.pop(next(iter(self._servers)))[1].close()
 
     def close(self) -> None:
-        """Ends them all."""
         while self._servers:
             self._servers.popitem()[1][1].close()

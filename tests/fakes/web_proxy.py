@@ -1,4 +1,4 @@
-"""The HTTP proxy of a network, which nobody is to ask for anything on this machine."""
+"""The HTTP proxy of a network; tests check that it gets no connections."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ class WebProxy:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables that point clients to it, and to nothing past it."""
+        """Variables that route all requests of clients to it."""
         return dict.fromkeys(VARIABLES, "http://{}:{}".format(*self.listening.getsockname()))
 
     @property
     def was_asked(self) -> bool:
-        """True if somebody has connected to it."""
         return bool(select.select([self.listening], [], [], 0)[0])
 
 
 @contextmanager
 def web_proxy() -> Iterator[WebProxy]:
-    """Listens for as long as the block lasts."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield WebProxy(listening)

@@ -1,4 +1,4 @@
-"""Raw HTTP for tests of the proxy: an application to listen for, and an engine that follows a script."""
+"""Raw HTTP for tests of the proxy: an application to serve, and an engine that follows a script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pools.proxy.connections.replies import Refusal
 
 @dataclass
 class EchoApplication:
-    """Answers with what it was asked. Paths: /refused, /hang, /fail, /half, /stream, /large, /split, anything else."""
+    """Echoes requests. Paths: /refused, /hang, /fail, /half, /stream, /large, /split, any other."""
 
     refused: list[Head] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -23,14 +23,12 @@ class EchoApplication:
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
     def refuse(self, head: Head) -> Reply | None:
-        """401 for /refused."""
         if head.path != "/refused":
             return None
         self.refused.append(head)
         return Refusal(401, "no").reply()
 
     async def answer(self, request: Request, responder: Responder) -> None:
-        """Answers as the path says."""
         self.requests.append(request)
         try:
             await self._answer(request, responder)
@@ -75,7 +73,7 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def scripted_engine(script: Script) -> AsyncIterator[str]:
-    """A server that does what the script says with each connection; its address."""
+    """Runs a server that calls the script for each connection; yields its address."""
     writers: list[asyncio.StreamWriter] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,13 +91,12 @@ async def scripted_engine(script: Script) -> AsyncIterator[str]:
     finally:
         server.close()
         for writer in writers:
-            # One that is closed already has no loop to abort on; one that is closing with bytes to send has.
+            # A closed writer has no loop to abort on; a closing writer with bytes to send does.
             if not writer.transport.is_closing() or writer.transport.get_write_buffer_size():
                 writer.transport.abort()
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Head and body of one request with a length."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = 0
     for line in head.split(b"\r\n"):

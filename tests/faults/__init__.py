@@ -1,1 +1,1 @@
-"""Faults that can occur under a pool, tried on the deterministic engine, or on real ones by `make faults`."""
+"""Faults of a pool, tried on the deterministic engine, or on real engines by `make faults`."""

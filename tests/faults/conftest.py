@@ -1,4 +1,4 @@
-"""Pools on the deterministic engine that faults are tried on; one pool serves the scenarios of a module."""
+"""Pools on the deterministic engine for faults; the scenarios of a module share a pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def scale(request: pytest.FixtureRequest) -> Scale:
-    """Small by default; `--long-faults` asks for all of it."""
+    """Returns a small scale, or the full scale with `--long-faults`."""
     if request.config.getoption("--long-faults", default=False):
         return Scale(requests=2000, away_seconds=20.0, fuzzed=100_000)
     return Scale(requests=600, away_seconds=3.0, large_prompts=8, fuzzed=2000)
@@ -36,19 +36,17 @@ def cache(session_cache: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def pair(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A pool of two replicas."""
     with running_target(tmp_path_factory.mktemp("pair"), replicas=2) as target:
         yield target
 
 
 @pytest.fixture(scope="module")
 def events() -> list[str]:
-    """Lines that the pool of one replica said."""
+    """Log lines of the pool of 1 replica."""
     return []
 
 
 @pytest.fixture(scope="module")
 def single(cache: Path, tmp_path_factory: pytest.TempPathFactory, events: list[str]) -> Iterator[Target]:
-    """A pool of one replica."""
     with running_target(tmp_path_factory.mktemp("single"), replicas=1, on_event=events.append) as target:
         yield target

@@ -1,7 +1,7 @@
 """Every scenario that real engines allow, on a pool of them: `make faults`.
 
-pytest does not collect this file by itself: two engines on a CPU take many minutes over the full size, and should have
-the machine to themselves.
+pytest does not collect this file by itself: 2 engines on a CPU take many minutes for the full size, and need the
+machine for themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL = "run-1"
 
 @pytest.fixture(scope="module")
 def engines(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A pool of two vLLM servers; leases are short, since a fault is seen once one has run out."""
+    """A pool of 2 vLLM servers with short leases, since a fault is detected only when a lease has run out."""
     folder = write_byte_tokenizer(write_nano_llama(tmp_path_factory.mktemp("engines") / "step-1", hidden=64))
     config = InferencePoolConfig.model_validate(
         {
@@ -40,7 +40,7 @@ def engines(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
             "engine_timeout_seconds": 120,
             "proxy_timeout_seconds": 600,
             "lease_seconds": 6,
-            "max_replica_restarts": 100,  # each scenario ends an engine or two
+            "max_replica_restarts": 100,  # each scenario ends 1 or 2 engines
         }
     )
     checkpoint = Servable.from_uri(MODEL, str(folder))

@@ -1,4 +1,4 @@
-"""Real isolated code that tries to leave something behind, or to reach something: see `fakes/cage_attacks.py`."""
+"""Really isolated code that tries to leave or reach something: see `fakes/cage_attacks.py`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,6 @@ needs_groups = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Attempted:
-    """A run of all attacks, as it looks from outside."""
-
     folder: Path
     cages: Path
     output: Path
@@ -67,7 +65,7 @@ class Attempted:
 
 
 def seen(folder: Path) -> dict[str, Any]:
-    """All below a folder, with modes, contents and targets of links."""
+    """Returns modes and contents of all files below a folder."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else None)
         for path in sorted(folder.rglob("*"))
@@ -76,7 +74,7 @@ def seen(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def cages() -> Iterator[Path]:
-    """The folder of temporary files, outside pytest's: what a killed run leaves is too deep for pytest to remove."""
+    """Yields a temporary folder outside pytest's: leftovers of a killed run are too deep for pytest to remove."""
     folder = Path(tempfile.mkdtemp(prefix="assay-test-cages-")).resolve()
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +85,7 @@ def cages() -> Iterator[Path]:
 
 
 def attack(folder: Path, *arguments: str, python: Path = Path(sys.executable), timeout_seconds: float = 60) -> Parsed:
-    """Has the program run as a harness whose attempt is in a folder; returns what is read of it."""
+    """Runs the program as a harness with its attempt in a folder; returns the parsed results."""
     client = LocalClient(folder / "jobs", grace_seconds=1.0)
     code = ModelCode(
         endpoint=ENDPOINT,
@@ -118,7 +116,7 @@ def attack(folder: Path, *arguments: str, python: Path = Path(sys.executable), t
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the folders that an attack finds, whose temporary files are all gone in the end."""
+    """Yields a folder with the folders that an attack finds; all of its temporary files must be gone in the end."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     for name in ("outside", "hub", "benchmarks", "tokenizer"):
         (tmp_path / name).mkdir()
@@ -229,7 +227,7 @@ def test_machine_with_too_much_open_is_no_reason_to_run_code_that_is_not_isolate
 
 
 def left_alone(machine: Path) -> None:
-    """Asserts that an attack left plain files in its attempt, and nothing elsewhere."""
+    """Asserts that an attack left only plain files in its attempt, and nothing outside."""
     assert not seen(machine / "outside")
     found = [path.lstat().st_mode for path in (machine / "attempt").rglob("*")]
     assert found and all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in found)
@@ -289,7 +287,7 @@ def test_connections_to_the_endpoint_beyond_a_bound_wait(tmp_path: Path):
 def run_alone(
     folder: Path, name: str, bounds: dict[str, int], *, pass_fds: tuple[int, ...] = (), endpoint: str = ENDPOINT
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one attack in a cage with some bounds of its own."""
+    """Runs an attack in a cage with bounds of its own."""
     (folder / "cage" / "output").mkdir(parents=True)
     cage = Cage(folder / "cage" / "output", folder)
     argv = isolated(

@@ -1,4 +1,4 @@
-"""Differences that `make chaos` sees, and processes that it tells apart: it must not be blind."""
+"""Tests that `make chaos` detects differences and identifies processes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_engines_may_be_asked_again_for_what_was_in_flight():
 
 
 def written(folder: Path, rows: Iterable[tuple[int, int, str]], *, asked: Iterable[tuple[int, str]]) -> Job:
-    """A generation of two prompts with two samples each, in a shard of each, as far as `rows` go."""
+    """Writes a generation of 2 prompts with 2 samples each, a shard per prompt, with only the answers in `rows`."""
     job = Job(folder, prompts=2, per_shard=1)
     output = Output(str(job.output), "parquet")
     for shard in (0, 1):

@@ -1,4 +1,4 @@
-"""A proxy whose wall clock jumps about: leases, time-outs, journal and counters must not care."""
+"""A proxy with a jumping wall clock: leases, time-outs, journal and counters must not be affected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ time.time_ns = lambda: int(time.time() * 1e9)
 
 @pytest.fixture
 def jumpy_proxy(tmp_path: Path) -> Iterator[RunningProxy]:
-    """A proxy that is told another time, by years, whenever it asks for it."""
+    """Runs a proxy that reads another time, by years, at each call."""
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPY)
     address_file, log_file = tmp_path / "proxy.json", tmp_path / "proxy.log"
@@ -96,7 +96,7 @@ async def test_clock_of_the_proxy_jumps_and_a_silent_replica_still_loses_its_lea
 
 
 def test_clock_of_the_proxy_does_jump(tmp_path: Path, jumpy_proxy: RunningProxy) -> None:
-    """Without that the tests above hold for nothing."""
+    # without jumps the tests above prove nothing
     code = "import time; print(time.time(), time.time())"
     environment = process_environment({"PYTHONPATH": str(tmp_path / "clock")})
     completed = subprocess.run(

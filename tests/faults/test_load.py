@@ -1,4 +1,4 @@
-"""The clients of the fault suite see what is wrong; otherwise every scenario would hold."""
+"""Tests that the clients of the fault suite detect errors; otherwise every scenario would pass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_load_on_other_weights_finds_every_answer_wrong_that_can_be_told(e
     reference = await reference_answers(_endpoint(engine), PLAN)
     engine.label = "other weights"
     report = await ask_all(_endpoint(engine), PLAN)
-    assert len(report.wrong(reference)) == 83  # one in six is sampled
+    assert len(report.wrong(reference)) == 83  # 1 in 6 is sampled
     assert not report.errors
 
 

@@ -1,4 +1,4 @@
-"""Recovery of a pool from a fault: once, by itself, and with what it had."""
+"""Recovery of a pool from a fault: once, by itself, and with its earlier state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access to a pool: who may ask what of it, and where its prompts, keys and tokens must not turn up."""
+"""Access to a pool: the rights of each key, and places where its prompts, keys and tokens must not appear."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
 
 
 def _refusals(keys: tuple[str, ...]) -> list[dict[str, str]]:
-    """Headers that must not open a path of these keys."""
+    # headers that must be refused on a path of these keys
     right = EVERY_KEY[keys[0]]
     others = [value for name, value in EVERY_KEY.items() if name not in keys]
     wrong = [*others, "wrong", right[:-1], f"{right}x", right.upper(), "None"]
@@ -114,7 +114,7 @@ def test_health_is_open_and_says_nothing_secret(proxy: RunningProxy) -> None:
 
 
 def test_keys_are_compared_in_constant_time() -> None:
-    """A key is looked at in one function, by `hmac.compare_digest` and never by an operator."""
+    # a single function compares keys, by `hmac.compare_digest` and never by an operator
     tree = ast.parse(inspect.getsource(pools.proxy.server))
     carries = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_carries")
     calls = [ast.unparse(node) for node in ast.walk(carries) if isinstance(node, ast.Call)]
@@ -134,8 +134,7 @@ def test_too_large_head_or_body_has_its_own_status(proxy: RunningProxy) -> None:
 
 @dataclass(frozen=True)
 class _Used:
-    """A pool that was used with the canary as its prompt, as it looked from outside meanwhile."""
-
+    # a pool used with the canary as its prompt, seen from outside
     folder: Path
     evaluation: Path
     secrets: tuple[str, ...]
@@ -178,7 +177,7 @@ def _use_a_pool(folder: Path) -> _Used:
         def places() -> tuple[tuple[str, int], ...]:
             return tuple(place for pid in started() for place in listens_on(pid))
 
-        # A proxy and two engines: the second may begin to listen after the first has answered.
+        # A proxy and 2 engines: the second may begin to listen after the first has answered.
         listening = eventually(lambda: found if len(found := places()) >= 3 else ())
         running = started()
         command_lines = tuple(" ".join(command_line(pid)) for pid in running)
@@ -205,7 +204,7 @@ def _use_a_pool(folder: Path) -> _Used:
 
 
 def _ask_for_the_canary(base_url: str, key: str) -> None:
-    """Every way to be answered: well, with a refusal of ours or the engine's, and with a broken connection."""
+    # every kind of answer: success, a refusal of the proxy or the engine, and a broken connection
     bodies: Sequence[Any] = [
         {"model": MODEL, "prompt": CANARY, "max_tokens": 4, "temperature": 0, "echo": True},
         {"model": MODEL, "prompt": CANARY, "max_tokens": 4, "temperature": 0.7},
@@ -248,7 +247,7 @@ def test_metrics_and_what_is_printed_show_neither_keys_nor_prompts(used: _Used) 
 
 
 def test_nothing_that_is_written_holds_keys_and_only_an_answer_that_echoes_it_a_prompt(used: _Used) -> None:
-    """Logs, specifications of jobs, pickled calls, the journal, its mirror, and whatever else there is."""
+    # logs, specifications of jobs, pickled calls, the journal, its mirror, and all other files
     files = [path for path in used.folder.rglob("*") if path.is_file()]
     kinds = {path.name for path in files}
     assert {"specification.json", "replica-0.log", "call.pickle", "journal.sqlite", "launches.txt"} <= kinds

@@ -1,6 +1,6 @@
-"""The quick half of the zoo: a tied model, whose output layer vLLM leaves packed, and a mixture of experts.
+"""The quick half of the zoo: a tied model (vLLM leaves its output layer packed), and a mixture of experts.
 
-The mean of two checkpoints, which nobody wrote, is reloaded in place as others are.
+The mean of 2 checkpoints, which no file holds, is reloaded in place like others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A visit to one animal of the zoo: what a pool answers on a tour of its checkpoints, against two cold references."""
+"""A visit to an animal of the zoo: a pool's answers on a tour of its checkpoints, against 2 cold references."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "dtype": {"seed": 15, "like": 1, "change": "dtype"},
     "mean": {"seed": 16, "mean_of": [1, 2]},
 }
-"""The checkpoints of an animal: three that have nothing in common, the first one changed in several ways, and the mean
-of two, which torch writes for the references, and which the pool knows by its name alone."""
+"""The checkpoints of an animal: 3 unrelated checkpoints, the first changed in several ways, and the mean of 2, which
+torch writes for the references and the pool knows only by its name.
+"""
 TOUR = (
     *(
         "first",
@@ -62,13 +63,13 @@ TOUR = (
         "mean",
     ),
 )
-"""Comparisons that could prove nothing come first, one that proves it then, and swaps that rely on it."""
+"""Comparisons that can prove nothing, then a comparison that does, then swaps that rely on it."""
 _OTHER_DTYPE = {"float32": "bfloat16", "float16": "bfloat16", "bfloat16": "float16"}
 
 
 @dataclass(frozen=True)
 class Animal:
-    """One architecture in one dtype; `tied` says whether its output layer is its embedding."""
+    """An architecture in a dtype; `tied` means that its output layer is its embedding."""
 
     architecture: str
     tied: bool
@@ -81,16 +82,16 @@ class Animal:
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
-        """Engine arguments; vLLM takes bfloat16 for a checkpoint in float32 unless told otherwise."""
+        """Engine arguments; by default vLLM loads a checkpoint in float32 as bfloat16."""
         return {**_SMALL, "dtype": "float32"} if self.dtype == "float32" else dict(_SMALL)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """One stop of a tour: how the checkpoint came in, and differences of its answers, in nats.
+    """A stop of a tour: how the checkpoint was loaded, and differences of its answers, in nats.
 
-    The largest one to a cold start of vLLM, and the mean to transformers: an expert chosen otherwise where two are
-    nearly equal is no fault.
+    The largest difference to a cold start of vLLM, and the mean difference to transformers: another choice between 2
+    nearly equal experts is no error.
     """
 
     checkpoint: str
@@ -102,7 +103,7 @@ class Stop:
 
 @dataclass
 class Visit:
-    """The stops of a tour, why vLLM cannot serve an animal at all where it cannot, and its rounding, in nats."""
+    """The stops of a tour, the reason if vLLM cannot serve the animal, and its rounding, in nats."""
 
     animal: Animal
     stops: list[Stop] = field(default_factory=list)
@@ -111,7 +112,7 @@ class Visit:
 
     @property
     def wrong(self) -> list[Stop]:
-        """Stops with an answer that is not that of a cold start, or not that of the checkpoint."""
+        """Stops with an answer that differs from a cold start, or from the checkpoint in transformers."""
         dtype = self.animal.dtype
         return [
             stop
@@ -121,7 +122,6 @@ class Visit:
 
     @property
     def line(self) -> str:
-        """The visit in a line."""
         if self.refusal is not None:
             return f"{self.animal}: cannot be served: {self.refusal}"
         ways = " ".join(f"{stop.checkpoint}={stop.how.replace(' ', '-')}" for stop in self.stops)
@@ -134,11 +134,11 @@ class Visit:
 
 
 def visits(tours: Mapping[Animal, Sequence[str]], folder: Path) -> list[Visit]:
-    """Visits to animals that one pool can hold, since the same engine arguments do for all.
+    """Visits animals in a single pool, since all have the same engine arguments.
 
     Args:
-        tours: of each animal names of `CHECKPOINTS`, in the order in which the pool is to hold them.
-        folder: takes their checkpoints.
+        tours: names of `CHECKPOINTS` by animal, in the order in which the pool holds them.
+        folder: of their checkpoints.
     """
     [engine_kwargs] = {json.dumps(animal.engine_kwargs) for animal in tours}
     made = [Visit(animal) for animal in tours]
@@ -181,7 +181,7 @@ def visits(tours: Mapping[Animal, Sequence[str]], folder: Path) -> list[Visit]:
 
 
 def pool_config(engine_kwargs: Mapping[str, Any]) -> InferencePoolConfig:
-    """One engine on two cores; nothing is replayed, and no reload is audited by chance."""
+    """Returns a pool of 1 engine on 2 cores; without replays and without random audits of reloads."""
     return InferencePoolConfig.model_validate(
         {
             "model": {"name": "zoo", "engine_kwargs": dict(engine_kwargs)},
@@ -202,7 +202,7 @@ def _servable(folder: Path, animal: Animal, name: str) -> Servable:
 def _cold_answers(
     tours: Mapping[Animal, Sequence[str]], folder: Path, *, engine_kwargs: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Makes the checkpoints; what transformers and vLLM, started anew for each, say of them, by folder."""
+    # answers by folder and program; vLLM starts cold for each checkpoint
     checkpoints = [
         {
             **{"architecture": animal.architecture, "tied": animal.tied, "sharded": animal.sharded},
@@ -230,7 +230,7 @@ def _cold_answers(
 
 
 def _answers(running: RunningModel) -> list[list[float]]:
-    """Log-probabilities of each prompt's tokens behind the first."""
+    # log-probabilities of each prompt's tokens after the first
     answers = []
     for prompt in PROMPTS:
         response = httpx.post(

@@ -21,11 +21,11 @@ REFUSED = {
         True,
     ): "vLLM itself differs from transformers",  # its output layer stays as memory was: no such model is tied
 }
-"""Reasons why vLLM 0.32.0 on a CPU cannot serve some, by architecture and whether it is tied."""
+"""Reasons why vLLM 0.32.0 on a CPU cannot serve an animal, by architecture and if it is tied."""
 
 
 def animals_of(architecture: str) -> list[list[Animal]]:
-    """Tied and untied, in one file and sharded, in each dtype; those in float32 need an engine of their own."""
+    """Returns tied and untied animals, unsharded and sharded, in each dtype; float32 needs an engine of its own."""
     tied = [Animal(architecture, True, dtype) for dtype in ("float32", "bfloat16")]
     return [tied[:1], [tied[1], Animal(architecture, False, "float16", sharded=True)]]
 

@@ -1,10 +1,10 @@
-"""Runs lm-eval, and writes the wall seconds that its model takes to answer. Executed by an environment's interpreter.
+"""Runs lm-eval, and writes the wall seconds of its model's calls. Executed by an environment's interpreter.
 
     python timed_lm_eval.py <file for the seconds> <folder with lm-eval's packages> lm_eval <arguments of its command>
     python timed_lm_eval.py <file for the seconds> <folder with lm-eval's packages> <program> <arguments of that>
 
 The second form is for a program that drives lm-eval, as Assay's does. The seconds are those inside the model's
-`loglikelihood` or `generate_until`: tokenizing, asking and reading answers, without imports, building prompts, and
+`loglikelihood` or `generate_until`: tokenizing, requests and parsing of answers, without imports, building prompts, and
 scoring.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def time_asking(file: Path) -> None:
-    """Lets each model that lm-eval evaluates write the seconds of its calls."""
+    """Makes each model that lm-eval evaluates write the seconds of its calls."""
     import lm_eval.evaluator as evaluator
 
     evaluate = evaluator.evaluate
@@ -40,8 +40,7 @@ def time_asking(file: Path) -> None:
 
 
 def main(file: str, packages: str, program: str, *arguments: str) -> None:
-    """Runs the program, or lm-eval's command."""
-    sys.path.append(packages)  # behind the environment's own, which may be an engine's
+    sys.path.append(packages)  # after the environment's own packages, which may be an engine's
     time_asking(Path(file))
     sys.argv = [program, *arguments]
     if program == "lm_eval":

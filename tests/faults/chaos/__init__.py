@@ -1,1 +1,1 @@
-"""A real evaluation of which each process is killed in turn; `make chaos`."""
+"""Kills each process of a real evaluation in turn; `make chaos`."""

@@ -1,13 +1,14 @@
-"""Kills each process of a real evaluation in turn, at random moments, and compares what it comes to.
+"""Kills each process of a real evaluation in turn, at random moments, and compares the results.
 
     make chaos                          100 kills
-    make chaos KILLS=10 SEED=7          ten, at the moments of that seed
-    make chaos KILLS=3 ROLE=proxy       of one kind of process
+    make chaos KILLS=10 SEED=7          10, at the moments of that seed
+    make chaos KILLS=3 ROLE=proxy       of a single kind of process
 
-The same evaluation runs undisturbed first. Then, for each kill, it runs in a new folder; what ended is started again
-as a user would. In the end there must be one record, with the same scores and samples; sampled answers that were there
-at the kill are among its own; engines were asked for no more than what was lost; and no process, port, unfinished file,
-live claim, or file of a pool is left. Ends with 1 if anything differs; the folders of those kills stay.
+The same evaluation runs undisturbed first. Then, for each kill, it runs in a new folder; ended programs are restarted
+as a user would. In the end there must be a single record with the same scores and samples; sampled answers that existed
+at the kill must be among its samples; engines may have answered only lost requests again; and no process, port,
+unfinished file, live claim, or file of a pool may be left. Ends with 1 if anything differs, and keeps the folders of
+those kills.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MISSES = 5
 
 
 class Chaos:
-    """Evaluations in folders of their own below one, here or by a deployment."""
+    """Evaluations in folders of their own below `folder`, run locally or by a deployment."""
 
     def __init__(self, run: Path, folder: Path, stack: ExitStack) -> None:
         self._run = run
@@ -47,7 +48,7 @@ class Chaos:
         self._ways: dict[bool, tuple[Way, Undisturbed]] = {}
 
     def way(self, role: str) -> tuple[Way, Undisturbed]:
-        """The way in which a process of a kind is there, and what undisturbed evaluations of that way come to."""
+        """Returns a way of evaluating that has this kind of process, and its undisturbed evaluations."""
         by_deployment = role in DEPLOYED
         if by_deployment not in self._ways:
             way: Way = ByCommand()
@@ -67,7 +68,7 @@ class Chaos:
         return Place.new(self._folder / str(next(self._numbers)))
 
     def kill(self, role: str, moment: Moment) -> Kill:
-        """Evaluates with one kill; its folder stays if something differs."""
+        """Evaluates with a single kill; keeps its folder if something differs."""
         way, expected = self.way(role)
         place = self._place()
         kill = killed(role, moment, way, self._run, place, expected)
@@ -110,7 +111,6 @@ def _table(kills: list[Kill]) -> Table:
 
 
 def main() -> int:
-    """Kills so many times; the exit code."""
     parser = argparse.ArgumentParser(prog="make chaos", description="Kills each process of a real evaluation in turn.")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=None, help="of the moments; drawn, and printed, when left out")
@@ -118,7 +118,7 @@ def main() -> int:
     given = parser.parse_args()
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(10**6)
     source, roles = random.Random(seed), given.role or list(ROLES)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whatever outlives its parent is still found
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # finds processes that outlive their parents
     _say(f"seed {seed}, {given.kills} kills")
     began, kills = time.monotonic(), list[Kill]()
     run = prepared(_FOLDER)

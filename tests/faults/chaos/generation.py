@@ -1,13 +1,13 @@
-"""Kills the processes of a generation at random moments, and looks whether each answer is there once.
+"""Kills the processes of a generation at random moments, and checks that each answer exists once.
 
     make chaos-generate                           20 kills, 5,000 prompts, 2 samples each
     make chaos-generate KILLS=7 PROMPTS=500 SEED=3
 
-Prompts are put to a kept pool of two replicas whose engines give another sample each time, and note what they are
-asked. Workers, the queue of shards, proxy, agents, engines, the job that keeps the pool up, and the command itself are
-killed; who runs a machine starts pool and command again. In the end there is a row for each sample of each prompt, no
-file with answers was ever another one, no engine was asked for a prompt after its answers were written, and prompts
-that are too long are rows with their error. Ends with 1 if anything differs; the folder stays then.
+Prompts go to a kept pool of 2 replicas with engines that return another sample each time, and log their requests. Kills
+hit workers, the queue of shards, proxy, agents, engines, the job that keeps the pool up, and the command itself; pool
+and command are restarted. In the end there must be a row for each sample of each prompt, no file with answers may have
+changed, no engine may have received a prompt after its answers were written, and prompts that are too long must be rows
+with their error. Ends with 1 if anything differs, and keeps the folder.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _IN_FLIGHT = 64
 _LONGEST_SECONDS = 3600.0
 _POLL_SECONDS = 0.05
 _TOO_LONG = 5000
-"""Bytes of a prompt that no engine takes."""
+"""Bytes of a prompt that engines refuse."""
 _ONE_TOO_LONG = 250
-"""Of so many prompts one is."""
+"""1 of so many prompts is too long."""
 _SUPERVISOR = "programs/supervise.py"
 
 ROLES: Mapping[str, Callable[[Tree], list[int]]] = {
@@ -63,12 +63,12 @@ ROLES: Mapping[str, Callable[[Tree], list[int]]] = {
     "pool": lambda tree: tree.executing("run_call.py", "jobs/pool-", without=(_SUPERVISOR,)),
     "command": lambda tree: tree.executing("bin/assay", "generate", without=(_SUPERVISOR,)),
 }
-"""Processes that are killed, by name."""
+"""Killed processes, by name."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts that are put, and by how many workers; `folder` holds all that comes of it."""
+    """A generation of numbered prompts by some workers; `folder` holds all of its files."""
 
     folder: Path
     prompts: int = 5000
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def too_long(self) -> int:
-        """Number of prompts that no engine takes."""
+        """Number of prompts that engines refuse."""
         return self.prompts // _ONE_TOO_LONG
 
     @property
@@ -88,11 +88,11 @@ class Job:
 
     @property
     def asked_file(self) -> Path:
-        """File with a line for each request that an engine got."""
+        """File with a line for each request that an engine received."""
         return self.folder / "asked.txt"
 
     def write_prompts(self) -> None:
-        """Writes them, those that are too long spread among the others."""
+        """Writes the prompts; those too long are spread among the others."""
         lines = (
             {"prompt": f"prompt {number} " + ("x" * _TOO_LONG if number % _ONE_TOO_LONG == _ONE_TOO_LONG - 1 else "")}
             for number in range(self.prompts)
@@ -100,8 +100,7 @@ class Job:
         (self.folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def start_pool(self) -> None:
-        """Starts the kept pool, as a service manager does; nothing where it is up."""
-        with suppress(AssayError):  # one that is just ending: the next look starts it
+        with suppress(AssayError):  # a pool that is ending: the next call starts it
             if find(_POOL) is None:
                 config = InferencePoolConfig.model_validate(
                     {
@@ -117,7 +116,6 @@ class Job:
                 keep_up(_POOL, config, [checkpoint], idle_seconds=_LONGEST_SECONDS, launcher=launcher)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Starts the command, the first time or again."""
         command = [_ASSAY, "generate", "--pool", _POOL, "--prompts", self.folder / "prompts.jsonl"]
         command += ["--output", self.output.parent, "--samples", str(self.samples), "--temperature", "1"]
         command += ["--max-tokens", "24", "--prompts-per-shard", str(self.per_shard), "--workers", str(self.workers)]
@@ -127,29 +125,25 @@ class Job:
             return subprocess.Popen(command, env=environment, cwd=self.folder, stdout=log, stderr=log)
 
     def parts(self) -> list[Path]:
-        """Files with answers that are there."""
         return sorted(self.output.glob("part-*.parquet"))
 
     def asked(self) -> int:
-        """Requests that engines got so far."""
         return self.asked_file.read_bytes().count(b"\n") if self.asked_file.is_file() else 0
 
 
 @dataclass
 class Kills:
-    """Kills that came to pass, and what was seen between them."""
-
     happened: list[tuple[str, int]] = field(default_factory=list)
-    """Process, and number of requests that engines had got."""
+    """Process, and number of requests received by engines until then."""
     starts: int = 1
-    """Of the command."""
+    """Starts of the command."""
     endings: Counter[str] = field(default_factory=Counter)
     digests: dict[str, str] = field(default_factory=dict)
-    """Of each file with answers, when it was first seen."""
+    """Digest of each file with answers, when it was first seen."""
     wrong: list[str] = field(default_factory=list)
 
     def look_at(self, parts: Sequence[Path], *, again: bool = False) -> None:
-        """Notes the digests of new files; with `again`, compares those of all."""
+        """Records the digests of new files; with `again`, compares those of all files."""
         for part in parts:
             if again or part.name not in self.digests:
                 digest = hashlib.sha256(part.read_bytes()).hexdigest()
@@ -158,7 +152,7 @@ class Kills:
 
 
 def disturbed(job: Job, moments: Sequence[tuple[int, str]], source: random.Random) -> Kills:
-    """Generates to the end; kills a process of a kind whenever engines have got so many requests."""
+    """Generates to the end; kills a process of a kind when engines have received so many requests."""
     kills, left, deadline = Kills(), list(moments), time.monotonic() + _LONGEST_SECONDS
     before = frozenset(Tree.below(os.getpid()).processes)
     ours: set[int] = set()
@@ -203,14 +197,13 @@ def disturbed(job: Job, moments: Sequence[tuple[int, str]], source: random.Rando
 
 
 def _reap(ours: Collection[int]) -> None:
-    """Takes notice of orphans that have ended."""
     for pid in children(os.getpid()):
         if pid not in ours and state_of(pid) == "Z":
             os.waitpid(pid, 0)
 
 
 def differences(job: Job, kills: Kills) -> list[str]:
-    """Sentences on everything that is not as it should be in the end."""
+    """Returns all differences from the expected end state."""
     wrong = list(kills.wrong)
     rows = [(part, row) for part in job.parts() for row in decoded(part.read_bytes(), "parquet")]
     found = Counter((row["prompt_index"], row["sample"]) for _, row in rows)
@@ -237,20 +230,20 @@ def differences(job: Job, kills: Kills) -> list[str]:
 
 
 def asked_again(job: Job, part_of: Mapping[str, Path]) -> list[str]:
-    """Requests that reached an engine after the file with their prompt's answers was written."""
+    """Returns requests that reached an engine after the file with their prompt's answers was written."""
     written = {part: part.stat().st_mtime_ns for part in set(part_of.values())}
     late: defaultdict[str, int] = defaultdict(int)
     for line in job.asked_file.read_bytes().splitlines():
         at, _, body = line.partition(b" ")
-        with suppress(ValueError):  # the line of an engine that was killed while it wrote
-            part = part_of.get(str(json.loads(body)["prompt"]))  # the pool's own questions are lists of tokens
+        with suppress(ValueError):  # a line of an engine killed while it wrote
+            part = part_of.get(str(json.loads(body)["prompt"]))  # the pool's own requests are lists of tokens
             if part is not None and int(at) > written[part]:
                 late[part.name] += 1
     return [f"{count} requests for {name} came after it was written" for name, count in sorted(late.items())]
 
 
 def moments_of(job: Job, kills: int, source: random.Random) -> list[tuple[int, str]]:
-    """Draws moments in the first nine tenths of all requests, and has each kind of process killed as often."""
+    """Draws moments in the first 9 tenths of all requests, equally many for each kind of process."""
     total = job.prompts * job.samples
     roles: list[str] = []
     while len(roles) < kills:
@@ -259,14 +252,13 @@ def moments_of(job: Job, kills: int, source: random.Random) -> list[tuple[int, s
 
 
 def main() -> int:
-    """Generates with so many kills; the exit code."""
     parser = argparse.ArgumentParser(prog="make chaos-generate", description="Kills the processes of a generation.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=None, help="of the moments; drawn, and printed, when left out")
     given = parser.parse_args()
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(10**6)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whatever outlives its parent is still found
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # finds processes that outlive their parents
     job = Job(Path(tempfile.mkdtemp(prefix="chaos-")), prompts=given.prompts)
     os.environ["ASSAY_CACHE_DIR"] = str(job.folder / "cache")
     settings.cache_clear()

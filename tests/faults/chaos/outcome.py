@@ -1,4 +1,4 @@
-"""Looking at what an evaluation came to, and at what is left of it."""
+"""Inspects the results and leftovers of an evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CANARIES_PER_START = 16
 
 @dataclass(frozen=True)
 class Answered:
-    """The content of a journal: number of answers, and the texts of the sampled ones."""
+    """The content of a journal: number of answers, and the texts of sampled answers."""
 
     answers: int
     sampled: Counter[str]
@@ -33,18 +33,17 @@ class Answered:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of an evaluation: its one record, with samples by benchmark and question."""
+    """The end of an evaluation: its only record, with samples by benchmark and question."""
 
     record: Record
     samples: Mapping[tuple[str, str], Sample]
     sampled: Counter[str]
     """Texts that the harness has of the sampled benchmark, each repetition counted."""
     prompts: int
-    """Prompts that the harness has an answer to, each repetition counted."""
+    """Prompts with an answer in the harness, each repetition counted."""
 
 
 def answered(place: Place) -> Answered:
-    """Looks into the journal, as it is now."""
     path = place.cache / "journal" / "journal.sqlite"
     if not path.is_file():
         return Answered(0, Counter())
@@ -52,14 +51,14 @@ def answered(place: Place) -> Answered:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as journal:
             (number,) = journal.execute("SELECT count(*) FROM answers").fetchone()
             rows = journal.execute("SELECT body FROM answers WHERE deterministic = 0").fetchall()
-    except sqlite3.OperationalError:  # it is being made
+    except sqlite3.OperationalError:  # the file is being created
         return Answered(0, Counter())
     bodies = [json.loads(unpacked(body)) for (body,) in rows]
     return Answered(number, Counter(choice["text"] for body in bodies for choice in body["choices"]))
 
 
 def count_answers(place: Place) -> int:
-    """Counts what the journal holds; 0 as long as there is none."""
+    """Counts the answers in the journal; 0 without a journal."""
     path = place.cache / "journal" / "journal.sqlite"
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as journal:
@@ -69,7 +68,7 @@ def count_answers(place: Place) -> int:
 
 
 def outcome_of(place: Place) -> tuple[Outcome | None, list[str]]:
-    """Reads the record and the samples of an evaluation; what is wrong with them in themselves."""
+    """Returns the record and samples of an evaluation, and their errors."""
     found = find_records(str(place.evaluations))
     if len(found) != 1:
         return None, [f"{len(found)} records, 1 is expected"]
@@ -94,7 +93,7 @@ def outcome_of(place: Place) -> tuple[Outcome | None, list[str]]:
 
 
 def differences(outcome: Outcome, undisturbed: Outcome) -> list[str]:
-    """Says what is not as in the undisturbed evaluation; sampled answers are others each time."""
+    """Returns differences from the undisturbed evaluation; sampled answers differ each time."""
     found = []
     if outcome.record.counts != undisturbed.record.counts:
         found.append(f"counts are {outcome.record.counts}, undisturbed {undisturbed.record.counts}")
@@ -124,7 +123,7 @@ def _scores(record: Record) -> dict[str, tuple[float, float | None, int]]:
 
 
 def not_replayed(outcome: Outcome, before: Answered) -> list[str]:
-    """Says which sampled answers that were given before a kill are not among those of the end."""
+    """Returns which sampled answers of before a kill are missing in the end."""
     missing = before.sampled - outcome.sampled
     if not missing:
         return []
@@ -133,13 +132,12 @@ def not_replayed(outcome: Outcome, before: Answered) -> list[str]:
 
 
 def asked_too_often(asked: int, undisturbed: int, *, starts: int) -> list[str]:
-    """Says if engines answered more prompts than were lost, with what each start of an engine takes beside them."""
+    """Returns a text if engines answered more prompts than were lost, apart from the canaries of each start."""
     most = undisturbed + IN_FLIGHT + _CANARIES_PER_START * (starts - 1)
     return [f"engines answered {asked} prompts, undisturbed {undisturbed}; {most} would do"] if asked > most else []
 
 
 def leftovers(place: Place, tree: Tree) -> list[str]:
-    """Says what is left of an evaluation that is over."""
     found = []
     for process in tree.processes.values():
         ports = ", ".join(str(port) for _, port in listens_on(process.pid))
@@ -158,7 +156,7 @@ def leftovers(place: Place, tree: Tree) -> list[str]:
 
 
 def journal_damage(place: Place) -> list[str]:
-    """Says what is wrong with the journal's file, and which sampled answers stay in it."""
+    """Returns damage of the journal's file, and sampled answers that stay in it."""
     path = place.cache / "journal" / "journal.sqlite"
     with closing(sqlite3.connect(path)) as journal:
         verdict = [row[0] for row in journal.execute("PRAGMA integrity_check").fetchall()]

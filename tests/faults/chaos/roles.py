@@ -1,4 +1,4 @@
-"""The processes of an evaluation, told apart by what they execute and whose children they are."""
+"""The processes of an evaluation, identified by their command lines and parents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HARNESS_PROGRAM = "run_lm_eval.py"
 
 @dataclass(frozen=True)
 class Process:
-    """A process that has not ended, with its arguments as one text."""
+    """A running process, with its arguments joined to a text."""
 
     pid: int
     parent: int
@@ -25,14 +25,13 @@ class Process:
 
 
 class Tree:
-    """All processes below one, as they are at a moment."""
+    """A snapshot of all processes below a root."""
 
     def __init__(self, processes: Mapping[int, Process]) -> None:
         self.processes = processes
 
     @classmethod
     def below(cls, root: int) -> Tree:
-        """Looks at them."""
         found = {
             pid: Process(pid, parent(pid), " ".join(command_line(pid)))
             for pid in descendants(root)
@@ -41,7 +40,7 @@ class Tree:
         return cls(MappingProxyType(found))
 
     def executing(self, *words: str, without: tuple[str, ...] = ()) -> list[int]:
-        """Those whose arguments have all of some words and none of others."""
+        """Returns the processes with all of `words` in their arguments and none of `without`."""
         return [
             process.pid
             for process in self.processes.values()
@@ -49,16 +48,15 @@ class Tree:
         ]
 
     def children(self, pids: list[int]) -> list[int]:
-        """Direct children of some processes."""
         return [process.pid for process in self.processes.values() if process.parent in pids]
 
     def fork_servers(self, program: str) -> list[int]:
-        """Servers that fork a program; its runs have the same arguments, and are below them."""
+        """Returns servers that fork a program; its runs are their children with the same arguments."""
         same = self.executing(_FORK_SERVER, program)
         return [pid for pid in same if self.processes[pid].parent not in same]
 
     def runs(self, program: str) -> list[int]:
-        """Processes that are runs of a program: forked, or started cold."""
+        """Returns runs of a program: forked, or started cold."""
         forked = self.children(self.children(self.fork_servers(program)))
         return forked or self.executing(program, without=(_FORK_SERVER, _SUPERVISOR, _STUB))
 
@@ -81,7 +79,7 @@ ROLES: Mapping[str, Callable[[Tree], list[int]]] = {
     "worker": lambda tree: tree.executing("prefect", "worker", "start"),
     "flow run": lambda tree: tree.executing("prefect.engine"),
 }
-"""Names of processes, and how they are found; several where there are several of a kind."""
+"""Functions that find processes, by name; each may find several."""
 
 DEPLOYED = ("worker", "flow run")
-"""Those that are there only where a deployment evaluates."""
+"""Processes that exist only with a deployment."""

@@ -1,4 +1,4 @@
-"""One evaluation, undisturbed or with a kill: started, started again if it ended, and looked at."""
+"""An evaluation, undisturbed or with a kill: started, restarted if it ended, and inspected."""
 
 from __future__ import annotations
 
@@ -45,11 +45,9 @@ class Moment:
 
     @property
     def words(self) -> str:
-        """The moment, for people."""
         return f"{self.seconds:.1f} s old" if self.seconds is not None else f"with {self.answers} requests answered"
 
     def has_come(self, place: Place, *, since: float) -> bool:
-        """Tells if it is now, or was before."""
         if self.seconds is not None:
             return time.monotonic() - since >= self.seconds
         assert self.answers is not None
@@ -58,17 +56,17 @@ class Moment:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """An evaluation without a kill: what others are compared with, and the times in which kills may fall."""
+    """An evaluation without a kill: the reference of the other evaluations, and the times of possible kills."""
 
     outcome: Outcome
     asked: int
     requests: int
     seconds: float
     lives: dict[str, float]
-    """Seconds that processes of a kind were there."""
+    """Lifetimes of processes by kind, in seconds."""
 
     def moment(self, role: str, source: random.Random) -> Moment:
-        """Draws a moment in the life of a process: one half by the clock, one half by the answers."""
+        """Draws a moment in the life of a process: half of the draws by the clock, half by the answers."""
         share = source.random()
         if source.random() < 0.5:
             return Moment(round(share * self.lives[role], 1), None)
@@ -77,23 +75,20 @@ class Undisturbed:
 
 @dataclass
 class Watch:
-    """Observations of an evaluation while it goes on."""
-
     way: Way
     place: Place
     before: frozenset[int]
-    """Processes that have nothing to do with it."""
+    """Unrelated processes."""
     first: dict[int, float] = field(default_factory=dict)
     last: dict[int, float] = field(default_factory=dict)
     roles: dict[int, str] = field(default_factory=dict)
     answers: dict[int, int] = field(default_factory=dict)
     ours: set[int] = field(default_factory=set)
-    """Processes that this one started itself, and waits for."""
+    """Processes that this process started itself, and waits for."""
     requests: int = 0
     _looked: float = 0.0
 
     def start(self, run: Path) -> Started:
-        """Starts the evaluation, the first time or again."""
         with self._starting():
             self.way.serve(self.place)
             return self.way.start(run, self.place)
@@ -105,7 +100,7 @@ class Watch:
         self.ours |= set(children(os.getpid())) - before
 
     def look(self, *, serving: bool = True) -> Tree:
-        """Looks once, takes notice of orphans that have ended, and starts a service that has."""
+        """Polls once, reaps orphans, and restarts a service that has ended."""
         for pid in children(os.getpid()):
             if pid not in self.ours and pid not in self.before and state_of(pid) == "Z":
                 os.waitpid(pid, 0)
@@ -127,7 +122,7 @@ class Watch:
         return tree
 
     def ask_engines(self, tree: Tree) -> None:
-        """Notes how many prompts each engine has answered."""
+        """Records the number of prompts that each engine has answered."""
         for pid in ROLES["engine's server"](tree):
             for address, port in listens_on(pid):
                 try:
@@ -136,7 +131,7 @@ class Watch:
                     continue  # it starts, or ends
 
     def lives(self) -> dict[str, float]:
-        """Seconds that processes of each kind were there, the longest one of each."""
+        """Returns the longest lifetime of each kind of process, in seconds."""
         found: dict[str, float] = {}
         for pid, role in self.roles.items():
             found[role] = max(found.get(role, 0.0), self.last[pid] - self.first[pid])
@@ -145,27 +140,21 @@ class Watch:
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill, and what came of it."""
-
     role: str
     moment: Moment
     happened: str
     seconds: float
     missed: bool = False
-    """True if the process had ended before its moment came."""
+    """True if the process had ended before its moment."""
     wrong: tuple[str, ...] = ()
     replayed: int = 0
-    """Sampled answers that were there at the kill, and in the end."""
+    """Number of sampled answers at the kill, and in the end."""
     temporary: int = 0
-    """Files and folders that are left among temporary ones."""
+    """Leftover temporary files and folders."""
 
 
 def undisturbed(way: Way, run: Path, place: Place) -> Undisturbed:
-    """Evaluates without a kill.
-
-    Raises:
-        AssertionError: it did not succeed, or left something.
-    """
+    """Evaluates without a kill; raises AssertionError if it failed or left something."""
     began, watch = time.monotonic(), Watch(way, place, frozenset(Tree.below(os.getpid()).processes))
     started = watch.start(run)
     ended = _watched(started, watch, until=began + _LONGEST_SECONDS)
@@ -176,12 +165,12 @@ def undisturbed(way: Way, run: Path, place: Place) -> Undisturbed:
     assert ended == "" and outcome is not None and not wrong and not left, (ended, wrong, left)
     asked = sum(watch.answers.values())
     assert asked >= watch.requests > 0, f"engines counted {asked} prompts of {watch.requests} requests"
-    asked = max(asked, outcome.prompts)  # an engine that has ended tells nobody of its last second
+    asked = max(asked, outcome.prompts)  # an ended engine does not report its last second
     return Undisturbed(outcome, asked, watch.requests, seconds, watch.lives())
 
 
 def killed(role: str, moment: Moment, way: Way, run: Path, place: Place, expected: Undisturbed) -> Kill:
-    """Evaluates, kills a process at its moment, and starts again what has ended."""
+    """Evaluates, kills a process at its moment, and restarts ended processes."""
     began, watch = time.monotonic(), Watch(way, place, frozenset(Tree.below(os.getpid()).processes))
     deadline = began + _LONGEST_SECONDS
     started = watch.start(run)
@@ -217,7 +206,7 @@ def killed(role: str, moment: Moment, way: Way, run: Path, place: Place, expecte
 
 
 def _kill(role: str, moment: Moment, started: Started, watch: Watch, *, until: float) -> Answered | None:
-    """Waits for the moment and kills; what had been answered by then, None if it never came."""
+    # returns None if the moment never came
     since: float | None = None
     while started.outcome() is None and time.monotonic() < until:
         tree = watch.look()
@@ -237,7 +226,7 @@ def _kill(role: str, moment: Moment, started: Started, watch: Watch, *, until: f
 
 
 def _watched(started: Started, watch: Watch, *, until: float) -> str | None:
-    """Watches an evaluation to its end, and says how it ended; None if it does not in time."""
+    # returns None after `until`
     while (ended := started.outcome()) is None and time.monotonic() < until:
         watch.look()
         time.sleep(_POLL_SECONDS)
@@ -245,7 +234,6 @@ def _watched(started: Started, watch: Watch, *, until: float) -> str | None:
 
 
 def _left(place: Place, watch: Watch) -> list[str]:
-    """Waits for what is ending; says what is left, and ends it."""
     deadline = time.monotonic() + _GONE_SECONDS
     while (tree := watch.look(serving=False)).processes and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

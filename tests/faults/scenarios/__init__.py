@@ -1,1 +1,1 @@
-"""Behaviour of a pool when something goes wrong under load, and what its clients see of it."""
+"""Faults of a pool under load, and their effects on clients."""

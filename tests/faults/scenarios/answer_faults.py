@@ -1,4 +1,4 @@
-"""Engines whose answers are cut, garbled, aborted or refused."""
+"""Engines with cut, garbled, aborted or refused answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _WHOLE: tuple[Kind, ...] = ("greedy", "logprobs", "sampled", "chat", "tokens")
 
 
 async def _with_fault(target: Target, plan: LoadPlan, fault: str, times: int) -> Trial:
-    """A trial in which one engine does something wrong so many times."""
     assert target.inject is not None
     inject = target.inject
     url = (await asyncio.to_thread(target.engines))[0].url
@@ -35,7 +34,7 @@ async def _with_fault(target: Target, plan: LoadPlan, fault: str, times: int) ->
 
 
 async def _asked_again(target: Target, scale: Scale, name: str, fault: str) -> ScenarioOutcome:
-    """A request is sent three times in all, so two faults cannot use up those of one request."""
+    # a request is sent 3 times in all, so 2 faults cannot use up all of its attempts
     plan = plan_of(scale, kinds=_WHOLE)
     trial = await _with_fault(target, plan, fault, _FAULTS)
     rules = trial.broken_rules(most_upstream=plan.requests + _FAULTS)
@@ -45,7 +44,7 @@ async def _asked_again(target: Target, scale: Scale, name: str, fault: str) -> S
 
 
 async def _cut_bodies(target: Target, scale: Scale) -> ScenarioOutcome:
-    """A connection that breaks may take none but its own request with it, but makes the replica suspect for a while."""
+    # a broken connection may fail only its own request, but makes the replica suspect for a while
     return await _asked_again(target, scale, "answer-cut", "die_mid_body")
 
 
@@ -68,7 +67,7 @@ async def _cut_streams(target: Target, scale: Scale) -> ScenarioOutcome:
 
 
 async def _never_valid(target: Target, scale: Scale) -> ScenarioOutcome:
-    """Every answer is garbage: clients must be told so, and nothing of it may be shown or kept."""
+    # all answers are garbage: clients must get errors, and no part of an answer may be shown or kept
     began = time.monotonic()
     few = dataclasses.replace(scale, requests=min(scale.requests, 64))
     plan = plan_of(few, kinds=_WHOLE)
@@ -118,7 +117,7 @@ async def _refusals(target: Target, scale: Scale) -> ScenarioOutcome:
 async def _walled(
     target: Target, plan: LoadPlan, begin: Mapping[str, Any], end: Mapping[str, Any]
 ) -> tuple[Counter[int | None], int, int]:
-    """Statuses, answers kept, and attempts at engines while every engine does the same wrong thing."""
+    # returns statuses, kept answers, and attempts at engines while every engine has the same fault
     assert target.inject is not None
     engines = await asyncio.to_thread(target.engines)
     cell = target.cell()
@@ -139,7 +138,7 @@ async def _walled(
 
 
 def _given_only_once(trial: Trial, outcome: ScenarioOutcome) -> ScenarioOutcome:
-    """Adds the rule that nothing but whole answers was kept."""
+    # only whole answers may be kept
     whole = sum(answer.payload is not None for answer in trial.report.answers)
     if trial.kept is None or trial.kept.answers == whole:
         return outcome

@@ -1,4 +1,4 @@
-"""Every scenario by its name."""
+"""All scenarios by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 async def check_scenario(scenario: Scenario, target: Target, scale: Scale) -> ScenarioOutcome:
-    """Tries a scenario on a pool that is whole, and fails the test with what did not hold."""
+    """Runs a scenario on a settled pool, and fails the test with its violations."""
     assert await target.settled() is None
     outcome = await scenario.tried_on(target, scale)
     print(f"{outcome.scenario}: {outcome.requests} requests, {outcome.seconds} s, {outcome.figures}")

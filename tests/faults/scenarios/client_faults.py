@@ -1,4 +1,4 @@
-"""Clients that leave, come in crowds, or ask for far too much."""
+"""Clients that leave, come in crowds, or send excessive requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANSWER_SECONDS = 120.0
 
 
 async def _clients_leave(target: Target, scale: Scale) -> ScenarioOutcome:
-    """The naive design was poisoned for ever by one client that had left."""
+    # a naive design failed for ever after a single client had left
     began = time.monotonic()
     generator = random.Random(scale.seed)
     gate = asyncio.Semaphore(_AT_ONCE)
@@ -77,7 +77,7 @@ async def _many_connections(target: Target, scale: Scale) -> ScenarioOutcome:
 
 
 async def _large_prompts(target: Target, scale: Scale) -> ScenarioOutcome:
-    """An engine may answer them or refuse them for their length; either comes through, and its word counts."""
+    # an engine may answer large prompts or refuse their length; the client must receive either result
     began = time.monotonic()
     endpoint = target.endpoint
     if target.inject is not None:
@@ -108,7 +108,7 @@ async def _large_prompts(target: Target, scale: Scale) -> ScenarioOutcome:
 
 
 async def answers_as_before(target: Target) -> tuple[list[str], int]:
-    """Problems of the pool after a storm, and the number of requests that were asked to find out."""
+    """Returns problems of the pool after a storm, and the number of requests used to find them."""
     plan = plan_of(Scale(requests=_PROBES, concurrency=8))
     report = await ask_all(target.endpoint, plan)
     rules = []
@@ -121,7 +121,7 @@ async def answers_as_before(target: Target) -> tuple[list[str], int]:
 
 
 async def _open_files(pid: int, *, most: int | None = None, seconds: float = 10.0) -> int:
-    """Counts the files and connections that a process has open; waits a while for there to be at most so many."""
+    # waits up to `seconds` for at most `most` open files and connections
     deadline = time.monotonic() + seconds
     while True:
         count = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
@@ -131,13 +131,12 @@ async def _open_files(pid: int, *, most: int | None = None, seconds: float = 10.
 
 
 def address_of(endpoint: Endpoint) -> tuple[str, int]:
-    """Host and port of an endpoint."""
     parts = urlsplit(endpoint.base_url)
     return parts.hostname or "", parts.port or 80
 
 
 def completion(endpoint: Endpoint, fields: dict[str, object]) -> bytes:
-    """A whole request, after which the connection closes."""
+    """Returns a whole HTTP request, after which the connection closes."""
     body = json.dumps({"model": endpoint.model, **fields}).encode()
     head = (
         f"POST {urlsplit(endpoint.base_url).path}/completions HTTP/1.1\r\nHost: pool\r\n"

@@ -1,4 +1,4 @@
-"""Requests that no client should send, made from a seed: bytes that are hardly HTTP, bodies that are hardly right."""
+"""Invalid requests drawn from a seed: bytes that are hardly HTTP, and invalid bodies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FIELDS = (
 
 
 def odd_bytes(generator: random.Random, request: bytes) -> bytes:
-    """A request with a few of its bytes replaced, left out or doubled; now and then bytes that are no request."""
+    """Returns a request with a few of its bytes replaced, left out or doubled, or (1 in 10) random bytes."""
     if generator.random() < 0.1:
         return generator.randbytes(generator.randrange(400))
     changed = request
@@ -59,7 +59,7 @@ def odd_bytes(generator: random.Random, request: bytes) -> bytes:
 
 
 def odd_body(generator: random.Random, model: str) -> bytes:
-    """A body for a completion that is wrong in some way, or only strange."""
+    """Returns a body for a completion that is invalid, or only strange."""
     roll = generator.random()
     if roll < 0.1:
         return generator.randbytes(generator.randrange(300))

@@ -1,4 +1,4 @@
-"""A proxy that is sent what no client should send."""
+"""A proxy that receives invalid requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pools.protocol import RequestCounters
 
 _AT_ONCE = 48
 _SILENT_SECONDS = 0.2
-"""Seconds that a client waits whose request may well be incomplete: then it is the proxy that waits."""
+"""Seconds that a client waits after a possibly incomplete request: the proxy waits for the rest."""
 _ANSWER_SECONDS = 60.0
 _SHOWN = 3
 _STATUS = re.compile(rb"^HTTP/1\.1 ([1-5]\d\d) [ -~]*\r\n")
@@ -77,7 +77,6 @@ async def _fuzzed(target: Target, scale: Scale) -> ScenarioOutcome:
 
 
 async def _each(requests: list[bytes], act: Callable[[bytes], Awaitable[None]]) -> None:
-    """Does something with each request, so many at once."""
     left = iter(requests)
 
     async def work() -> None:
@@ -88,7 +87,7 @@ async def _each(requests: list[bytes], act: Callable[[bytes], Awaitable[None]]) 
 
 
 async def _ask(session: aiohttp.ClientSession, target: Target, body: bytes, seen: _Seen) -> None:
-    """Sends a body in a request that is right: it must be answered, and with a status that fits."""
+    # a valid request must be answered, with a fitting status
     endpoint = target.endpoint
     try:
         async with session.post(f"{endpoint.base_url}/completions", data=body) as response:
@@ -100,7 +99,7 @@ async def _ask(session: aiohttp.ClientSession, target: Target, body: bytes, seen
     seen.statuses[status] += 1
     if status >= 500:
         own = any(text.encode() in answer for text in _OF_THE_PROXY)
-        if own or target.inject is not None:  # what a real engine says to such a body is its own affair
+        if own or target.inject is not None:  # a real engine's answer to such a body is not checked
             seen.note(f"{status} ({answer[:100]!r}) to {body[:120]!r}")
     if status == 200 and _model_in(body) != endpoint.model:
         seen.note(f"200 to a body without the model: {body[:80]!r}")
@@ -115,7 +114,7 @@ def _model_in(body: bytes) -> object:
 
 
 async def _converse(endpoint: Endpoint, stream: bytes, seen: _Seen) -> None:
-    """Sends bytes: what comes back is well-formed, and never says that the proxy is at fault."""
+    # replies must be well-formed, and never report an error of the proxy itself
     try:
         reader, writer = await asyncio.open_connection(*address_of(endpoint))
     except OSError as error:
@@ -145,7 +144,7 @@ async def _converse(endpoint: Endpoint, stream: bytes, seen: _Seen) -> None:
 
 
 def _right_requests(endpoint: Endpoint) -> list[bytes]:
-    """Requests that are changed into wrong ones; the connection closes after each."""
+    # the connection closes after each
     close = f"Host: pool\r\nAuthorization: Bearer {endpoint.key}\r\nConnection: close\r\n"
     body = json.dumps({"model": endpoint.model, "prompt": "why", "max_tokens": 2, "temperature": 0}).encode()
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)

@@ -1,4 +1,4 @@
-"""Clients of a pool: so many numbered requests, so many of them at once, and what each of them saw."""
+"""Clients of a pool: numbered requests, a limited number at a time, and the answer to each."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import aiohttp
 from faults.scenarios.questions import KINDS, Kind, Payload, Question, is_broken_off, payload_in
 
 BROKEN_STREAM = "a stream that ends with an error event"
-"""No other replica can go on with a stream that its client has begun to see."""
+"""The problem of a cut stream: no other replica can continue a stream that its client has begun to receive."""
 _COMES_BACK_SECONDS = 60.0
 _COMES_BACK_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address to ask, ending in `/v1`, the key to ask with, and the model to ask for."""
+    """Address of an endpoint, ending in `/v1`, with its key and model."""
 
     base_url: str
     key: str
@@ -31,7 +31,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The requests to make. They are told from those of other plans by `mark`."""
+    """The requests to make; `mark` tells them apart from those of other plans."""
 
     mark: str
     requests: int = 2000
@@ -41,12 +41,11 @@ class LoadPlan:
     """Different prompts of each kind."""
     max_tokens: int = 8
     timeout_seconds: float = 300.0
-    """For one answer."""
+    """Time-out of an answer."""
     retries: int = 0
-    """Times that a client asks again after its connection broke; it also waits while nobody listens at the address."""
+    """Retries of a client after its connection broke; it also waits while nothing listens at the address."""
 
     def question(self, number: int, model: str) -> Question:
-        """The request of that number."""
         kind = self.kinds[number % len(self.kinds)]
         prompt = number // len(self.kinds) % self.prompts
         return Question(kind, prompt, f"{self.mark}-{number}", model, self.max_tokens)
@@ -54,7 +53,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class Answer:
-    """One request as its client saw it: no status where the connection broke, and `payload` of a right 200 only."""
+    """A request as its client saw it: no status after a broken connection, `payload` only of a right 200."""
 
     number: int
     question: Question
@@ -67,14 +66,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The answers that all clients saw."""
-
     answers: tuple[Answer, ...]
     seconds: float
 
     @property
     def errors(self) -> Counter[str]:
-        """Requests that did not get a whole, valid answer, by what they got instead; less broken streams."""
+        """Counts requests without a whole, valid answer by problem, except broken streams."""
         return Counter(answer.problem for answer in self.answers if answer.problem not in (None, BROKEN_STREAM))
 
     @property
@@ -84,11 +81,11 @@ class LoadReport:
 
     @property
     def retried(self) -> int:
-        """Requests that were asked more than once."""
+        """Requests that were sent more than once."""
         return sum(answer.attempts > 1 for answer in self.answers)
 
     def wrong(self, reference: Mapping[tuple[Kind, int], Payload]) -> list[Answer]:
-        """Answers that say something else than the same question's answer in `reference`."""
+        """Returns answers that differ from the same request's answer in `reference`."""
         return [
             answer
             for answer in self.answers
@@ -100,13 +97,7 @@ class LoadReport:
 
 
 class Load:
-    """Clients that are asking; ends with the block.
-
-    Args:
-        endpoint: where they ask.
-        plan: what.
-        on_answer: told of each answer as it comes.
-    """
+    """Running clients that end with the block; `on_answer` is called with each answer."""
 
     def __init__(
         self, endpoint: Endpoint, plan: LoadPlan, *, on_answer: Callable[[Answer], None] | None = None
@@ -138,13 +129,12 @@ class Load:
         await self._session.close()
 
     async def reached(self, answers: int) -> None:
-        """Returns once so many requests have had their answer, or their error."""
+        """Returns once so many requests have an answer or an error."""
         while len(self._answers) < min(answers, self._plan.requests):
             self._news.clear()
             await self._news.wait()
 
     async def report(self) -> LoadReport:
-        """Returns what the clients saw, once each of them has nothing left to ask."""
         await asyncio.gather(*self._tasks)
         return LoadReport(
             tuple(sorted(self._answers, key=lambda answer: answer.number)), time.monotonic() - self._began
@@ -191,7 +181,7 @@ class Load:
             return 200, None, BROKEN_STREAM if cut else "an answer that is not whole or not valid"
 
     async def _until_back(self) -> bool:
-        """Waits until somebody listens at the address again; whether that was in time."""
+        # waits until the address accepts connections again; returns False after the time-out
         url = urlsplit(self._endpoint.base_url)
         deadline = time.monotonic() + _COMES_BACK_SECONDS
         while time.monotonic() < deadline:
@@ -206,17 +196,12 @@ class Load:
 
 
 async def ask_all(endpoint: Endpoint, plan: LoadPlan) -> LoadReport:
-    """Asks all of a plan while nothing else happens, and returns what the clients see."""
     async with Load(endpoint, plan) as load:
         return await load.report()
 
 
 async def reference_answers(endpoint: Endpoint, plan: LoadPlan) -> dict[tuple[Kind, int], Payload]:
-    """The right answer to each kind of question and each prompt of a plan, asked one client at a time for each kind.
-
-    Raises:
-        ValueError: the pool gives no valid answers now.
-    """
+    """Returns right answers to each kind of request and prompt of a plan; ValueError if the pool gives none."""
     every = LoadPlan(
         mark=f"{plan.mark}-reference",
         requests=len(plan.kinds) * plan.prompts,

@@ -11,48 +11,47 @@ from faults.scenarios.target import Target
 
 @dataclass(frozen=True)
 class Scale:
-    """The amount that is asked, and the time that a fault lasts."""
+    """Number of requests, and duration of a fault."""
 
     requests: int = 2000
     concurrency: int = 64
     away_seconds: float = 20.0
-    """Time for which all replicas are away."""
+    """Seconds without any replica."""
     clients: int = 2000
-    """Clients of a storm, or connections at once."""
+    """Clients of a storm, or simultaneous connections."""
     prompt_bytes: int = 2_000_000
     """Size of a large prompt."""
     large_prompts: int = 16
     fuzzed: int = 3000
-    """Requests that are not what a client should send."""
+    """Invalid requests."""
     seed: int = 1
 
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
-    """Outcome of one scenario. `violations` are sentences: each says what did not hold."""
+    """Outcome of a scenario; `violations` are sentences about broken rules."""
 
     scenario: str
     requests: int = 0
     client_errors: int = 0
     wrong_answers: int = 0
     duplicates: int = 0
-    """Answers in the journal beyond one for each request."""
+    """Answers in the journal beyond 1 for each request."""
     seconds: float = 0.0
     violations: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict)
     """Further counts, for people."""
     skipped: str | None = None
-    """Why it was not run."""
+    """Reason for skipping it."""
 
     @property
     def verdict(self) -> Literal["holds", "violated", "skipped"]:
-        """In a word."""
         return "skipped" if self.skipped else "violated" if self.violations else "holds"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Something that goes wrong under load: what is done, and what must hold all the same."""
+    """A fault under load, and the rules that must still hold."""
 
     name: str
     does: str
@@ -60,12 +59,12 @@ class Scenario:
     run: Callable[[Target, Scale], Awaitable[ScenarioOutcome]]
     least_replicas: int = 1
     injects: bool = False
-    """Needs engines that can be made to misbehave."""
+    """Needs engines with injectable faults."""
     needs_recipe: bool = False
     """Starts another pool like the target."""
 
     async def tried_on(self, target: Target, scale: Scale) -> ScenarioOutcome:
-        """Runs it, or says why that is not possible on this pool."""
+        """Runs it, or returns why this pool cannot."""
         if target.replicas < self.least_replicas:
             return ScenarioOutcome(self.name, skipped=f"it needs {self.least_replicas} replicas")
         if self.injects and target.inject is None:

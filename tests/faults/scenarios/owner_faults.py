@@ -1,4 +1,4 @@
-"""The process that runs an evaluation, killed half-way: its pool goes with it, and the same work is begun again."""
+"""The process that runs an evaluation is killed half-way: its pool ends with it, and the same work starts again."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ class _Work:
     folder: Path
 
     def answers_of(self, run: str) -> dict[int, dict[str, object]]:
-        """Answers that clients of one run were given so far, by number."""
         file = self.folder / f"{run}.jsonl"
         lines = file.read_text().splitlines() if file.is_file() else []
         return {answer["number"]: answer for answer in (json.loads(line) for line in lines if line.endswith("}"))}
 
 
 def _own_a_pool_and_ask(recipe: Recipe, work: _Work, run: str) -> None:
-    """Does the work of the orchestrator: a pool of its own, a cell, and every request of the plan."""
+    # the orchestrator's work: a pool of its own, a cell, and every request of the plan
     with (
         InferencePool(recipe.config, recipe.checkpoints, launcher=recipe.launcher) as pool,
         (work.folder / f"{run}.jsonl").open("w") as noted,
@@ -113,7 +112,7 @@ async def _owner_killed(target: Target, scale: Scale) -> ScenarioOutcome:
 
 
 def _run_and_kill(recipe: Recipe, work: _Work) -> list[int]:
-    """Kills the first run half-way; the processes that are left of it."""
+    # returns leftover processes of the killed run
     job = _submit(recipe, work, "first")
     pid: int | None = None
     while not job.status().finished and len(work.answers_of("first")) < work.plan.requests // 2:

@@ -1,4 +1,4 @@
-"""Finding the processes of a pool on this machine, by what Linux says of them."""
+"""Finds the processes of a pool on this machine through /proc."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _LISTENING = "0A"
 
 
 def send(number: signal.Signals, pids: Iterable[int]) -> None:
-    """Sends a signal to those of some processes that exist."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -25,12 +24,11 @@ def send(number: signal.Signals, pids: Iterable[int]) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes whose parent a process is."""
     return _children()[pid]
 
 
 def descendants(pid: int) -> list[int]:
-    """Every process that a process has started, directly or not, and that is still there."""
+    """Returns all running processes that a process has started, directly or not."""
     children_of = _children()
     found: list[int] = []
     left = [pid]
@@ -49,7 +47,6 @@ def _children() -> defaultdict[int, list[int]]:
 
 
 def parent(pid: int) -> int:
-    """The process that a process is a child of, 0 if it has ended."""
     try:
         return int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -57,7 +54,7 @@ def parent(pid: int) -> int:
 
 
 def ancestors(pid: int) -> list[int]:
-    """The process that started a process, the one that started that, and so on."""
+    """Returns the parent of a process, its parent, and so on."""
     found: list[int] = []
     while pid > 1 and (pid := parent(pid)):
         found.append(pid)
@@ -65,7 +62,6 @@ def ancestors(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a process; none if it has ended."""
     try:
         return (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -73,7 +69,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def state_of(pid: int) -> str:
-    """The letter by which Linux says what a process does, `Z` for a zombie; empty if it has ended."""
+    """Returns Linux' letter for the state of a process, `Z` for a zombie; empty if it has ended."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -81,19 +77,19 @@ def state_of(pid: int) -> str:
 
 
 def job_of(pid: int) -> str:
-    """The local job that a process belongs to, as its environment said at its start; empty if none."""
+    """Returns the local job of a process by its environment at its start; empty if none."""
     return variable_of(pid, "ASSAY_JOB_ID")
 
 
 def engine_key(port: int) -> str:
-    """The key of the engine that was started for a port; empty if there is none."""
+    """Returns the key of the engine started for a port; empty if there is none."""
     pids = (int(folder.name) for folder in _PROC.glob("[0-9]*"))
     started = (pid for pid in pids if str(port) in command_line(pid))
     return next((key for pid in started if (key := variable_of(pid, ENGINE_KEY_VARIABLE))), "")
 
 
 def variable_of(pid: int, name: str) -> str:
-    """A variable of a process, as it was at its start; empty if there is none."""
+    """Returns a variable of a process at its start; empty if there is none."""
     try:
         variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -103,7 +99,6 @@ def variable_of(pid: int, name: str) -> str:
 
 
 def largest(pids: Iterable[int]) -> int | None:
-    """The one of some processes that holds the most memory, None of none."""
     sizes: dict[int, int] = {}
     for pid in pids:
         try:
@@ -114,15 +109,15 @@ def largest(pids: Iterable[int]) -> int | None:
 
 
 def listens_on(pid: int) -> list[tuple[str, int]]:
-    """Addresses and ports at which a process takes TCP connections."""
+    """Returns addresses and ports at which a process accepts TCP connections."""
     sockets = _listening_sockets()
     return [sockets[inode] for inode in _socket_inodes(pid) if inode in sockets]
 
 
 def listener(port: int, among: Iterable[int]) -> int | None:
-    """The process among those given that takes connections at a port, None if none does.
+    """Returns the process among those given that accepts connections at a port, None if none does.
 
-    Where its children have inherited the socket it is their parent, hence the one that was started first.
+    If its children have inherited the socket, returns their parent, hence the oldest process.
     """
     inodes = {inode for inode, (_, bound) in _listening_sockets().items() if bound == port}
     return min((pid for pid in among if inodes & set(_socket_inodes(pid))), default=None)
@@ -141,7 +136,7 @@ def _socket_inodes(pid: int) -> list[str]:
 
 
 def _listening_sockets() -> dict[str, tuple[str, int]]:
-    """Address and port by inode."""
+    # address and port by inode
     sockets: dict[str, tuple[str, int]] = {}
     for table in ("net/tcp", "net/tcp6"):
         try:
@@ -157,7 +152,7 @@ def _listening_sockets() -> dict[str, tuple[str, int]]:
 
 
 def _readable(address: str) -> str:
-    """An address as people write it, for the words in which Linux gives it: each of four bytes, the last one first."""
+    # Linux writes an address as words of 4 bytes, the last byte first
     words = bytes.fromhex(address)
     packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
     readable = ipaddress.ip_address(packed)

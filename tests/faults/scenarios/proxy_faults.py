@@ -1,4 +1,4 @@
-"""A proxy that is killed, and one whose journal finds no room on the disk."""
+"""A proxy that is killed, and a proxy without disk space for its journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JOURNAL_WARNING = "journal"
 
 
 async def _proxy_killed(target: Target, scale: Scale) -> ScenarioOutcome:
-    """Clients ask once more when their connection breaks: nobody else can, as the proxy was their only address."""
+    # clients must retry after a broken connection: the proxy was their only address
     leases: set[str] = set()
 
     async def kill() -> None:
@@ -27,7 +27,7 @@ async def _proxy_killed(target: Target, scale: Scale) -> ScenarioOutcome:
     killed = target.proxy_pid
     trial = await tried(target, plan, kill)
     rules = trial.broken_rules()
-    if trial.duplicates <= plan.concurrency:  # kept, and the proxy died before it was sent: so it was asked for again
+    if trial.duplicates <= plan.concurrency:  # kept, then the proxy died before it was sent: so it was requested again
         rules = [rule for rule in rules if "the journal holds" not in rule]
     if target.proxy_pid == killed:
         rules.append("no other proxy was started")
@@ -40,7 +40,7 @@ async def _proxy_killed(target: Target, scale: Scale) -> ScenarioOutcome:
 
 
 async def _disk_full(target: Target, scale: Scale) -> ScenarioOutcome:
-    """The proxy's files may not grow any more; reading them goes on as before."""
+    # the proxy's files cannot grow; reads still work
     pid = target.proxy_pid
     before = target.proxy_log()
     soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -48,7 +48,7 @@ async def _disk_full(target: Target, scale: Scale) -> ScenarioOutcome:
 
     async def fill() -> None:
         log_bytes = len(target.proxy_log().encode())
-        smallest = log_bytes + 64 * 1024  # the log is not what is to be full
+        smallest = log_bytes + 64 * 1024  # the log must not fill up
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (smallest, hard))
 
     plan = plan_of(scale)

@@ -1,4 +1,4 @@
-"""The requests that a fault is tried under, and how to tell a right answer from a wrong one."""
+"""The requests of the fault suite, and the check of their answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _WORDS = ("river", "seven", "copper", "winter", "orange", "engine", "harbour", "violet")
 _LOGPROB_TOLERANCE = 0.05
-"""In nats. Kernels add in another order in another batch; the wrong weights differ by far more."""
+"""Tolerance in nats. Kernels add in another order in another batch; wrong weights differ by far more."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One request: `prompt` is a number, and two questions with the same kind and prompt have the same answer.
+    """A request: `prompt` is a number, and requests with the same kind and prompt have the same answer.
 
-    `mark` makes a request one of its own for a journal without changing what it asks: it goes into the field `user`.
+    `mark`, in the field `user`, makes a request unique for a journal without changing its answer.
     """
 
     kind: Kind
@@ -36,23 +36,21 @@ class Question:
 
     @property
     def path(self) -> str:
-        """Behind the endpoint's address, or that of a cell."""
+        """Path below the endpoint's or a cell's address."""
         paths = {"chat": "/v1/chat/completions", "tokens": GENERATE}
         return paths.get(self.kind, "/v1/completions")
 
     @property
     def is_stream(self) -> bool:
-        """True if the answer comes as events."""
         return self.kind == "stream"
 
     @property
     def is_repeatable(self) -> bool:
-        """True if the answer is the same each time it is asked."""
+        """True if every answer to it is the same."""
         return self.kind != "sampled"
 
     @property
     def body(self) -> bytes:
-        """The body that is sent."""
         text = " ".join(_WORDS[(self.prompt + step * step) % len(_WORDS)] for step in range(6))
         fields: dict[str, Any] = {"model": self.model, "user": self.mark, "temperature": 0}
         text = f"{self.prompt}: {text}"
@@ -75,9 +73,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Payload:
-    """The text of an answer, and the log-probabilities of its tokens where it has any.
+    """The text of an answer, and the log-probabilities of its tokens, if any.
 
-    Those before the ones that are there may be missing, where an engine had read them before.
+    The first of them may be missing if an engine had cached their tokens.
     """
 
     text: str
@@ -85,25 +83,24 @@ class Payload:
     from_cache: bool = False
 
     def agrees_with(self, other: Payload) -> bool:
-        """True if the same weights may have said both."""
         if self.from_cache and other.from_cache:
             pairs = zip(reversed(self.logprobs), reversed(other.logprobs), strict=False)
             return all(math.isclose(ours, theirs, abs_tol=_LOGPROB_TOLERANCE) for ours, theirs in pairs)
         if len(self.logprobs) != len(other.logprobs):
             return False
-        if self.logprobs:  # the one token that is made may be a tie; the prompt's scores tell the weights
+        if self.logprobs:  # a generated token may be a tie; the prompt's scores identify the weights
             pairs = zip(self.logprobs, other.logprobs, strict=True)
             return all(math.isclose(ours, theirs, abs_tol=_LOGPROB_TOLERANCE) for ours, theirs in pairs)
         return self.text == other.text
 
 
 def payload_in(question: Question, content_type: str, body: bytes) -> Payload | None:
-    """Payload of an answer with status 200; None if it is not whole and valid."""
+    """Returns the payload of an answer with status 200; None if it is not whole and valid."""
     terms = token_terms_of(json.loads(question.body)) if question.kind == "tokens" else NO_TERMS
     if judge(content_type, body, stream=question.is_stream, terms=terms) is None:
         return None
     if question.kind == "tokens":
-        rows = json.loads(body)["prompt_logprobs"][1:]  # the terms say that each holds its token alone
+        rows = json.loads(body)["prompt_logprobs"][1:]  # the terms guarantee that each holds its token alone
         return Payload("", tuple(weight["logprob"] for row in rows for weight in row.values()), from_cache=True)
     if not question.is_stream:
         return _payload(json.loads(body)["choices"][0])
@@ -113,7 +110,7 @@ def payload_in(question: Question, content_type: str, body: bytes) -> Payload | 
 
 
 def is_broken_off(question: Question, body: bytes) -> bool:
-    """True if an answer is a stream with an error event, and ends with an event: its client was told."""
+    """Returns True if an answer is a stream that contains an error event and ends with an event."""
     events = [line[len(b"data:") :].strip() for line in body.splitlines() if line.startswith(b"data:")]
     try:
         documents = [json.loads(event) for event in events if event != b"[DONE]"]

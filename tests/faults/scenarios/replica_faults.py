@@ -11,15 +11,15 @@ from faults.scenarios.processes import descendants, largest, send
 from faults.scenarios.target import Target
 from faults.scenarios.trial import Trial, plan_of, tried
 
-_ATTEMPTS = 3  # a server without its engine may spoil every attempt but the last
+_ATTEMPTS = 3  # a server without its engine may fail all attempts but the last
 _LOOK_SECONDS = 0.25
 _SLOW_SECONDS = 0.25
 _MOST_OF_SLOW = 0.5
-"""Share of a quick replica's requests that a slow one may get; it took at least five times as long."""
+"""Highest share of a fast replica's requests that a slow replica may get; it took at least 5 times as long."""
 
 
 def _rules_after_a_loss(trial: Trial, *, losses: int = 1) -> list[str]:
-    """Rules that did not hold where work was lost so often: only what was in flight may be asked again, or be cut."""
+    # only requests in flight at a loss may be sent again or cut
     at_once = losses * trial.plan.concurrency
     return trial.broken_rules(most_upstream=trial.plan.requests + at_once, broken_streams=at_once)
 
@@ -27,8 +27,6 @@ def _rules_after_a_loss(trial: Trial, *, losses: int = 1) -> list[str]:
 async def _signalled(
     name: str, target: Target, scale: Scale, *, number: signal.Signals, pid: int, losses: int = 1
 ) -> ScenarioOutcome:
-    """One process gets a signal under load."""
-
     async def send_it() -> None:
         send(number, [pid])
 
@@ -42,7 +40,7 @@ async def _replica_killed(target: Target, scale: Scale) -> ScenarioOutcome:
 
 
 async def _computing_process_killed(target: Target, scale: Scale) -> ScenarioOutcome:
-    """A server whose computing process is gone may go on answering, with errors."""
+    # a server without its computing process may go on answering, with errors
     name = "computing-process-killed"
     engines = await asyncio.to_thread(target.engines)
     behind = largest(descendants(engines[0].pid))
@@ -80,7 +78,8 @@ async def _all_away(target: Target, scale: Scale) -> ScenarioOutcome:
 
     plan = plan_of(scale)
     trial = await tried(target, plan, stop_and_go_on)
-    rules = _rules_after_a_loss(trial, losses=target.replicas)  # the last one to be missed gets what the others had
+    # the last replica to be missed gets the requests of the others
+    rules = _rules_after_a_loss(trial, losses=target.replicas)
     if scale.away_seconds >= 2 * target.lease_seconds and not held:
         rules.append("no request was held while no replica was there")
     return trial.outcome("all-replicas-away", rules, held=held)

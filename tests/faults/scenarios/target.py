@@ -1,4 +1,4 @@
-"""The pool that faults are tried on: its processes, its counters, and whether it is whole again."""
+"""The pool under test: its processes, its counters, and if it is whole again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from resources.errors import ProxyFailed
 from resources.settings import settings
 
 Inject = Callable[[str, Mapping[str, Any]], None]
-"""Sets what goes wrong inside the engine at an address; the names are those of its owner."""
+"""Sets faults of the engine at an address; the names are those of the engine."""
 
 _POLL_SECONDS = 0.05
 _METRICS_SECONDS = 10.0
@@ -34,7 +34,7 @@ _AGENT_PROGRAM = "run_call.py"
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """The engine of one replica: the process that takes its connections."""
+    """The engine of a replica: the process that accepts its connections."""
 
     replica: str
     pid: int
@@ -52,7 +52,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Kept:
-    """Counts of what the journal holds of one cell: `answers`, to so many different `questions`."""
+    """Counts of a cell in the journal: `answers`, to so many different `questions`."""
 
     answers: int
     questions: int
@@ -62,11 +62,10 @@ class Target:
     """A pool on this machine, entered and with a session of its own.
 
     Args:
-        pool: the pool.
-        model: the checkpoint that is asked.
+        model: the evaluated checkpoint.
         owner_pid: the process that entered the pool.
-        recovery_seconds: how long replicas may take to be back.
-        inject: makes engines misbehave; none where they cannot be made to.
+        recovery_seconds: time-out of the recovery of replicas.
+        inject: injects faults into engines; None without such faults.
         recipe: for another pool like it.
     """
 
@@ -89,12 +88,10 @@ class Target:
 
     @property
     def endpoint(self) -> Endpoint:
-        """The endpoint that clients ask."""
         return Endpoint(self.pool.base_url, self.pool.key, self.model)
 
     @property
     def replicas(self) -> int:
-        """Number of replicas that the pool is to have."""
         return self.pool.config.resource_config.replicas
 
     @property
@@ -104,7 +101,7 @@ class Target:
 
     @contextmanager
     def cell(self) -> Iterator[CellView]:
-        """A cell of its own, so that its requests are told from all others."""
+        """Opens a cell of its own, so that its requests are separate from all others."""
         session = self.pool.session
         name = f"faults-{secrets.token_hex(6)}"
         opened = session.open(self.model, cell=name, attempt="first")
@@ -114,15 +111,15 @@ class Target:
             session.close_cell(opened, finished=True)
 
     def status(self) -> ProxyStatus:
-        """The proxy's status; waits for a proxy that is being started again."""
+        """Returns the proxy's status; waits for a proxy that is restarting."""
         return self.pool.session.status()
 
     def instances(self) -> dict[str, str]:
-        """The agents that the pool has heard of last, by replica."""
+        """Returns the instance of each replica's last announcement."""
         return {replica.name: replica.announcement.instance for replica in self.status().replicas}
 
     def engines(self) -> list[EngineProcess]:
-        """Those that are ready, by the name of their replica."""
+        """Returns the ready engines, by the name of their replica."""
         found = []
         mine = descendants(self._owner_pid)
         for replica in sorted(self.status().replicas, key=lambda replica: replica.name):
@@ -134,7 +131,7 @@ class Target:
         return found
 
     def agents(self) -> dict[str, int]:
-        """Process of the agent of each replica whose engine is ready: the engine's nearest ancestor that is one."""
+        """Returns the agent process of each replica with a ready engine: the engine's nearest ancestor of this kind."""
         found: dict[str, int] = {}
         for engine in self.engines():
             for pid in ancestors(engine.pid):
@@ -145,28 +142,27 @@ class Target:
 
     @property
     def proxy_pid(self) -> int:
-        """The proxy's process now."""
         return self.pool.proxy_pid
 
     def proxy_log(self) -> str:
-        """Log of the proxy so far; empty where it does not run."""
+        """Returns the proxy's log; empty if it does not run."""
         job = job_of(self.proxy_pid)
         log = settings().jobs_dir / job / "replica-0.log"
         return log.read_text(errors="replace") if job and log.is_file() else ""
 
     def engine_answers(self) -> int:
-        """Number of answers from the engines that are ready now, since their start, as they count them."""
+        """Returns the number of answers of the ready engines since their start, by their own counters."""
         return sum(self.answers_of(engine) for engine in self.engines())
 
     def answers_of(self, engine: EngineProcess) -> int:
-        """Number of answers from one engine since its start, as it counts them; 0 where it does not answer."""
+        """Returns the number of answers of an engine since its start, by its counter; 0 if it does not answer."""
         try:
             return engine_answers(engine.url)
         except OSError:
             return 0
 
     def unsettled(self) -> str | None:
-        """Reason why the pool is not settled; None once every replica is ready and nothing is under way."""
+        """Returns why the pool is not settled; None once every replica is ready and no request runs."""
         status = self.status()
         usable = [replica for replica in status.replicas if replica.usable]
         if len(usable) < self.replicas:
@@ -181,7 +177,7 @@ class Target:
         return None
 
     async def settled(self) -> str | None:
-        """Waits until the pool is whole and idle; what is not, if that takes too long."""
+        """Waits until the pool is whole and idle; after a time-out returns the reason that it is not."""
         deadline = time.monotonic() + self._recovery_seconds
         while True:
             try:
@@ -194,7 +190,7 @@ class Target:
 
 
 class CellView:
-    """One open cell: where to ask, and what became of its requests."""
+    """An open cell: its endpoint, and the counts of its requests."""
 
     def __init__(self, target: Target, opened: OpenCell) -> None:
         self._target = target
@@ -203,25 +199,24 @@ class CellView:
         self.endpoint = Endpoint(running.base_url, running.api_key, running.model)
 
     def counts(self) -> RequestCounters:
-        """The proxy's counts since it was started."""
         return self._target.pool.session.cell_counts(self._opened)
 
     def kept(self) -> Kept | None:
-        """Counts of what the journal holds; None where the pool has none."""
+        """Returns counts of the journal; None if the pool has no journal."""
         if not self._target.pool.config.journal:
             return None
         return kept_answers(settings().journal_path, self._opened.name)
 
 
 def kept_answers(path: Path, cell: str) -> Kept:
-    """Counts what a journal's file holds of one cell."""
+    """Counts the answers of a cell in a journal's file."""
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as journal:
         query = "SELECT count(*), count(DISTINCT key) FROM answers WHERE cell = ?"
         return Kept(*journal.execute(query, (cell,)).fetchone())
 
 
 def engine_answers(url: str) -> int:
-    """Number of prompts that the engine at an address has answered since its start, as it counts them."""
+    """Returns the number of prompts that an engine has answered since its start, by its counter."""
     key = engine_key(int(url.rpartition(":")[2]))
     request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=_METRICS_SECONDS) as reply:

@@ -1,4 +1,4 @@
-"""Running a load while a fault happens, and checking what must hold whatever the fault is."""
+"""Runs a load during a fault, and checks the rules that hold for every fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """Observations during a fault: what clients saw, what the proxy counted and what was kept."""
+    """Observations during a fault: the clients' answers, the proxy's counters and the kept answers."""
 
     plan: LoadPlan
     report: LoadReport
@@ -31,16 +31,11 @@ class Trial:
 
     @property
     def duplicates(self) -> int:
-        """Answers that were kept beyond one for each request."""
+        """Number of kept answers beyond 1 for each request."""
         return max(0, self.kept.answers - self.plan.requests) if self.kept is not None else 0
 
     def broken_rules(self, *, most_upstream: int | None = None, broken_streams: int = 0) -> list[str]:
-        """Rules that did not hold, of those that always must.
-
-        Args:
-            most_upstream: attempts that may have been sent to engines.
-            broken_streams: streams that may have been cut.
-        """
+        """Returns violations of the rules for all faults, given the allowed attempts at engines and cut streams."""
         found = []
         errors = self.report.errors
         if errors:
@@ -62,7 +57,6 @@ class Trial:
         return found
 
     def outcome(self, scenario: str, violations: list[str], **figures: float) -> ScenarioOutcome:
-        """The outcome with the counts of this trial."""
         return ScenarioOutcome(
             scenario,
             requests=self.plan.requests,
@@ -81,20 +75,18 @@ class Trial:
 
 
 def plan_of(scale: Scale, *, kinds: tuple[Kind, ...] = KINDS, retries: int = 0) -> LoadPlan:
-    """A load of that scale that no journal has seen before."""
+    """Returns a load of that scale that no journal contains."""
     mark = f"fault-{secrets.token_hex(4)}"
     return LoadPlan(mark, requests=scale.requests, concurrency=scale.concurrency, kinds=kinds, retries=retries)
 
 
 async def tried(target: Target, plan: LoadPlan, fault: Fault, *, share: float = 0.25, wait: bool = True) -> Trial:
-    """Asks all of a plan in a cell of its own; after a share of the answers the fault happens.
+    """Runs a plan in a cell of its own; triggers the fault after a share of the answers.
 
     Args:
-        target: the pool.
-        plan: what to ask.
-        fault: called once; the clients go on asking meanwhile.
-        share: of the answers that must have come before.
-        wait: whether the pool must be whole again at the end.
+        fault: called once; the clients go on meanwhile.
+        share: of answers before the fault.
+        wait: if True, the pool must be whole again at the end.
     """
     reference = await reference_answers(target.endpoint, plan)
     before = await asyncio.to_thread(target.engine_answers)

@@ -1,1 +1,1 @@
-"""Lies: answers with status 200 that are not those of the model to the question, and what evaluations make of them."""
+"""Lies: answers with status 200 that are not the model's answer to the request, and their effect on evaluations."""

@@ -1,10 +1,10 @@
-"""Tells a real evaluation every lie there is, directly and through the proxy, and compares what it publishes.
+"""Injects every lie into a real evaluation, directly and through the proxy, and compares the published scores.
 
     make truth [HARNESS=helm]
 
-lm-eval, HELM, AlpacaEval and Inspect ask vLLM on a CPU, which serves a tiny trained model, through a server that lies:
-at 1 % and at 10 % of its answers. Every evaluation must be completed with the scores of the undisturbed one, or
-withheld. Prints a table in Markdown for each, and ends with 1 if any published other scores. Takes twenty minutes.
+lm-eval, HELM, AlpacaEval and Inspect evaluate a tiny trained model, served by vLLM on a CPU, through a server that
+falsifies 1 % or 10 % of its answers. Every evaluation must be completed with the scores of the undisturbed evaluation,
+or withheld. Prints a table in Markdown for each, and ends with 1 if any published other scores. Takes 20 minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "6
 
 
 async def _table(harness: Harness, engine: Engine, folder: Path, console: Console) -> bool:
-    """Prints a line for each lie, way and share; returns whether any evaluation published other scores."""
+    # returns True if any evaluation published other scores
     undisturbed: dict[Way, Truth] = {}
     for way in WAYS:
         outcome = await evaluated(harness, engine, folder / f"undisturbed-{WAYS.index(way)}", way=way, **_MOST)
@@ -62,7 +62,7 @@ async def _table(harness: Harness, engine: Engine, folder: Path, console: Consol
 
 
 def main() -> None:
-    """Runs everything on this machine, or what is named."""
+    """Runs all harnesses, or the named harness, on this machine."""
     console = Console(width=400, highlight=False, markup=False)
     run = prepared(ROOT / ".chaos" / "model")
     [checkpoint] = sorted((run / "hf").iterdir())

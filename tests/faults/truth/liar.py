@@ -1,4 +1,4 @@
-"""A server between an evaluation and an engine, which passes everything on and lies now and then."""
+"""A server between an evaluation and an engine that relays all requests and falsifies some answers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ _SWAPPED_AT = 10
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that serves a model."""
-
     url: str
     model: str
     tokenizer: Path
     max_model_len: int
     key: str | None = None
     later_url: str | None = None
-    """Another engine, which answers in its place from the middle of an evaluation on."""
+    """Another engine that replaces it from the middle of an evaluation on."""
 
 
 class Liar:
-    """An asynchronous context manager; of the answers that a lie can be told of, a share are lies, and at least one is.
+    """An asynchronous context manager that falsifies a share, and at least 1, of the answers that the lie applies to.
 
-    `lies` counts them. The share is drawn from the seed, in the order of the answers. The first answers are true: those
-    to what is asked before an evaluation begins. The engine's `later_url` takes over at the tenth.
+    `lies` counts them. The seed draws the share, in the order of the answers. The first answers, before the evaluation
+    begins, are true. The engine's `later_url` takes over at the tenth answer.
     """
 
     def __init__(self, engine: Engine, lie: str | None, *, share: float, seed: int = 6) -> None:
@@ -52,7 +50,6 @@ class Liar:
 
     @property
     def url(self) -> str:
-        """Address without a path."""
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Liar:

@@ -1,4 +1,4 @@
-"""Lies that an endpoint can tell: malformed answers, and cut texts that nobody can tell from whole ones."""
+"""Lies of an endpoint: malformed answers, and cut texts that cannot be detected."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fakes.malformed import OF_TOKENS, malformed, malformed_tokens, set_text, te
 
 Answer = dict[str, Any]
 CUT_AS_LENGTH = "cut as length"
-"""Half of each text, as if that had met the limit of its length: nobody can know better."""
+"""Returns half of each text, as if it had reached its length limit: undetectable."""
 ANY = "any"
-"""Any of the lies below that can be told of an answer, drawn anew each time."""
+"""Any applicable lie of those below, drawn for each answer."""
 LIES = {
     "too few rows": "the last row of log-probabilities is not there",
     "too many rows": "the last row stands there twice",
@@ -34,9 +34,9 @@ LIES = {
     "unknown finish": "a reason for the end that nobody knows",
     "no finish": "no reason for the end",
 }
-"""Lies that can be told from the truth, with their descriptions."""
+"""Detectable lies, with their descriptions."""
 _OF_SCORED = {*list(LIES)[:11]}
-"""Nothing in a generated text says which prompt it answers, so some are lies about echoed prompts alone."""
+"""Lies about echoed prompts alone, since a generated text does not show its prompt."""
 _ALWAYS = (
     "no rows",
     "empty rows",
@@ -46,18 +46,17 @@ _ALWAYS = (
     "choice too many",
     "prompt of another length",
 )
-"""Kinds of malformed answers of token ids that need no rows of the prompt."""
+"""Kinds of malformed answers of token ids that need no token log-probs of the prompt."""
 _OF_WRITTEN = {"no text", "aborted", "unknown finish", "no finish", CUT_AS_LENGTH}
 
 
 def lied(lie: str, answer: Answer, earlier: Answer | None, drawn: random.Random) -> Answer | None:
-    """The changed answer; None if that lie cannot be told of this one, or changes nothing.
+    """Returns the changed answer; None if the lie does not apply to it, or changes nothing.
 
     Args:
-        lie: its name.
-        answer: a whole, right one; it stays as it is.
-        earlier: one to other prompts.
-        drawn: decides where there are several.
+        answer: a whole, right answer; not modified.
+        earlier: an answer to other prompts.
+        drawn: chooses among several possible changes.
     """
     if lie == ANY and "output_mode" in answer:
         changed = copy.deepcopy(answer)
@@ -66,7 +65,7 @@ def lied(lie: str, answer: Answer, earlier: Answer | None, drawn: random.Random)
     if lie == ANY:
         found = [told for each in LIES if (told := lied(each, answer, earlier, drawn)) is not None]
         return drawn.choice(found) if found else None
-    if "output_mode" in answer:  # of token ids, which only lies of their own are told of
+    if "output_mode" in answer:  # answers of token ids have only lies of their own
         return None
     scored = _is_scored(answer)
     if lie in (_OF_WRITTEN if scored else _OF_SCORED):
@@ -84,7 +83,6 @@ def lied(lie: str, answer: Answer, earlier: Answer | None, drawn: random.Random)
 
 
 def _is_scored(answer: Answer) -> bool:
-    """True if it has log-probabilities of prompts."""
     return any((choice.get("logprobs") or {}).get("token_logprobs", [0])[:1] == [None] for choice in answer["choices"])
 
 

@@ -1,4 +1,4 @@
-"""One evaluation by a real harness while a liar answers, and what came of it beside the undisturbed one."""
+"""An evaluation by a real harness with a lying server, compared with the undisturbed evaluation."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "alpaca_eval": (("demo_instructions",), {"evaluator": {"name": "alpaca_eval", **_JUDGED_BY_ITSELF}}),
     "inspect_ai": (("demo_choices",), {"evaluator": {"name": "inspect_ai", "max_tokens": 24}}),
 }
-"""Benchmarks and settings by evaluator: choices that are weighed, texts that are generated, verdicts of a judge."""
+"""Benchmarks and settings by evaluator: scored choices, generated texts, verdicts of a judge."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """All that an evaluation published: its metrics, and of each question what was answered and scored."""
+    """The published results of an evaluation: its metrics, and each sample's answer and scores."""
 
     metrics: Mapping[tuple[str, str], float]
     samples: frozenset[tuple[str, str, str, tuple[tuple[str, float], ...]]]
@@ -53,7 +53,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of an evaluation: its truth, or the reason why it has none, and how many lies it was told."""
+    """Outcome of an evaluation: its truth, or the reason without a truth, and the number of lies."""
 
     lies: int
     truth: Truth | None = None
@@ -62,7 +62,7 @@ class Outcome:
     reason: str = ""
 
     def words(self, undisturbed: Truth, lie: str) -> str:
-        """Sums it up: only `OTHER SCORES` is a fault of Assay's."""
+        """Summarizes the outcome: only `OTHER SCORES` is an error of Assay."""
         if self.truth is None:
             return f"{self.status}: {self.reason}"
         if self.truth == undisturbed:
@@ -81,7 +81,7 @@ async def evaluated(
     share: float = 0.0,
     **changes: Any,
 ) -> Outcome:
-    """Evaluates benchmarks of the harness, as those of an endpoint that somebody else runs, or of a pool."""
+    """Evaluates benchmarks of the harness, on an external endpoint or on a pool."""
     folder.mkdir(parents=True)
     benchmarks, settings = ASKED[harness.evaluator.name]
     given = {"max_eval_instances": 60, **settings, **changes}
@@ -107,7 +107,7 @@ async def evaluated(
 
 
 async def check_lies_are_never_scored(harness: Harness, folder: Path, way: Way) -> None:
-    """Tells an evaluation lies of any kind at the deterministic engine, a fifth of all answers."""
+    """Evaluates on the deterministic engine with a fifth of all answers falsified; asserts equal scores or none."""
     async with FakeEngine(models=("m",)) as served:
         engine = Engine(served.url, "m", write_byte_tokenizer(folder / "tokenizer"), max_model_len=2048)
         undisturbed = await evaluated(harness, engine, folder / "undisturbed", way=way)
@@ -121,10 +121,7 @@ async def check_lies_are_never_scored(harness: Harness, folder: Path, way: Way) 
 async def _asked_by(
     way: Way, liar: Liar, engine: Engine, folder: Path, *, from_cache: bool
 ) -> AsyncIterator[tuple[RunningModel, ServedCell | None]]:
-    """The model as the harness is to ask it, and who looks after an endpoint of others.
-
-    `from_cache` lets choices be weighed by way of the engine's cache: other lies are those about echoes.
-    """
+    # `from_cache` scores choices through the engine's cache: other lies are about echoes
     if way == "direct":
         known = Servable(engine.model, str(engine.tokenizer), ModelDigests("s", "c", "i"), engine.tokenizer)
         serving = EndpointServing(f"{liar.url}/v1", {engine.model: known})

@@ -1,12 +1,13 @@
-"""Tiny random checkpoints of many architectures, and what two other programs say of them. Run by vLLM's environment.
+"""Makes tiny random checkpoints of many architectures, and scores them with 2 other programs. Run by vLLM's
+environment.
 
     python animals.py ORDER.json
 
 An order is {"prompts", "engine", "answers", "checkpoints"}. A checkpoint is {"folder", "architecture", "tied", "dtype",
-"seed", "like", "change", "mean_of", "sharded"}: `change` says how it differs from the one of another seed, `like`; with
-`mean_of` it is the average of those of these seeds. Each is written beside its tokenizer, and asked twice: with
-transformers in float32, and with vLLM as it is, started for it with the arguments `engine`. Log-probabilities, or an
-error, are written to the file `answers`, by folder and program.
+"seed", "like", "change", "mean_of", "sharded"}: `change` names its difference from the checkpoint of another seed,
+`like`; with `mean_of` it is the average of the checkpoints of these seeds. Each is written next to its tokenizer, and
+scored twice: with transformers in float32, and with vLLM unchanged, started for it with the arguments `engine`. Writes
+log-probabilities, or an error, to the file `answers`, by folder and program.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 260
-"""As `write_byte_tokenizer` has it, with two that nothing is said with."""
+"""Vocabulary of `write_byte_tokenizer`, with 2 unused tokens."""
 _ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 2}
 _DENSE = {**_ATTENTION, "intermediate_size": 128, "max_position_embeddings": 512}
 _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -45,17 +46,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon_h1": ("FalconH1Config", {**_DENSE, "head_dim": 32, **_STATE}),
 }
-"""Configuration classes of transformers, with what makes them tiny; heads have the 32 values that vLLM wants."""
+"""Configuration classes of transformers, with tiny sizes; heads have the 32 values that vLLM requires."""
 LARGEST_SHARD = "100KB"
 MODULES = (
     *("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker"),
     *("vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.sampler"),
 )
-"""Imported once, for all forks."""
+"""Modules imported once, for all forks."""
 
 
 def make(checkpoint: dict[str, Any]) -> None:
-    """Writes one checkpoint, without a tokenizer."""
+    """Writes a checkpoint, without a tokenizer."""
     import torch
     import transformers
 
@@ -79,7 +80,6 @@ def make(checkpoint: dict[str, Any]) -> None:
 
 
 def new_model(config: Any, seed: int) -> Any:
-    """A model whose every parameter is random, norms and biases as well."""
     import torch
     import transformers
 
@@ -99,7 +99,7 @@ def new_model(config: Any, seed: int) -> Any:
 
 
 def change(model: Any, what: str, seed: int) -> None:
-    """Makes a model differ from another one of its kind, in the way that `what` names."""
+    """Changes a model in the way that `what` names."""
     import torch
 
     torch.manual_seed(seed)
@@ -126,7 +126,7 @@ def change(model: Any, what: str, seed: int) -> None:
 
 
 def ask_transformers(folder: str, prompts: list[str]) -> list[list[float]]:
-    """Log-probabilities of each prompt's tokens behind the first, in float32."""
+    """Returns log-probabilities of each prompt's tokens after the first, in float32."""
     import torch
     import transformers
 
@@ -145,11 +145,11 @@ def ask_transformers(folder: str, prompts: list[str]) -> list[list[float]]:
 
 
 def ask_vllm(folder: str, prompts: list[str], engine: dict[str, Any]) -> dict[str, list[list[float]]]:
-    """The same from vLLM, started with this checkpoint: asked one by one, and all at once, which rounds otherwise."""
+    """Returns vLLM's log-probabilities, from prompts in sequence and all at once, which rounds differently."""
     import vllm
     from vllm.v1.sample import sampler
 
-    # Nobody asks for ranks, and compiling how they are counted takes 2 s each time, 15 s and a compiler the first time.
+    # Ranks are unused, and compiling their count takes 2 s each time, 15 s and a compiler the first time.
     sampler.batched_count_greater_than = sampler.batched_count_greater_than.__wrapped__
     model = vllm.LLM(folder, **engine)
     asked = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -168,7 +168,6 @@ def ask_vllm(folder: str, prompts: list[str], engine: dict[str, Any]) -> dict[st
 
 
 def attempt(act: Any, *arguments: Any) -> dict[str, Any]:
-    """The result of a function, or the error that it ended with."""
     try:
         return {"told": act(*arguments)}
     except Exception as error:  # noqa: BLE001 whatever it is goes to the test
@@ -176,7 +175,7 @@ def attempt(act: Any, *arguments: Any) -> dict[str, Any]:
 
 
 def in_a_fork(act: Any, *arguments: Any) -> dict[str, Any]:
-    """The same for a function that is called in a process of its own."""
+    """Calls a function in a process of its own; returns its result or error."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -192,7 +191,7 @@ def in_a_fork(act: Any, *arguments: Any) -> dict[str, Any]:
 
 
 def make_and_ask(checkpoints: list[dict[str, Any]], prompts: list[str]) -> list[dict[str, Any]]:
-    """Makes checkpoints; what transformers says of each."""
+    """Makes checkpoints; returns the results of transformers for each."""
 
     def answers_of(checkpoint: dict[str, Any]) -> list[list[float]]:
         make(checkpoint)
@@ -202,7 +201,6 @@ def make_and_ask(checkpoints: list[dict[str, Any]], prompts: list[str]) -> list[
 
 
 def main(arguments: list[str]) -> None:
-    """Carries out an order."""
     for name in MODULES:
         importlib.import_module(name)
     order = json.loads(Path(arguments[0]).read_text())
