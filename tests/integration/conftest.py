@@ -1,4 +1,4 @@
-"""Tests that need lm-eval share one process that has it imported."""
+"""A shared process that keeps lm-eval imported, for all tests that need it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,5 @@ from tasks.evaluators.lm_eval.evaluator import LmEval
 
 @pytest.fixture(scope="session")
 def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    """lm-eval, kept imported."""
     with kept_imported(tmp_path_factory.mktemp("lm-eval"), LmEval(), make_config("demo_facts")) as harness:
         yield harness

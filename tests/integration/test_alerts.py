@@ -1,4 +1,4 @@
-"""Alerts reach people: a Prefect server with the automations of `deployments/alerts`, a webhook, and Slack's block."""
+"""Alerts of a Prefect server with the automations of `deployments/alerts`, sent to a webhook and to Slack's block."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ AUTOMATIONS = Path(__file__).parents[2] / "deployments" / "alerts"
 
 
 def automation(file: str, block: UUID) -> AutomationCore:
-    """An automation of ours with a block in the place that its file leaves open."""
+    """Reads an automation and puts the block's id in place of the file's placeholder."""
     text = (AUTOMATIONS / file).read_text().replace("00000000-0000-0000-0000-000000000000", str(block))
     return AutomationCore.model_validate(yaml.safe_load(text))
 
 
 def test_alert_of_a_flow_run_reaches_a_webhook_and_slack_once_with_what_a_person_needs(tmp_path: Path):
-    # Imported here: a second for every process that collects these tests.
+    # Imported locally: the import takes a second in every process that collects these tests.
     from prefect.blocks.notifications import SlackWebhook
     from prefect.blocks.webhook import Webhook
 
@@ -48,7 +48,7 @@ def test_alert_of_a_flow_run_reaches_a_webhook_and_slack_once_with_what_a_person
 
     with receiver() as people, get_client(sync_client=True) as client:
         webhook = Webhook(url=SecretStr(f"http://127.0.0.1:{people.port}/hook"))
-        # Apprise knows Slack by its address; with this one it writes to a server of one's own.
+        # Apprise recognizes Slack by its address; with this address it writes to the test's own server.
         slack = SlackWebhook(url=SecretStr(f"json://127.0.0.1:{people.port}/slack"))
         made = []
         for file, block in {"webhook.yaml": webhook, "slack.yaml": slack}.items():

@@ -1,4 +1,4 @@
-"""AlpacaEval itself, in its environment, against the deterministic engine and judges that say what they are told."""
+"""AlpacaEval itself, in its environment, against the deterministic engine and judges with scripted verdicts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_model(url: str, tokenizer: Path, **changes: Any) -> RunningModel:
 
 
 class Runner:
-    """Runs the evaluator in a fork of one warm process, into one folder."""
+    """Runs the evaluator in a fork of the warm process, into a single folder."""
 
     def __init__(self, harness: Harness, tmp_path: Path) -> None:
         self._harness = harness
@@ -91,7 +91,7 @@ def run(harness: Harness, tmp_path: Path) -> Runner:
 
 
 def asked(engine: FakeEngine) -> list[dict[str, Any]]:
-    """The requests for outputs, without those for verdicts."""
+    """Returns the requests for outputs, without the requests for verdicts."""
     bodies = [json.loads(body) for body in engine.bodies]
     return [body for body in bodies if "structured_outputs" not in body]
 
@@ -163,7 +163,7 @@ async def test_model_without_chat_is_asked_through_the_prompt_template(run: Runn
     sample = next(read_samples(str(run.output / "samples.jsonl.gz")))
     assert (sample.context, sample.prompt) == ("Q: ", f"{first}\nA:") and sample.tokens and sample.tokens > 0
     assert bodies[0]["stop"] == ["Q:"]
-    assert not {"top_k", "repetition_penalty"} & set(bodies[0])  # which services that are no vLLM refuse
+    assert not {"top_k", "repetition_penalty"} & set(bodies[0])  # services other than vLLM refuse these fields
 
 
 async def test_chat_asked_of_a_model_without_a_template_is_refused_before_any_request(run: Runner, tmp_path: Path):
@@ -176,7 +176,7 @@ async def test_chat_asked_of_a_model_without_a_template_is_refused_before_any_re
 
 async def test_output_that_fails_is_counted_and_no_empty_text_is_judged(run: Runner, tokenizer: Path):
     async with FakeEngine(models=("m",)) as engine:
-        engine.faults.status_count = 3  # the first request and both its retries, as long as it is alone
+        engine.faults.status_count = 3  # a request and both of its retries: capacity 1 sends no other meanwhile
         model = make_model(f"{engine.url}/v1", tokenizer, capacity=1)
         parsed = await run(model, make_config(max_eval_instances=4))
         assert len(asked(engine)) == len(engine.bodies) == 6
@@ -232,7 +232,7 @@ async def test_judge_elsewhere_is_asked_with_its_own_key_which_lies_in_no_file(r
     assert there.keys == {JUDGE_KEY} and len(there.prompts) == 24 + 1
     assert engine.stats.requests == 24
     assert {body["model"] for body in there.bodies} == {"judge"}
-    assert 0 < parsed.metrics[0].value < 1  # one position always wins, and outputs take either place
+    assert 0 < parsed.metrics[0].value < 1  # the same position always wins, and an output may be in either position
     for path in (path for path in run.output.rglob("*") if path.is_file()):
         text = path.read_text(errors="replace")
         assert KEY not in text and JUDGE_KEY not in text, path
@@ -301,7 +301,7 @@ async def test_verdicts_that_cannot_be_read_are_no_scores(
 async def test_outputs_and_preferences_are_those_of_the_bare_harness(
     run: Runner, tokenizer: Path, python: Path, tmp_path: Path
 ):
-    """Ours through the proxy; theirs, first its decoder and then its command, straight at the engine."""
+    # Assay's run goes through the proxy; the harness's decoder and then its command go straight to the engine.
     judge_config = tmp_path / "evaluators" / "bare" / "configs.yaml"
     judge_config.parent.mkdir(parents=True)
     bundled = BUNDLED_SETS / "annotators" / "demo_verdict"
@@ -324,7 +324,7 @@ async def test_outputs_and_preferences_are_those_of_the_bare_harness(
         "texts = openai_completions(prompts, 'm', max_tokens=24, temperature=0, requires_chatml=True)['completions']\n"
         "rows = [{**row, 'output': text.strip(), 'generator': 'm'} for row, text in zip(rows, texts)]\n"
         "json.dump(rows, open('theirs.json', 'w'))\n"
-        "from alpaca_eval.main import main; main()\n"  # what its command runs
+        "from alpaca_eval.main import main; main()\n"  # the same call as its command
     )
     async with FakeEngine(models=("m",)) as engine:
         with running_proxy(tmp_path) as proxy:
@@ -349,7 +349,7 @@ async def test_outputs_and_preferences_are_those_of_the_bare_harness(
 
 
 def stage(data_set: Path) -> None:
-    """Leaves what a download of the data set would leave in the hub's cache, with fewer instructions."""
+    """Writes the files that a download of the data set leaves in the hub's cache, with fewer instructions."""
     (data_set / "refs").mkdir(parents=True)
     (data_set / "refs" / "main").write_text("a" * 40)
     snapshot = data_set / "snapshots" / ("a" * 40)
@@ -360,7 +360,7 @@ def stage(data_set: Path) -> None:
 
 
 def write_length_control(path: Path, instructions: int) -> None:
-    """Verdicts on two models that say more, and less, than is asked, in AlpacaEval's columns."""
+    """Writes verdicts on a model with longer and a model with shorter outputs, in AlpacaEval's columns."""
     lines = ["index,model,std_delta_len,preference,instruction_difficulty,not_gamed_baseline"]
     for name, sign in (("longer", 1), ("shorter", -1)):
         lines += [f"{index},{name},{sign},{0.5 + sign / 8},{index / 24},False" for index in range(instructions)]
@@ -376,7 +376,7 @@ async def test_official_instructions_are_read_from_the_staged_files_and_length_c
     config = make_config(evals=(EvalTaskConfig(name="alpaca_eval"),))
     async with FakeEngine(models=("m",)) as engine:
         given = {"python": harness.python, "client": harness.client}
-        with warmed(AlpacaEval(), [config], **given) as server:  # it has read these variables
+        with warmed(AlpacaEval(), [config], **given) as server:  # the server has read these variables
             run = Runner(replace(harness, server=server), tmp_path)
             model = make_model(f"{engine.url}/v1", tokenizer)
             with pytest.raises(BadInput, match="assay stage"):
@@ -445,7 +445,7 @@ async def test_judges_configuration_that_cannot_be_used_is_refused_before_any_re
 async def test_evaluation_that_goes_on_through_the_proxy_asks_for_no_output_twice_though_they_are_sampled(
     run: Runner, tokenizer: Path, tmp_path: Path
 ):
-    """Two attempts at one cell, the first ended by its judge: what it was told is told again by the journal."""
+    # Two attempts at a cell: the judge ends the first, and the journal replays its answers in the second.
     options = {"judge": ELSEWHERE, "generation_params": {"temperature": 0.9, "max_new_tokens": 24}}
     journal = ("--journal", str(tmp_path / "journal.sqlite"))
     async with FakeEngine(models=("m",)) as engine:

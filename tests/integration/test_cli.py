@@ -1,4 +1,4 @@
-"""The `assay` command: what it shows, its exit codes and its errors; two tests start it as a process of its own."""
+"""The `assay` command: output, exit codes and errors; two tests start it as a separate process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ SERVED_ELSEWHERE = ("--base-url", "http://127.0.0.1:9/v1")
 
 
 def assay_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs the command as a user does."""
     command = [str(Path(sys.executable).with_name("assay")), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=process_environment())
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *hints: str) -> None:
-    """Exit code 3, and a text that says what was expected, what was found and what to do, and nothing of Python."""
+    """Asserts exit code 3 and a text with expectation, finding and remedy, without a traceback."""
     assert done.returncode == 3, done.stderr
     labels = [line.split(":")[0] for line in done.stderr.splitlines()]
     assert {"Expected", "Found", "To do"} <= set(labels)
@@ -45,7 +44,6 @@ def assert_refused(done: subprocess.CompletedProcess[str], *hints: str) -> None:
 
 
 def publish(folder: Path, *records: Record) -> Path:
-    """Writes records where an evaluation would."""
     for record in records:
         checkpoint = record.checkpoint
         write_record(str(folder / checkpoint.run / f"step-{checkpoint.step}" / record.evaluator / record.cell), record)
@@ -54,13 +52,12 @@ def publish(folder: Path, *records: Record) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two complete checkpoints."""
     return write_run(tmp_path / "run-a", [100, 200])
 
 
 @pytest.fixture
 def half_written(run: Path) -> Path:
-    """The same with one more that lacks half of its weights."""
+    """The run with a third checkpoint, with the last 100 bytes of its weights missing."""
     weights = write_checkpoint(run / "hf" / "step-300") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     return run
@@ -134,7 +131,6 @@ def test_prefect_server_of_an_evaluation_is_started_again_if_it_dies_and_ends_wi
 
 
 def prefect_servers_of(pid: int) -> list[int]:
-    """Process ids of the Prefect servers that a process has started."""
     servers = []
     for child in descendants(pid):
         with suppress(OSError):
@@ -175,7 +171,7 @@ def test_lines_that_doctor_says_a_regions_file_lacks_are_all_that_it_lacks(
             place, line = note["remedy"].removeprefix(f"write into {own} at ").split(": ", 1)
             assert place == region["name"]
             region.update(yaml.safe_load(line))
-        own = tmp_path / f"{region['name']}.yaml"  # files are read once
+        own = tmp_path / f"{region['name']}.yaml"  # a new name each time: files are read once
         own.write_text(yaml.safe_dump(table))
         monkeypatch.setenv("ASSAY_REGIONS", str(own))
         settings.cache_clear()
@@ -190,7 +186,7 @@ def test_lines_that_doctor_says_a_regions_file_lacks_are_all_that_it_lacks(
 
 
 def test_doctor_on_a_machine_without_disk_space_ends_as_infrastructure_does(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ASSAY_CACHE_DIR", "/proc/assay")  # a file system that has no free byte
+    monkeypatch.setenv("ASSAY_CACHE_DIR", "/proc/assay")  # a file system without free space
     settings.cache_clear()
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert "Disk" in {finding["subject"] for finding in json.loads(done.stdout) if finding["level"] == "missing"}

@@ -135,7 +135,7 @@ def test_submit_whose_supervisor_is_killed_ends_as_infrastructure(project: Path,
 
 @pytest.fixture
 def looks_like_another_ray(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that `ray stop` would end, since it goes by names."""
+    """A process that `ray stop` would end, because it matches process names."""
     folder = tmp_path / "raylet"
     folder.mkdir()
     sleep = shutil.which("sleep")
@@ -153,7 +153,7 @@ def test_cluster_of_this_machine_runs_jobs_and_goes_without_touching_another_ray
     looks_like_another_ray: subprocess.Popen[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    # A head takes a token that Ray finds, such as the one that an earlier `ray.init()` left in the home folder.
+    # A head uses any token that Ray finds, such as a token left in the home folder by an earlier `ray.init()`.
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
     try:

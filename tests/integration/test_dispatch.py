@@ -1,6 +1,6 @@
 """Cells sent to work pools: two regions of a real server, lm-eval, and the deterministic engine.
 
-At last their workers go, and what they leave behind is ended.
+The last tests stop the workers and check that leftovers of their flow runs are ended.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REGIONS = {
         "chip_hour": {},
         "vcpu_hour": {"on_demand": 0.03, "preemptible": 0.01},
         "memory_gb_hour": {"on_demand": 0.004, "preemptible": 0.001},
-        # Dear enough that a tiny checkpoint costs something.
+        # Expensive enough that even a tiny checkpoint has a cost.
         "egress_gb": {"same_continent": 100_000, "other_continent": 1_000_000},
     },
     "regions": [
@@ -77,7 +77,7 @@ REGIONS = {
 
 @dataclass
 class Sent:
-    """A policy of its own about a run in America, whose cells go to the work pools of the module's server."""
+    """A policy for a run in America that sends its cells to the work pools of the module's server."""
 
     field: Field
     folder: Path
@@ -93,7 +93,7 @@ class Sent:
         return self.folder / self.name
 
     def write_policy(self, *suites: str, **changes: Any) -> None:
-        """A policy with suites of one benchmark each, the first one first."""
+        """Writes a policy with suites of a single benchmark each, in order of priority."""
         for number, name in enumerate(suites, start=1):
             evaluations = [{"label": name, "evals": ["demo_facts"], "max_eval_instances": number}]
             content = {"name": name, "description": name, "evaluations": evaluations}
@@ -114,7 +114,7 @@ class Sent:
         Path(self.policy).write_text(yaml.safe_dump(policy))
 
     def alive(self, *work_pools: str) -> None:
-        """A sign of life of a worker that takes nothing."""
+        """Sends the heartbeat of a worker that takes no flow runs."""
         for name in work_pools:
             self.field.ask(f"/work_pools/{name}/workers/heartbeat", {"name": "idle"})
 
@@ -134,13 +134,12 @@ class Sent:
         return json.loads(done.stdout)
 
     def series(self, benchmark: str) -> list[str]:
-        """The command that has the run evaluated at a work pool."""
         places = ["--model", str(self.folder / "run"), "--output", str(self.output)]
         asked = ["--eval", benchmark, "--limit", "3", "--base-url", f"{self.engine}/v1"]
         return ["evaluate", *places, *asked, "--on-work-pool"]
 
     def states(self) -> list[tuple[str, str]]:
-        """Work pool and state of every flow run that was sent, the first one first."""
+        """Returns work pool and state of every flow run that was sent, oldest first."""
         return [(run["work_pool_name"], run["state"]["name"]) for run in self.runs()]
 
     def runs(self) -> list[dict[str, Any]]:
@@ -151,7 +150,7 @@ class Sent:
 
 @pytest.fixture(scope="module")
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
-    """A server with a work pool for each of two regions, whatever they have of workers."""
+    """A server with a work pool for each of two regions, with or without workers."""
     folder = tmp_path_factory.mktemp("regions")
     (folder / "regions.yaml").write_text(yaml.safe_dump(REGIONS))
     with (
@@ -160,7 +159,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         prefect_field(folder, database=database) as server,
     ):
         patch.setenv("ASSAY_REGIONS", str(folder / "regions.yaml"))
-        patch.setenv("ASSAY_PREFIX", "gs://bucket-us-central1")  # says that this machine is in America
+        patch.setenv("ASSAY_PREFIX", "gs://bucket-us-central1")  # places this machine in America
         settings.cache_clear()
         with temporary_settings({PREFECT_API_URL: server.url}):
             applied = CliRunner().invoke(app, ["work-pools", "apply"])
@@ -184,7 +183,7 @@ def sent(field: Field, tmp_path: Path) -> Iterator[Sent]:
             policy.change(work_pool, is_paused=False, concurrency_limit=None)
         yield policy
         for run in policy.runs():
-            if run["state"]["type"] == "SCHEDULED":  # late ones, too: the worker of a later test would begin them
+            if run["state"]["type"] == "SCHEDULED":  # late runs too: the worker of a later test would start them
                 policy.end(run, "Cancelled")
 
 
@@ -225,7 +224,7 @@ def test_cells_that_nobody_begins_or_whose_run_died_are_sent_again_and_not_for_e
     sent.change(EU, is_paused=False)
     sent.change(US, concurrency_limit=1)
     sent.write_policy("first", "second", max_egress_usd=1000)
-    assert sent.reconcile()["scheduled"] == 1  # what waits for its turn stays; the next one finds no room there
+    assert sent.reconcile()["scheduled"] == 1  # the waiting flow run stays; the next finds no room there
     assert sent.states()[2:] == [(EU, "Scheduled")]
     sent.write_policy("first", "second", "third")
     assert sent.ask("plan")["batches"][0]["why_not"] is not None
@@ -240,7 +239,7 @@ def test_cells_that_nobody_begins_or_whose_run_died_are_sent_again_and_not_for_e
     assert sent.reconcile()["scheduled"] == 0
     assert sent.ask("gaps")["missing"] == {"retries_exhausted": 1, "scheduled": 1}
 
-    slices = {"device": {"kind": "tpu", "variant": "v5litepod-16"}}  # of several machines: a cluster's
+    slices = {"device": {"kind": "tpu", "variant": "v5litepod-16"}}  # several machines: needs a cluster
     sent.write_policy("first", "second", "third", resource_config=slices)
     assert sent.reconcile()["scheduled"] == 1
     here = {"ASSAY_REGION": "us-central1"}
@@ -312,7 +311,7 @@ def test_series_that_is_refused_at_the_work_pool_is_refused_here_in_the_same_wor
 
 
 def carry_out_series(sent: Sent) -> None:
-    """Carries out the series that waits for a worker, in this process."""
+    """Runs the series that waits for a worker in this process."""
     series, scheduled = {"name": {"any_": ["evaluate-checkpoints"]}}, {"state": {"type": {"any_": ["SCHEDULED"]}}}
     [run] = eventually(lambda: sent.field.ask("/flow_runs/filter", {"flows": series, "flow_runs": scheduled}))
     with get_client(sync_client=True) as client:
@@ -326,12 +325,12 @@ LEFT: dict[str, tuple[str, tuple[State, ...]]] = {
     "silent": ("kubernetes", (Pending(), Running())),
     "cancelled": ("process", (Pending(), Running(), Cancelling())),
 }
-"""Flow runs by name: the type of their work pool, and the states that they have had when their worker goes."""
+"""Flow runs by name: type of their work pool, and their states up to the loss of their worker."""
 
 
 @flow
 def nothing() -> None:
-    """Is never run here."""
+    """Body of a flow that is deployed and never run."""
 
 
 def left_by_its_worker(client: SyncPrefectClient, deployment: UUID, name: str, states: tuple[State, ...]) -> str:
@@ -346,8 +345,8 @@ def test_flow_runs_whose_worker_is_gone_are_ended_and_those_that_wait_for_a_mach
     field: Field, monkeypatch: pytest.MonkeyPatch
 ):
     require_postgresql()
-    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
-    for automation in field.ask("/automations/filter", {}):  # those of the work pools are more patient
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the minimum
+    for automation in field.ask("/automations/filter", {}):  # the automations of the work pools wait longer
         field.ask(f"/automations/{automation['id']}", method="DELETE")
     with temporary_settings({PREFECT_API_URL: field.url}), get_client(sync_client=True) as client:
         assert {change.action for change in watch_over_flow_runs(timedelta(seconds=45))} == {"create"}

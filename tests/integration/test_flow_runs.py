@@ -1,4 +1,4 @@
-"""Flow runs as Prefect shows them, with a gate at their end; and the steps of the CI workflow, run as CI does."""
+"""Flow runs in Prefect, with a gate at their end; and the steps of the CI workflow, run as in CI."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _harness_is_built() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training run, called like no other of these tests, with two complete checkpoints."""
+    """A training run with two complete checkpoints and a name that no other test uses."""
     folder = tmp_path_factory.mktemp("runs") / "gated"
     for step in (1, 2):
         config = {**CONFIG, "num_attention_heads": 1}
@@ -68,7 +68,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The deterministic engine, which serves the checkpoints of the run."""
     address = tmp_path_factory.mktemp("engine") / "engine.json"
     models = ("--model", "gated-1", "--model", "gated-2")
     with running_program(str(engine_program.__file__), "--address-file", str(address), "--faults", "{}", *models):
@@ -77,7 +76,6 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def asked(api: str, path: str, **wanted: Any) -> list[dict[str, Any]]:
-    """Flow runs, task runs or artifacts, as the server has them."""
     return httpx.post(f"{api}/{path}/filter", json=wanted).raise_for_status().json()
 
 
@@ -130,7 +128,7 @@ def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
 
 
 def check_lineage(api: str, records: list[Record]) -> None:
-    """The server knows of each record, as an asset with its scores, and of the checkpoint that led to it."""
+    """Asserts that the server has each record as an asset with scores, and the checkpoint as its source."""
     wanted = {"event": {"name": ["prefect.asset.materialization.succeeded"]}}
     [record] = records
 
@@ -151,19 +149,19 @@ def check_lineage(api: str, records: list[Record]) -> None:
 
 @dataclass(frozen=True)
 class Checkout:
-    """The folder of a runner of the workflow: the team's files, and a run whose cells all have records."""
+    """The folder of a CI runner: the team's files, and a run with records for all of its cells."""
 
     folder: Path
     run: Path
     api: str
 
     def variables(self, gate: dict[str, Any]) -> dict[str, str]:
-        """Those that the workflow sets, with a gate of its own."""
+        """Returns the variables that the workflow sets, with this gate."""
         file = self.folder / f"{gate['name']}.yaml"
         file.write_text(yaml.safe_dump(gate))
         return {
             "PREFECT_API_URL": self.api,
-            "PREFECT_API_AUTH_STRING": "",  # of a secret that is not set
+            "PREFECT_API_AUTH_STRING": "",  # the secret is not set
             "DEPLOYMENT": "evaluate-suite/local",
             "MODEL_PATH": str(self.run),
             "RECORDS": str(self.folder / "records"),
@@ -173,7 +171,6 @@ class Checkout:
         }
 
     def step(self, job: str, name: str, gate: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-        """Carries a step out, as a runner does."""
         programs = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"}
         return subprocess.run(
             ["bash", "-e", "-c", script(job, name)],
@@ -187,14 +184,13 @@ class Checkout:
 
 
 def script(job: str, name: str) -> str:
-    """The script of a step of the workflow."""
     [found] = [step["run"] for step in WORKFLOW["jobs"][job]["steps"] if step.get("name") == name]
     return found
 
 
 @pytest.fixture(scope="module")
 def checkout(run: Path, tmp_path_factory: pytest.TempPathFactory, prefect_api: str) -> Checkout:
-    """Its cells have records already, so no engine is started."""
+    """A checkout with records for all cells, so no engine is started."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "assay").symlink_to(ROOT)
     evaluation = {"label": "facts", "evals": ["demo_facts"], "max_eval_instances": QUESTIONS}
@@ -222,7 +218,7 @@ def test_step_on_the_runner_ends_as_the_gate_says_and_leaves_a_summary(checkout:
     refused = checkout.step("here", "Evaluate", NO_GO)
     line = Template(script("here", "Evaluate").replace("\\\n", " ")).substitute(checkout.variables(GO))
     _, *options = shlex.split(line)
-    allowed = CliRunner().invoke(app, options)  # in this process, which the command takes seconds to start
+    allowed = CliRunner().invoke(app, options)  # in this process: starting the command takes seconds
     outputs = [refused.stdout, allowed.output]
     assert (refused.returncode, allowed.exit_code) == (1, 0), outputs
     assert all("Evaluated 0, already recorded 2" in text or "2 cells recorded already" in text for text in outputs), (
@@ -234,9 +230,9 @@ def test_step_on_the_runner_ends_as_the_gate_says_and_leaves_a_summary(checkout:
 
 @pytest.fixture(scope="module")
 def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A worker of this machine's work pool, and the deployment of the flow for suites."""
+    """A worker of the local work pool, and the deployment of the flow for suites."""
     pool = {"name": LOCAL_WORK_POOL, "type": "process", "base_job_template": base_job_template("process")}
-    httpx.post(f"{prefect_api}/work_pools/", json=pool)  # another test may have made it
+    httpx.post(f"{prefect_api}/work_pools/", json=pool)  # may exist from another test
     flow: Flow[..., Any] = evaluate_suite
     deployment = flow.to_deployment("local", work_pool_name=LOCAL_WORK_POOL, entrypoint_type=EntrypointType.MODULE_PATH)
     assert isinstance(deployment, RunnerDeployment)

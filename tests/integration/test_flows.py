@@ -38,8 +38,6 @@ QUESTIONS = 4
 
 @dataclass(frozen=True)
 class Series:
-    """A training run and where its records go."""
-
     run: Path
     evaluations: Path
     base_url: str
@@ -57,13 +55,11 @@ class Series:
         )
 
     def arguments(self) -> list[str]:
-        """The same evaluation for the `assay` command."""
         arguments = ["evaluate", "--model", str(self.run), "--output", str(self.evaluations)]
         arguments += ["--eval", "demo_facts", "--eval", "demo_backwards", "--limit", str(QUESTIONS)]
         return [*arguments, "--base-url", self.base_url, "--json"]
 
     def records(self) -> dict[str, Record]:
-        """Cell folder → record."""
         files = sorted(self.evaluations.rglob("record.json"))
         records = read_records(str(self.evaluations))
         assert len(files) == len(records), "a record cannot be read"
@@ -82,7 +78,7 @@ def _harness_is_built() -> None:
 
 @pytest.fixture
 def series(tmp_path: Path) -> Callable[[str, list[int]], Series]:
-    """Makes a run called `run` with complete checkpoints at some steps, to be evaluated at some endpoint."""
+    """Creates a run named `run` with complete checkpoints at these steps, for evaluation at an endpoint."""
 
     def make(base_url: str, steps: list[int]) -> Series:
         for step in steps:
@@ -115,7 +111,7 @@ def test_series_is_evaluated_once_and_only_what_is_missing_or_changed_is_evaluat
         assert {kind: getattr(found, "type", None) for kind, found in artifacts.items()} == {
             "results": "table",
             "curves": "image",
-            "report": "markdown",  # what Prefect makes of a link
+            "report": "markdown",  # Prefect's rendering of a link
         }
         assert (training_run.evaluations / "run" / "report.html").is_file()
 

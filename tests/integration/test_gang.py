@@ -1,4 +1,4 @@
-"""Replicas of two hosts, as two processes of one gang on this machine; the deterministic engine stands in for vLLM."""
+"""Replicas of two hosts, as two processes on this machine; the deterministic engine replaces vLLM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ CLIENTS = 16
 
 @contextmanager
 def running_pool(folder: Path, *, replicas: int = 1, **fields: Any) -> Iterator[Target]:
-    """A pool whose replicas have two hosts each, with two checkpoints."""
     served = [
         Servable.from_uri(f"run-{step}", str(write_checkpoint(folder / f"step-{step}", seed=step))) for step in (1, 2)
     ]
@@ -53,22 +52,20 @@ def running_pool(folder: Path, *, replicas: int = 1, **fields: Any) -> Iterator[
 
 
 def processes(words: str) -> list[int]:
-    """Processes below this one whose command line holds some words, in the order of their starts."""
+    """Returns descendants of this process with `words` in their command line, in start order."""
     return [pid for pid in sorted(descendants(os.getpid())) if words in " ".join(command_line(pid))]
 
 
 def agents() -> list[int]:
-    """Agents of the replica's hosts, the first host's first."""
     return processes("run_call.py")
 
 
 def parts() -> list[int]:
-    """Parts of an engine on further hosts."""
+    """Returns the engine parts on further hosts."""
     return processes("server.sendall(label.encode())")
 
 
 def under_load(target: Target, fault: Fault) -> Trial:
-    """Outcome of a fault in the midst of requests of every kind."""
     plan = LoadPlan(f"gang-{os.urandom(4).hex()}", requests=600, concurrency=CLIENTS)
     return asyncio.run(tried(target, plan, fault))
 
@@ -76,7 +73,7 @@ def under_load(target: Target, fault: Fault) -> Trial:
 def test_swap_reaches_both_hosts_and_the_end_leaves_nothing(tmp_path: Path) -> None:
     with running_pool(tmp_path) as target:
         how = [target.pool.load(name)[1].how for name in ("run-2", "run-1", "run-2")]
-        assert how[1:] == ["reload", "reload"]  # the first may be compared with a cold start
+        assert how[1:] == ["reload", "reload"]  # the first reload may be compared with a cold start
         assert [replica.name for replica in target.status().replicas] == ["replica-0"]
         assert (len(agents()), len(parts())) == (2, 1)
     assert (agents(), parts()) == ([], [])

@@ -1,4 +1,4 @@
-"""A replica of two machines with vLLM itself, on a real Ray of several nodes: answers, swaps, the loss of a machine."""
+"""A replica of two machines with vLLM itself, on a real multi-node Ray: answers, swaps, and the loss of a machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from resources.settings import settings
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(900),  # 250 s where three times as much wants to run as there are cores
+    pytest.mark.timeout(900),  # 250 s with three times as many runnable processes as cores
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
 ]
 OTHER, CLIENTS, REQUESTS = "run-2", 16, 120
@@ -37,9 +37,9 @@ OTHER, CLIENTS, REQUESTS = "run-2", 16, 120
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head with room for the proxy, and machines with room for a host each, of which one is to spare."""
+    """A head with room for the proxy, and three machines with room for a host each, including a spare."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(num_cpus=1) as cluster:
-        patch.setenv("ASSAY_INSECURE", "1")  # this machine's own address, which only this machine uses
+        patch.setenv("ASSAY_INSECURE", "1")  # this machine's own address, used only locally
         settings.cache_clear()
         for _ in range(3):
             add_node(cluster, num_cpus=1)
@@ -49,7 +49,6 @@ def cluster() -> Iterator[Cluster]:
 
 @contextmanager
 def running_pool(cluster: Cluster, checkpoints: list[Servable], *, hosts: int) -> Iterator[Target]:
-    """A pool of one replica of so many machines, ready with the first checkpoint."""
     kwargs = {"enforce_eager": True, "max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
     config = pool_config(
         resource_config={"hosts": hosts},
@@ -70,7 +69,7 @@ def running_pool(cluster: Cluster, checkpoints: list[Servable], *, hosts: int) -
 
 
 def loaded(target: Target, name: str) -> tuple[str, list[float]]:
-    """Tells how a checkpoint was loaded, and the log-probabilities that it gives for a text's tokens."""
+    """Loads a checkpoint; returns how it was loaded and its log-probabilities of a text's tokens."""
     running, report = target.pool.load(name)
     fields = {"prompt": "The quick brown fox jumps", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
     answer = httpx.post(
@@ -83,7 +82,6 @@ def loaded(target: Target, name: str) -> tuple[str, list[float]]:
 
 
 def machines_by_rank(cluster: Cluster) -> dict[int, Any]:
-    """Nodes on which the replica's hosts are, by their ranks."""
     found = {}
     for node in cluster.worker_nodes:
         for pid in descendants(node.all_processes["raylet"][0].process.pid):
@@ -116,7 +114,7 @@ def test_vllm_on_two_machines_answers_as_on_one_swaps_and_survives_the_loss_of_i
 
         plan = LoadPlan("two-machines", requests=REQUESTS, concurrency=CLIENTS)
         trial = asyncio.run(tried(target, plan, lose_the_second))
-        most = REQUESTS + 2 * CLIENTS  # vLLM answers 500, and until it is gone may do so again to what is tried again
+        most = REQUESTS + 2 * CLIENTS  # vLLM answers 500, and may do so again for retries until it is gone
         assert trial.broken_rules(most_upstream=most, broken_streams=CLIENTS) == []
         eventually(lambda: before.isdisjoint(target.instances().values()))  # Ray may notice after the last answer
         assert asyncio.run(target.settled()) is None

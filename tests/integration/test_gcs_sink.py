@@ -1,4 +1,4 @@
-"""Records and generated text in an object store: gcsfs as it is, over HTTP to an emulator that also refuses."""
+"""Records and generated text in an object store: unmodified gcsfs over HTTP, against an emulator that also refuses."""
 
 from __future__ import annotations
 

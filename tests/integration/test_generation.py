@@ -1,4 +1,4 @@
-"""Writing text in bulk on a kept pool, with its processes killed; the deterministic engine stands in for vLLM."""
+"""Bulk generation on a kept pool while its processes are killed; the deterministic engine replaces vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ POOL = "bulk"
 
 @dataclass(frozen=True)
 class Warm:
-    """A kept pool with two checkpoints, whose engine gives another sample each time."""
+    """A kept pool with two checkpoints and an engine that returns a different sample each time."""
 
     folder: Path
     prompts: Path
@@ -61,7 +61,7 @@ class Warm:
         return GenerationConfig.model_validate({**content, **fields})
 
     def engine(self) -> str | None:
-        """Address of the engine that answers, None before there is one; others were started to judge a reload by."""
+        """Returns the address of the engine that answers, None before it runs; other engines only check reloads."""
         for file in self.folder.glob("engine-*.json"):
             url = json.loads(file.read_text())["url"]
             with suppress(httpx.TransportError):
@@ -70,7 +70,6 @@ class Warm:
         return None
 
     def asked(self) -> int:
-        """Requests that the engine has seen."""
         return httpx.get(f"{self.engine()}/fake/stats").json()["requests"]
 
     def slow_down(self, seconds: float) -> None:
@@ -105,7 +104,6 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 
 def pids_of(job: str) -> list[int]:
-    """Processes of running jobs whose name begins like this."""
     found: list[int] = []
     for status in settings().jobs_dir.glob(f"{job}-*/status.json"):
         with suppress(OSError, ValueError):
@@ -151,7 +149,7 @@ def test_command_writes_both_checkpoints_of_the_pool_side_by_side_and_stops_at_t
     assert kinds <= {artifact["type"] for artifact in artifacts if str(artifact["key"]).startswith(POOL)}
 
 
-# Last: for a minute the lease of a flow that was killed has the one replica keep its checkpoint.
+# Runs last: for a minute the lease of the killed flow makes the only replica keep its checkpoint.
 @pytest.mark.usefixtures("prefect_api")
 def test_every_sample_is_written_once_though_worker_queue_proxy_and_flow_are_killed(warm: Warm, tmp_path: Path) -> None:
     output, config = tmp_path / "out", tmp_path / "generation.json"
@@ -171,7 +169,7 @@ def test_every_sample_is_written_once_though_worker_queue_proxy_and_flow_are_kil
     finally:
         flow.kill()
         flow.wait()
-    eventually(lambda: all(state_of(pid) in ("", "Z") for pid in working))  # they ask no more
+    eventually(lambda: all(state_of(pid) in ("", "Z") for pid in working))  # they send no more requests
     before, asked = parts(output), warm.asked()
     warm.slow_down(0.0)
 
@@ -181,7 +179,7 @@ def test_every_sample_is_written_once_though_worker_queue_proxy_and_flow_are_kil
     wanted = {(f"q{prompt}", sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)}
     assert Counter((row["prompt_id"], row["sample"]) for row in found) == Counter(wanted)
     assert {row["error"] for row in found} == {None} and totals["rows"] == len(found)
-    assert before.items() <= parts(output).items()  # sampled anew they would be others
+    assert before.items() <= parts(output).items()  # new samples would differ
     missing = PROMPTS // PER_SHARD - len(before)
     assert warm.asked() - asked <= missing * PER_SHARD * SAMPLES
     assert [row for row in found if row["text"] is None] == []

@@ -1,4 +1,4 @@
-"""HELM's choices, weighed by way of the prefix cache of vLLM itself: question by question what echoes give."""
+"""HELM's choices scored through the prefix cache of vLLM itself: per question the same values as with echoes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
     (f"{SHARED} one", f"{SHARED} two", "neither"),
 )
 OF_THE_CLOCK = ("inference_", "batch_size", "finish_reason_")
-"""Statistics of times, and of the end of what an echo generates behind its prompt."""
+"""Prefixes of statistics about timing, batches and the finish reason of tokens generated after an echoed prompt."""
 METHODS = ("multiple_choice_separate_original", "multiple_choice_separate_calibrated")
 
 
@@ -50,7 +50,6 @@ def url(tmp_path: Path, checkpoint: Path) -> Iterator[str]:
 
 
 def write_questions(folder: Path) -> Path:
-    """A benchmarks folder with a question for each length and set of choices."""
     folder.mkdir()
     lines = []
     for length in LENGTHS:
@@ -65,7 +64,7 @@ def write_questions(folder: Path) -> Path:
 
 
 def weighed(output: Path, method: str) -> tuple[dict[Any, float], dict[Any, Any]]:
-    """The weight of each choice, as HELM's metric adds it up, and the statistics of each question."""
+    """Returns the score of each choice as HELM's metric sums it, and the statistics of each question."""
     [run] = output.glob(f"helm/benchmark_output/runs/assay/*{method}*")
     weights = {}
     for state in json.loads((run / "scenario_state.json").read_text())["request_states"]:
@@ -83,7 +82,7 @@ def weighed(output: Path, method: str) -> tuple[dict[Any, float], dict[Any, Any]
 
 
 def questions_that_are_drawn(weights: dict[Any, float]) -> set[str]:
-    """Questions whose likeliest choices differ by rounding alone, such as choices that were cut off."""
+    """Returns the questions with likeliest choices that differ by rounding alone, such as choices that were cut off."""
     found: dict[str, list[float]] = {}
     for (question, _, mode), weight in weights.items():
         if mode == "original":

@@ -72,7 +72,6 @@ def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningMo
 
 
 def write_questions(folder: Path, *, before: str = "") -> Path:
-    """A benchmarks folder with one file of multiple-choice questions."""
     folder.mkdir()
     questions = [
         {
@@ -93,7 +92,7 @@ def shapes(**changes: Any) -> EvalTaskConfig:
 
 
 def answered_and_scored(folder: Path) -> tuple[list[Any], list[Any]]:
-    """Answers and scores of each question of a run of HELM, without what the clock says, and ends, which it loses."""
+    """Returns answers and scores of each question of a HELM run, without times and finish reasons (HELM loses them)."""
     states = json.loads((folder / "scenario_state.json").read_text())["request_states"]
     for state in states:
         for name in ("request_time", "request_datetime"):
@@ -120,7 +119,7 @@ async def test_benchmarks_give_metrics_equal_counts_samples_and_a_site(tmp_path:
     first = {metric.benchmark: metric.name for metric in reversed(parsed.metrics)}
     natural = {"synthetic_reasoning_natural": "f1_set_match"}
     assert first == {"simple_mcqa": "exact_match", "demo_mcqa": "exact_match", **natural}
-    asked = {"simple_mcqa": 5, "demo_mcqa": 5, "synthetic_reasoning_natural": 2}  # its others are of another split
+    asked = {"simple_mcqa": 5, "demo_mcqa": 5, "synthetic_reasoning_natural": 2}  # the rest are in another split
     assert all(metric.n == asked[metric.benchmark] and metric.stderr is not None for metric in parsed.metrics)
     smooth = {(metric.benchmark, metric.name): metric for metric in parsed.metrics if metric.smooth}
     assert {key: metric.higher_is_better for key, metric in smooth.items()} == {
@@ -188,7 +187,7 @@ async def test_choices_come_from_the_cache_where_the_engine_can_and_else_from_ec
 
 
 def smooth_of_run(folder: Path) -> dict[str, dict[str, float]]:
-    """Smooth scores of each question of a run of HELM, from the tokens of its choices, each a byte behind a space."""
+    """Returns smooth scores of each question of a HELM run, from its choices' tokens: a space, then a byte each."""
     weighed: dict[str, list[float]] = {}
     choices: dict[str, list[dict[str, Any]]] = {}
     for state in json.loads((folder / "scenario_state.json").read_text())["request_states"]:
@@ -227,7 +226,7 @@ async def test_answers_and_scores_through_a_pool_are_those_of_the_bare_command_l
         write_deployment(tmp_path / "prod_env", engine, tokenizer)
         entries = [f"simple_mcqa:model={MODEL}"]
         entries += [f"synthetic_reasoning_natural:difficulty=easy,max_train_instances=1,model={MODEL}"]
-        helm_run = "import gc; gc.disable(); from helm.benchmark.run import main; main()"  # a third of the time
+        helm_run = "import gc; gc.disable(); from helm.benchmark.run import main; main()"  # takes a third of the time
         command = [str(python), "-c", helm_run, "--run-entries", *entries, "--suite", "assay"]
         await asyncio.to_thread(
             subprocess.run,
@@ -244,7 +243,7 @@ async def test_answers_and_scores_through_a_pool_are_those_of_the_bare_command_l
 
 
 def write_deployment(folder: Path, engine: FakeEngine, tokenizer: Path) -> None:
-    """Writes the files that people write by hand to let `helm-run` ask an endpoint."""
+    """Writes the files that users write by hand to run `helm-run` against an endpoint."""
     folder.mkdir()
     client = {"class_name": "helm.clients.openai_client.OpenAILegacyCompletionsClient"}
     reader = {"class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"}
@@ -295,7 +294,7 @@ async def test_dead_requests_withhold_the_score_and_only_their_runs_are_asked_ag
 async def test_evaluation_that_is_done_again_takes_nothing_over(tmp_path: Path, evaluate: Evaluate):
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
-        for attempt in range(2):  # whose record was deleted, say
+        for attempt in range(2):  # as after a deleted record
             begin_scope(str(tmp_path))
             verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / f"attempt-{attempt}"))
             end_scope(str(tmp_path))
@@ -394,7 +393,7 @@ async def test_grader_that_tells_no_right_answer_from_an_empty_one_is_refused_be
     questions = [json.loads(line) for line in (benchmarks / "shapes.jsonl").read_text().splitlines()]
     for reference in (reference for question in questions for reference in question["references"]):
         if reference["tags"]:
-            reference["output"]["text"] = ""  # for which HELM's metrics give nobody a point
+            reference["output"]["text"] = ""  # HELM's metrics never count it as correct
     (benchmarks / "shapes.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))

@@ -1,4 +1,4 @@
-"""`InferencePool` with its real proxy and real processes; the deterministic engine stands in for vLLM."""
+"""`InferencePool` with its real proxy and real processes; the deterministic engine replaces vLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from resources.settings import settings
 
 @dataclass(frozen=True)
 class FirstReloads:
-    """The loads of a pool whose engine's reloads nobody had compared with a cold start, and what was answered."""
+    """Loads and answers of a pool from before its engine's reloads were compared with a cold start."""
 
     cache: Path
     loads: list[LoadReport]
@@ -47,7 +47,7 @@ class FirstReloads:
 
 @pytest.fixture(scope="module")
 def first_reloads(tmp_path_factory: pytest.TempPathFactory) -> FirstReloads:
-    """Leaves a cache in which the first reload of the fake engine was compared with a cold start."""
+    """Fills a cache in which the first reload of the fake engine was compared with a cold start."""
     folder = tmp_path_factory.mktemp("judged")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASSAY_CACHE_DIR", str(folder / "cache"))
@@ -66,7 +66,7 @@ def first_reloads(tmp_path_factory: pytest.TempPathFactory) -> FirstReloads:
 def own_cache(
     request: pytest.FixtureRequest, first_reloads: FirstReloads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Reloads are trusted already, but in tests marked `first_reload`."""
+    """A cache in which reloads are trusted already, except in tests marked `first_reload`."""
     cache = tmp_path / "cache"
     if "first_reload" not in request.keywords:
         shutil.copytree(first_reloads.cache / "reloads", cache / "reloads")
@@ -114,13 +114,12 @@ def ask(
         f"{running.base_url}/completions",
         json={"model": model or running.model, "prompt": prompt, "max_tokens": 4, "logprobs": 1, "echo": True},
         headers={"Authorization": f"Bearer {running.api_key}"},
-        timeout=timeout_seconds,  # held requests wait for engines that start again
-        verify=False,  # reading certificates takes longer than all else
+        timeout=timeout_seconds,  # held requests wait for engines that restart
+        verify=False,  # reading certificates would take most of the time
     )
 
 
 def answered(running: RunningModel, model: str, timeout_seconds: float | None) -> bool:
-    """True if a client was answered before it gave up."""
     try:
         return ask(running, model=model, timeout_seconds=timeout_seconds).status_code == 200
     except httpx.TimeoutException:
@@ -128,7 +127,7 @@ def answered(running: RunningModel, model: str, timeout_seconds: float | None) -
 
 
 def asked_thrice(running: RunningModel, prompt: str) -> int:
-    """The status that a client gets which asks again at once, twice at most; 0 where it gets none."""
+    """Returns the status after at most two immediate retries; 0 if all three tries fail."""
     for _ in range(3):
         try:
             return ask(running, prompt).status_code
@@ -177,7 +176,7 @@ def test_pool_that_trusts_reloads_loads_checkpoints_in_place_when_asked_for_and_
         again, loaded = pool.load("run-1")
         assert ask(again).json()["choices"][0]["logprobs"]["token_logprobs"] == answers[0]
         assert pool.load("run-1")[1].how == "already loaded"
-        unasked_for = ask(again, model="run-2")  # it is held until the pool has swapped
+        unasked_for = ask(again, model="run-2")  # held until the pool has swapped
         assert unasked_for.json()["choices"][0]["logprobs"]["token_logprobs"] == answers[1]
         assert ask(again, model="run-9").status_code == 404
         pids = engine_pids(tmp_path)
@@ -247,7 +246,7 @@ def test_reload_that_goes_wrong_or_cannot_go_right_is_followed_by_a_restart(
         assert failed.how == "restart"
         assert failed.reason == "reloading in place failed: they do not fit"
         assert ask(running).status_code == 200
-        assert pool.load("wider")[1].reason == "its config differs (hidden_size)"  # without trying
+        assert pool.load("wider")[1].reason == "its config differs (hidden_size)"  # without a try
     assert launcher.launches == ["run-1", "run-2", "run-3", "wider"]
 
 
@@ -337,7 +336,7 @@ def test_checkpoints_asked_for_at_once_are_spread_over_two_replicas_of_which_one
         assert {replica.announcement.model for replica in pool.proxy_status().replicas} == {"run-1", "run-2"}
         reports = [load for replica in pool.proxy_status().replicas for load in replica.announcement.loads]
         assert sum(load.model == "run-2" for load in reports) == 1
-        pool.session.want("run-2")  # or its replica would get run-1, with a new engine, before the loss is noticed
+        pool.session.want("run-2")  # otherwise its replica would get run-1 with a new engine before the loss is noticed
         first, second = engine_pids(tmp_path)
         os.kill(first, signal.SIGKILL)
         assert {ask(running, f"prompt {index}").status_code for index in range(20)} == {200}
@@ -453,7 +452,7 @@ def test_engine_agent_or_proxy_that_is_killed_is_started_again_and_answers_as_be
         eventually(answers)
         assert pool.base_url == address
         assert ask(running, model="run-2").status_code == 200
-        pool.session.check("run-2")  # as evaluations do all the time: it introduces itself to a new proxy
+        pool.session.check("run-2")  # as evaluations do continuously: it registers with a new proxy
         assert [lease.holder for lease in pool.proxy_status().leases.values()] == ["the pool's owner"]
 
 

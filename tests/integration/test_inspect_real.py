@@ -1,4 +1,4 @@
-"""Inspect itself, in its environment, against servers that answer as they are told: choices, verdicts, calls."""
+"""Inspect itself, in its environment, against servers with scripted answers: choices, verdicts, tool calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ for paths in (ours, sorted(map(str, folder.glob("*.eval")))):
     }))
     print(" ".join(log.model_dump_json() for log in logs))
 """
-"""Runs Inspect's own command, then prints answers and scores in our logs and in its own, and all of their text."""
+"""Runs Inspect's own command, then prints answers, scores and all text of Assay's logs and of the command's log."""
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,6 @@ def samples_in(output: Path) -> list[Sample]:
 async def test_scores_are_those_of_inspects_own_command_question_by_question_and_logs_hold_no_key(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
-    """A multiple-choice task, and one that a judge elsewhere grades."""
     options = {**ELSEWHERE, "temperature": 0}
     async with FakeJudge(says=letter_of) as there, FakeJudge(says=grade_of) as graders:
         chosen = await harness.evaluate(
@@ -172,7 +171,7 @@ async def test_tool_is_called_and_its_result_answered_and_epochs_are_clusters(
             make_model(there.url, tokenizer), make_config("sums", "repeated"), tmp_path / "out"
         )
         assert all(body.get("tools") for body in there.bodies if "What is" in body["messages"][0]["content"])
-        assert [body.get("stop") for body in there.bodies].count(["!"]) == 6  # an empty one is not sent
+        assert [body.get("stop") for body in there.bodies].count(["!"]) == 6  # an empty stop string is not sent
     verify_counts(parsed)
     assert parsed.counts == Counts(requested=9, answered=9, scored=9)
     numbers = {(metric.benchmark, metric.name): metric for metric in parsed.metrics}
@@ -254,7 +253,7 @@ async def test_answers_that_fail_and_verdicts_or_scores_that_are_none_are_told_a
         return parsed.counts
 
     too_long = {"error": {"message": WORDS, "code": "context_length_exceeded"}}
-    # Inspect by itself takes such an error for an answer.
+    # Inspect alone would treat such an error as an answer.
     refused = await counts("judged", lambda n, p: too_long if p == "Name 3." else "x", grade_of, "refused", words=WORDS)
     assert (refused.requested, refused.answered, refused.scored) == (8, 7, 7)
     unreadable = await counts("judged", letter_of, lambda n, p: "well" if "Name 3." in p else "GRADE: C", "unreadable")
@@ -279,7 +278,7 @@ async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(
 async def test_second_attempt_through_the_proxy_asks_for_no_answer_twice_though_they_are_sampled(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
-    """Two attempts at one cell, the first without a judge: what it was told is told again by the journal."""
+    # Two attempts at a cell: the first has no judge, and the journal replays its answers in the second.
     config = make_config("judged", options={**ELSEWHERE, "temperature": 0.9, "max_tokens": 24, "epochs": 2})
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.fresh_samples = True

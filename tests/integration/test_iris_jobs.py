@@ -1,4 +1,4 @@
-"""Jobs on a real Iris controller with its autoscaler and workers, where the contract's tests do not reach."""
+"""Jobs on a real Iris controller with its autoscaler and workers, beyond the contract's tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def client() -> Iterator[IrisClient]:
 
 @pytest.fixture(scope="module")
 def own_cluster() -> Iterator[IrisCluster]:
-    """One to stop and to start; the last test that uses it leaves it stopped."""
+    """A cluster for tests that stop and start it; the last of them leaves it stopped."""
     cluster = start_cluster()
     yield cluster
     cluster.end()
@@ -99,7 +99,7 @@ def test_iris_job_whose_submitter_is_killed_ends_with_all_it_started(workspace: 
         process.wait()
     assert handle.wait(30, raise_on_failure=False) is JobStatus.STOPPED
     assert not is_alive(pid)
-    # Its last words come with the log, which the controller may get after the news of its end.
+    # The reason comes with the log, which the controller may receive after the job's end.
     eventually(lambda: handle.details().reason == "the process that submitted it has ended")
 
 
@@ -270,7 +270,7 @@ def on_slices(*types: str, slice_count: int = 1) -> ResourceConfig:
 
 
 def slices_of(job_id: str) -> set[str]:
-    """The simulated slices that a job's tasks are on; a worker is named after its slice, and its place in it."""
+    """Returns the simulated slices of a job's tasks; a worker's name is its slice and its index in the slice."""
     address = shared_cluster().address
     tasks = call_controller(address, "ListTasks", jobId=job_id)["tasks"]
     return {task["workerId"].rsplit("-", 2)[0] for task in tasks}
@@ -281,7 +281,7 @@ def test_iris_job_on_a_slice_runs_on_each_of_its_vms_and_is_told_the_type_it_got
 ) -> None:
     words = "host $ASSAY_HOST_INDEX of $ASSAY_HOST_COUNT on $ASSAY_TPU_TYPE, $JAX_PLATFORMS, $LIBTPU_INIT_ARGS"
     request = job(f'echo "{words}"', workspace)
-    handle = client.submit(replace(request, resources=on_slices("v6e-16", "v5e-16")))  # there is none of the first
+    handle = client.submit(replace(request, resources=on_slices("v6e-16", "v5e-16")))  # no v6e-16 slice exists
     assert handle.wait(60) is JobStatus.SUCCEEDED
     expected = [f"host {index} of 4 on v5litepod-16, tpu,cpu, " for index in range(4)]
     assert handle.logs().splitlines() == expected
@@ -306,7 +306,7 @@ def test_iris_job_on_two_slices_of_several_vms_is_refused_and_two_jobs_run_at_on
     requests = [replace(job(script, workspace, name=name), resources=on_slices("v5e-16")) for name in ("one", "two")]
     handles = [client.submit(request) for request in requests]
     eventually(lambda: len(list(met.iterdir())) == 8)
-    eventually(lambda: [handle.announced() for handle in handles] == ["host 0\n"] * 2)  # which speaks for its slice
+    eventually(lambda: [handle.announced() for handle in handles] == ["host 0\n"] * 2)  # host 0 announces for its slice
     (tmp_path / "go").touch()
     assert wait_all(handles, 60) == [JobStatus.SUCCEEDED] * 2
     first, second = (slices_of(handle.job_id) for handle in handles)

@@ -1,4 +1,4 @@
-"""Pools that outlive whoever started them, with real processes; the deterministic engine stands in for vLLM."""
+"""Pools that outlive the process that started them, with real processes; the deterministic engine replaces vLLM."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ NEVER = 3600.0
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine of the test's own; every pool on it is taken down afterwards."""
+    """A cache folder of the test's own; every pool in it is taken down afterwards."""
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
     settings.cache_clear()
-    with set_current_client(LocalClient()):  # the process's own may know an earlier test's folder
+    with set_current_client(LocalClient()):  # the process's default client may use an earlier test's folder
         yield
     for state in list_kept():
         take_down(state.pool.name)
@@ -64,7 +64,6 @@ def kept(folder: Path, checkpoints: list[Servable], *, name: str = "warm", idle_
 
 
 def ask(pool: KeptPool, model: str, **options: Any) -> list[float]:
-    """Log probabilities that any OpenAI client gets for a checkpoint's name."""
     key = pool.access.key.get_secret_value()
     with openai.OpenAI(base_url=pool.access.address.base_url, api_key=key, **options) as client:
         answer = client.completions.create(
@@ -85,7 +84,7 @@ def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run_and
 ) -> None:
     pool = kept(tmp_path, checkpoints)
     [file] = settings().pools_dir.glob("*.json")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600  # it has the key
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600  # it contains the key
     key = pool.access.key.get_secret_value()
     with openai.OpenAI(base_url=pool.access.address.base_url, api_key=key) as client:
         assert [model.id for model in client.models.list()] == ["run-1", "run-2", "run-3"]
@@ -199,7 +198,7 @@ def test_kept_pool_survives_the_process_that_made_it(tmp_path: Path, checkpoints
     take_down("warm")
     assert find("warm") is None
     assert len(pids) >= 2
-    eventually(lambda: not any(is_alive(pid) for pid in pids))  # orphans of the maker: init reaps them
+    eventually(lambda: not any(is_alive(pid) for pid in pids))  # orphans of the starting process: init reaps them
 
 
 def test_kept_pool_ends_when_its_last_user_has_gone_for_the_idle_time(
@@ -293,7 +292,6 @@ def test_pool_command_brings_a_pool_up_shows_it_and_takes_it_down(tmp_path: Path
 
 
 def printed(*arguments: str) -> str:
-    """Returns what the command prints."""
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout

@@ -1,4 +1,4 @@
-"""A kept pool on a real Ray, between two machines that share the cluster and the folder where pools are published."""
+"""A kept pool on a real Ray, between two machines that share the cluster and the folder of published pools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.harness, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cluster with room for what keeps a pool up, its proxy and one replica, that every process finds."""
+    """A cluster that every process finds, with room for the job that keeps a pool up, its proxy and a replica."""
     ray.shutdown()
     with ray_cluster(num_cpus=3) as started:
         monkeypatch.setenv("RAY_ADDRESS", str(started.address))
@@ -40,7 +40,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def printed(*arguments: str) -> str:
-    """Returns what the command prints."""
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout

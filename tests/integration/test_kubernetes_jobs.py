@@ -1,4 +1,4 @@
-"""Jobs on Kubernetes when the cluster is not kind: the real client against the stand-in, pods as real processes."""
+"""Jobs on Kubernetes when the cluster misbehaves: the real client against a fake, with pods as real processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def client(server: KubernetesServer) -> Iterator[KubernetesClient]:
 
 @pytest.fixture
 def hasty_client(server: KubernetesServer) -> Iterator[KubernetesClient]:
-    """Gives an attempt half a second to start, which is too short for jobs that are to run."""
+    """A client that gives an attempt half a second to start: too short for jobs that must run."""
     client = client_of(server, bounds=Bounds(stuck_seconds=0.5, gang_seconds=0.5))
     yield client
     server.missing_images.clear()
@@ -185,7 +185,7 @@ def test_right_that_is_missing_is_named(client: KubernetesClient, server: Kubern
 def test_cluster_that_is_busy_or_restarts_is_asked_again(client: KubernetesClient, server: KubernetesServer) -> None:
     server.refusals += [
         Refusal("POST", "jobs", 429, retry_after=1),
-        Refusal("POST", "jobs", 409),  # as when many jobs count towards one quota
+        Refusal("POST", "jobs", 409),  # as when many jobs share a quota
         Refusal("GET", "configmaps", 503, times=2),
         Refusal("PATCH", "jobs", 500),
         Refusal("GET", "pods", 503),
@@ -261,12 +261,12 @@ def test_several_slices_are_replicas_with_a_pod_for_each_vm_whose_logs_results_a
 def test_slice_that_is_lost_ends_all_and_counts_once_in_the_budget_of_its_kind(
     server: KubernetesServer, tmp_path: Path, harm: str, counted: str
 ) -> None:
-    """`exit 3` ends all pods of one slice at once: JobSet ends the other slice, which is no preemption."""
+    # `exit 3` ends all pods of a slice at once: JobSet then ends the other slice, which is not a preemption.
     script = (
         f"[ -e {tmp_path}/again ] && exit 0; touch {tmp_path}/$ASSAY_REPLICA_INDEX-$ASSAY_HOST_INDEX; "
         f"while :; do if [ $ASSAY_REPLICA_INDEX = 1 ] && [ -e {tmp_path}/exit ]; then exit 3; fi; sleep 0.1; done"
     )
-    client = client_of(server, lease_seconds=60)  # the stand-in may take ten seconds to kill eight pods
+    client = client_of(server, lease_seconds=60)  # the fake may take ten seconds to kill eight pods
     job = client.submit(request(script, resources=TWO_SLICES, max_retries_failure=1, max_retries_preemption=1))
     eventually(lambda: len(list(tmp_path.iterdir())) == 8)
     eventually(lambda: job.status() is JobStatus.RUNNING)
@@ -365,7 +365,7 @@ def test_queue_that_is_not_there_is_refused_and_stands_in_the_address_of_jobs_in
     with pytest.raises(BadInput, match="kubectl get localqueues"):
         client.check_resources(ResourceConfig())
     server.refusals.append(Refusal("GET", "localqueues", 403))
-    client.check_resources(ResourceConfig())  # who may not see queues is not stopped
+    client.check_resources(ResourceConfig())  # missing permission to read queues is no error
     with pytest.raises(BadInput, match="leave it out, or give one of queue a value"):
         client_from_url("kubernetes://fake/default?quue=team")
 

@@ -1,4 +1,4 @@
-"""Evaluations by Levanter as jobs of machines with another home and another cache; one job for all checkpoints."""
+"""Evaluations by Levanter as jobs of machines with another home and another cache; a single job for all checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 
 STEPS = (1, 2)
 SHORT, LONG = 40, 300
-"""Questions of a benchmark that is soon over, and of one that takes a while."""
 BENCHMARK = """
 task: {name}
 dataset_path: json
@@ -56,7 +55,7 @@ doc_to_target: answer
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder that all machines see, with a run of some checkpoints and benchmarks."""
+    """A folder shared by all machines, with a run of several checkpoints and benchmarks."""
     folder = tmp_path / "shared"
     for step in STEPS:
         write_byte_tokenizer(write_nano_llama(folder / "run" / "hf" / f"step-{step}", seed=step))
@@ -70,7 +69,7 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    """Makes the variables of a machine with another home, which has environments as an image has them."""
+    """Creates the variables of a machine with its own home and the environments of an image."""
     built = str(settings().environments_dir)
 
     def make(name: str) -> dict[str, str]:
@@ -83,7 +82,6 @@ def machine(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 
 def plan(shared: Path, *benchmarks: str, store: str | None = None) -> list[Cell]:
-    """A cell for each checkpoint; run and records lie in the folder, or in a store."""
     place = store or str(shared)
     config = EvaluationConfig.model_validate(
         {
@@ -100,13 +98,13 @@ def plan(shared: Path, *benchmarks: str, store: str | None = None) -> list[Cell]
 
 @contextmanager
 def running(cells: list[Cell], client: Client) -> Iterator[list[Any]]:
-    """Futures of the records of cells that are evaluated side by side on a backend, as a run does it."""
+    """Evaluates cells concurrently on a backend, as a run does; yields the futures of their records."""
     with ExitStack() as stack:
         stack.enter_context(set_current_client(client))
         warm, jobs = stack.enter_context(warm_programs()), stack.enter_context(NativeJobs())
         threads = stack.enter_context(ThreadPoolExecutor(len(cells)))
         interruption = Interruption()
-        stack.callback(interruption.interrupt)  # of a test that fails meanwhile
+        stack.callback(interruption.interrupt)  # if a test fails meanwhile
         for position in range(len(cells)):
             jobs.expect(position)
         contexts = [
@@ -120,7 +118,7 @@ def running(cells: list[Cell], client: Client) -> Iterator[list[Any]]:
 
 
 def assert_whole(records: Sequence[Record], *, questions: int = SHORT) -> None:
-    """Every question was answered and scored, by a model of each record's own."""
+    """Asserts that every sample was answered and scored, by a different model for each record."""
     assert [record.status for record in records] == ["succeeded"] * len(STEPS)
     for record in records:
         assert record.counts is not None
@@ -134,13 +132,12 @@ def jobs_of(client: Client) -> list[JobDetails]:
 
 
 def compiled(home: Path) -> bool:
-    """Tells if Levanter has computed on a machine."""
+    """Returns True if Levanter has compiled on the machine."""
     return any((home / "cache" / "jax").glob("*"))
 
 
 @contextmanager
 def iris(folder: Path, variables: dict[str, str]) -> Iterator[Client]:
-    """A cluster whose workers have these variables."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
@@ -155,7 +152,7 @@ def iris(folder: Path, variables: dict[str, str]) -> Iterator[Client]:
 
 @contextmanager
 def slurm(folder: Path, variables: dict[str, str]) -> Iterator[Client]:
-    """The cluster that tests of Slurm share, whose jobs are given these variables by whoever submits them."""
+    """Returns a client of the shared Slurm cluster; the submitter's variables are passed to its jobs."""
     require_slurm()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
@@ -220,7 +217,7 @@ def test_levanter_on_ray_goes_on_within_a_checkpoint_when_its_machine_is_lost(
             with running(cells, client) as futures:
 
                 def kept() -> list[Path]:
-                    """Scores of the second checkpoint, whichever comes second, whose first benchmark is over."""
+                    # Scores of the second checkpoint, in either order, once its first benchmark is over.
                     assert not any(future.done() and future.exception() for future in futures)
                     done = {file.parents[1] for file in evaluations.glob(f"**/{OUTCOME_NAME}")}
                     scores = evaluations.glob("**/journal/*/*.json")

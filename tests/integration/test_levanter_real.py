@@ -1,4 +1,4 @@
-"""Levanter itself, in its own environment, on a nano Llama: against torch, on its own checkpoints, and refusing."""
+"""Levanter itself, in its own environment, on a nano Llama: against torch, on its own checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CONFIG = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": CONTEXT,
     "rms_norm_eps": 1e-5,
-    # As transformers 5 writes it, which the transformers 4 beside Levanter would read as 10000.
+    # As transformers 5 writes it; the transformers 4 in Levanter's environment would read it as 10000.
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     "tie_word_embeddings": False,
     "dtype": "float32",
@@ -120,7 +120,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClient]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A nano Llama in Hugging Face's layout, with a tokenizer that puts a BOS in front of every text."""
+    """A nano Llama in Hugging Face's layout, with a tokenizer that prepends a BOS to every text."""
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
         "self_attn.k_proj.weight": (HIDDEN * KEY_HEADS // HEADS, HIDDEN),
@@ -144,7 +144,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def native(exported: Path, python: Path) -> Checkpoint:
-    """The same weights in a checkpoint that Levanter wrote, of a later step, so that no export replaces it."""
+    """The same weights in a checkpoint written by Levanter, of a later step so that no export replaces it."""
     run = exported.parents[1]
     target = run / "checkpoints" / "step-7"
     arguments = [str(PROGRAMS), str(exported), str(target), "7"]
@@ -181,7 +181,7 @@ TWENTY = make_config("demo_facts", max_eval_instances=20)
 
 
 class Runner:
-    """Evaluates in jobs of this machine, with a program that is kept imported, each into a folder of its own."""
+    """Evaluates in local jobs with a program that is kept imported, each into a separate folder."""
 
     def __init__(self, python: Path, client: LocalClient, server: ForkServer | None, folder: Path) -> None:
         self._program = NativeProgram(Levanter(), python, server.warm if server else None)
@@ -211,7 +211,7 @@ class Runner:
 
     @property
     def scored_before(self) -> int:
-        """Requests of the last evaluation that its journal had scores of."""
+        """Returns the number of the last evaluation's requests that its journal already had scores for."""
         return json.loads((self.output / "levanter.json").read_text())["requests_scored_before"]
 
     def samples(self, config: EvaluationConfig) -> list[Sample]:
@@ -219,7 +219,7 @@ class Runner:
 
 
 def digests_of(checkpoint: LocalCheckpoint) -> ModelDigests:
-    """Those that a plan has, which for a checkpoint that is not whole there is none of."""
+    """Returns the digests that a plan has; empty for an incomplete checkpoint."""
     found = inspect_model_folder(checkpoint.uri)
     return digest_model_folder(found) if found.complete else ModelDigests("", "", "")
 
@@ -236,7 +236,7 @@ def local(checkpoint: Path | Checkpoint) -> LocalCheckpoint:
 def exact(
     exported: Path, python: Path, client: LocalClient, server: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Runner, Parsed]:
-    """Twenty questions to the export in float32, which several tests compare with."""
+    """Results of twenty questions on the export in float32, the reference of several tests."""
     runner = Runner(python, client, server, tmp_path_factory.mktemp("exact"))
     return runner, runner(exported, TWENTY)
 
@@ -329,7 +329,7 @@ def test_levanter_scores_only_what_its_journal_lacks_and_ends_up_with_equal_numb
 
 
 def _rows_in(journal: Path, name: str = "*") -> dict[str, Any]:
-    files = journal.glob(f"{name}.json")  # several where scoring takes longer than 20 s
+    files = journal.glob(f"{name}.json")  # several files where scoring takes longer than 20 s
     return {key: scores for file in sorted(files) for key, scores in json.loads(file.read_text()).items()}
 
 

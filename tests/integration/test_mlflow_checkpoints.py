@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.timeout(300)]
 
 @dataclass(frozen=True)
 class Logged:
-    """A model and a run of two checkpoints, as a training has logged them; the model is version 2 of `llama`."""
+    """A model and a run of two checkpoints, as a training logs them; the model is version 2 of `llama`."""
 
     address: str
     run_id: str

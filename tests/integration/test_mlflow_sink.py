@@ -1,4 +1,4 @@
-"""Records in MLflow: a real server on SQLite, asked by MLflow's own client."""
+"""Records in MLflow: a real server on SQLite, queried through MLflow's own client."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ def senders() -> Iterator[Senders]:
 
 
 def client_of(sink: MlflowSink) -> MlflowClient:
-    from mlflow import MlflowClient  # two seconds, for whom collects these tests and runs others
+    from mlflow import MlflowClient  # imported locally: it takes two seconds, also in processes that run other tests
 
     return MlflowClient(sink.tracking_uri)
 
 
 def runs_of(sink: MlflowSink) -> tuple[Any, dict[str, Any]]:
-    """The run of the only series, and those of its records by name."""
     client = client_of(sink)
     experiment = client.get_experiment_by_name(sink.experiment)
     assert experiment is not None

@@ -1,4 +1,4 @@
-"""Files that vLLM and transformers open of a staged checkpoint, as the kernel tells: each of them is digested."""
+"""Files of a staged checkpoint that vLLM and transformers open, reported by the kernel: each of them is digested."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OWN_TOKENIZER = "from transformers import PreTrainedTokenizerFast\n\n\nclass Own
 
 
 def with_own_code(folder: Path) -> Path:
-    """Gives the byte tokenizer a class of its own, in a file beside it, and tokens that were added later."""
+    """Gives the byte tokenizer a custom class in a separate file, and added tokens."""
     described = json.loads((folder / "tokenizer_config.json").read_text())
     described |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own_tokenizer.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
@@ -54,7 +54,7 @@ def with_own_code(folder: Path) -> Path:
 
 
 def with_merges(folder: Path) -> Path:
-    """Replaces the tokenizer by vocabulary and merges in files of their own, as GPT-2's."""
+    """Replaces the tokenizer by separate vocabulary and merges files, as GPT-2 has them."""
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "unk_token": "a"}')
     (folder / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
@@ -67,12 +67,12 @@ TOKENIZERS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     "own code": (lambda folder: with_own_code(write_byte_tokenizer(folder)), {"tokenizer.json", "own_tokenizer.py"}),
     "merges": (lambda folder: with_merges(write_byte_tokenizer(folder)), {"vocab.json", "merges.txt"}),
 }
-"""Writers of a tokenizer, and files of it that are opened."""
+"""Writers of a tokenizer, and the tokenizer files that are opened."""
 
 
 @contextmanager
 def opened_files(folder: Path) -> Iterator[set[str]]:
-    """The names of files directly in a folder that anybody opens inside the block, complete after it."""
+    """Yields a set that, after the block, holds the names of files in the folder that any process opened."""
     libc, names = ctypes.CDLL(None, use_errno=True), set[str]()
     watch = libc.inotify_init1(os.O_NONBLOCK)
     try:
@@ -89,7 +89,7 @@ def opened_files(folder: Path) -> Iterator[set[str]]:
 
 
 def write_checkpoint_among_others(folder: Path, write_tokenizer: Callable[[Path], Path]) -> ModelFolder:
-    """Writes a checkpoint, and beside it what trainers, other formats and adapters leave."""
+    """Writes a checkpoint next to files left by trainers, other formats and adapters."""
     write_tokenizer(write_nano_llama(folder, hidden=64))
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')
     for name in LEFT_BY_OTHERS:

@@ -1,4 +1,4 @@
-"""Plans of a run that lies in an object store: by pages of listings, and as right as on disk."""
+"""Plans of a run in an object store: read by pages of listings, with the same result as on disk."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ POLICY = Policy.model_validate(
     {"name": "p", "runs": ["gs://bucket/run"], "suites": ["demo"], "evaluation_path": "gs://bucket/out"}
 )
 LOOK = 3
-"""Requests for a look into a checkpoint: its config, and the header of its weights with its length."""
+"""Number of requests to inspect a checkpoint: its config, and the length and content of its weights' header."""
 REST = 10
-"""For the index, news, claims and overrides: each a listing or a read, and another where nothing is there."""
+"""Number of requests for index, news, claims and overrides: a listing or read each, and another where none exists."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def started() -> Iterator[FakeGcs]:
 
 @pytest.fixture
 def store(started: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
-    """A store without objects, asked by a machine that remembers nothing."""
+    """An empty store, and a machine with an empty cache."""
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
     settings.cache_clear()
     for name in started.names("bucket"):
@@ -57,7 +57,7 @@ def store(started: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def put_checkpoint(store: FakeGcs, step: int, *, value: float = 0.0, less: str | None = None, cut: int = 0) -> None:
-    """A complete checkpoint with one tensor, or one that lacks a file, or the end of its weights."""
+    """Writes a checkpoint with a single tensor: complete, without the file `less`, or without the last `cut` bytes."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     weights = struct.pack("<Q", len(header)) + header + struct.pack("<f", value)
     files = {
@@ -72,7 +72,6 @@ def put_checkpoint(store: FakeGcs, step: int, *, value: float = 0.0, less: str |
 
 
 def put_records(steps: range) -> None:
-    """A success of the one suite for some checkpoints."""
     [listing] = take_snapshot(POLICY, evaluations_of=wanted)
     for seen in listing.checkpoints:
         if seen.step in steps:
@@ -89,7 +88,6 @@ def wanted(_: Policy, run: str) -> list[WantedEvaluation]:
 
 
 def planned(store: FakeGcs) -> tuple[Reconciliation, int]:
-    """A plan, and what the store was asked for."""
     store.gets.clear()
     found = reconcile(take_snapshot(POLICY, evaluations_of=wanted), POLICY, now=time.time())
     return found, len(store.gets)
@@ -108,7 +106,7 @@ def test_plan_of_a_run_in_a_store_asks_for_pages_and_not_for_objects(store: Fake
     assert planned(store)[1] <= pages(CHECKPOINTS * FILES) + REST
 
     put_records(range(20))
-    planned(store)  # makes the index
+    planned(store)  # writes the index
     found, requests = planned(store)
     assert (found.done_count, len(found.work)) == (20, CHECKPOINTS - 20)
     assert requests <= pages(CHECKPOINTS * FILES) + pages(20) + REST
@@ -137,7 +135,7 @@ def test_checkpoint_in_a_store_waits_until_it_is_whole_and_is_done_again_once_it
 @pytest.mark.parametrize("between", [(), ("run/a", "run/b0500", "run/b0500/x", "run/c"), ("a",), ("z",)])
 def test_listing_in_ranges_is_that_in_one(store: FakeGcs, between: tuple[str, ...]):
     names = ["run/a/x", *(f"run/b{number:04}" for number in range(1001)), "run/c"]
-    for name in [*names, "run", "run-2/x", "other/x", "run/", "run/b/"]:  # the last two stand for folders
+    for name in [*names, "run", "run-2/x", "other/x", "run/", "run/b/"]:  # the last two represent folders
         store.put("bucket", name, b"x")
     filesystem = gcsfs.GCSFileSystem()
     found = bucket_objects(filesystem, "bucket/run", between=between)

@@ -1,6 +1,6 @@
-"""Policies that carry themselves out: a server with its services, a worker, lm-eval, the deterministic engine.
+"""Deployed policies: a server with its services, a worker, lm-eval, and the deterministic engine.
 
-Flow runs are ended, and at last the server is killed; the evaluation goes on.
+The tests end flow runs, and at last kill the server while an evaluation goes on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PLACES = ("out", "by-hand")
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    """A server, a worker, and a policy; the database is PostgreSQL's where this machine has one, else SQLite's."""
+    """A server, a worker, and a policy; the database is PostgreSQL where this machine has it, else SQLite."""
     with (
         postgresql_or_sqlite() as database,
         deployed_policy(tmp_path_factory.mktemp("field"), database=database) as policy,
@@ -96,7 +96,7 @@ def slots_held(deployed: Deployed) -> int:
 
 def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_out(deployed: Deployed):
     eight = ResourceConfig.with_tpu("v6e-8")
-    with accelerators_reserved(eight):  # nobody has set a limit
+    with accelerators_reserved(eight):  # no limit is set
         pass
     limit_accelerators(8)
 
@@ -114,7 +114,7 @@ def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_o
 
 
 def counted_as(resources: ResourceConfig, _: ResourceConfig) -> AbstractContextManager[None]:
-    """Reserves other accelerators than a pool has: this machine has none."""
+    """Reserves `resources` in place of the pool's own: this machine has no accelerators."""
     return accelerators_counted(resources)
 
 
@@ -134,7 +134,7 @@ def test_trainings_and_kept_pools_take_accelerators_of_the_same_limit(
         assert slots_held(deployed) == 8
         client.submitted[-1].says(JobStatus.SUCCEEDED)
         eventually(lambda: slots_held(deployed) == 0)
-        with accelerators_reserved(eight):  # as the pool of its evaluations does, before the block ends
+        with accelerators_reserved(eight):  # as the pool of its evaluations does before the block ends
             pass
     with pytest.raises(JobFailed), training(wanted, client=client):
         assert slots_held(deployed) == 8
@@ -167,7 +167,7 @@ def test_trainings_and_kept_pools_take_accelerators_of_the_same_limit(
 def test_flow_run_ended_in_mid_evaluation_leaves_nothing_and_its_state_is_true(
     deployed: Deployed, ending: signal.Signals | None, state: str
 ):
-    """A process that is suspended hears of no cancellation, and is killed: its worker does what it would have."""
+    # A suspended process receives no cancellation and is killed; its worker then cleans up in its place.
     deployed.apply()
     deployed.engine.answers_take(4)
     if not (deployed.folder / "run/hf/step-3").exists():
@@ -219,7 +219,7 @@ def test_server_that_goes_away_costs_no_evaluation_and_learns_how_it_ended(deplo
     if not (deployed.folder / "run/hf/step-3").exists():
         deployed.checkpoint(3)
     asked = engine.requests
-    run = deployed.begin()  # of a cell whose flow runs were ended, where the tests before have been run
+    run = deployed.begin()  # earlier flow runs of its cell were ended if the tests above have run
     by_hand = evaluate_by_hand(deployed)
     eventually(lambda: all(deployed.live_claims(place) for place in PLACES))
     eventually(lambda: engine.requests >= asked + 2)
@@ -233,7 +233,7 @@ def test_server_that_goes_away_costs_no_evaluation_and_learns_how_it_ended(deplo
         eventually(lambda place=place: "run-3" in deployed.succeeded(place))
         eventually(lambda place=place: not deployed.live_claims(place))
     assert engine.requests > asked
-    assert by_hand.poll() is None and field.process_of(run)  # their end is not told yet
+    assert by_hand.poll() is None and field.process_of(run)  # their end is not reported yet
 
     field.start_server()
     eventually(lambda: {flow_run["id"] for flow_run in field.runs("Completed")} >= runs)
@@ -243,7 +243,7 @@ def test_server_that_goes_away_costs_no_evaluation_and_learns_how_it_ended(deplo
     shown = field.ask("/artifacts/filter", {**of_both, "artifacts": {"key": {"any_": ["run-progress", "run-results"]}}})
     reported = {(artifact["key"], artifact["flow_run_id"]) for artifact in shown}
     assert reported == {(key, flow_run) for key in ("run-progress", "run-results") for flow_run in runs}
-    # One that was being made when the server went away may stand there twice: the later one counts.
+    # An artifact that was being created when the server died may exist twice: the later copy counts.
     shown.sort(key=itemgetter("created"))
     progress = {artifact["flow_run_id"]: artifact["data"] for artifact in shown if artifact["type"] == "progress"}
     assert set(progress.values()) == {100.0}

@@ -1,4 +1,4 @@
-"""A pool whose proxy and replicas are jobs of a real Ray: agents, proxy and owner lost while clients ask."""
+"""A pool with proxy and replicas as jobs of a real Ray: loss of agents, proxy and owner during requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from resources.jobs.addresses import is_loopback, own_address
 from resources.settings import settings
 
 pytestmark = [
-    pytest.mark.timeout(600),  # 30 s; 200 s where ten times as much wants to run as there are cores
+    pytest.mark.timeout(600),  # 30 s; 200 s with ten times as many runnable processes as cores
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
 ]
 
@@ -40,15 +40,14 @@ TESTS = Path(__file__).parents[1]
 REPLICAS = 2
 CLIENTS = 16
 MARK = {"ASSAY_TEST_CLUSTER": f"pool-on-ray-{os.getpid()}"}
-"""In the environment of everything that runs on the cluster."""
+"""Variable in the environment of every process on the cluster."""
 MARKED = {**MARK, "ASSAY_INHERIT": next(iter(MARK))}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A node with room for one proxy and the replicas."""
     with pytest.MonkeyPatch.context() as patch, ray_cluster(num_cpus=1 + REPLICAS, env_vars=MARKED) as cluster:
-        patch.setenv("ASSAY_INSECURE", "1")  # this machine's own address, which only this machine uses
+        patch.setenv("ASSAY_INSECURE", "1")  # this machine's own address, used only locally
         settings.cache_clear()
         yield cluster
     settings.cache_clear()
@@ -58,7 +57,7 @@ def cluster() -> Iterator[Cluster]:
 def running_pool(
     cluster: Cluster, checkpoint: Path, *, launcher: Launcher | None = None, replicas: int = REPLICAS, **fields: Any
 ) -> Iterator[Target]:
-    """A pool whose replicas are all ready; nothing of it may be left."""
+    """Starts a pool with all replicas ready; asserts at the end that no process of it is left."""
     config = pool_config(resource_config={"replicas": replicas}, **fields)
     client = client_of(str(cluster.address))
     events: list[str] = []
@@ -69,13 +68,13 @@ def running_pool(
             target = Target(pool, MODEL, owner_pid=os.getpid(), recovery_seconds=300)
             assert asyncio.run(target.settled()) is None, events
             yield target
-        eventually(lambda: job_processes() == {})  # what a killed agent left ends by itself
+        eventually(lambda: job_processes() == {})  # leftovers of a killed agent end by themselves
     finally:
         client.shutdown()
 
 
 def job_processes() -> dict[int, str]:
-    """Processes of jobs on the cluster, and of the engines that those have started, each with its job."""
+    """Returns the processes of the jobs of the cluster and of the engines started by them, each with its job."""
     [mark] = (f"{name}={value}".encode() for name, value in MARK.items())
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -89,7 +88,6 @@ def job_processes() -> dict[int, str]:
 
 
 def agent_of(replica: str) -> int:
-    """The process of a replica's agent."""
     [pid] = [
         pid
         for pid, job in job_processes().items()
@@ -99,7 +97,6 @@ def agent_of(replica: str) -> int:
 
 
 def under_load(target: Target, fault: Fault, *, requests: int, retries: int = 0) -> Trial:
-    """Outcome of a fault in the midst of requests of every kind."""
     plan = LoadPlan(f"ray-{os.urandom(4).hex()}", requests=requests, concurrency=CLIENTS, retries=retries)
     return asyncio.run(tried(target, plan, fault))
 
@@ -133,7 +130,6 @@ with InferencePool(pool_config(), served, client=client_of({str(cluster.address)
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint that vLLM serves."""
     return write_byte_tokenizer(write_nano_llama(tmp_path / "step-4", hidden=64))
 
 
@@ -145,7 +141,7 @@ def test_vllm_behind_an_ingress_survives_the_loss_of_its_agent_with_the_engine(c
     with running_pool(cluster, model, replicas=1, model=engine, startup_timeout_seconds=180) as target:
         [ingress] = [str(replica.announcement.url) for replica in target.status().replicas]
         assert httpx.URL(ingress).host == own_address() == httpx.URL(target.pool.base_url).host
-        with pytest.raises(httpx.TransportError):  # it knows no key
+        with pytest.raises(httpx.TransportError):  # the request has no key
             httpx.get(f"{ingress}/health", timeout=10)
         before = set(target.instances().values())
 
@@ -160,7 +156,7 @@ def test_vllm_behind_an_ingress_survives_the_loss_of_its_agent_with_the_engine(c
 
 @pytest.fixture(scope="module")
 def pool(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A pool on the deterministic engine, for the tests to the end of this module: it fills the node."""
+    """A pool on the deterministic engine for the remaining tests of this module: it fills the node."""
     folder = tmp_path_factory.mktemp("pool")
     checkpoint = write_checkpoint(folder / "step-1", seed=1)
     launcher = FakeLauncher(folder, faults={"fresh_samples": True})
@@ -179,7 +175,7 @@ def test_proxy_killed_under_load_is_a_new_job_on_its_address_and_clients_that_as
 
     trial = under_load(pool, kill, requests=600, retries=1)
     rules = trial.broken_rules()
-    if trial.duplicates <= CLIENTS:  # kept, but the proxy died before it was sent: its client asked again
+    if trial.duplicates <= CLIENTS:  # recorded, but the proxy died before sending it: its client retried
         rules = [rule for rule in rules if "the journal holds" not in rule]
     assert rules == []
     assert (pool.proxy_pid != killed, pool.pool.base_url) == (True, address)

@@ -1,6 +1,6 @@
-"""A pool whose replicas are TPU slices of two VMs each, on a real Ray of nodes that claim to be these VMs.
+"""A pool with replicas that are TPU slices of two VMs each, on a real Ray of nodes that claim to be these VMs.
 
-The deterministic engine stands in for vLLM on TPUs, a process of it on each VM.
+A process of the deterministic engine on each VM replaces vLLM on TPUs.
 """
 
 from __future__ import annotations
@@ -42,19 +42,16 @@ KIND, SLICES, VMS, CLIENTS = "v4-16", ("first", "second"), 2, 16
 
 
 class Slices(NamedTuple):
-    """The cluster, and its TPU VMs by slice and worker."""
-
     cluster: Any
     vms: dict[tuple[str, int], Any]
 
 
 def described(name: str, worker: int) -> dict[str, str]:
-    """Variables that tell Ray of a VM, so that it does not look for a server that tells."""
+    """Returns variables that describe a VM to Ray, so that Ray does not look for a metadata server."""
     return {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": KIND, "TPU_TOPOLOGY": "2x2x2"}
 
 
 def start_vm(cluster: Any, name: str, worker: int) -> Any:
-    """A node as Ray describes it on a VM of Google's."""
     with patch.dict(os.environ, described(name, worker)):
         return add_node(
             cluster,
@@ -71,7 +68,7 @@ def slices() -> Iterator[Slices]:
         pytest.MonkeyPatch.context() as changed,
         ray_cluster(num_cpus=2, _system_config={"health_check_period_ms": 500}) as cluster,
     ):
-        changed.setenv("ASSAY_INSECURE", "1")  # this machine's own address, which only this machine uses
+        changed.setenv("ASSAY_INSECURE", "1")  # this machine's own address, used only locally
         settings.cache_clear()
         vms = {(name, worker): start_vm(cluster, name, worker) for name in SLICES for worker in range(VMS)}
         cluster.wait_for_nodes()
@@ -80,7 +77,6 @@ def slices() -> Iterator[Slices]:
 
 
 def parts() -> dict[str, str]:
-    """Kinds of the parts of engines that run, by the VM that they run on."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -114,7 +110,7 @@ def test_replica_is_a_whole_slice_and_one_that_loses_a_vm_comes_back_whole_while
             target = Target(pool, MODEL, owner_pid=os.getpid(), recovery_seconds=120)
             assert asyncio.run(target.settled()) is None, events
             assert parts() == whole
-            assert pool.load("other")[1].how == "restart"  # tpu-inference's reloads cannot be proved right
+            assert pool.load("other")[1].how == "restart"  # reloads of tpu-inference cannot be verified
             pool.load(MODEL)
             assert asyncio.run(target.settled()) is None, events
 
@@ -123,11 +119,11 @@ def test_replica_is_a_whole_slice_and_one_that_loses_a_vm_comes_back_whole_while
                 while "second-0" in await asyncio.to_thread(parts):
                     await asyncio.sleep(0.1)
                 assert parts() == {vm: kind for vm, kind in whole.items() if "first" in vm}
-                start_vm(slices.cluster, "second", 1)  # which a thread could not
+                start_vm(slices.cluster, "second", 1)  # not possible in a thread
 
             trial = asyncio.run(tried(target, LoadPlan("slices", requests=600, concurrency=CLIENTS), lose_a_vm))
             assert trial.broken_rules(most_upstream=600 + CLIENTS, broken_streams=CLIENTS) == []
-            eventually(lambda: parts() == whole)  # until its lease is over, a lost replica seems ready
+            eventually(lambda: parts() == whole)  # until its lease expires, a lost replica seems ready
             assert asyncio.run(target.settled()) is None, events
         eventually(lambda: parts() == {})
     finally:
@@ -145,7 +141,7 @@ ray.shutdown()
 
 @pytest.mark.skipif(is_loopback(own_address()), reason="this machine has no address but loopback")
 def test_vms_of_a_slice_make_a_ray_of_their_own_on_which_the_first_serves(tmp_path: Path) -> None:
-    """With a stand-in for vLLM, and this interpreter's Ray, of the version that the engine's environment pins."""
+    # Uses a fake vLLM and this interpreter's Ray, which has the version that the engine's environment pins.
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(SERVER)
@@ -154,7 +150,7 @@ def test_vms_of_a_slice_make_a_ray_of_their_own_on_which_the_first_serves(tmp_pa
         "run_name='__main__')"
     )
     place, told = (own_address(), str(free_port()), own_address(), "4"), tmp_path / "told.json"
-    # Of the test's own process, which Ray takes as a wish for a single node.
+    # Overrides this test process's value, which limits Ray to a single node.
     several = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     client = LocalClient(tmp_path / "jobs")
 

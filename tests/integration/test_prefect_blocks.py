@@ -32,7 +32,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
 
 
 def test_bucket_block_names_place_and_account(store: FakeGcs, tmp_path: Path):
-    # Imported here: a second for every process that collects these tests.
+    # Imported locally: the import takes a second in every process that collects these tests.
     from prefect_gcp import GcpCredentials
     from prefect_gcp.cloud_storage import GcsBucket
 
@@ -71,7 +71,7 @@ def test_block_that_is_not_there_is_reported(tmp_path: Path):
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a pool whose keys this machine does not know."""
+    """The address of a pool with keys that are not configured on this machine."""
     for name in ("ASSAY_POOL_KEY", "ASSAY_POOL_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
     settings.cache_clear()

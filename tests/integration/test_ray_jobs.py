@@ -40,31 +40,29 @@ HERE = {"ray.io/availability-region": "here"}
 THERE = {"ray.io/availability-region": "there"}
 ROOT = Path(__file__).parents[2]
 LARGE_BYTES = 34 << 20
-"""More than 32 MiB, above which glibc gives freed memory back at once: what a process then has, it uses."""
+"""More than 32 MiB: glibc returns freed blocks of this size to the system at once, so a process's memory is in use."""
 
 
 @pytest.fixture(scope="module")
 def client_port() -> int:
-    """Of the server for Ray Client."""
     return free_port()
 
 
 @pytest.fixture(scope="module")
 def head(client_port: int) -> Iterator[Cluster]:
-    """A head with a server for Ray Client."""
     with ray_cluster(num_cpus=4, labels=HERE, runtime_environments=True, ray_client_server_port=client_port) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def cluster(head: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """The head, and a node that takes itself for another machine."""
+    """The head, and a node that appears to be another machine."""
     add_other_machine(head, tmp_path_factory.mktemp("machine"))
     return head
 
 
 def add_other_machine(cluster: Cluster, folder: Path) -> Any:
-    """A node with a `/tmp` and a cache of its own, so that it cannot tell that it is on this machine."""
+    """Adds a node with its own `/tmp` and cache, so that it appears to be another machine."""
     (folder / "tmp").mkdir()
     return add_node(
         cluster,
@@ -94,7 +92,7 @@ def on(*regions: str, **options: Any) -> ResourceConfig:
 def test_job_inside_a_job_works_where_the_driver_is_a_job_of_ray_with_a_working_directory(
     head: Cluster, tmp_path: Path
 ) -> None:
-    """The first test: of two nodes on one machine, each removes what Ray has unpacked for the other."""
+    # Runs first: two nodes on the same machine remove each other's files that Ray has unpacked.
     (tmp_path / "words.py").write_text("GREETING = 'hello from the working directory'")
     (tmp_path / "main.py").write_text(
         textwrap.dedent("""
@@ -263,7 +261,7 @@ def test_job_goes_on_when_its_process_reaches_the_same_cluster_by_another_name(c
     eventually(lambda: client.attach(job_id).status() is JobStatus.RUNNING)
     other = RayClient("auto", grace_seconds=0.5)
     for name in ("first", "second"):
-        gc.collect()  # a controller that nobody here holds any more would end, and its jobs with it
+        gc.collect()  # a controller without a local reference would end, and its jobs with it
         assert other.submit(shell("true", name)).wait(60) is JobStatus.SUCCEEDED
     assert client.attach(job_id).status() is JobStatus.RUNNING
 
@@ -279,7 +277,7 @@ def test_large_callables_lie_in_the_object_store_once_and_not_in_the_controller(
     client: RayClient, tmp_path: Path
 ) -> None:
     def own_memory() -> int:
-        """Bytes of our controllers' own memory, without what they share with the object store."""
+        # Bytes of the controllers' private memory, without memory shared with the object store
         found = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # a process that has ended meanwhile
@@ -355,7 +353,7 @@ def test_image_and_what_no_node_has_are_refused(client: RayClient) -> None:
 
 
 def start_driver(address: str, script: str) -> subprocess.Popen[bytes]:
-    """A process that is a driver of its own; knows `jobs`, a client, and `submit(name, script)`."""
+    """Starts a separate driver process; its script can use `jobs`, a client, and `submit(name, script)`."""
     code = f"""
 import os, sys, time
 from pathlib import Path
@@ -380,7 +378,7 @@ def write(path, text):
 
 
 def test_lost_head_is_said_and_the_driver_goes_on_with_the_next_one(cluster: Cluster, tmp_path: Path) -> None:
-    """The last test: the cluster is gone after it."""
+    # Runs last: it ends the cluster.
     ray.shutdown()
     port = int(str(cluster.address).rpartition(":")[2])
     for node in list(cluster.worker_nodes):
@@ -420,7 +418,7 @@ def test_lost_head_is_said_and_the_driver_goes_on_with_the_next_one(cluster: Clu
         raylet = cluster.head_node.all_processes["raylet"][0].process.pid
         agents = [pid for pid in descendants(raylet) if "agent" in " ".join(command_line(pid)).lower()]
         cluster.remove_node(cluster.head_node, allow_graceful=False)
-        send(signal.SIGKILL, agents)  # they would look for the head in a loop for half a minute
+        send(signal.SIGKILL, agents)  # they would look for the head for half a minute
         (tmp_path / "go").touch()
         eventually((tmp_path / "result").exists)
         assert (tmp_path / "result").read_text().split() == ["BackendUnavailable"] * 5

@@ -1,4 +1,4 @@
-"""TPU slices on a real Ray of seven nodes, six of which claim to be TPU VMs: whole slices, each to one claimant."""
+"""TPU slices on a real Ray of seven nodes, six of which claim to be TPU VMs: whole slices, each for a single claim."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from resources.errors import UnsatisfiableResources
 from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, JobStatus
 from resources.jobs.tpu_lockfile import TPU_LOCKFILE
 
-pytestmark = pytest.mark.timeout(300)  # seven nodes start in 10 s, or in 60 on a machine that is busy with other things
+pytestmark = pytest.mark.timeout(300)  # seven nodes start in 10 s, or in 60 s on a busy machine
 
 SLICES = {"small": ("v4-8", 1), "newer": ("v6e-4", 1), "first": ("v4-16", 2), "second": ("v4-16", 2)}
 V4_8, V4_16 = (ResourceConfig.with_tpu(kind, cpu=2, ram="1g") for kind in ("v4-8", "v4-16"))
 
 
 class Tpus(NamedTuple):
-    """The cluster, and its TPU VMs by slice and worker."""
-
     cluster: Any
     vms: dict[tuple[str, int], Any]
 
 
 def start_vm(cluster: Any, name: str, worker: int, *, wait: bool, **labels: str) -> Any:
-    """A node as Ray describes it on a VM of Google's, of which it knows these things by itself."""
+    """Starts a node as Ray describes a TPU VM of Google; on a real VM, Ray finds these values by itself."""
     kind, _ = SLICES[name]
     head = {f"TPU-{kind}-head": 1} if worker == 0 else {}
     own = {"ray.io/tpu-slice-name": name, "ray.io/tpu-worker-id": str(worker), "ray.io/tpu-pod-type": kind}
@@ -49,7 +47,7 @@ def start_vm(cluster: Any, name: str, worker: int, *, wait: bool, **labels: str)
 
 @pytest.fixture(scope="module")
 def tpus() -> Iterator[Tpus]:
-    # Ray would take 15 s to notice a death.
+    # By default Ray takes 15 s to notice a death.
     with ray_cluster(num_cpus=4, _system_config={"health_check_period_ms": 500}) as cluster:
         vms = {
             (name, worker): start_vm(cluster, name, worker, wait=False)
@@ -63,7 +61,7 @@ def tpus() -> Iterator[Tpus]:
 
 @asynccontextmanager
 async def placed(resources: ResourceConfig, replicas: int = 1) -> AsyncIterator[Placement]:
-    """A placement for which there is room, for the length of a block; Ray may look at others that wait first."""
+    """Holds a placement that fits, for the length of a block; Ray may consider other waiting claims first."""
     placement = await place(ray, resources, replicas, on_waiting=lambda reason: None)
     try:
         yield placement
@@ -72,7 +70,7 @@ async def placed(resources: ResourceConfig, replicas: int = 1) -> AsyncIterator[
 
 
 class Waiting:
-    """A claim that is not granted yet, and what it was told."""
+    """A claim that is not granted yet, and the reasons reported to it."""
 
     def __init__(self, resources: ResourceConfig, replicas: int = 1) -> None:
         self.reasons: asyncio.Queue[str] = asyncio.Queue()
@@ -93,7 +91,7 @@ class Waiting:
 
 
 def all_is_free() -> bool:
-    """Tells if every node says that nobody holds a core or a chip of it."""
+    """Returns True if no core or chip of any node is in use."""
     return all(
         node.free.get(name) == node.total.get(name)
         for node in read_nodes(ray)
@@ -108,7 +106,7 @@ def heads_are_asked_for() -> bool:
 
 
 async def nodes_of(placement: Placement) -> list[tuple[str, int]]:
-    """Slice and worker of each node that a process of the placement really starts on, in the placement's order."""
+    """Returns slice and worker of the nodes on which the placement's processes start, in the placement's order."""
 
     @ray.remote(max_retries=0)
     def where() -> str:
@@ -165,7 +163,7 @@ async def test_job_of_two_slices_holds_neither_until_it_can_have_both(tpus: Tpus
     async with placed(V4_16):
         both = Waiting(V4_16, 2)
         assert await both.reason() == "waits for 2 × v4-16: 2 slices in the cluster: 1 free, 1 taken"
-        async with placed(V4_16):  # the second one is still to be had
+        async with placed(V4_16):  # the second slice is still free
             pass
     placement = await both.granted()
     try:
@@ -201,7 +199,7 @@ async def test_replicas_without_a_tpu_start_together_and_leave_slices_alone_whil
         assert "that stays" not in (reason := await stays.reason())
         assert reason == "waits for 2 CPUs, 1 GiB of memory: 0 of 4 CPUs, 254 of 256 GiB of memory free on 1 node"
         await stays.given_up()
-    async with placed(small):  # on one of seven nodes, of which each is wanted
+    async with placed(small):  # occupies one of seven nodes, all of which the next claim needs
         all_at_once = Waiting(ResourceConfig(cpu=3, ram="1g"), 7)
         await all_at_once.reason()
     (await all_at_once.granted()).release()
@@ -216,20 +214,20 @@ async def test_impossible_request_is_refused_at_once(tpus: Tpus) -> None:
 
 
 def runs_on(job: JobHandle) -> list[str]:
-    """Last report of each host of a job's only replica about where it is."""
+    """Returns the last reported location of each host of a job's only replica."""
     hosts = [re.findall("^on (.+)$", part, re.MULTILINE) for part in job.logs().split("==> host")[1:]]
     return [reports[-1] if reports else "" for reports in hosts]
 
 
 async def soon(condition: Callable[[], bool]) -> None:
-    """Looks in a thread: the loop of the test is busy with claims."""
+    """Polls in a thread: the test's event loop is busy with claims."""
     while not await asyncio.to_thread(condition):
         await asyncio.sleep(0.1)
 
 
 async def test_job_that_several_types_would_do_for_gets_the_first_that_is_free_and_is_told_which(tpus: Tpus) -> None:
     either = ResourceConfig.with_tpu(["v4-8", "v6e-4"], cpu=2, ram="1g")
-    await soon(all_is_free)  # what had it before may just be ending
+    await soon(all_is_free)  # the previous holder may still be ending
     async with placed(either) as placement:
         assert await nodes_of(placement) == [("small", 0)]
         client = RayClient(str(tpus.cluster.address), grace_seconds=2)
@@ -247,13 +245,13 @@ async def test_job_that_several_types_would_do_for_gets_the_first_that_is_free_a
         assert await nodes_of(granted) == [("newer", 0)]
     finally:
         granted.release()
-    # Slices of one job are of one type.
+    # All slices of a job have the same type.
     with pytest.raises(UnsatisfiableResources, match=r"2 × v4-8 .*, or 2 × v6e-4"):
         check(ray, either, 2)
 
 
 async def test_slice_that_lost_a_host_is_left_for_a_whole_one_and_used_again_once_it_is_back(tpus: Tpus) -> None:
-    """The last test: it changes the cluster."""
+    # Runs last: it changes the cluster.
     client = RayClient(str(tpus.cluster.address), grace_seconds=2)
     command = Entrypoint.from_binary(
         "sh",
@@ -263,7 +261,7 @@ async def test_slice_that_lost_a_host_is_left_for_a_whole_one_and_used_again_onc
         ],
     )
     request = JobRequest("train", command, resources=V4_16)
-    TPU_LOCKFILE.touch()  # of a process that was killed
+    TPU_LOCKFILE.touch()  # left by a killed process
     job = await asyncio.to_thread(client.submit, request)
     await soon(lambda: len(runs_on(job)) == 2 and all(runs_on(job)))
     assert not TPU_LOCKFILE.exists()
@@ -284,7 +282,7 @@ async def test_slice_that_lost_a_host_is_left_for_a_whole_one_and_used_again_onc
     await asyncio.to_thread(client.shutdown)
     assert (job.status(), second.status()) == (JobStatus.STOPPED, JobStatus.STOPPED)
 
-    # A node of a group means that there is an autoscaler: what is not there may come, once it is shown what for.
+    # A node of a group implies an autoscaler: missing nodes may be added once there is demand for them.
     check(ray, ResourceConfig.with_tpu("v4-32"), 1)
     large = Waiting(ResourceConfig.with_tpu("v4-32"))
     assert await large.reason() == "waits for 1 × v4-32: none in the cluster at present"

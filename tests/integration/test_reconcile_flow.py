@@ -1,4 +1,4 @@
-"""Policies carried out: the flow on a Prefect server, with lm-eval itself, against the deterministic engine."""
+"""The flow that carries out policies, on a Prefect server, with lm-eval itself against the deterministic engine."""
 
 from __future__ import annotations
 
@@ -56,8 +56,6 @@ def _harness_is_built() -> None:
 
 @dataclass(frozen=True)
 class Watched:
-    """A run, a policy about it, and the endpoint that serves its checkpoints."""
-
     folder: Path
     engine: Endpoint
 
@@ -97,7 +95,6 @@ class Watched:
         return json.loads(done.stdout)
 
     def missing(self) -> dict[str, int]:
-        """Cells that are not done, by what they wait for."""
         policy = load_policy(str(self.policy))
         found = reconcile(take_snapshot(policy), policy, now=time.time())
         return {state: len(cells) for state, cells in found.by_state().items()}
@@ -106,7 +103,6 @@ class Watched:
         return read_records(str(self.folder / "out"))
 
     def attempts(self) -> Counter[str]:
-        """Attempts at each cell."""
         return Counter(str(path.parent) for path in (self.folder / "out").rglob("attempt-*") if path.is_dir())
 
 
@@ -160,9 +156,9 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
         assert run.reconcile()["open_before"] == {"waiting": 1}
         assert run.engine.requests == asked
 
-        weights.write_bytes(whole)  # it is whole now
+        weights.write_bytes(whole)  # complete now
         more = {"suite": run.write_suite("backwards", "demo_backwards"), "priority": 1}
-        run.write_policy(facts, more)  # and a suite more is wanted, before the others
+        run.write_policy(facts, more)  # another suite with higher priority
         assert run.reconcile()["succeeded"] == 3
         assert run.missing() == {}
         both = FlowRunFilterTags(all_=["run=run", "suite=facts", "suite=backwards"])
@@ -204,7 +200,7 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
 
 
 def verdicts_told(client: SyncPrefectClient) -> list[dict[str, Any]]:
-    """The events that said NO-GO for the gate of the policy."""
+    """Returns the NO-GO events of the policy's gate."""
     named = {"event": {"name": ["gate.no-go"]}, "resource": {"labels": {"assay.gate": ["own"]}}}
     return client.request("POST", "/events/filter", json={"filter": named, "limit": 50}).json()["events"]
 
@@ -271,7 +267,7 @@ def test_cancelled_reconciler_publishes_nothing(tmp_path: Path):
 
 @dataclass(frozen=True)
 class Unreadable(Levanter):
-    """A harness that ends at once, and whose results our own code cannot cope with."""
+    """A harness that ends at once, with results that make Assay's code fail."""
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
         return LM_EVAL
@@ -288,7 +284,7 @@ class Unreadable(Levanter):
 
 @pytest.fixture
 def _evaluators_travel() -> Iterator[None]:
-    """Sends the classes of this file whole: no job has the file."""
+    # Pickles the classes of this file by value: jobs do not have the file.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -306,7 +302,7 @@ def test_cell_that_our_own_code_breaks_is_given_up_after_the_retries_of_the_poli
         suite = run.folder / "facts.yaml"
         suite.write_text(yaml.safe_dump({"name": "facts", "description": "facts", "evaluations": [evaluation]}))
         run.write_policy(str(suite), retries={"infra_failures": 3, "first_delay_seconds": 0})
-        for tries in (2, 4):  # Prefect has made a second one each time
+        for tries in (2, 4):  # Prefect makes a second attempt each time
             with pytest.raises(EvaluationInterrupted, match=r"TypeError at tasks\.evaluators\.harness:"):
                 run.reconcile()
             [record] = run.records()

@@ -34,7 +34,7 @@ FLAGS = (
     "--window-size=1500,1200",
 )
 
-# Looks at a page inside a frame of a given width, because a headless window cannot be as narrow as a phone.
+# Measures a page inside a frame of a given width, because a headless window cannot be as narrow as a phone.
 OBSERVE = """
 const box = (element) => element.getBoundingClientRect();
 const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
@@ -79,11 +79,10 @@ addEventListener("load", () => {
 
 
 Looks = tuple[dict[str, Any], dict[str, Any]]
-"""Observations of a page in Chromium, in a frame as wide as a phone, and in one as wide as a desktop."""
+"""Observations of a page in Chromium, in a phone-wide and in a desktop-wide frame."""
 
 
 def observed(folder: Path, pages: Mapping[str, str], *, dark: bool = False) -> dict[str, Looks]:
-    """Shows pages side by side in one Chromium."""
     frames = "".join(
         f'<iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{html.escape(page)}"></iframe>'
         for page in pages.values()
@@ -113,7 +112,7 @@ def observed(folder: Path, pages: Mapping[str, str], *, dark: bool = False) -> d
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Looks]:
-    """Every page that the tests look at, in a light scheme."""
+    """All tested pages in a light color scheme."""
     long_name = "another-run-with-a-rather-long-name-that-goes-on-and-on-2026-01-02"
     growing = [make_record(step=step) for step in (0, *(2**power for power in range(0, 18)))]
     pages = {

@@ -31,7 +31,7 @@ OLDER = "5.22.2"
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The list that Assay has for lm-eval, with an older transformers; its environment is built."""
+    """Assay's requirements list for lm-eval with an older transformers; its environment is built."""
     path = tmp_path_factory.mktemp("lists") / "lm-eval-older.txt"
     pinned = LM_EVAL.requirements.read_text()
     path.write_text(re.sub(r"(?m)^transformers==.*$", f"transformers=={OLDER}", pinned))
@@ -43,7 +43,6 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Endpoint]:
-    """An endpoint that serves the one checkpoint of `run`."""
     folder = write_checkpoint(tmp_path / "run" / "hf" / "step-1", config={**CONFIG, "num_attention_heads": 1})
     write_byte_tokenizer(folder)
     with endpoint(tmp_path, "run-1") as found:
@@ -92,7 +91,7 @@ def test_records_of_the_version_before_are_requalified_by_asking_with_the_presen
     assert change.startswith(f"harness transformers {OLDER} → ")
     assert is_qualified(after, before, [known], evaluator=record.evaluator, benchmark="demo_facts")
 
-    evaluate(tmp_path, served)  # with the present version, which leaves what an older one has done
+    evaluate(tmp_path, served)  # with the current version, which keeps records of an older version
     assert read_records(str(tmp_path / "evaluations")) == [record]
 
 

@@ -1,4 +1,4 @@
-"""Time limits, and ends that nobody saw until slurmctld had forgotten them, on a Slurm with a database of its jobs."""
+"""Time limits, and job ends first seen after slurmctld had forgotten them, on a Slurm with an accounting database."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: SlurmCluster, folder: Path) -> Iterator[dict[str, SlurmJob]]:
-    """Jobs by name, all at once: what ends them takes up to half a minute, and so does forgetting them."""
+    """Jobs by name, run concurrently: ending them takes up to half a minute, and so does forgetting them."""
     with running(cluster, folder) as watching, running(cluster, folder) as client:
         jobs = {name: submit(client, folder, name, resources=UNSEEN[name], unseen=True) for name in reversed(UNSEEN)}
         jobs |= {name: submit(watching, folder, name) for name in WATCHED}
         for name in jobs:
             eventual_pid(folder / name)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "executable", "/no/python")  # as where a node lacks what the login node has
+            patch.setattr(sys, "executable", "/no/python")  # as on a node without the login node's Python
             jobs["without-python"] = submit(client, folder, "without-python", unseen=True)
         ids = {name: slurm_id(folder / "slurm", job.job_id) for name, job in jobs.items()}
         cluster.command("scancel", ids["cancelled"])
         os.kill(batch_pid(jobs["killed"].job_id), signal.SIGKILL)
         for name in ("timed-out", "lost"):
-            cluster.command("scontrol", "update", f"JobId={ids[name]}", "Requeue=0")  # as where a site allows none
+            cluster.command("scontrol", "update", f"JobId={ids[name]}", "Requeue=0")  # as at sites without requeues
         for name, limit in {"timed-out": "now", "over-limit": "now", "near-limit": "now+100"}.items():
             eventually(partial(cluster.has_set, ids[name], f"EndTime={limit}"))  # "now" may be over when it is read
         node = cluster.command("squeue", "-h", "-o", "%N", "-j", ids["lost"]).strip()
@@ -76,7 +76,7 @@ def running(cluster: SlurmCluster, folder: Path) -> Iterator[SlurmClient]:
 def submit(
     client: SlurmClient, folder: Path, name: str, *, resources: ResourceConfig = SMALL, unseen: bool = False
 ) -> SlurmJob:
-    """A job that runs for ever at its first start, and succeeds at the second; its submitter looks at it, or nobody."""
+    """Submits a job that runs forever at its first start and succeeds at its second; `unseen` detaches it."""
     script = f"[ -e {folder}/{name} ] && exit 0; echo $$ > {folder}/{name}; while :; do sleep 0.1; done"
     environment = create_environment(workspace=folder / "code")
     command = Command("sh", ("-c", script))

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of this machine: what the contract's tests cannot say, since only Slurm has it."""
+"""Jobs on a real Slurm of this machine: features that only Slurm has, beyond the contract's tests."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def shell(script: str, name: str = "job", *, resources: ResourceConfig | None = 
 
 @contextmanager
 def lost_node(cluster: SlurmCluster, node: str) -> Iterator[None]:
-    """Has a node and all that runs there fall silent, and start anew at the end of the block."""
+    """Makes a node and all of its processes unresponsive, and restarts it at the end of the block."""
     on_it = cluster.processes_on(node)
     send(signal.SIGSTOP, on_it)
     try:
-        cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=silent")  # as in the end it is
+        cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=silent")  # as Slurm does
         yield
     finally:
         send(signal.SIGKILL, on_it)
@@ -61,7 +61,7 @@ def lost_node(cluster: SlurmCluster, node: str) -> Iterator[None]:
 
 
 def once_then_end(folder: Path) -> str:
-    """A script that runs for ever at its first start, says good-bye when asked to end, and succeeds at the second."""
+    """Returns a script that at its first start runs until SIGTERM, then writes `saved`; its second start succeeds."""
     return (
         f"[ -e {folder}/first ] && exit 0; trap 'echo saved > {folder}/saved; exit 0' TERM; "
         f"echo $$ > {folder}/first; while :; do sleep 0.1; done"
@@ -98,7 +98,7 @@ def test_gang_starts_on_all_of_its_hosts_or_on_none_and_one_that_is_lost_is_one_
     with lost_node(cluster, lost):
         eventually(lambda: "BeginTime" in (gang.details().reason or ""))
     eventually(lambda: not any(map(is_alive, pids)))
-    eventually(lambda: cluster.has_set(slurms, "StartTime=now"))  # in place of two minutes, once Slurm has cleared up
+    eventually(lambda: cluster.has_set(slurms, "StartTime=now"))  # instead of two minutes after Slurm's cleanup
     assert gang.wait(60) is JobStatus.SUCCEEDED
     assert (gang.details().attempts, gang.details().failures, gang.details().preemptions) == (2, 0, 1)
     for index in range(2):
@@ -119,7 +119,7 @@ def test_job_near_its_time_limit_is_asked_to_end_and_begins_again_at_once_as_pre
 
 @pytest.fixture(params=[0, 60], ids=["at once", "after a grace time"])
 def preempted_partition(request: pytest.FixtureRequest, cluster: SlurmCluster) -> Iterator[None]:
-    """Has Slurm signal all processes of a preempted job at once, or those of its replicas a while before."""
+    """Makes Slurm signal all processes of a preempted job at once, or those of its replicas some time before."""
     cluster.command("scontrol", "update", "PartitionName=main", f"GraceTime={request.param}")
     yield
     cluster.command("scontrol", "update", "PartitionName=main", "GraceTime=0")

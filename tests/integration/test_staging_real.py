@@ -1,4 +1,4 @@
-"""Staging for real: a hub and a web server that count requests, and harnesses that run without any network after it."""
+"""Staging with a hub and a web server that count requests, and harnesses that run without any network after it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def python() -> Path:
 
 @dataclass(frozen=True)
 class Region:
-    """A hub that counts, and benchmarks whose data lie there."""
+    """A hub that counts requests, and benchmarks with data from it."""
 
     hub: FakeHub
     benchmarks: Path
@@ -111,7 +111,7 @@ def region(tmp_path: Path) -> Iterator[Region]:
 
 @pytest.fixture
 def machine(tmp_path: Path, region: Region, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, str]]:
-    """Goes to another machine: an empty cache, with the environments that are built; the variables of its workers."""
+    """Switches to a new machine: an empty cache with the built environments; returns the variables of its workers."""
     environments = settings().environments_dir
     for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
@@ -141,7 +141,7 @@ def test_staging_goes_on_where_it_failed_and_serves_offline_workers_here_and_on_
     assert [event for event in events if "asks to wait" in event]
     before = region.hub.commit("datasets/acme/quiz")
 
-    # What is missing, and no newer revision of what is there.
+    # Stages only missing data, and no newer revision of data that exists.
     region.hub.repositories["datasets/acme/plain"] = gone
     region.hub.repositories["datasets/acme/quiz"]["a.jsonl"] += b"\n" + questions("c")
     region.hub.requests.clear()
@@ -169,7 +169,7 @@ def test_staging_goes_on_where_it_failed_and_serves_offline_workers_here_and_on_
     in_lm_eval(python, WORK, names, str(region.benchmarks), "1", **elsewhere)
     assert region.hub.requests == []
 
-    # A refresh, and a benchmark whose data cannot be had without a network.
+    # A refresh, and a benchmark with data that is unavailable without a network.
     content = json.loads((region.benchmarks / "plain.yaml").read_text())
     address = f"{region.hub.url}/datasets/acme/plain/resolve/main/test.jsonl"
     data = {"task": "linked", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": address}}}
@@ -184,7 +184,7 @@ def test_staging_goes_on_where_it_failed_and_serves_offline_workers_here_and_on_
 # HELM and AlpacaEval
 
 BABI = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
-"""Address at which HELM looks for it; the stand-in answers in the place of the network's proxy."""
+"""Address from which HELM fetches bAbI; the fake hub answers in place of the network's proxy."""
 REVIEWS = "maritaca-ai/imdb_pt"
 HELM_EVALUATIONS = [
     {"label": "reviews", "evaluator": {"name": "helm", "site": False}, "evals": ["imdb_ptbr"]},
@@ -207,7 +207,7 @@ ALPACA_EVALUATION = {
 
 
 def stories() -> bytes:
-    """The archive of bAbI with one task, and stories about one person."""
+    """Returns the bAbI archive with a single task, and stories about a single person."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for split in ("train", "valid", "test"):
@@ -224,7 +224,7 @@ def reviews() -> bytes:
 
 
 def length_control(instructions: int) -> bytes:
-    """Verdicts on two models that say more, and less, than is asked, in AlpacaEval's columns."""
+    """Returns verdicts on a model with longer and a model with shorter outputs, in AlpacaEval's columns."""
     lines = ["index,model,std_delta_len,preference,instruction_difficulty,not_gamed_baseline"]
     for name, sign in (("longer", 1), ("shorter", -1)):
         lines += [f"{index},{name},{sign},{0.5 + sign / 8},{index / 24},False" for index in range(instructions)]
@@ -233,7 +233,7 @@ def length_control(instructions: int) -> bytes:
 
 @pytest.fixture
 def web(region: Region, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    """The hub with what those harnesses fetch, which is also all there is of the network."""
+    """The hub with the data that these harnesses fetch; it is all of the reachable network."""
     rows = [{"instruction": f"Say {n}.", "output": f"{n}", "generator": "baseline", "dataset": "a"} for n in range(24)]
     alpaca = {"alpaca_eval_gpt4_baseline.json": json.dumps(rows).encode(), "df_gamed.csv": length_control(24)}
     region.hub.repositories["datasets/tatsu-lab/alpaca_eval"] = alpaca
@@ -253,7 +253,7 @@ def write_suite(folder: Path, *evaluations: dict[str, Any], **content: Any) -> s
 
 
 def scored(config: EvaluationConfig, base_url: str, folder: Path, client: LocalClient) -> dict[str, int | None]:
-    """Questions behind each metric, after the harness itself has evaluated."""
+    """Runs the harness itself; returns the number of samples behind each metric."""
     evaluator = evaluator_of(config)
     python = ensure_environment(evaluator.environment(config)).python
     model = RunningModel(

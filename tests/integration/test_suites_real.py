@@ -1,6 +1,6 @@
-"""Suites for real: every name looked up, and every runner run, with a server that answers as a model would.
+"""Suites with real runners: every name is looked up, and every runner runs against a server with model-like answers.
 
-The benchmarks of a suite are replaced by tiny ones of the same names, in a folder of one's own.
+Tiny benchmarks of the same names, in a separate folder, replace the benchmarks of a suite.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def python() -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(python: Path) -> dict[str, list[tuple[str, int | None]]]:
-    """Output type and own number of examples of every task of every benchmark in a set that comes with lm-eval."""
+    """Returns output type and default number of examples of every task in the benchmark sets that come with lm-eval."""
     names = {task.name for benchmark_set in benchmark_sets().values() for task in benchmark_set.evals}
     named = sorted(name for name in names if not name.startswith(FRESH))
     assert not set(named) - set(listed_benchmarks(python))
@@ -135,8 +135,6 @@ def test_check_looks_into_a_folder_of_ones_own_for_every_harness(tmp_path: Path,
 
 @dataclass(frozen=True)
 class Served:
-    """The deterministic engine in a process of its own, and a run with one checkpoint that it serves."""
-
     base_url: str
     run: Path
 
@@ -152,8 +150,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a folder with tiny benchmarks in place of those of a suite."""
-
     def write(suite: str) -> Path:
         folder = tmp_path / "benchmarks"
         folder.mkdir()
@@ -181,7 +177,7 @@ def request_for(served: Served, folder: Path, output: Path, **changes: Any) -> S
 
 
 def run_deployed(runner: str, **parameters: Any) -> list[Record]:
-    """Runs a flow with the parameters of its deployment, and some more."""
+    """Runs a flow with the parameters of its deployment and further parameters."""
     content = yaml.safe_load(deployment_data("prefect.yaml").read_text())["deployments"]
     [deployed] = [
         deployment["parameters"] for deployment in content if deployment["entrypoint"] == f"flows.suites.{runner}"
@@ -231,7 +227,7 @@ def test_runner_evaluates_its_suite_and_publishes_every_benchmark(
 
 @pytest.fixture
 def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of its own, which has the environments and no data yet."""
+    # A new machine that has the environments and no data yet.
     environments, cache = settings().environments_dir, tmp_path / "cache"
     cache.mkdir()
     (cache / "environments").symlink_to(environments)

@@ -1,4 +1,4 @@
-"""A training with `transformers` itself tells a deployed policy of its checkpoint, and `assay notify` of others."""
+"""A training with `transformers` itself notifies a deployed policy of its checkpoint; `assay notify` reports others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 TRAINING = ROOT / "tests" / "fakes" / "transformers_training.py"
-ACCELERATE = EnvironmentSpec(  # of which the engine's environment has all that it needs, and `Trainer` needs this
+ACCELERATE = EnvironmentSpec(  # `Trainer` needs it; the engine's environment has all of its dependencies
     name="accelerate",
     requirements=Path(__file__).parent / "requirements" / "accelerate.txt",
     overrides=Path(__file__).parent / "requirements" / "accelerate-overrides.in",
@@ -47,7 +47,7 @@ def notify(uri: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def deployed(tmp_path: Path, prefect_api: str) -> Iterator[PolicyDeployment]:
-    """A policy about a run of `tmp_path`, on a server that is as before afterwards."""
+    """A deployed policy about a run of `tmp_path`; the server is restored afterwards."""
     content = {
         "name": "trained",
         "runs": str(tmp_path / "run"),

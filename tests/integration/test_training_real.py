@@ -1,4 +1,4 @@
-"""Levanter's `train_lm` itself, on a nano Llama, as a job of this machine and of Iris."""
+"""Levanter's `train_lm` itself, on a nano Llama, as a job of this machine and as a job of Iris."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client_of(tmp_path: Path) -> Iterator[Any]:
-    """Makes the client of a backend, which is ended with everything it runs."""
+    """Creates clients of backends, and ends each with everything that it runs."""
     made: list[Client] = []
 
     def make(backend: str) -> Client:
@@ -48,7 +48,6 @@ def config(data: Path, output: Path, *, steps: int, every: int, **trainer: Any) 
 
 
 def exported(output: Path) -> list[int]:
-    """Steps of the complete exports."""
     return [checkpoint.step for checkpoint in find_checkpoints(str(output / "hf")) if checkpoint.complete]
 
 
@@ -56,7 +55,7 @@ def test_training_on_a_cluster_exports_checkpoints_and_says_last_that_it_is_done
     client_of: Any, data: Path, tmp_path: Path
 ) -> None:
     wanted = config(data, tmp_path / "short", steps=9, every=4)
-    # Its workers are this machine, with another home: without this they would build the environment anew.
+    # The workers run on this machine with another home: without this they would build the environment again.
     wanted = wanted.model_copy(update={"env_vars": {"ASSAY_CACHE_DIR": str(settings().cache_dir)}})
     assert run_levanter_train_lm(wanted, client=client_of("iris")) is JobStatus.SUCCEEDED
     assert exported(tmp_path / "short") == [4, 8]

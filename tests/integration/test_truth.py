@@ -1,4 +1,4 @@
-"""Every lie that an endpoint can tell, told to lm-eval's evaluation: it is completed as undisturbed, or withheld."""
+"""Every kind of false answer from an endpoint during lm-eval's evaluation: completed as if undisturbed, or withheld."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from tasks.spec.suites import built_in_suites
 pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
 
 FLOWS = (evaluate_checkpoint, evaluate_checkpoints, evaluate_suite, generate_text)
-# A field is found by its label, inside the one it belongs to; a choice in a list by its text.
+# A field is found by its label, inside its parent field; a choice in a list by its text.
 FINDERS = """
 window.field = (...names) => names.reduce((root, name) => {
   const labels = root ? [...root.querySelectorAll("label")] : [];
@@ -46,16 +46,14 @@ window.withText = (root, selector, text) =>
 
 @dataclass(frozen=True)
 class Form:
-    """The run form of a deployment, as it stands in a page."""
-
     page: Page
 
     def tab(self, *field: str, choose: str) -> None:
-        """Chooses one of the kinds of value that a field may have."""
+        """Selects one of the value types of a field."""
         self.page.click(f"withText({_field(*field)}, '[role=tab]', {json.dumps(choose)})")
 
     def tabs(self, *field: str) -> list[str]:
-        """Names of those kinds."""
+        """Returns the names of a field's value types."""
         return self.page.value(
             f"[...{_field(*field)}.querySelector('[role=tablist]').querySelectorAll('[role=tab]')]"
             ".map((one) => one.textContent)"
@@ -69,7 +67,6 @@ class Form:
         return choices
 
     def choose(self, *field: str, choice: str) -> None:
-        """Takes a choice from the list of a field."""
         assert choice in self._opened(*field)
         self.page.click(f"withText(document, '[role=option]', {json.dumps(choice)})")
         self.page.until("!document.querySelector('[role=option]')")
@@ -80,26 +77,22 @@ class Form:
         return self.page.value("[...document.querySelectorAll('[role=option]')].map((one) => one.textContent.trim())")
 
     def type(self, *field: str, text: str) -> None:
-        """Types into a field, in place of what is there."""
         self.page.fill(f"{_field(*field)}.querySelector('textarea, input')", text)
 
     def add(self, *field: str) -> None:
-        """Adds an item to the list in a field."""
         self.page.click(f"withText({_field(*field)}, 'button', 'Add item')")
 
     def help_texts(self) -> dict[str, str]:
-        """Text below the label of each field that is shown; of several of one name, any."""
+        """Returns the help text below the label of each shown field, by label; fields of the same name share a key."""
         return self.page.value(
             "Object.fromEntries([...document.querySelectorAll('div.group label')].map((one) =>"
             " [one.textContent.replace(' (Optional)', ''), one.parentElement.querySelector('p')?.textContent ?? '']))"
         )
 
     def submit(self) -> None:
-        """Presses the button."""
         self.page.click("withText(document, 'button', 'Submit')")
 
     def says(self, text: str) -> None:
-        """Waits until a text is to be seen."""
         self.page.until(f"document.body.textContent.includes({json.dumps(text)})")
 
 
@@ -109,7 +102,7 @@ def _field(*names: str) -> str:
 
 @pytest.fixture(scope="module")
 def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Prefect server with its UI, which Prefect's own server for tests does not serve."""
+    """Address of a Prefect server with its UI, which Prefect's own test server does not serve."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     variables = {**NO_SERVICES, "PREFECT_UI_API_URL": f"{address}/api"}
@@ -122,7 +115,6 @@ def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def deployed(prefect_ui: str) -> dict[str, str]:
-    """Deployments of this machine's work pool: ids by flow."""
     with temporary_settings({PREFECT_API_URL: f"{prefect_ui}/api"}):
         asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
         return {flow.name: _deploy(flow) for flow in FLOWS}
@@ -141,7 +133,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def opened(page: Page, server: str, deployed: dict[str, str], flow: str) -> Form:
-    """The form of a deployment's run, in the page."""
     page.go(f"{server}/v2/deployments/deployment/{deployed[flow]}/run")
     page.until(
         f"location.href.includes({json.dumps(deployed[flow])})"
@@ -153,7 +144,6 @@ def opened(page: Page, server: str, deployed: dict[str, str], flow: str) -> Form
 
 
 def runs_of(server: str, deployment: str) -> list[dict[str, Any]]:
-    """The flow runs of a deployment, as the server has them."""
     wanted = {"deployments": {"id": {"any_": [deployment]}}}
     return httpx.post(f"{server}/api/flow_runs/filter", json=wanted).json()
 
@@ -236,7 +226,7 @@ def test_generation_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
 ):
     form = opened(page, prefect_ui, deployed, "generate-text")
     explains_every_field(form, "config", "worker_resources")
-    form.tab("config", "model_path", choose=form.tabs("config", "model_path")[0])  # the other is that there is none
+    form.tab("config", "model_path", choose=form.tabs("config", "model_path")[0])  # the other is None
     form.type("config", "model_path", text="gs://bucket/runs/a")
     form.add("config", "prompts", "files")
     form.type("config", "prompts", "files", text="gs://bucket/prompts/*.jsonl")
@@ -255,7 +245,7 @@ def test_wrong_value_is_refused_in_words_and_nothing_is_started(page: Page, pref
     form.type("selection", "wait_for_incomplete_seconds", text="-5")
     form.submit()
     waiting = f"{_field('selection', 'wait_for_incomplete_seconds')}.querySelector('input')"
-    page.until(f"document.activeElement === {waiting}")  # the browser leads back to it, and says why
+    page.until(f"document.activeElement === {waiting}")  # the browser focuses it and shows the reason
     assert page.value(f"{waiting}.validationMessage") == "Value must be greater than or equal to 0."
     form.type("selection", "wait_for_incomplete_seconds", text="5")
     form.submit()

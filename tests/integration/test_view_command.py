@@ -45,7 +45,7 @@ def evaluations(tmp_path: Path) -> Path:
 
 @contextmanager
 def viewed(evaluations: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address that the command prints, and the command."""
+    """Starts the command; yields the address that it prints, and its process."""
     argv = [ASSAY, "view", evaluations]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=process_environment()) as process:
         try:

@@ -51,14 +51,13 @@ def server() -> Iterator[ViewServer]:
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """The one tab of all tests here."""
     with browser(tmp_path_factory.mktemp("browser"), width=1280, height=800) as found:
         yield found
 
 
 @pytest.fixture
 def page(tab: Page, server: ViewServer) -> Page:
-    """The tab with nothing in it, as wide as a desktop."""
+    """An empty tab of desktop width."""
     tab.go("about:blank")
     sized(tab, 1280)
     server.answers.clear()
@@ -71,7 +70,6 @@ def sized(page: Page, width: int, *, scheme: str = "light") -> None:
 
 
 def show(page: Page, server: ViewServer, site: str = "made", **selection: str) -> None:
-    """Opens the page of a site at an address, and waits until it is drawn."""
     page.go(f"{server.url}/{site}/#{urlencode(selection)}")
     page.until(f"document.readyState === 'complete' && {DRAWN}")
 
@@ -81,7 +79,7 @@ def scores_of(files: Mapping[str, bytes], key: str, metric: int = 0) -> np.ndarr
 
 
 def large_files(*, questions: int, checkpoints: int) -> dict[str, bytes]:
-    """Scores of many questions at many checkpoints, without texts."""
+    """Returns scores of many questions at many checkpoints, without texts."""
     known = np.random.default_rng(1)
     learned = known.integers(0, int(checkpoints * 1.2), questions)
     right = (np.arange(checkpoints)[:, None] >= learned) ^ (known.random((checkpoints, questions)) < 0.05)
@@ -101,12 +99,12 @@ def large_files(*, questions: int, checkpoints: int) -> dict[str, bytes]:
 
 
 def rows_in_table(page: Page) -> list[str]:
-    """Questions in the order of the grid, as its table tells."""
+    """Returns the questions in the order of the grid's table."""
     return page.value("[...document.querySelectorAll('#table tbody th')].map((cell) => cell.textContent)")
 
 
 def paths(scores: np.ndarray) -> list[tuple[int, int, int]]:
-    """For each question where it was learned, where lost, and its flips, read off row by row; -1 for never."""
+    """Returns where each question was learned and lost (-1 for never) and its flips, computed row by row."""
     found = []
     for row in scores.T:
         seen = [(place, score >= 127) for place, score in enumerate(row) if score != NO_SCORE]
@@ -550,7 +548,7 @@ def test_14000_questions_at_200_checkpoints_are_drawn_in_a_page_of_few_elements_
     box = page.value("JSON.stringify(document.getElementById('scroller').getBoundingClientRect())")
     frame = json.loads(box)
     point = {"x": frame["left"] + 300, "y": frame["top"] + 200, "button": "left", "clickCount": 1}
-    for _ in range(2):  # the first makes rows as tall as a finger, the second opens what lies there
+    for _ in range(2):  # the first makes rows as tall as a finger, the second opens the question
         for kind in ("mousePressed", "mouseReleased"):
             page.call("Input.dispatchMouseEvent", type=kind, **point)
         page.value("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")

@@ -32,7 +32,7 @@ def runs_below(folder: Path) -> list[OfflineRun]:
 def test_checkpoints_of_a_series_are_one_run_over_training_steps_whose_files_hold_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # As in the environment of the training job that evaluates itself.
+    # As in the environment of a training job that evaluates itself.
     monkeypatch.setenv("WANDB_RUN_ID", "the-training-run")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -62,7 +62,7 @@ def test_offline_files_are_whole_and_closed_once_a_record_is_published(tmp_path:
 
 
 def open_files() -> set[Path]:
-    """Files that processes of this machine hold open, as far as we may know."""
+    """Returns files that processes of this machine hold open, as far as permissions allow."""
     files: set[Path] = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # it was closed meanwhile, or is another user's
@@ -104,7 +104,7 @@ def test_server_s_run_is_resumed_and_takes_a_record_once(tmp_path: Path, monkeyp
         cells = {step: make_cell(tmp_path, step=step, **others[step]) for step in (200, 100)}
         states = [
             publish_record(cells[step][0], str(cells[step][1]), (sink,))[sink.name]
-            for step in (200, 100, 100)  # the last as after a lost record of what was sent
+            for step in (200, 100, 100)  # the last repeats a send after the loss of its state
         ]
         for _ in range(2):
             record, cell = cells[100]

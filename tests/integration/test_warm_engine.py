@@ -1,4 +1,4 @@
-"""vLLM served from a fork, against vLLM's own entry point: the same numbers, and nothing left."""
+"""vLLM served from a fork, against vLLM's own entry point: the same numbers, and no leftovers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ def variables(environment: Environment) -> dict[str, str]:
 
 
 def serve(client: LocalClient, command: Command, variables: dict[str, str], *, port: int) -> LocalJob:
-    """A server that is healthy."""
     job = client.submit(
         JobRequest(
             "engine",
@@ -102,13 +101,12 @@ def serve(client: LocalClient, command: Command, variables: dict[str, str], *, p
 
 
 def families_of(page: str) -> set[tuple[str, tuple[str, ...]]]:
-    """The metrics on a page, each with the names of its labels."""
     families = text_string_to_metric_families(page)
     return {(sample.name, tuple(sorted(sample.labels))) for family in families for sample in family.samples}
 
 
 def answers(port: int) -> list[Any]:
-    """Answers of the model, without what differs from request to request."""
+    """Returns the answers of the model, without fields that differ from request to request."""
     replies = []
     for path, question in QUESTIONS:
         body = {"model": f"of-{path}", "max_tokens": 8, "temperature": 0.0, **question}
@@ -120,7 +118,7 @@ def answers(port: int) -> list[Any]:
 
 
 def refusals(port: int) -> set[int]:
-    """Answers to whoever has not the engine's key, on paths that vLLM itself guards and on others."""
+    """Returns the statuses without the engine's key, on paths that vLLM itself guards and on others."""
     paths = ("/v1/completions", "/collective_rpc", "/pause", "/sleep", "/reset_prefix_cache", "/update_weights")
     found = set()
     for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}):
@@ -131,7 +129,6 @@ def refusals(port: int) -> set[int]:
 
 
 def sampled(port: int, prompts: list[str]) -> list[str]:
-    """Texts that a seed leads to, of prompts in one request."""
     body = {"model": "m", "prompt": prompts, "max_tokens": 4, "temperature": 1.0, "seed": 7}
     response = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, headers=HEADERS, timeout=120)
     assert response.is_success, response.text
@@ -139,7 +136,7 @@ def sampled(port: int, prompts: list[str]) -> list[str]:
 
 
 def check_valid_answers(port: int) -> None:
-    """Holds the answers of vLLM against their requests, whole and as streams: none may be refused."""
+    """Asserts that vLLM's answers, whole and streamed, are valid for their requests."""
     likelihood = {"max_tokens": 1, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
     asked: tuple[tuple[str, dict[str, Any]], ...] = (
         *QUESTIONS,
@@ -158,7 +155,7 @@ def check_valid_answers(port: int) -> None:
     odd = []
     for path, question in asked:
         fields = {"model": "m", "max_tokens": 8, "temperature": 1.0 if "n" in question else 0.0, **question}
-        # vLLM streams neither the first two, nor echoes with log-probabilities for several samples, where it fails.
+        # vLLM streams neither beam search nor prompt log-probs, and fails on echoes with log-probs for several samples.
         for stream in {False, not {"use_beam_search", "prompt_logprobs", "seed"} & set(question)}:
             body = {**fields, "stream": stream}
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/{path}", json=body, timeout=120, headers=HEADERS)
@@ -170,7 +167,7 @@ def check_valid_answers(port: int) -> None:
 
 
 def check_scoring(port: int, model: Path) -> None:
-    """Weighs a text from the cache as an echo weighs it, and as the fake engine does: with no rows of what was held."""
+    """Asserts that scores from the cache equal an echo's and the fake engine's, without log-probs of cached tokens."""
     checkpoint = ServedCheckpoint.from_folder("m", model, Servable.from_uri("m", str(model)).digests)
     engine = EngineClient(f"http://127.0.0.1:{port}", KEY)
     scoring = scoring_of(engine, checkpoint, longest=engine.max_model_len("m"))
@@ -201,7 +198,7 @@ def check_scoring(port: int, model: Path) -> None:
 
 
 def check_reloads(port: int, model: Path, other: Path) -> None:
-    """Weights that come back are in memory as they were, under their name; what is wrong shows."""
+    """Asserts that reloaded weights are in memory as before, under their name, and that wrong weights are detected."""
     engine = EngineClient(f"http://127.0.0.1:{port}", KEY)
     found = []
     for folder, name in ((model, "a"), (other, "b"), (model, "a")):
@@ -215,7 +212,7 @@ def check_reloads(port: int, model: Path, other: Path) -> None:
 
 
 def processes_of(server: ForkServer) -> set[int]:
-    """The server and its forks, which all have its command line."""
+    """Returns the server and its forks, which all have its command line."""
     mark = os.fsencode(server.command().args[4])
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -229,7 +226,7 @@ def processes_of(server: ForkServer) -> set[int]:
 
 
 def log_of_crash(client: LocalClient, server: ForkServer, where: dict[str, Any], variables: dict[str, str]) -> str:
-    """The log of an engine whose computing process crashes, as native code can."""
+    """Returns the log of an engine after a crash of its computing process, as native code can crash."""
     port = free_port()
     job = serve(client, server.command(*server_arguments(KWARGS, **where, port=port)), variables, port=port)
     stats = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/stat")}

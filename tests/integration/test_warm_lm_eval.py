@@ -1,4 +1,4 @@
-"""lm-eval in forks of one process: the same numbers as in a process of its own, cell after cell."""
+"""lm-eval in forks of a shared process: the same numbers as in a separate process, cell after cell."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_refusal_of_a_cell_in_a_fork_is_the_same_file(tmp_path: Path, lm_e
 async def test_cell_whose_variables_were_not_there_at_import_starts_cold_and_is_right(
     tmp_path: Path, lm_eval: Harness, monkeypatch: pytest.MonkeyPatch
 ):
-    """Variables of lm-eval are read at import: with those of the server, a cell could be scored by other rules."""
+    # lm-eval reads variables at import: with the server's values, a cell could be scored by other rules.
     monkeypatch.setenv("LMEVAL_OF_THIS_CELL", "1")
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))

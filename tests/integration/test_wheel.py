@@ -38,7 +38,7 @@ print(len(modules))
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment that has the wheel, and sees the libraries of this one."""
+    """An environment with the wheel that also sees the libraries of this environment."""
 
     home: Path
     folder: Path
@@ -48,7 +48,7 @@ class Installed:
         return next((self.home / "lib").glob("python*/site-packages"))
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Runs one of its programs in a folder that holds nothing of ours."""
+        """Runs a program of the wheel in a folder without files of the checkout."""
         own = {"PREFECT_HOME": str(self.folder / "prefect"), **variables}
         return subprocess.run(
             [str(self.home / "bin" / command[0]), *command[1:]],
@@ -60,7 +60,6 @@ class Installed:
         )
 
     def assay(self, *arguments: str, **variables: str) -> str:
-        """Returns what the command prints."""
         done = self.run("assay", *arguments, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -79,7 +78,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     [wheel] = folder.glob("*.whl")
     install = ["pip", "install", "--quiet", "--no-deps", "--python", str(installed.home / "bin" / "python"), str(wheel)]
     subprocess.run([uv.find_uv_bin(), *install], check=True, capture_output=True)
-    # A line of a .pth file adds a folder, but not what .pth files in that folder add: the checkout stays out.
+    # A line of a .pth file adds a folder but does not process the .pth files in it: the checkout stays out.
     (installed.packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return installed
 
@@ -109,9 +108,8 @@ def test_wheel_shows_the_machine_the_suites_and_the_regions(installed: Installed
 
 @pytest.fixture(scope="module")
 def server(installed: Installed, prefect_api: str) -> dict[str, str]:
-    """Variables that name a server, which has the work pool of this machine from the wheel's template."""
     variables = {"PREFECT_API_URL": prefect_api}
-    # A region that no other test has a work pool in: they share the server.
+    # A region in which no other test has a work pool: the tests share the server.
     table = yaml.safe_load((installed.packages / "resources/deployments/regions.yaml").read_text())
     (installed.folder / "regions.yaml").write_text(yaml.safe_dump({**table, "regions": table["regions"][4:5]}))
     made = json.loads(installed.assay("work-pools", "apply", "--regions", "regions.yaml", "--json", **variables))
@@ -120,7 +118,7 @@ def server(installed: Installed, prefect_api: str) -> dict[str, str]:
 
 
 def test_wheel_deploys_its_flows_with_prefect(installed: Installed, server: dict[str, str], prefect_api: str):
-    """Two of its list: that each is a flow of its module is seen without a server, and takes Prefect a second."""
+    # Only two deployments: each takes Prefect a second, and other tests check the list without a server.
     content = yaml.safe_load((installed.packages / "resources/deployments/prefect.yaml").read_text())
     content["deployments"] = [
         deployment for deployment in content["deployments"] if deployment["entrypoint"] in DEPLOYED

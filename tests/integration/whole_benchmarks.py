@@ -1,4 +1,4 @@
-"""Benchmarks of every bundled set for real: made data in their own layouts, lm-eval itself, and vLLM on a CPU."""
+"""Benchmarks of every bundled set: generated data in their own layouts, lm-eval itself, and vLLM on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses with a user's name or password are refused wherever one is taken, in words that do not repeat them."""
+"""Addresses with a user's name or password are refused everywhere, with messages that do not repeat them."""
 
 from __future__ import annotations
 

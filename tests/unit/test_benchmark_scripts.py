@@ -1,4 +1,4 @@
-"""The parts of the benchmark scripts that a wrong figure could come from: what is sent, counted, and compared."""
+"""The parts of the benchmark scripts that could cause wrong figures: requests, counts and comparisons."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_cpu_seconds_of_a_process_grow_with_its_work_and_are_unknown_of_none():
 
 
 class Listener(Connection):
-    """A client's connection, less the network."""
+    """A client's connection without the network."""
 
     def __init__(self, answers: list[bytes], *, gone: bool = False) -> None:
         self._answers = answers
@@ -204,7 +204,6 @@ async def test_stub_replica_at_its_capacity_makes_others_wait_their_turn():
 
 @contextmanager
 def running_stub(folder: Path, *arguments: str) -> Iterator[list[int]]:
-    """The stub as a process; the ports of its replicas."""
     address_file = folder / "stub.json"
     command = [sys.executable, BENCHMARKS / "stub_engine.py", "--address-file", address_file, *arguments]
     with subprocess.Popen(command, env=process_environment()) as process:
@@ -257,7 +256,7 @@ def test_load_on_nobody_is_refused():
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a script as it is imported when it is run: with its folder on the path."""
+    """Imports a script with its folder on the path, as when it is run."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module
 
@@ -304,7 +303,7 @@ REFERENCES = {1: ("ab", (-1.0, -2.0)), 2: ("ab", (-1.0, -2.5))}
 
 
 def checked_swap(module: ModuleType, text: str, logprobs: tuple[float, ...]) -> float:
-    """Result of the check of an answer that was to be the first checkpoint's."""
+    """Returns the check's result for an answer that should be the first checkpoint's."""
     references = {step: module.Answer(*answer) for step, answer in REFERENCES.items()}
     load = module.LoadReport(number=1, model="m-1", digest="d", how="reload", seconds=0.1)
     return module.check(references, {"idle": [module.Swap(1, module.Answer(text, logprobs), load)]})
@@ -413,7 +412,7 @@ def test_job_of_ours_whose_process_outlives_its_end_is_no_result(script: Callabl
 
 
 def contest(calls: list[str], *seconds: float) -> Contest:
-    """Sides that take so long, one after the other; theirs twice as long."""
+    """Returns sides that take these times in turn, and theirs twice as long."""
     left = {"ours": list(seconds), "theirs": [2 * value for value in seconds]}
 
     def side(name: str) -> Phases:
@@ -452,7 +451,7 @@ def test_table_of_starts_has_both_sides_and_their_ratio_and_is_empty_where_there
     assert cells[3][1:] == ["–", "5.0 s / 60.0 s, 12"]
 
 
-# The simulations of statistics.py, small: bounds are those of so few trials, and seeds make them exact
+# Small simulations of statistics.py: bounds hold for so few trials, and seeds make them exact
 
 
 @pytest.mark.parametrize("kind", ["binary", "normal", "lognormal"])
@@ -497,14 +496,14 @@ def test_best_would_refuse_many_equal_checkpoints_were_false_alarms_not_shared_a
     assert refused_by_relative("best", trials=100, seed=1, earlier=15, questions=300, shared=False) > 0.15
 
 
-# The simulations of early.py, small
+# Small simulations of early.py
 
 
 @pytest.mark.parametrize("clusters", ["none", "of 5", "unequal"])
 @pytest.mark.parametrize("lost", [20, 21], ids=["at the margin", "beyond it"])
 def test_whole_contradicts_no_more_early_decisions_than_alpha(clusters: Clusters, lost: int):
     outcome = simulated(Setting(1_000, 0.1, 0.02, lost / 1_000, clusters), decisions=150, seed=1)
-    assert outcome.contradicted <= 0.1 * 150  # of 0.05 the highest of 1,000 trials
+    assert outcome.contradicted <= 0.1 * 150  # the highest of 1,000 trials at a rate of 0.05
     assert not outcome.unlikely
 
 
@@ -549,7 +548,7 @@ async def test_generation_is_asked_alike_by_both_sides(script: Callable[[str], M
 
 @pytest.mark.parametrize("kind", JITTERS)
 def test_runs_without_a_drop_raise_few_alarms(kind: str):
-    unlike = ("heavy", "growing", "correlated", "90 %")  # for which one in 1,000 checkpoints is not stated
+    unlike = ("heavy", "growing", "correlated", "90 %")  # a rate of 1 in 1,000 checkpoints is not stated for these
 
     assert false_alarms(kind, runs=4, seed=1).runs <= (0.75 if kind.startswith(unlike) else 0.25)
 

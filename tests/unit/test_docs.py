@@ -1,8 +1,8 @@
-"""The documents say what the code does: links, paths, commands and examples are checked, reference tables generated.
+"""The documents match the code: links, paths, commands and examples are checked, reference tables generated.
 
     .venv/bin/python tests/unit/test_docs.py --write
 
-writes the tables of docs/reference.md anew from field docstrings, the command line and the TPU table.
+rewrites the tables of docs/reference.md from field docstrings, the command line and the TPU table.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ PATH = re.compile(
     r"`((?:(?:flows|tasks|pools|resources|tests|docs|deployments)/(?:[\w.-]+/)*)?[\w-]+\.py|"
     r"(?:flows|tasks|pools|resources|tests|docs|deployments)/(?:[\w.-]+/)*[\w.-]*)`"
 )
-MADE_BY_READERS = re.compile(r"exact[-_]answers|/background")  # what a how-to has its reader write
+MADE_BY_READERS = re.compile(r"exact[-_]answers|/background")  # written by readers of a how-to
 TREE = re.compile(r"<!-- tree -->\n+```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 GENERATED = re.compile(r"(<!--generated:(?P<name>[\w-]+)-->\n)(?P<table>.*?)(<!--/generated-->)", re.DOTALL)
 
-# Nobody has to fill these in.
+# Users need not fill these in.
 WRITTEN_BY_US = (
     *(Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, LogLikelihood, Cost, Predicted, Spent),
     *(MergeReference, MergedInput, Digests, SinkState, Sample),
@@ -122,7 +122,7 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(InferencePoolConfig, ModelConfig, ResourceConfig, CpuConfig, GpuConfig, TpuConfig),
     *WRITTEN_BY_US,
 )
-HAND_DOWN = (EvaluationConfig, SuiteRequest, Policy, PolicySuite)  # what one leaves unset, the one before it says
+HAND_DOWN = (EvaluationConfig, SuiteRequest, Policy, PolicySuite)  # unset fields come from the model before
 SINKS = (ObjectStoreSink, WeightsAndBiasesSink, MlflowSink, HuggingFaceSink)
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 DEFAULTS_IN_WORDS = {
@@ -132,8 +132,6 @@ DEFAULTS_IN_WORDS = {
 
 
 class Fence(NamedTuple):
-    """One code block: where it stands, its language, and its text."""
-
     document: str
     language: str
     text: str
@@ -150,13 +148,10 @@ FENCES = [
 
 
 def entry(name: str, remark: str, meaning: str) -> str:
-    """A line of a list: a name, what is known of it in brackets, and what it means."""
     return f"- `{name}`{f' ({remark})' if remark else ''}: {meaning}\n"
 
 
 class Line(NamedTuple):
-    """A field as the reference shows it."""
-
     name: str
     remark: str
     meaning: str
@@ -164,7 +159,6 @@ class Line(NamedTuple):
 
 @cache
 def lines_of(model: type[BaseModel]) -> list[Line]:
-    """Every field of a model with its type, default and docstring."""
     documented = docstrings_of(model)
     return [
         Line(name, "", f"`{constant}`")
@@ -175,7 +169,7 @@ def lines_of(model: type[BaseModel]) -> list[Line]:
 
 
 def field_in_words(model: type[BaseModel], name: str, field: FieldInfo) -> str:
-    """The type of a field, unless it is text or follows from the default; default, limits, and if it is required."""
+    """Formats a field: its type, unless text or implied by the default; default, limits, and if it is required."""
     optional = [part for part in get_args(field.annotation) if part is not NoneType]
     kind = optional[0] if len(optional) == 1 and NoneType in get_args(field.annotation) else field.annotation
     default = DEFAULTS_IN_WORDS.get((model.__name__, name)) or default_in_words(field)
@@ -191,13 +185,13 @@ def field_in_words(model: type[BaseModel], name: str, field: FieldInfo) -> str:
 
 
 def constant_of(field: FieldInfo) -> str:
-    """The only value that a field can have; empty where there are several."""
+    """Returns the only value that a field can have; empty if there are several."""
     values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     return str(values[0]) if len(values) == 1 else ""
 
 
 def fields_list(model: type[BaseModel]) -> str:
-    """The fields of a model; those that an earlier model has, too, are named only."""
+    """Lists the fields of a model; of fields that an earlier model has, only the names."""
     own, shared = [], dict[str, list[str]]()
     for line in lines_of(model):
         earlier = MODELS[: MODELS.index(model)] if model in MODELS else ()
@@ -212,7 +206,7 @@ def fields_list(model: type[BaseModel]) -> str:
 
 
 def stands_in(line: Line, other: type[BaseModel], *, beside: type[BaseModel]) -> bool:
-    """True if another model has a field word for word, or means the same by it and differs in the default only."""
+    """Returns True if another model has the same field, or the same except for the default."""
     if len(line.meaning) > 24 and line in lines_of(other):
         return True
     alike = [found for found in lines_of(other) if found.name == line.name and {other, beside} <= set(HAND_DOWN)]
@@ -224,7 +218,7 @@ def settings_list() -> str:
 
 
 def docstrings_of(model: type[BaseModel]) -> dict[str, str]:
-    """The string behind each field of a class, as one line; of fields that it inherits, too."""
+    """Returns the docstring of each field of a class as a single line, inherited fields included."""
     inherited = [base for base in model.__mro__[::-1] if issubclass(base, BaseModel) and base is not BaseModel]
     return {name: text for base in inherited for name, text in _own_docstrings(base).items()}
 
@@ -244,7 +238,7 @@ def _own_docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def type_in_words(annotation: Any) -> str:
-    """A type as a writer of YAML thinks of it."""
+    """Formats a type for writers of YAML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_in_words(arguments[0])
@@ -271,7 +265,7 @@ def type_in_words(annotation: Any) -> str:
 
 
 def default_in_words(field: FieldInfo) -> str:
-    """The default of a field as code; empty where there is none to speak of."""
+    """Formats the default of a field as code; empty if it is missing or trivial."""
     default = field.default
     if field.default_factory_takes_validated_data:
         return "by device"
@@ -286,7 +280,7 @@ def default_in_words(field: FieldInfo) -> str:
 
 
 def commands_list() -> str:
-    """Every subcommand with its arguments and options, whose meaning `--help` says."""
+    """Lists every subcommand with its arguments and options; `--help` explains them."""
     parts = []
     for name, command in commands().items():
         options = ", ".join(f"`{option_in_words(option)}`" for option in command.params)
@@ -295,7 +289,7 @@ def commands_list() -> str:
 
 
 def option_in_words(option: Any) -> str:
-    """An option with its default; an argument in capitals, in brackets where it may be left out."""
+    """Formats an option with its default, or an argument in capitals, in brackets if it is optional."""
     if option.param_type_name == "argument":
         return option.name.upper() if option.required else f"[{option.name.upper()}]"
     names = "/".join([*option.opts, *option.secondary_opts])
@@ -303,7 +297,7 @@ def option_in_words(option: Any) -> str:
 
 
 def commands() -> dict[str, Any]:
-    """The subcommands of `assay` by name; those of a group as in `pool up`."""
+    """Returns the subcommands of `assay` by name; names in a group are like `pool up`."""
     found: dict[str, Any] = {}
     for name, command in vars(COMMAND)["commands"].items():
         group = getattr(command, "commands", None)
@@ -312,7 +306,7 @@ def commands() -> dict[str, Any]:
 
 
 def command_of(words: list[str]) -> tuple[str, list[str]]:
-    """The subcommand that some words begin with, empty where they name none, and the words after it."""
+    """Splits words into the subcommand at their start, empty if there is none, and the words after it."""
     for length in (2, 1):
         if (name := " ".join(words[:length])) in commands():
             return name, words[length:]
@@ -320,7 +314,6 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
 
 
 def errors_list() -> str:
-    """Every error with the exit code and the record status that it leads to."""
     groups: dict[tuple[int, str], list[str]] = {}
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, errors.AssayError) and kind is not errors.AssayError:
@@ -332,7 +325,6 @@ def errors_list() -> str:
 
 
 def environments_list() -> str:
-    """The environments by the Python they are built on."""
     pythons: dict[str, list[str]] = {}
     for name, spec in (ENVIRONMENTS | harness_environments()).items():
         assert spec.requirements.name == f"{name}.txt"
@@ -341,7 +333,7 @@ def environments_list() -> str:
 
 
 def tpu_list() -> str:
-    """Slices of one kind together: their sizes, and how chips, VMs and hosts follow from them."""
+    """Lists slices of each kind together: their sizes, and their numbers of chips, VMs and hosts."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for slice_ in TPU_TOPOLOGIES.values():
         generation, _, size = slice_.variant.partition("-")
@@ -354,7 +346,7 @@ def tpu_list() -> str:
 
 
 def deployments_list() -> str:
-    """Every deployment of `deployments/prefect.yaml`, together with those whose flow has the same parameters."""
+    """Lists the deployments of `deployments/prefect.yaml`, grouped by equal flow parameters."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for deployment in yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"]:
         module, _, function = deployment["entrypoint"].rpartition(".")
@@ -377,7 +369,6 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_current_tables(text: str) -> str:
-    """The reference with every generated part as the code has it now."""
     return GENERATED.sub(lambda found: f"{found[1]}\n{TABLES[found['name']]()}\n{found[4]}", text)
 
 
@@ -401,7 +392,7 @@ def anchors_of(path: Path) -> set[str]:
 
 
 def tree_paths(text: str) -> Iterator[str]:
-    """Paths of an indented tree, two spaces a level, each followed by its description."""
+    """Yields the paths of an indented tree, two spaces a level, each followed by its description."""
     parents: list[str] = []
     for line in text.splitlines():
         name = line.split()[0]
@@ -436,14 +427,14 @@ def test_paths_in_backticks_lead_to_files_and_folders_that_exist():
 
 
 def places_of(named: str) -> tuple[Path, ...]:
-    """Places where a path in backticks may lie: below the root, or as a bare module name anywhere in the packages."""
+    """Returns possible paths of a name in backticks: below the root, or for a module's bare name in any package."""
     if "/" in named:
         return (ROOT / named,)
     return tuple(found for package in (*PACKAGES, "tests", "deployments") for found in (ROOT / package).rglob(named))
 
 
 def shell_commands() -> Iterator[tuple[str, list[str]]]:
-    """Every `assay …` line of every code block, as arguments; output and comments are left out."""
+    """Yields every `assay …` line of every code block as arguments, without output and comments."""
     for fence in FENCES:
         joined = fence.text.replace("\\\n", " ")
         for line in joined.splitlines():
@@ -459,7 +450,7 @@ def test_assay_commands_in_code_blocks_parse_with_the_real_command_line():
     for document, words in found:
         name, arguments = command_of(
             [word for word in words if word not in ("--traceback", "--insecure")]
-        )  # which may stand anywhere
+        )  # allowed anywhere
         assert name, f"{document}: assay {shlex.join(words)}"
         try:
             commands()[name].make_context(name, arguments)

@@ -1,4 +1,4 @@
-"""The dashboard in deployments/grafana: valid for Grafana's own models, and all that it asks for is really there."""
+"""The dashboard in deployments/grafana: valid for Grafana's own models, and all of its queries match real metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FOLDER = Path(__file__).parents[2] / "deployments" / "grafana"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "pool.json").read_text())
 SCRAPED: list[dict[str, Any]] = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
 VLLM_PAGE = (Path(__file__).parents[1] / "data" / "vllm" / "metrics.txt").read_text()
-"""Metrics of the pinned vLLM on a CPU, as it gave them."""
+"""Recorded metrics of the pinned vLLM on a CPU."""
 SERIES = tuple[str, dict[str, str]]
 
 
 def expressions() -> list[str]:
-    """Every query of the dashboard, with what Grafana puts in the place of its variables."""
+    """Returns every query of the dashboard, with Grafana's values in place of its variables."""
     asked = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     asked += [
         variable["query"].removeprefix("label_values(").rpartition(",")[0]
@@ -41,7 +41,7 @@ def expressions() -> list[str]:
 
 
 def parts_of(expression: str) -> list[Any]:
-    """The nodes of an expression; one that Prometheus could not read raises."""
+    """Returns the nodes of an expression; raises for an expression that Prometheus could not read."""
     found: list[Any] = []
     promql_parser.walk(promql_parser.parse(expression), found.append, None)
     return found
@@ -62,7 +62,6 @@ async def page_of(proxy: RunningProxy, path: str) -> str:
 
 
 def families_of(page: str) -> list[Metric]:
-    """The families of a page, as Prometheus' own client reads them."""
     return list(text_string_to_metric_families(page))
 
 
@@ -137,7 +136,7 @@ async def test_every_query_finds_its_metrics_and_labels_in_what_a_pool_gives(tmp
 
 
 def unmatched(selector: promql_parser.VectorSelector, series: Sequence[SERIES]) -> str:
-    """Tells in what a selector finds nothing; empty where it finds something. A variable of Grafana's finds all."""
+    """Returns the reason if a selector matches nothing, else an empty text. A Grafana variable matches everything."""
     found = [labels for name, labels in series if name == selector.name]
     if not found:
         return f"there is no {selector.name}"

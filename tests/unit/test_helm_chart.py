@@ -1,4 +1,4 @@
-"""The chart in deployments/helm: rendered by Helm itself, valid by the published schemas, with no right too many."""
+"""The chart in deployments/helm: rendered by Helm itself, valid by the published schemas, with minimal rights."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_roles_grant_what_our_client_asks_for_and_are_bound_to_their_service_acc
     found = rendered()
     rules = found["Role", "team-jobs"]["rules"]
     granted = {resource for rule in rules for resource in rule["resources"]}
-    assert granted == {*get_args(Resource), "pods/log"} - {"nodes"}  # whoever may not see nodes need not
+    assert granted == {*get_args(Resource), "pods/log"} - {"nodes"}  # the right to read nodes is optional
     assert all("*" not in rule["verbs"] + rule["resources"] for rule in rules)
     for name in ("team-jobs", "team-worker"):
         binding = found["RoleBinding", name]

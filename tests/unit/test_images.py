@@ -1,4 +1,4 @@
-"""Container images: what their Dockerfiles copy exists and suffices, and what a cluster's rules ask for is kept."""
+"""Container images: files that their Dockerfiles copy exist and suffice, and a cluster's rules are met."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Image:
         return [arguments for name, arguments in self.instructions if name == instruction]
 
     def copies(self) -> list[tuple[list[str], str]]:
-        """Sources and destination of each COPY but that of the code, which is the last."""
+        """Returns sources and destination of each COPY, without the COPY of the code, which is the last."""
         return [(sources, target) for *sources, target in map(str.split, self.all("COPY")) if sources != ["."]]
 
     def environments(self) -> dict[str, tuple[str, EnvironmentSpec]]:
-        """Environments that are built into it, by name: the module they come from, and what they are."""
+        """Returns the environments built into the image by name, each with the module that defines it."""
         found = {}
         for arguments in re.findall(r"python build\.py (.+)", "\n".join(self.all("RUN"))):
             module, name, *keys = arguments.split()

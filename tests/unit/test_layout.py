@@ -1,4 +1,4 @@
-"""The rules that keep four top-level packages of one application safe, each as a test."""
+"""The rules that keep four top-level packages of a single application safe, each as a test."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ REGISTRY = re.compile(
 
 @pytest.fixture(scope="module")
 def committed() -> dict[Path, str]:
-    """Every file that is, or is about to be, in the repository, which holds text alone."""
+    """Returns every text file in the repository, committed or not, unless ignored."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -121,7 +121,6 @@ def test_deployments_pull_nothing_anywhere():
 
 @cache
 def installed_packages() -> Mapping[str, list[str]]:
-    """Packages that can be imported, each with its distributions."""
     return metadata.packages_distributions()
 
 
@@ -214,7 +213,7 @@ def hits(text: str, addresses: set[str]) -> list[re.Match[str]]:
 
 
 def addresses_of_this_machines_registries() -> set[str]:
-    """Hosts (with port) that pip and uv are configured with here; the loopback without a port says nothing."""
+    """Returns hosts (with port) from this machine's configuration of pip and uv, except loopback without a port."""
     values = [value for name, value in os.environ.items() if re.match(r"(PIP|UV)_.*(INDEX|LINKS)", name)]
     parser = configparser.RawConfigParser()
     parser.read([Path("/etc/pip.conf"), Path.home() / ".config/pip/pip.conf", Path.home() / ".pip/pip.conf"])

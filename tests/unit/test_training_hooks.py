@@ -1,4 +1,4 @@
-"""Hooks of trainings: what they have Assay told, and that a training never fails or waits for them."""
+"""Hooks of trainings: their notifications to Assay, and a training that never fails or waits because of them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ Load = Callable[..., ModuleType]
 
 
 class Told:
-    """The stand-in for Assay's command, and what it was asked."""
-
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self._folder, self._patch = folder, patch
         (folder / "assay.py").write_text(ASSAY)
@@ -41,7 +39,7 @@ class Told:
         self._patch.setenv("ASSAY", shlex.join(command))
 
     def checkpoints(self) -> list[str]:
-        """Those it was told of, once all threads are done."""
+        """Returns the reported checkpoints after the end of all threads."""
         for thread in threading.enumerate():
             if thread.name.startswith("assay notify"):
                 thread.join(30)
@@ -58,7 +56,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Imports a hook as a training does that has the folder on its path."""
+    """Imports a hook as a training with the folder on its path does."""
 
     def imported(name: str, *, rank: int = 0) -> Any:
         install_frameworks(monkeypatch, rank=rank)
@@ -160,7 +158,6 @@ def test_trainer_that_saves_elsewhere_goes_on(load: Load, caplog: pytest.LogCapt
 
 
 def titan(load: Load, folder: Path, *, rank: int = 0, last_save_in_hf: bool = False) -> CheckpointManager:
-    """A torchtitan that begins in a folder with its scripts and the assets of a model."""
     write_checkpoint(folder / "assets")
     (folder / "scripts" / "checkpoint_conversion").mkdir(parents=True)
     (folder / "scripts" / "checkpoint_conversion" / "convert_to_hf.py").write_text(CONVERT_TO_HF)
@@ -234,7 +231,7 @@ def test_torchtitan_goes_on_where_its_export_fails(
 
 
 def broadcast(run: Path, step: int, *, seed: int = 0, shards: int = 2) -> Path:
-    """Weights as prime-rl broadcasts them, marked."""
+    """Writes weights as prime-rl broadcasts them, with their mark."""
     folder = write_checkpoint(run / "broadcasts" / f"step_{step}", seed=seed, shards=shards)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()

@@ -1,4 +1,4 @@
-"""`assay evaluate`: what its options let the evaluation do, and the lines that it ends with."""
+"""`assay evaluate`: effects of its options on the evaluation, and the lines at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a command line to a generation: options become fields, and what cannot be meant is refused."""
+"""Command line of a generation: options become config fields, and invalid combinations are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From options to a job, and from ends of logs to the lines that are new."""
+"""Job requests from command line options, and new lines from ends of logs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_job_is_lost_only_if_it_never_failed_by_its_own_doing():
 
 
 def followed(parts: list[LogPart], *, replicas: int = 1) -> tuple[str, list[str]]:
-    """The text that is shown of a job whose log comes in parts, the same ones for each replica, and the notes."""
+    """Returns the shown text and the notes of a job with this log, the same for each replica."""
 
     class Writing(FlakyJob):
         def details(self) -> JobDetails:
@@ -160,7 +160,7 @@ def test_following_says_how_many_lines_are_not_shown():
 
 
 class FlakyJob:
-    """A handle on a job whose backend does not answer a few times, and then says that it has ended."""
+    """A handle on a job with a backend that fails a few times and then reports the job's end."""
 
     job_id = "a-1"
 

@@ -1,4 +1,4 @@
-"""`assay pool up`: the checkpoints that it cannot serve, and how it says so; what it takes of the limit."""
+"""`assay pool up`: checkpoints that it cannot serve, its messages about them, and its use of the accelerator limit."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ def test_pool_up_without_a_complete_checkpoint_says_why_of_each(tmp_path: Path) 
 
 @dataclass
 class Kept:
-    """The pool that `assay pool up` would keep up."""
-
     name: str
     config: InferencePoolConfig
     checkpoints: list[Servable]

@@ -1,4 +1,4 @@
-"""Text of models, benchmarks and logs reaches a terminal without control sequences, and is no markup."""
+"""Text of models, benchmarks and logs reaches a terminal without control sequences and is not read as markup."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def test_console_prints_text_in_every_form_as_it_is() -> None:
 
 
 def terminal_output(*arguments: str) -> str:
-    """Output of Python on a terminal."""
     ours, theirs = pty.openpty()
     command = [sys.executable, *arguments]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=process_environment({})) as process:

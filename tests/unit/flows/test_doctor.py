@@ -1,4 +1,4 @@
-"""Findings of `assay doctor` that do not depend on the machine: images beside the code."""
+"""Findings of `assay doctor` that do not depend on the machine: images compared with the code."""
 
 from __future__ import annotations
 

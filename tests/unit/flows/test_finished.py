@@ -1,4 +1,4 @@
-"""A request that leaves nothing to do: what it shows and leaves, without Prefect, and when it is left to a flow run."""
+"""Requests with nothing left to do: output and files without Prefect, and requests that still need a flow run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ AT = "http://127.0.0.1:9/api"
 
 
 def without_prefect(**variables: str) -> dict[str, str]:
-    """The variables of this process less Prefect's, and others."""
+    """Returns the variables of this process without Prefect's, updated with `variables`."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | variables
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> EvaluationConfig:
-    """An evaluation of two checkpoints."""
     return EvaluationConfig.model_validate(
         {
             "model_path": str(write_run(tmp_path / "run-a", [100, 200])),
@@ -58,7 +57,6 @@ def planned(config: EvaluationConfig) -> list[Cell]:
 
 @pytest.fixture
 def recorded(config: EvaluationConfig) -> list[Cell]:
-    """Its cells, all of which have a succeeded record."""
     cells = planned(config)
     for cell in cells:
         write_record(cell.uri, make_record(**of_cell(cell)))
@@ -163,7 +161,7 @@ def test_server_is_named_where_prefect_finds_one(place: str, text: str, tmp_path
 def test_evaluation_that_may_cost_less_than_is_expected_is_refused_before_anything_starts(
     config: EvaluationConfig, recorded: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One cell is open, of which the record of another lets expect an hour of a slice, for 3.84 USD."""
+    # A single cell is open; the record of the other predicts an hour of a slice, for 3.84 USD.
     monkeypatch.setenv("ASSAY_REGION", "us-central1")
     arguments = ["evaluate", "--model", config.model_path, "--output", str(tmp_path / "priced"), "--eval", "demo_facts"]
     arguments += ["--tpu", "v5litepod-8"]
@@ -193,7 +191,6 @@ def test_evaluation_that_may_cost_less_than_is_expected_is_refused_before_anythi
 
 
 def slices(folder: Path) -> Path:
-    """A root of a machine with the chips of a slice."""
     (folder / "machine" / "dev").mkdir(parents=True)
     for number in range(8):
         (folder / "machine" / "dev" / f"accel{number}").touch()

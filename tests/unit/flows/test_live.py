@@ -1,4 +1,4 @@
-"""The live view: what it says at each moment."""
+"""The live view: its text at each moment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from tasks.prefect_server.progress import CellDone, CellProgress, Event
 
 
 class Clock:
-    """Seconds that a test sets."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
 
@@ -31,7 +29,7 @@ def test_progress_names_checkpoint_benchmark_requests_and_time_left() -> None:
     progress.take(CellDone("run-10", 1, 3, "succeeded", 40.0))
     assert progress.describe() == "run-10: succeeded in 40.0 s · 0:25 elapsed, about 1:20 left"
     progress.take(CellDone("run-20", 2, 3, "succeeded", 6.0))
-    # The first cell paid for the start of the engine: only later ones tell how long the rest takes.
+    # The first cell includes the start of the engine: only later cells predict the remaining time.
     assert progress.seconds_left() == 6.0
     progress.take(CellDone("run-30", 3, 3, "withheld", 6.0))
     assert progress.seconds_left() == 0.0

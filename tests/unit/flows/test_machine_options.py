@@ -1,4 +1,4 @@
-"""Options for the machine of an engine: from the command line to what each backend and each work pool is asked for."""
+"""Options for the machine of an engine: from the command line to the request at each backend and each work pool."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ON_DEMAND = [*(part for name, value in GIVEN.items() for part in (f"--{name}", s
 
 
 def options_of(*arguments: str, **others: Any) -> EvaluationOptions:
-    """The options that a command reads from its command line, and others of an evaluation."""
+    """Returns the options that a command parses from its command line, together with other options of an evaluation."""
     parsed: list[EvaluationOptions] = []
     others = {"model": "runs/a", "evals": ("piqa",), **others}
 
@@ -67,7 +67,6 @@ def options_of(*arguments: str, **others: Any) -> EvaluationOptions:
 
 
 def resources_of(*arguments: str) -> ResourceConfig:
-    """The resources of the pool that the command would start."""
     pool = evaluation_from_options(options_of(*arguments)).pool_config
     assert pool is not None
     return pool.resource_config
@@ -188,21 +187,17 @@ def test_options_reach_the_job_of_a_work_pool() -> None:
 
 
 class CloudClient(FakeClient):
-    """A backend whose machines are elsewhere."""
-
     @property
     def description(self) -> str:
-        """See `Client.description`."""
         return "iris://controller:10000"
 
     @property
     def is_local(self) -> bool:
-        """See `Client.is_local`."""
         return False
 
 
 def planned(*arguments: str, folder: Path) -> Plan:
-    """The plan for two checkpoints with all questions and with two; the first has been asked all, for an hour."""
+    """Plans two checkpoints, with all questions and with two; the record of the first with all took an hour."""
     run, output = write_run(folder / "run-a", [100, 200]), str(folder / "out")
     config = evaluation_from_options(options_of(*arguments, model=str(run), evals=("demo_facts",), output=output))
     first = plan_cells.fn([as_served(config)], find_checkpoints(str(run)))[0]

@@ -1,4 +1,4 @@
-"""The schemas that Prefect's UI makes the run forms of the flows from."""
+"""The schemas from which Prefect's UI builds the run forms of the flows."""
 
 from __future__ import annotations
 

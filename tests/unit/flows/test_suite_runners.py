@@ -1,4 +1,4 @@
-"""The deployed runners of suites, and of one training step: what each evaluates, on which checkpoints."""
+"""The deployed runners of suites and of a single training step: the evaluations and checkpoints of each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ Evaluated = tuple[Sequence[EvaluationConfig], Sequence[Checkpoint]]
 
 @pytest.fixture
 def request_of_run(tmp_path: Path) -> SuiteRequest:
-    """A request for a run with two checkpoints, which an endpoint serves."""
     for step in (1, 2):
         write_checkpoint(tmp_path / "run" / "hf" / f"step-{step}", seed=step)
     return SuiteRequest(
@@ -51,7 +50,6 @@ def request_of_run(tmp_path: Path) -> SuiteRequest:
 
 @pytest.fixture
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Evaluated]:
-    """Evaluations and checkpoints that a runner has handed on."""
     handed: list[Evaluated] = []
     monkeypatch.setattr(flows, "discover", discover.fn)
     monkeypatch.setattr(flows, "evaluate", lambda *given, gate: handed.append(given))
@@ -59,7 +57,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Evaluated]:
 
 
 def run(runner: str, **parameters: Any) -> None:
-    """Calls the function of a deployed flow with the parameters of its deployment, and some more."""
+    """Calls a deployed flow with the parameters of its deployment and further parameters."""
     flow = getattr(flows, runner)
     flow.fn(**flow.validate_parameters({**DEPLOYED[runner], **parameters}))
 

@@ -1,4 +1,4 @@
-"""A replica's agent alone, with a pool that says what the test wants."""
+"""A replica's agent alone, against a scripted pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from resources.settings import settings
 
 
 class Pool:
-    """Answers a replica as the test wants, and keeps what it said."""
+    """Answers a replica with scripted orders, and keeps its announcements."""
 
     def __init__(self, orders: Callable[[Announcement], Orders]) -> None:
         self.heard: list[Announcement] = []
@@ -40,14 +40,13 @@ class Pool:
 
     def announce(self, name: str, announcement: Announcement, *, join_token: str) -> Orders:
         self.heard.append(announcement)
-        time.sleep(min(0.01, announcement.wait_seconds))  # as a long poll that nobody answers sooner
+        time.sleep(min(0.01, announcement.wait_seconds))  # like a long poll without an early answer
         return self._orders(announcement)
 
 
 def run_agent(
     launcher: FakeLauncher, orders: Callable[[Announcement], Orders], patch: pytest.MonkeyPatch, **fields: Any
 ) -> Pool:
-    """Runs an agent until it is ordered to stop, and its load has ended."""
     pool, client = Pool(orders), LocalClient()
     patch.setattr(agent, "ProxyClient", lambda *_, **__: pool)
     options: dict[str, Any] = {"address": ProxyAddress(host="127.0.0.1", port=9, pid=1), "token": "join", "start": 7}
@@ -99,7 +98,7 @@ def test_replica_whose_engine_died_once_too_often_starts_none_though_it_is_still
 
 
 def test_replica_that_says_it_is_ready_says_how_it_became_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))  # in which no reload was judged yet
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))  # a cache without reload verdicts
     settings.cache_clear()
     checkpoints = [
         Servable.from_uri(f"run-{seed}", str(write_checkpoint(tmp_path / f"step-{seed}", seed=seed))) for seed in (1, 2)
@@ -120,13 +119,13 @@ def test_replica_that_says_it_is_ready_says_how_it_became_so(tmp_path: Path, mon
 
 
 def end_engine(folder: Path) -> None:
-    """Kills the engine that was started last, as a lack of memory would."""
+    """Kills the newest engine, like the out-of-memory killer."""
     address = max(folder.glob("engine-*.json"), key=lambda path: path.stat().st_mtime_ns)
     os.kill(json.loads(address.read_bytes())["pid"], signal.SIGKILL)
 
 
 def stop_once_settled(announcement: Announcement) -> Orders | None:
-    """Orders to stop once an engine was started again, or could not be."""
+    """Returns the order to stop once an engine was restarted, or could not be."""
     revived = announcement.state == "ready" and announcement.restarts
     if revived or any(load.failure for load in announcement.loads):
         return Orders(version=9, known=True, stop=True)
@@ -209,7 +208,7 @@ def test_replica_between_two_checkpoints_never_says_that_it_is_ready_for_the_for
     ]
 
     def say_at_every_instruction(frame: FrameType, event: str, _: object) -> Any:
-        """Lets the replica announce itself wherever its state is being changed."""
+        # Announces the replica at every instruction that changes its state.
         if frame.f_code is not ReplicaEngine._become.__code__:
             return None
         frame.f_trace_opcodes = True
@@ -242,9 +241,9 @@ def test_replica_between_two_checkpoints_never_says_that_it_is_ready_for_the_for
     ("silent", "started", "wanted"),
     [
         (5, 100, False),
-        (7, 100, True),  # it has spoken, and does no more
-        (150, 100, True),  # it has never spoken: its start takes too long
-        (1000, 50, False),  # only the agent before it was heard: it may be building an environment
+        (7, 100, True),  # announced before, silent now
+        (150, 100, True),  # never announced: its start takes too long
+        (1000, 50, False),  # only an earlier agent announced: this agent may still build an environment
         (6.5, 6, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Judgement of an engine's answers: which of them are whole and valid."""
+"""Validation of an engine's answers: complete and valid, or not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_judge_answer_without_counts_gives_zero(usage: Any) -> None:
 
 
 ECHOED = terms_of({"prompt": [[7, 8]], "max_tokens": 1, "echo": True, "logprobs": 1})
-"""Of a request that gets three rows."""
+"""Terms of a request with three rows of token log-probs in its answer."""
 
 
 def echoed(*values: float | None, **usage: int) -> bytes:
@@ -207,7 +207,7 @@ CHOICES = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is slow to make inputs
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine generates inputs slowly
 @given(
     st.binary()
     | st.fixed_dictionaries({"choices": CHOICES, "usage": VALUES}).map(lambda value: json.dumps(value).encode()),

@@ -1,4 +1,4 @@
-"""Assignment of checkpoints to the replicas that are to hold them."""
+"""Assignment of checkpoints to replicas."""
 
 from __future__ import annotations
 

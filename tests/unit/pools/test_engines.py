@@ -285,7 +285,7 @@ def test_device_has_the_name_that_its_machine_gives_it(tmp_path: Path, monkeypat
     try:
         assert device_name("cuda") == "NVIDIA H100 80GB HBM3"
         assert device_name("tpu") == "v5p-8"
-        monkeypatch.setenv("ASSAY_TPU_TYPE", "v6e-4")  # of several that would have done
+        monkeypatch.setenv("ASSAY_TPU_TYPE", "v6e-4")  # one of several suitable types
         device_name.cache_clear()
         assert device_name("tpu") == "v6e-4"
         facts = Path("/proc/cpuinfo")
@@ -299,7 +299,6 @@ def test_device_has_the_name_that_its_machine_gives_it(tmp_path: Path, monkeypat
 
 
 def launched(tmp_path: Path, rank: int, **resources: Any) -> Launch:
-    """The start of a host's part of an engine of two hosts or more."""
     content = {"model": {"name": "run"}, "resource_config": resources}
     config = InferencePoolConfig.model_validate(content)
     launcher = VllmLauncher(config, Environment(tmp_path / "bin" / "python", tmp_path, identity="b"))
@@ -328,7 +327,7 @@ def test_parts_meet_on_the_interface_that_has_the_address_of_their_host() -> Non
     assert program is not None
     interface_of = runpy.run_path(str(program))["interface_of"]
     assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.1") is None  # nobody's: it is kept for examples
+    assert interface_of("192.0.2.1") is None  # reserved for documentation
     if not is_loopback(here := own_address()):
         assert interface_of(here) not in (None, "lo")
 

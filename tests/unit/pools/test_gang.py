@@ -1,4 +1,4 @@
-"""Host 0's door to the other hosts of its replica: who is answered, what a host's word changes, when one is lost."""
+"""Host 0's control endpoint for the other hosts of its replica: access, effects of reports, loss of a host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gang() -> Iterator[Gang]:
     yield made
     with ThreadPoolExecutor(1) as threads, suppress(OSError):
         threads.submit(made.close)
-        say(made, sequence=99)  # else it would wait for a host that is not there
+        say(made, sequence=99)  # otherwise it would wait for a missing host
 
 
 def post(gang: Gang, rank: int | str, body: str, *, token: str = "join") -> tuple[int, bytes]:
@@ -63,7 +63,7 @@ def test_check_ends_with_the_folder_of_each_host_or_the_reason_of_one_that_has_n
     assert (orders.check, orders.served) == (check, SERVED)
     say(gang, sequence=1, checked=check, folder="/there")
     assert gang.folders(check) == ("/there",)
-    say(gang, checked=0)  # an older word that arrives late
+    say(gang, checked=0)  # an older report that arrives late
     assert gang.folders(check) == ("/there",)
     again = gang.check(SERVED)
     failure = Failure(kind="CheckpointChanged", expected="the files", found="others", remedy="look")
@@ -98,7 +98,7 @@ def test_part_of_an_engine_is_begun_and_ended_and_its_end_by_itself_is_told_with
         ending.result(timeout=20)
     gang.begin_parts()
     say(gang, sequence=4, part=1, ended=True)
-    assert gang.ended_part is None  # of an engine before
+    assert gang.ended_part is None  # of an earlier engine
 
 
 @pytest.mark.parametrize("other", [{"instance": "j"}, {"start": 6}, {"start": 8}])
@@ -116,7 +116,7 @@ def test_host_that_falls_silent_is_lost_and_nobody_waits_for_it() -> None:
     with pytest.raises(EngineStartFailed, match="host 1 has been silent"):
         gang.folders(check)
     assert "host 1" in str(gang.lost)
-    say(gang, sequence=1)  # too late: the others have begun to end
+    say(gang, sequence=1)  # too late: the other hosts have begun to end
     assert "host 1" in str(gang.lost)
     gang.end_parts()
     gang.close()

@@ -1,4 +1,4 @@
-"""The ingress to an engine for a proxy elsewhere: the key opens it, bytes pass as they are, both ends end together."""
+"""The ingress to an engine for a remote proxy: key check, unchanged bytes, and both ends closing together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 @asynccontextmanager
 async def stranger(ingress: Ingress, content: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
-    """A connection that sends something and then waits."""
     host, _, port = ingress.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(content)
@@ -94,7 +93,7 @@ async def test_connections_without_the_key_are_few_and_keep_no_request_out() -> 
 
 async def test_first_line_that_is_longer_than_a_key_is_not_waited_for() -> None:
     async with ingress_to(None) as ingress, stranger(ingress, b"x" * 300) as reader:
-        with suppress(ConnectionError):  # bytes that nobody read reset it
+        with suppress(ConnectionError):  # unread bytes reset the connection
             assert await asyncio.wait_for(reader.read(), 5) == b""
 
 

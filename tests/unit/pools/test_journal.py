@@ -1,4 +1,4 @@
-"""The journal: what it keeps, and whom it answers with what."""
+"""The journal: the answers that it keeps, and the requests that it replays them to."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ async def test_keep_of_texts_that_are_no_unicode_works(path: Path) -> None:
         assert replayed(journal, asked("a", model=broken)) == b"1"
         scope = CellScope(broken, "first")
         await journal.open_cell(scope, mirror=None)
-        await answer(journal, asked("b"), b"1", cell=scope)  # of a cell that no file can name
+        await answer(journal, asked("b"), b"1", cell=scope)  # the cell's name is invalid as a file name
         assert replayed(journal, asked("b")) is None
 
 
@@ -362,10 +362,10 @@ async def test_key_filter_knows_every_key_of_a_file_in_slices_and_those_that_oth
     with closing(connect(path, wait_seconds=1)) as connection:
         known, slices = KeyFilter(connection), 0
         while not known.is_complete:
-            assert known.may_hold(b"?" * 32)  # it cannot be said yet
+            assert known.may_hold(b"?" * 32)  # not decidable yet
             known.read_slice()
             slices += 1
-        assert slices == 6  # 3 of one kind of row, 1 for those there are none of, 2 of the third
+        assert slices == 6  # 3 for the first kind of row, 1 for the kind without rows, 2 for the third kind
         known.look_for_news()
         assert all(known.may_hold(question.key) for question in (*old, *draws))
         new = [asked(f"new {number}") for number in range(1000)]

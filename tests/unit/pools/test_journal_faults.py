@@ -102,7 +102,7 @@ async def test_damage_anywhere_in_the_file_never_changes_an_answer(memory: Path,
 
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
-    """A file with one bit flipped, mostly; or bytes overwritten, a page zeroed, or its end missing."""
+    """Returns the content, mostly with a flipped bit; else with overwritten bytes, a zeroed page, or a missing end."""
     changed, page = bytearray(content), PAGE_BYTES * rng.randrange(len(content) // PAGE_BYTES)
     match rng.randrange(8):
         case 0:
@@ -119,19 +119,19 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
 
 
 def question_of(number: int) -> Question:
-    """Half of them deterministic, and the others one question that was sampled several times."""
+    """Returns a deterministic question for odd numbers, else a sampled question that is always the same."""
     return asked(str(number)) if number % 2 else sampled()
 
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose files are not waited for, where there is one."""
+    """A folder in memory, where writes do not wait for a disk, if /dev/shm is writable."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
         yield Path(folder)
 
 
 def damage(path: Path) -> None:
-    """Spoils all pages but the first, in another process: closing the file in this one would free SQLite's locks."""
+    """Overwrites all pages but the first, in another process: closing the file here would free SQLite's locks."""
     code = "import sys; f = open(sys.argv[1], 'r+b'); n = len(f.read()); f.seek(4096); f.write(b'?' * (n - 4096))"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
 
@@ -256,7 +256,7 @@ async def test_replay_waits_until_its_use_is_committed(path: Path) -> None:
             replaying = asyncio.create_task(journal.claim(sampled(), cell=SECOND).replay())
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert not replaying.done()  # a kill now loses the use, and nobody has seen the sample
+            assert not replaying.done()  # a kill now loses the mark of use, but the sample was not sent yet
             other.execute("COMMIT")
         stored = await replaying
         assert stored is not None and stored.body == b"0"
@@ -279,7 +279,7 @@ async def test_sample_whose_use_cannot_be_committed_is_not_given_and_an_engine_i
         assert len(warnings) == 1 and (journal.counters.hits, journal.counters.misses) == (1, 1)
     async with opened(path) as (journal, _):
         await journal.open_cell(SECOND, mirror=None)
-        assert replayed(journal, sampled(), cell=SECOND) == b"0"  # nobody has seen it in this attempt
+        assert replayed(journal, sampled(), cell=SECOND) == b"0"  # not sent in this attempt yet
 
 
 TESTS = str(Path(__file__).parents[2])

@@ -30,7 +30,7 @@ BODY = {
     "user": "somebody",
 }
 LARGE_SEEDS = [BODY | {"seed": number} for number in (2**64, 2**64 + 2, -(2**63) - 3)]
-"""Integers that are one float."""
+"""Integers that convert to the same float."""
 
 
 def asked(body: Any, *, subject: Subject = SUBJECT, target: str = PATH) -> Question:
@@ -193,11 +193,11 @@ OBJECTS = st.dictionaries(st.text(max_size=3), VALUES, max_size=5)
 
 generous = settings(
     suppress_health_check=[HealthCheck.too_slow], deadline=None
-)  # a busy machine is slow to make inputs
+)  # a busy machine generates inputs slowly
 
 
 def exactly(value: Any, *, top: bool = True) -> Any:
-    """A value that is equal only to the same JSON value, of the same type, in the same order below the top level."""
+    """Returns a value that equals only the same JSON value of the same type, in the same order below the top level."""
     if isinstance(value, dict):
         items = [(name, exactly(item, top=False)) for name, item in value.items()]
         return "object", frozenset(items) if top else tuple(items)

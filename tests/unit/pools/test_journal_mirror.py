@@ -1,4 +1,4 @@
-"""The mirror of a cell: a new machine replays what another one was answered, whatever became of the segments."""
+"""The mirror of a cell: a new machine replays the answers of an earlier machine, despite damaged segments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def segments(folder: str) -> list[str]:
 
 
 async def leave(path: Path, folder: str, *, numbers: range = range(3)) -> None:
-    """Has sampled requests and a deterministic one answered under a cell, in a journal that is closed then."""
+    """Answers sampled and deterministic requests of a cell, in a journal that is closed afterwards."""
     async with opened(path) as (journal, warnings):
         await journal.open_cell(FIRST, mirror=folder)
         for number in numbers:
@@ -45,7 +45,7 @@ async def leave(path: Path, folder: str, *, numbers: range = range(3)) -> None:
 
 
 async def found(path: Path, folder: str, *, numbers: range = range(3)) -> tuple[list[bytes | None], list[str]]:
-    """Replays that a second attempt gets for the same requests, sampled ones first, and the warnings."""
+    """Returns a second attempt's replays for the same requests, sampled requests first, and the warnings."""
     async with opened(path) as (journal, warnings):
         await journal.open_cell(SECOND, mirror=folder)
         replays = [replayed(journal, sampled(), cell=SECOND) for _ in numbers]
@@ -221,7 +221,7 @@ async def test_row_of_a_mirror_that_was_changed_is_not_taken_up(tmp_path: Path) 
 
 
 def change_rows(folder: str, *, seal: bool = True, **changed: Any) -> None:
-    """Changes the rows of the only segment, as somebody would who can write there."""
+    """Changes the rows of the only segment, as any user with write access could."""
     (segment,) = segments(folder)
     changed_rows = [row._replace(imported=0, **changed) for row in decoded(Path(segment).read_bytes())]
     if seal:
@@ -249,7 +249,7 @@ async def test_close_of_a_finished_cell_deletes_its_segments_and_nothing_else(tm
 
 
 class FlakyFileSystem(MemoryFileSystem):
-    """A store that can be away; its errors are of a kind that only its client knows."""
+    """A store that can be unavailable; its errors have a type that only its client defines."""
 
     protocol = "flaky"
     away = False

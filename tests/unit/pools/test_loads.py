@@ -1,4 +1,4 @@
-"""Loads as replicas report them: what cannot be served any more, and who is at fault."""
+"""Loads as reported by replicas: checkpoints that cannot be served any more, and the cause of each failure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ SERVED = {name: ServedModel(digest=name) for name in ("run-1", "run-2", "run-3")
 
 
 class Pool:
-    """A log of loads, and what it calls."""
-
     def __init__(self, *, most_failures: int = 1) -> None:
         self.given_up: list[tuple[str, str]] = []
         self.events: list[str] = []

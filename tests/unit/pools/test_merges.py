@@ -1,4 +1,4 @@
-"""Names of merged checkpoints: what they say, and the weights that follow from them."""
+"""Names of merged checkpoints: their parts, and the weights that follow from them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_weights_of_every_kind_are_positive_and_together_one(kind: tuple, count:
 
 @given(st.sampled_from(["linear", "cosine", "sqrt"]), st.lists(st.floats(-1, 1), min_size=2, max_size=12))
 def test_wsm_weights_average_to_updates_scaled_by_the_decay(decay: str, updates: list[float]) -> None:
-    """Checkpoints of a constant learning rate, merged, are the last one of a training whose updates decayed."""
+    # Merged checkpoints of a constant learning rate equal the last checkpoint of a training with decayed updates.
     count = len(updates)
     scale = {
         "linear": lambda passed: 1 - passed,

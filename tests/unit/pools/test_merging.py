@@ -1,4 +1,4 @@
-"""Merged checkpoints as they are staged: their numbers, what is refused, and what a change or a crash leaves."""
+"""Merged checkpoints as they are staged: numbers, refusals, and leftovers of changes and crashes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write_tensors(path: Path, content: Mapping[str, tuple[str, Sequence[int], by
 
 
 def bfloat16(numbers: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16 of float32 numbers as bits, by distance; of two the one with an even last bit."""
+    """Returns the nearest bfloat16 of float32 numbers as bits, by distance; ties go to the even last bit."""
     bits = numbers.view(np.uint32)
     below = bits & np.uint32(0xFFFF0000)
     above = below + np.uint32(0x10000)
@@ -113,7 +113,7 @@ def test_average_with_what_is_no_finite_number_is_none_either(number: int) -> No
 def test_merged_checkpoint_is_staged_as_a_folder_like_the_last_one_with_averages_in_it(
     tmp_path: Path, shards: int
 ) -> None:
-    """The first checkpoint has its tensors in one file, whatever the last one has."""
+    # The first checkpoint has its tensors in a single file, independent of the number of shards of the last.
     folders = [
         write_checkpoint(tmp_path / f"step-{step}", seed=step, parameters=PARAMETERS, shards=shards if step > 1 else 1)
         for step in (1, 2, 3)
@@ -232,7 +232,7 @@ def test_merge_that_does_not_fit_on_the_disk_is_none_and_is_made_whole_once_it_f
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, ((folders[1] / WEIGHTS).stat().st_size - 1, hard)
-    )  # the last write's part
+    )  # the last write is partial
     try:
         with pytest.raises(StorageError, match="No space left"):
             staging(tmp_path).stage(uri, digests)

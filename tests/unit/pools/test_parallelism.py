@@ -1,4 +1,4 @@
-"""The division of a model over what its replica gets: by default, by engine_kwargs, and where a model cannot be."""
+"""Division of a model over a replica's devices: by default, by engine_kwargs, and models that cannot be divided."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def tpu(variant: str, **kwargs: Any) -> InferencePoolConfig:
 
 
 def sizes(config: InferencePoolConfig) -> tuple[int, int]:
-    """Parts of each tensor and of the stack of layers, as vLLM is told."""
     flags = engine_flags(engine_kwargs(config))
     names = ("--tensor-parallel-size", "--pipeline-parallel-size")
     tensor, stack = (int(flags[flags.index(name) + 1]) if name in flags else 1 for name in names)
@@ -135,7 +134,7 @@ def test_engine_kwargs_leave_the_rest_to_tensors(kwargs: dict[str, Any], tensor:
             8,
             2,
             None,
-        ),  # it differs by layer: the engine's to say
+        ),  # differs by layer: left to the engine
         ({}, 8, 4, None),
     ],
 )

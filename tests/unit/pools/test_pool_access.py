@@ -1,4 +1,4 @@
-"""A pool named by its address, with a real proxy: what its clients' key lets a user do, TLS before it, refusals."""
+"""A pool named by its address, with a real proxy: rights of the client key, TLS in front of it, refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DESCRIPTION = PoolDescription(config=CONFIG, engine_build="build", engine_packag
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No key of this machine's; what a test sets is forgotten."""
+    """Removes this machine's keys, and forgets the settings of a test."""
     for name in ("ASSAY_POOL_KEY", "ASSAY_POOL_ADMIN_KEY", "ASSAY_INSECURE"):
         monkeypatch.delenv(name, raising=False)
     settings.cache_clear()
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Servable:
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory, checkpoint: Servable) -> Iterator[RunningProxy]:
-    """The proxy of a pool that knows one checkpoint, which its one replica holds."""
+    """The proxy of a pool with a single checkpoint, held by its only replica."""
     folder = tmp_path_factory.mktemp("proxy")
     described = DESCRIPTION.model_dump_json()
     with running_proxy(folder, "--journal", str(folder / "journal.sqlite"), description=described) as running:
@@ -71,7 +71,7 @@ def test_key_of_a_pool_at_an_address_comes_from_the_settings(
     settings.cache_clear()
     access = access_to(proxy.url)
     assert (access.key, access.admin_key) == (KEYS.client, KEYS.admin)
-    assert access_to(proxy.url, key=KEYS.client).admin_key is None  # keys that are given are of one pool
+    assert access_to(proxy.url, key=KEYS.client).admin_key is None  # a given key is used without the machine's
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_wrong_key_or_another_server_is_told_from_a_pool_that_is_down(proxy: Run
 
 
 def used(access: PoolAccess, checkpoint: Servable, mirror: Path) -> list[str]:
-    """Opens a checkpoint for a cell, and closes it; returns the names of the answers that were copied."""
+    """Opens and closes a checkpoint for a cell; returns the names of the files copied to the mirror."""
     with PoolSession(access, [checkpoint], holder="a test") as session:
         opened = session.open("run-1", cell="cell", attempt="first", mirror=str(mirror))
         session.close_cell(opened, finished=False)

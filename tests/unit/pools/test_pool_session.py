@@ -1,4 +1,4 @@
-"""A user's session with a real proxy that ends meanwhile, and is started again where it was."""
+"""A user's session with a real proxy that ends meanwhile and is restarted at its address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path: Path) -> Servable:
 
 
 def asked_in_vain(proxy: RunningProxy, ask: Callable[[], Value], executor: Executor) -> Future[Value]:
-    """Kills the proxy and asks what it cannot answer; returns once that was tried."""
+    """Kills the proxy and starts a call to it; returns after the first failed connection."""
     proxy.process.kill()
     proxy.process.wait()
     with socket.create_server((proxy.address.host, proxy.address.port)) as nobody:

@@ -58,7 +58,7 @@ def proxy(shared_proxy: RunningProxy) -> RunningProxy:
 
 @pytest.fixture
 def model() -> str:
-    """A name of the test's own: the shared proxy counts by model."""
+    """A unique model name: the shared proxy counts by model."""
     return f"model-{uuid.uuid4().hex[:8]}"
 
 
@@ -109,7 +109,6 @@ def _error(body: bytes) -> dict[str, Any]:
 
 
 def _results(proxy: RunningProxy, model: str) -> dict[str, int]:
-    """Outcomes of the requests for a model: the counts that are not 0."""
     names = {"answered", "client_errors", "server_errors", "cancelled", "retried"}
     counters = proxy.client.status().models[model].model_dump(include=names)
     return {name: count for name, count in counters.items() if count}
@@ -138,7 +137,7 @@ async def test_request_arrives_byte_for_byte(
     proxy.tell(state_of(model, engine))
     body = body.replace(b"MODEL", model.encode())
     status, _ = await _post(http, proxy.url + path, body)
-    assert status in {200, 400}  # the engine's opinion of it; some have no prompt
+    assert status in {200, 400}  # the engine decides; some bodies have no prompt
     assert engine.bodies[-1] == body
 
 
@@ -199,7 +198,7 @@ async def test_engine_refusal_is_passed_through_once(
     assert _results(proxy, model) == {"client_errors": 1}
 
 
-# --- What the proxy answers itself -----------------------------------------------------------------------------------
+# --- Answers of the proxy itself --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -650,7 +649,7 @@ async def test_attempt_that_fails_is_repeated_on_another_replica(
     proxy.tell(state_of(model, engine, other_engine))
     setattr(engine.faults, fault, 1)
     setattr(other_engine.faults, fault, 0)
-    answers = [await _ask(http, proxy, model) for _ in range(2)]  # they take turns: one of the two meets the fault
+    answers = [await _ask(http, proxy, model) for _ in range(2)]  # one of the two meets the fault
     assert [status for status, _ in answers] == [200, 200]
     assert answers[0][1] == answers[1][1]
     assert _results(proxy, model) == {"answered": 2, "retried": 1}
@@ -712,7 +711,7 @@ async def test_all_replicas_gone_and_back_loses_no_request(
     proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
     proxy.tell(state_of(model, engine, other_engine))
-    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 600  # none is answered before they go
+    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 600  # no answer before the engines stop
     asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(40)]
     await until(lambda: engine.stats.in_flight + other_engine.stats.in_flight == 40)
     await engine.stop()
@@ -810,7 +809,7 @@ async def test_stream_that_falls_silent_ends_with_an_error_event(
         assert b'"code": 502' in (await asked)[1]
 
 
-# --- Clients that leave, and load ------------------------------------------------------------------------------------
+# --- Clients that disconnect, and load --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])

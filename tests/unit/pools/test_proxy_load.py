@@ -60,7 +60,7 @@ async def test_request_taken_from_a_silent_replica_fails_by_deaths_only(
 
 
 async def test_request_that_engines_do_not_accept_waits(proxy: RunningProxy, http: aiohttp.ClientSession) -> None:
-    """An engine that stops listening after each probe refuses the request, which did nothing to it."""
+    # An engine that stops listening after each probe refuses the request before processing any of it.
     probes = 0
     refusing = 4
 
@@ -131,7 +131,7 @@ async def test_answers_that_clients_do_not_read_stay_at_the_engine(tmp_path: Pat
             proxy.tell(PoolState({"m": "d"}, (FakeReplica("r", ready),)))
             asked = [await ask(f"large {number}") for number in range(clients)]
             before = -1
-            while before != sent or sent < clients:  # until the engine may send no more
+            while before != sent or sent < clients:  # until the engine can send no more
                 before = sent
                 for _ in range(20):
                     assert (await answer(await ask("small"))).startswith(b"HTTP/1.1 200 ")

@@ -1,4 +1,4 @@
-"""Paths of an engine that a client of the pool can reach through the proxy, and those it cannot."""
+"""Paths of an engine that a client of the pool can reach through the proxy, and paths that it cannot reach."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def engine(proxy: RunningProxy) -> AsyncIterator[FakeEngine]:
 
 
 async def _sent(proxy: RunningProxy, target: str, body: bytes) -> int:
-    """The status of the answer to a target that is sent as it is: clients would tidy it up."""
+    # Sent raw: HTTP clients would normalize the target.
     reader, writer = await asyncio.open_connection(proxy.address.host, proxy.address.port)
     head = f"POST {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {CLIENT_KEY}\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -106,7 +106,7 @@ async def test_nothing_else_that_comes_with_the_path_for_tokens_is_open(
 async def test_tokens_are_weighed_for_a_cell_as_the_engine_weighs_them_and_replayed_from_the_journal(
     tmp_path: Path,
 ) -> None:
-    """Sampled ones are drawn anew outside it, whatever stands beside their sampling parameters."""
+    # Outside a cell, sampled requests are sampled again, whether or not fields accompany their sampling parameters.
     headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
     weighed = {"model": MODEL, "token_ids": list(range(40, 80)), "sampling_params": WEIGHED}
     drawn = {"model": MODEL, "token_ids": [40, 41], "temperature": 0, "sampling_params": {"temperature": 1.0}}
@@ -136,7 +136,7 @@ async def test_tokens_are_weighed_for_a_cell_as_the_engine_weighs_them_and_repla
 async def test_malformed_answer_of_tokens_is_asked_for_again_and_never_given(
     proxy: RunningProxy, engine: FakeEngine, kind: str
 ) -> None:
-    """All are asked before, so that rows are missing where the cache had them."""
+    # Every prompt is requested before, so answers lack the rows of cached tokens.
     proxy.tell(state_of(TOKENS, engine))
     before = proxy.client.status().models.get(TOKENS, RequestCounters())
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {CLIENT_KEY}"}) as http:

@@ -1,4 +1,4 @@
-"""The proxy's job: started again where it was, which is the only place where anybody looks for it."""
+"""The proxy's job: restarted at its old address, the only address that clients use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from resources.settings import ProxyKeys, settings
 
 
 def started_at(*addresses: ProxyAddress) -> tuple[ProxyProcess, FakeClient]:
-    """A proxy that was started and has ended; it announces one address at each start."""
+    """Returns a proxy that was started and has ended; each start announces the next address."""
     left = list(addresses)
 
     def announces(job: FakeJob) -> None:

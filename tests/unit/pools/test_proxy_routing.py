@@ -1,4 +1,4 @@
-"""Choice of a request's replica, and when a request is tried again; announcements of replicas, and orders to them."""
+"""Choice of a request's replica, and retries of requests; announcements of replicas, and orders to them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ MODELS = {"m1": ServedModel(digest="d1"), "m2": ServedModel(digest="d2")}
 
 
 class Clock:
-    """Seconds that a test moves."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -180,7 +178,7 @@ def _gone(table: RoutingTable, how: str) -> None:
 @pytest.mark.parametrize("waited", [True, False])
 def test_announce_instance_of_the_same_start_takes_over_from_one_that_is_gone(how: str, waited: bool) -> None:
     table = _table(a=_announcement())
-    if waited and how != "dead":  # whose last word would refuse it
+    if waited and how != "dead":  # its last announcement would refuse it
         table.announce("a", _announcement("d2", instance="i2"))
         assert table.has_to_wait("a", "i2")
     _gone(table, how)
@@ -254,7 +252,7 @@ def test_apply_replica_that_is_not_wanted_is_lost_and_told_to_stop() -> None:
     assert table.orders_of("b").stop
     table.announce("b", _announcement())
     assert _chosen(table).name == "a"
-    assert "b" not in table.replicas  # or it would stay in the status for ever, as one that is lost
+    assert "b" not in table.replicas  # otherwise the status would list it as lost forever
 
 
 def test_orders_before_the_pool_has_spoken_let_replicas_go_on() -> None:
@@ -295,7 +293,7 @@ def test_demand_tells_held_in_flight_and_idle() -> None:
 def test_demand_counts_a_models_wait_since_it_was_served_whoever_gives_up_meanwhile() -> None:
     table = _table(a=_announcement())
     assert isinstance(table.clock, Clock)
-    for _ in range(5):  # a client with a time-out of 10 s, which asks again after 2
+    for _ in range(5):  # a client with a timeout of 10 s that retries after 2 s
         request = object()
         table.hold("m1", request)
         table.clock.now += 10

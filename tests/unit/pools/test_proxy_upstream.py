@@ -1,4 +1,4 @@
-"""The proxy's connections to engines that answer well, badly, late, in part or not at all."""
+"""The proxy's connections to engines with good, bad, late, partial or missing answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_polic
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
 def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    """Both loops a proxy may run on."""
+    """Both event loops that a proxy may run on."""
     return request.param()
 
 
@@ -150,7 +150,7 @@ async def test_engine_that_hangs_up_as_soon_as_it_is_connected_is_lost(
     connect = loop.create_connection
 
     async def connect_late(*args: Any, **options: Any) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
-        """Returns when the connection is gone, as on a busy machine."""
+        # Returns after the connection is gone, as on a busy machine.
         transport, protocol = await connect(*args, **options)
         await until(transport.is_closing)
         return transport, protocol
@@ -206,7 +206,7 @@ async def test_connection_is_used_again_unless_it_was_idle_for_too_long(idle_sec
         finally:
             closed += 1
 
-    # It looks around at every turn of the loop, so also while it connects.
+    # It checks at every turn of the event loop, so also while it connects.
     upstream = Upstream(connect_timeout_seconds=5, idle_seconds=idle_seconds, look_seconds=0)
     async with scripted_engine(script) as url:
         await _asked(upstream, url)
@@ -224,7 +224,7 @@ async def test_connection_that_was_closed_when_used_again_costs_nothing(upstream
         connections += 1
         await read_request(reader)
         writer.write(OK)
-        await reader.read(1)  # the next request arrives, and is not answered any more
+        await reader.read(1)  # the next request arrives and is not answered
 
     async with scripted_engine(script) as url:
         for _ in range(3):
@@ -261,7 +261,7 @@ async def test_stream_that_nobody_reads_is_not_taken_from_the_engine(upstream: U
         call = await _asked(upstream, url, stream=True)
         assert call.is_stream
         before = -1
-        while before != sent:  # until the engine stands still
+        while before != sent:  # until the engine is blocked
             before = sent
             await asyncio.sleep(0.05)
         assert sent < 400 * 2**17
@@ -318,7 +318,7 @@ async def test_answers_wait_for_whole_answers_that_no_client_took(upstream: Upst
     room = BodyRoom(2**24)
     shares = [AnswerShare(room) for _ in range(4)]
     async with scripted_engine(_large(2**23, stream=False)) as url:
-        # The time of one that waits for room does not count, though it is looked at many times.
+        # Time spent waiting for room does not count, although it is checked many times.
         asking = [
             asyncio.create_task(upstream.call(url, patience_seconds=1, share=share).ask(b"POST", b"/v1/completions"))
             for share in shares
@@ -360,7 +360,6 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Any:
 async def _through(
     proxy: RunningProxy, scripts: list[Script], body: dict[str, Any], **headers: str
 ) -> tuple[int, bytes]:
-    """The proxy's answer to a completion request with replicas that follow these scripts."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(scripted_engine(script)) for script in scripts]
         replicas = [FakeReplica(f"r{url}".replace("://", "-").replace(":", "-"), _ready(url)) for url in urls]

@@ -1,4 +1,4 @@
-"""The proxy's connections: HTTP with clients that are right, wrong, slow or gone, and with engines of each kind."""
+"""The proxy's connections: HTTP with valid, invalid, slow and disconnected clients, and with engines of each kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_polic
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
 def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    """Both loops a proxy may run on."""
+    """Both event loops that a proxy may run on."""
     return request.param()
 
 
@@ -55,10 +55,9 @@ async def port(application: EchoApplication) -> AsyncIterator[int]:
 
 
 async def _exchange(port: int, *pieces: bytes) -> bytes:
-    """All that the server says to these bytes until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for piece in pieces:
-        if writer.is_closing():  # it was refused before all of it was sent
+        if writer.is_closing():  # refused before all of it was sent
             break
         writer.write(piece)
         await asyncio.sleep(0)
@@ -73,7 +72,7 @@ def _closing(request: bytes) -> bytes:
     return request.replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
 
 
-# --- Clients that are right ------------------------------------------------------------------------------------------
+# --- Valid clients ----------------------------------------------------------------------------------------------------
 
 
 async def test_pipelined_requests_are_answered_in_order(port: int, application: EchoApplication) -> None:
@@ -175,7 +174,7 @@ async def test_2000_connections_at_once_are_all_answered(port: int, application:
         writer.close()
 
 
-# --- Clients that are wrong ------------------------------------------------------------------------------------------
+# --- Invalid clients --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -362,7 +361,7 @@ async def test_body_of_a_request_for_an_upgrade_arrives(
     assert received.count(b"HTTP/1.1 200 OK") == 2
 
 
-# --- Clients that are slow or gone -----------------------------------------------------------------------------------
+# --- Slow and disconnected clients ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", [b"G", b"GET /a HTTP/1.1\r\nHost: x\r\n", POST + b"Content-Length: 3\r\n\r\nab"])
@@ -379,7 +378,7 @@ async def test_1500_slow_connections_hold_nobody_up_and_end(application: EchoApp
         for _, writer in slow:
             writer.write(b"GET /a HTTP/1.1\r\nHost: x\r\nA: ")
         assert (await _exchange(port, _closing(GET))).startswith(b"HTTP/1.1 200 ")
-        for reader, writer in slow:  # nothing is written any more, which a closed connection would answer by a reset
+        for reader, writer in slow:  # no further writes: a closed connection would answer them with a reset
             assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
             writer.close()
         assert (await _exchange(port, _closing(GET))).startswith(b"HTTP/1.1 200 ")
@@ -441,7 +440,7 @@ async def test_large_answer_holds_room_until_its_client_has_taken_it(application
         writer.close()
 
 
-# --- What answers goes wrong -----------------------------------------------------------------------------------------
+# --- Failures while answering -----------------------------------------------------------------------------------------
 
 
 async def test_application_that_fails_is_answered_500_and_not_quoted(
@@ -492,7 +491,7 @@ async def test_listener_that_closes_finishes_what_is_answered_in_time_and_cancel
         await asyncio.open_connection("127.0.0.1", port)
 
 
-# --- Any bytes -------------------------------------------------------------------------------------------------------
+# --- Arbitrary bytes --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=400, deadline=None)

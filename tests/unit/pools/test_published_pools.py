@@ -1,4 +1,4 @@
-"""Files of kept pools: where they are published and found, whose may be read, and names that are taken."""
+"""Files of kept pools: publication and lookup, files that may be read, and names that are taken."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from resources.storage import storage
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine of the test's own, which shares a folder with others."""
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("ASSAY_POOLS", str(tmp_path / "shared"))
     settings.cache_clear()

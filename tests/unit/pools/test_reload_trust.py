@@ -1,4 +1,4 @@
-"""Comparisons of a reload with a cold start: those that are believed, and those that only look like one."""
+"""Comparisons of a reload with a cold start: trusted comparisons, and lookalikes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ def served(folder: Path, **kwargs: Any) -> ServedCheckpoint:
 def loads(
     folder: Path, checkpoints: list[ServedCheckpoint], *, faults: dict[str, Any] | None = None, **config: Any
 ) -> list[Loading]:
-    """The loads of a replica whose engine gets these checkpoints, one after another."""
     client = LocalClient()
     pool = InferencePoolConfig.model_validate({"model": {"name": "run", **config}, "reload_audit_share": 0})
     replica = ReplicaEngine(

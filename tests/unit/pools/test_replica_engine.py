@@ -1,4 +1,4 @@
-"""One replica's engine: how often one that dies is started again, and that files are the digested ones throughout."""
+"""A replica's engine: number of restarts after deaths, and files that equal the digested files throughout."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def one_replica(
 
 
 def flip_last_byte(weights: Path) -> None:
-    """Leaves size and time of writing as they were."""
+    """Changes the last byte, but neither size nor time of writing."""
     before, content = weights.stat(), weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -199,7 +199,7 @@ def test_files_that_change_while_an_engine_starts_are_not_served(tmp_path: Path)
     folder = write_checkpoint(tmp_path / "run-1", seed=1)
 
     class Changing(FakeLauncher):
-        """Launches an engine on files that are changed between the look at them and its own."""
+        # Changes the files between their check and the engine's start.
 
         def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
             flip_last_byte(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Proof that an engine scores texts from its cache, held against engines that do it otherwise."""
+"""Proof that an engine scores texts from its cache, against engines that behave differently."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_engine_that_weighs_labels_and_rows_as_an_echo_does_scores_from_it
 async def test_engine_that_answers_otherwise_does_not_score_from_its_cache(
     checkpoint: ServedCheckpoint, faults: dict[str, Any]
 ) -> None:
-    """Nor does one that does not say in which type it computes: nobody knows the bound of rounding then."""
+    # An engine that does not report its dtype fails, too: the bound of rounding is unknown.
     async with FakeEngine() as engine:
         for name, value in faults.items():
             setattr(engine.faults, name, value)

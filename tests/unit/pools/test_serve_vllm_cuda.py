@@ -1,4 +1,4 @@
-"""The program that serves on GPUs, forked: with stand-ins for torch and vLLM that know who may touch a GPU."""
+"""The program that serves on GPUs from forks: with fakes of torch and vLLM that check which process touches a GPU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ PROGRAM = ENGINES["cuda"].program
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with the stand-ins; some modules that a model may need are not there."""
+    """The interpreter of an environment with the fakes and without some modules that a model may need."""
     folder = tmp_path_factory.mktemp("vllm-cuda")
     venv.EnvBuilder(symlinks=True).create(folder)
     [packages] = folder.glob("lib/*/site-packages")

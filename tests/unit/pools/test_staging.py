@@ -1,4 +1,4 @@
-"""Staging: whole and verified copies, continued after crashes, shared by processes, within a bound."""
+"""Staging: complete and verified copies, resumed after crashes, shared by processes, within a size limit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def local(tmp_path: Path) -> Path:
 
 
 def staging(local: Path, *, fitting: float = 10) -> Staging:
-    """With room for so many of the checkpoints below."""
+    """Creates a staging area with room for `fitting` of the checkpoints below."""
     return Staging(local, max_bytes=int(fitting * 34_000), range_bytes=RANGE, parallel_files=2)
 
 
@@ -63,7 +63,7 @@ def in_child(work: Callable[[], object]) -> ForkProcess:
         finally:
             if code:
                 os.write(2, traceback.format_exc().encode())  # the child's own streams are pytest's
-            os._exit(code)  # a fork would also do what Prefect, used by an earlier test, does at its parent's exit
+            os._exit(code)  # a normal exit of the fork would run exit handlers of Prefect from an earlier test
 
     child = _fork.Process(target=work_alone)
     child.start()

@@ -1,4 +1,4 @@
-"""A line to an actor whose network, job or backend misbehaves; the actor's side is played by the test."""
+"""A line to an actor with a failing network, job or backend; the test plays the actor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ ANSWER_SECONDS = 20.0
 
 
 class ScriptedJob:
-    """A job that says of itself what the test wants."""
-
     job_id = "actor-scripted-1"
 
     def __init__(self) -> None:
@@ -75,7 +73,7 @@ def job() -> ScriptedJob:
 
 @pytest.fixture
 def actor(job: ScriptedJob) -> Iterator[Callable[[Callable[[socket.socket, Frame], Any]], None]]:
-    """Makes the job announce a listener that does with each call what the test says."""
+    """Makes the job announce a listener that handles each call with a function of the test."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve(answer: Callable[[socket.socket, Frame], Any]) -> None:
@@ -158,7 +156,7 @@ def test_broken_connection_of_a_job_that_is_about_to_end_is_a_death(
 ) -> None:
     def end(connection: socket.socket, frame: Frame) -> bool:
         job.address, job.now = None, status
-        threading.Timer(2 * IMPATIENT.unexplained_seconds, job.terminate).start()  # a backend that takes its time
+        threading.Timer(2 * IMPATIENT.unexplained_seconds, job.terminate).start()  # a slow backend
         return False
 
     actor(end)

@@ -1,4 +1,4 @@
-"""An actor's process whose address strangers know."""
+"""An actor's process at an address that strangers know."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
 
 @pytest.fixture
 def address() -> Iterator[tuple[str, int]]:
-    """Of an actor that may open few files."""
+    """Address of an actor with a low limit of open files."""
     variables = process_environment({USER_KEY_VARIABLE: KEY, "ASSAY_JOB_ID": JOB})
     with subprocess.Popen([sys.executable, "-c", ACTOR], stdout=subprocess.PIPE, text=True, env=variables) as actor:
         assert actor.stdout is not None
@@ -45,7 +45,6 @@ def address() -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def caller_of(address: tuple[str, int]) -> Iterator[socket.socket]:
-    """A connection that has proved to know the key."""
     with socket.create_connection(address, timeout=20) as connection:
         greet_actor(connection, KEY.encode(), actor=JOB)
         connection.settimeout(20)

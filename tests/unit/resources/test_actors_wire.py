@@ -1,4 +1,4 @@
-"""The wire between callers and actors: who may speak, and what survives broken connections."""
+"""The wire between callers and actors: authentication, and effects of broken connections."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def in_background(work: Callable[[], object]) -> Callable[[], BaseException | None]:
-    """Starts `work`; the result waits for its end and returns what it raised."""
+    """Starts `work` in a thread; the returned function waits for its end and returns its exception."""
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
             work()
-        except OSError as error:  # WrongKey is one
+        except OSError as error:  # includes WrongKey
             raised.append(error)
 
     thread = threading.Thread(target=run)

@@ -1,4 +1,4 @@
-"""Choice of the backend that an address names; a backend is a folder and a line."""
+"""Choice of the backend that an address names; a backend needs only a folder and a line in the registry."""
 
 from __future__ import annotations
 

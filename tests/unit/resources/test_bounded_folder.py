@@ -1,4 +1,4 @@
-"""A bounded folder: who holds what, also while it is being removed."""
+"""A bounded folder: holders of its entries, also during a removal."""
 
 from __future__ import annotations
 

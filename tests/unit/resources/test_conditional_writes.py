@@ -1,4 +1,4 @@
-"""Replacing a file only if nobody else did, in each kind of store; and records, which rest on it."""
+"""Conditional replacement of a file, in each kind of store; and records, which rely on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasks.records.record import read_record, write_record
 
 
 class Versioned(AbstractFileSystem):
-    """Fake of the clients of Google's and Amazon's stores, as far as they are used; each write is a new version."""
+    """Fake of the used parts of Google's and Amazon's store clients; each write is a new version."""
 
     cachable = False
     _location = "https://storage.test"
@@ -56,7 +56,7 @@ class Google(Versioned):
         posted = ("POST", "https://storage.test/upload/storage/v1/b/bucket/o")
         assert (method, path) in (posted, ("DELETE", "https://storage.test/storage/v1/b/bucket/o/file"))
         if ifGenerationMatch != str(self.objects.get(f"bucket/{name}", (0,))[0]):
-            raise FileExistsError(path)  # what gcsfs makes of 412
+            raise FileExistsError(path)  # gcsfs's error for status 412
         if method == "DELETE":
             del self.objects[f"bucket/{name}"]
         else:
@@ -69,7 +69,7 @@ class Amazon(Versioned):
     def call_s3(self, method: str, *, Bucket: str, Key: str, IfMatch: str, Body: bytes = b"") -> None:
         assert method in ("put_object", "delete_object")
         if IfMatch != f'"{self.objects.get(f"{Bucket}/{Key}", (0,))[0]}"':
-            raise OSError(22, "At least one of the pre-conditions you specified did not hold")  # what s3fs makes of 412
+            raise OSError(22, "At least one of the pre-conditions you specified did not hold")  # s3fs's error for 412
         if method == "delete_object":
             del self.objects[f"{Bucket}/{Key}"]
         else:
@@ -78,7 +78,6 @@ class Amazon(Versioned):
 
 @pytest.fixture(params=["disk", "memory", "gs", "s3", "cond"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A file in each kind of store."""
     before = {name: _registry.get(name) for name in ("gs", "s3")}
     for kind in (Google, Amazon):
         kind.objects.clear()
@@ -116,7 +115,7 @@ def test_file_is_deleted_only_if_it_is_what_was_read(uri: str):
     delete_version(uri, standing=first)
     assert storage.read_bytes(uri) == b"second"
     delete_version(uri, standing=second)
-    delete_version(uri, standing=second)  # twice is once
+    delete_version(uri, standing=second)  # a second delete has no effect
     assert read_version(uri) is None
 
 

@@ -1,4 +1,4 @@
-"""Why processes of jobs end, and which budget that counts against: the table, row by row."""
+"""Reasons for the end of job processes, and the retry budget that each counts against: the table, row by row."""
 
 from __future__ import annotations
 

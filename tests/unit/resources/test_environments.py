@@ -1,4 +1,4 @@
-"""Environments, built by a uv that only writes down what it was asked for; one is built by the real one."""
+"""Environments built by a fake uv that records its arguments; a single environment is built by the real uv."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_alias_distribution_is_found_under_its_second_name(
     alias = AliasDistribution(alias="engine", distribution="fake-engine", local_version="cpu")
     environment = build(replace(spec, alias_distribution=alias), tmp_path, fake_uv())
     [packages] = environment.directory.glob("lib/python*/site-packages")
-    # In a process of its own: others replace how this one finds distributions.
+    # In a separate process: other tests replace this process's lookup of distributions.
     look = "import sys, importlib.metadata as m; sys.path.insert(0, sys.argv[1]); print(m.version('engine'))"
     command = [sys.executable, "-I", "-c", look, str(packages)]
     assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "1.2.3+cpu"

@@ -1,4 +1,4 @@
-"""Errors of ours on their way to other processes, as pickles and as values."""
+"""Assay's errors on their way to other processes, as pickles and as values."""
 
 from __future__ import annotations
 

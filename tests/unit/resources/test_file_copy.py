@@ -1,4 +1,4 @@
-"""Copying a file in ranges: continued, verified, and started again when the remote one is another."""
+"""Copying a file in ranges: resumed, verified, and restarted if the remote file has changed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_copy_with_a_byte_flipped_on_the_local_disk_is_refused(store: type[Folde
 
 def test_copy_where_etags_are_no_md5_is_accepted(store: type[FolderStore], tmp_path: Path) -> None:
     store.hash_kind = "etag"
-    store.spoil = lambda content: bytes(reversed(content))  # stands for a content whose MD5 is not the ETag
+    store.spoil = lambda content: bytes(reversed(content))  # content with an MD5 that differs from the ETag
     with pytest.raises(StorageError):
         copy(listed(tmp_path, "s3a"), tmp_path)
     store.encryption = "aws:kms"

@@ -1,4 +1,4 @@
-"""The fork server with programs of these tests: a run in a fork is like a run of its own, and leaves nothing behind."""
+"""The fork server with programs of these tests: a run in a fork equals a separate run, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def submit(client: LocalClient, command: Command, name: str = "run", *, cwd: Pat
 
 
 def pids(path: Path) -> list[int]:
-    """Of the child, of a process it has started in a session of its own, and of what keeps the child."""
+    """Returns the pids of the child, of a process that it started in its own session, and of the child's keeper."""
     eventually(lambda: path.is_file() and len(path.read_text().split()) == 3)
     return [int(pid) for pid in path.read_text().split()]
 
@@ -319,5 +319,5 @@ def test_socket_goes_with_a_server_whose_owner_has_no_time_to_close_it(program: 
     server = ForkServer(program, python=Path(sys.executable), client=client)
     server.start()
     assert run(server.command("return", "0")).returncode == 0
-    client.shutdown()  # as the end of the owner's process ends its jobs
+    client.shutdown()  # as at the end of the owner's process
     assert not Path(server.command().args[4]).parent.exists()

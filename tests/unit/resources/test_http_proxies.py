@@ -1,4 +1,4 @@
-"""The HTTP proxy of a network, in the environments of processes that ask servers of this machine."""
+"""The HTTP proxy of a network, in the environments of processes that query servers of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def past(variables: dict[str, str]) -> list[str]:
-    """Hosts past the proxy, the same in both spellings."""
+    """Returns the hosts that bypass the proxy, the same in both spellings."""
     upper, lower = (variables[name] for name in PAST)
     assert upper == lower
     return upper.split(",")
@@ -98,6 +98,6 @@ def test_job_asks_this_machine_past_the_proxy_whatever_its_client(
 def test_process_of_ours_asks_this_machine_directly_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     for name in PAST:
-        monkeypatch.setenv(name, "intranet")  # put back afterwards
+        monkeypatch.setenv(name, "intranet")  # restored afterwards
     ask_this_machine_directly()
     assert past(process_environment())[:2] == ["intranet", "localhost"]

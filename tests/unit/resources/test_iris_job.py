@@ -1,4 +1,4 @@
-"""A handle on a job of Iris, on a controller whose task begins between one question and the next."""
+"""A handle on a job of Iris; on the controller, the task starts between two requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOB = "/user/job-0123abcd"
 
 
 class LateController:
-    """Its job's only task gets its attempt once somebody has looked for it, and stops when it is told to."""
+    """A controller with a job; its only task gets an attempt after the first request about it, and stops on command."""
 
     address = "127.0.0.1:1"
 

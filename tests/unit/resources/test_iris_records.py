@@ -1,4 +1,4 @@
-"""News that replicas and submitters on Iris have of each other if the controller answers badly, or for one job only."""
+"""Reports between replicas and submitters on Iris, if the controller fails, or fails for a single job."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_answer_that_breaks_off_is_an_unreachable_controller_and_nothing_else(an
 
 @contextmanager
 def refusing(refused: str, status: int, asked: list[str]) -> Iterator[str]:
-    """The address of a controller that answers nothing of interest, and refuses calls of one method."""
+    """Starts a controller that answers nothing useful and refuses a method; yields its address."""
 
     class Refusal(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -109,7 +109,7 @@ def test_lines_that_the_controller_does_not_take_go_by_way_of_the_worker(tmp_pat
 
 
 class Controller:
-    """A controller that knows three jobs, and refuses whatever concerns one of them."""
+    """A controller with three jobs, which refuses every request about one of them."""
 
     address = "controller:1"
 
@@ -118,20 +118,17 @@ class Controller:
         self.heard: list[str] = []
 
     def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
-        """All run."""
         if self.away:
             raise BackendUnavailable(expected="a controller", found="none", remedy="Wait.")
         return dict.fromkeys(job_ids, "JOB_STATE_RUNNING")
 
     def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
-        """Takes all leases but one."""
         if "refused" in name:
             raise BadInput(expected="another job", found=name, remedy="None.")
         self.heard.append(task_id)
         return True
 
     def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Any]:
-        """None that could hear."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""Resources that jobs ask of an Iris cluster, and those that its groups of machines can give."""
+"""Resources that jobs request from an Iris cluster, and resources that its machine groups can give."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_iris_placement_of_one_machine_needs_no_company() -> None:
         {"device": {"kind": "gpu", "variant": "h100"}},
         {"device": {"kind": "tpu", "variant": "v5e-16"}},
         {"device": {"kind": "tpu", "variant": "v6e-16", "alternatives": ["v5e-16"]}},
-        {"cpu": 100},  # GPUs and TPUs do not say how many cores they have
+        {"cpu": 100},  # groups with GPUs or TPUs do not report their number of cores
     ],
 )
 def test_iris_resources_that_one_group_has_are_taken(options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Logs of Jobs: one protocol, kept by pods and by Cloud Logging, each asked by its real client over HTTP."""
+"""Logs of Jobs: the same protocol for pods and for Cloud Logging, each queried by its real client over HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_cloud_logging_that_lets_us_read_nothing_says_what_to_do() -> None:
 
 
 class Growing:
-    """A log that gets a line with each look, and gives the last two again."""
+    """A log that grows by a line per read, and returns the last two lines again."""
 
     def __init__(self) -> None:
         self.looks = 0

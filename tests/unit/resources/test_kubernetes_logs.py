@@ -1,4 +1,4 @@
-"""Reading a pod's log from a position on, though logs there have times and no offsets."""
+"""Reading a pod's log from a position, although its lines have times and no offsets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECOND = "2026-11-20T12:00:0"
 
 
 class Cluster:
-    """A namespace with the log of one pod, and the logs that were kept of others; what `part_of_log` asks it for."""
+    """A namespace with a pod's log and kept logs of other pods, as `part_of_log` reads it."""
 
     def __init__(self) -> None:
         self.text: str | None = None

@@ -268,7 +268,7 @@ def test_job_ids_are_names_that_kubernetes_allows(name: str) -> None:
     job_id = new_job_id(name)
     assert job_id.replace("-", "").isalnum() and job_id == job_id.lower()
     assert job_id[0].isalpha()  # Services must begin with a letter
-    assert len(f"{job_id}-123-slice-99-9999-abcde") <= 63  # of a pod: attempt, slice, index, what makes it unique
+    assert len(f"{job_id}-123-slice-99-9999-abcde") <= 63  # a pod's name: attempt, slice, index, unique suffix
     assert dns_label("Eval_7B.step") == "eval-7b-step"
 
 

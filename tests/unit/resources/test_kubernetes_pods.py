@@ -1,4 +1,4 @@
-"""The table that says how a pod ended, row by row, and what an attempt of several makes of it."""
+"""The table of pod endings, row by row, and the ending of an attempt with several pods."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def of_slice(found: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def test_slices_that_a_failed_jobset_deletes_do_not_make_a_preemption_of_its_failure() -> None:
-    """All pods of the first slice have failed between two looks; of the second, one is gone and one is going."""
+    # All pods of the first slice failed between two polls; of the second, a pod is gone and another is terminating.
     jobs = [
         of_slice({"metadata": {}, "status": {"failedIndexes": "0-1"}}, 0),
         of_slice({"metadata": {"deletionTimestamp": "now"}, "status": {"failedIndexes": "0-1"}}, 1),

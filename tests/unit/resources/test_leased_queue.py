@@ -1,4 +1,4 @@
-"""The leased queue: nothing is lost, nothing stands in the way for ever. The clock is the test's."""
+"""The leased queue: no item is lost, and no item blocks forever. The test controls the clock."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from resources.errors import BadInput
 
 
 class Clock:
-    """Says what it was told."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -118,7 +116,7 @@ def test_numbers_that_mean_nothing_are_refused(clock: Clock, seconds: float) -> 
 
 
 class AtLeastOnce(RuleBasedStateMachine):
-    """Whatever producers, consumers and the clock do, an item is either waiting, lent, dead or done."""
+    """For any actions of producers, consumers and the clock, an item is either waiting, lent, dead or done."""
 
     leases = Bundle("leases")
 
@@ -183,7 +181,7 @@ class AtLeastOnce(RuleBasedStateMachine):
         assert counts.leased == sum(until > self.clock.now for until in self.valid_until.values())
 
     def teardown(self) -> None:
-        """A consumer that finishes everything gets every item that is neither done nor dead."""
+        # A consumer that finishes everything gets every item that is neither done nor dead.
         self.clock.now += 1000
         got = set()
         while (lease := self.queue.pop()) is not None:

@@ -1,4 +1,4 @@
-"""Particulars of local jobs: their supervisor, their folder, their parent."""
+"""Details of local jobs: their supervisor, their folder, their parent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shell(script: str) -> Command:
 
 
 def parent_that_submits(jobs_dir: Path, script: str, *, outlives_parent: bool) -> subprocess.Popen[str]:
-    """A process that submits a job, prints its id, forks a child that holds on to every descriptor, and waits."""
+    """Starts a process that submits a job, prints its id, forks a child that keeps all descriptors open, and waits."""
     program = f"""
         import os, sys, time
         from pathlib import Path
@@ -321,7 +321,7 @@ def test_interpreter_without_cloudpickle_says_what_it_lacks(client: LocalClient,
 
 def test_forty_jobs_live_at_once_and_are_told_apart(client: LocalClient, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
-    gate = os.open(tmp_path / "gate", os.O_RDWR)  # while it is open here, who reads it waits
+    gate = os.open(tmp_path / "gate", os.O_RDWR)  # while it is open here, readers wait
     script = f"exec 3< {tmp_path}/gate; echo $JOB; read _ <&3; true"
     handles: list[LocalJob] = []
     for number in range(40):

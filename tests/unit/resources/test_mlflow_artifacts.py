@@ -1,4 +1,4 @@
-"""Reading through an MLflow server whose artifacts lie elsewhere: it sends whole files only, whatever is asked."""
+"""Reading through an MLflow server with artifacts stored elsewhere: it sends whole files for any request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARTIFACTS = "/api/2.0/mlflow-artifacts/artifacts"
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Paths of the files that a server was asked for; it is the tracking server, and has `1/run/artifacts/weights`."""
+    """Paths of the files requested from a fake tracking server, which has `1/run/artifacts/weights`."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

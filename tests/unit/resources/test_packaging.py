@@ -1,4 +1,4 @@
-"""Parts of a folder that travel with a job, and their arrival as they were."""
+"""Parts of a folder that travel with a job, and their unchanged arrival."""
 
 from __future__ import annotations
 

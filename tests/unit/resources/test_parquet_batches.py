@@ -1,4 +1,4 @@
-"""Parquet whose few bytes stand for gigabytes is read in batches of bounded size, and all of its rows."""
+"""Small Parquet files that expand to gigabytes: read completely, in batches of bounded size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster files: as Ray's launcher wants them, and as the regions file says."""
+"""The cluster files: valid for Ray's launcher, and consistent with the regions file."""
 
 from __future__ import annotations
 

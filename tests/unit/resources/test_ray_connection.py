@@ -1,4 +1,4 @@
-"""Connecting to a server for Ray Clients that dies now and then as it forks a process for us."""
+"""Connecting to a server for Ray Clients that sometimes dies while it forks a process for the client."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from resources.errors import BackendUnavailable
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Of something that listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"ray://127.0.0.1:{server.getsockname()[1]}"
 
 
 class FlakyRay:
-    """The part of the module `ray` that connects; its server loses the first tries, as real ones rarely do."""
+    """The part of the module `ray` that connects; its server fails the first tries, as real servers rarely do."""
 
     exceptions = SimpleNamespace(RayError=OSError)
     util = SimpleNamespace(client=SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: True)))
@@ -39,11 +38,9 @@ class FlakyRay:
         self.half_open = False
 
     def is_initialized(self) -> bool:
-        """True if it is connected."""
         return self.tries > 0 and not self.half_open
 
     def init(self, **options: Any) -> None:
-        """Connects, once no try of before is left half open."""
         assert not self.half_open
         self.tries += 1
         if self.failures_left:
@@ -52,11 +49,9 @@ class FlakyRay:
             raise self.error
 
     def shutdown(self) -> None:
-        """Closes what is open."""
         self.half_open = False
 
     def get_runtime_context(self) -> SimpleNamespace:
-        """Of the connection."""
         return SimpleNamespace(gcs_address="10.0.0.1:6379", get_job_id=lambda: "01000000")
 
 

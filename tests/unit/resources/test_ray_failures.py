@@ -1,4 +1,4 @@
-"""Classification of ends of Ray's tasks as preemptions or as failures: the table, row by row."""
+"""Classification of ends of Ray's tasks as preemptions or failures: the table, row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster that a job may go to, what it waits for, and what is refused at once."""
+"""Nodes of a Ray cluster that a job may use, reasons for waiting, and immediate refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def node(
     labels: dict[str, str] | None = None,
     **more: float,
 ) -> RayNode:
-    """A node with all of it free, less CPUs that somebody holds."""
+    """Returns a node with everything free but CPUs in use."""
     total = {"CPU": float(cpus), "memory": memory_gib * GIB, **more}
     free = {**total, "CPU": float(cpus if free_cpus is None else free_cpus)}
     return RayNode(node_id=name, address=f"10.0.0.{len(name)}", labels=labels or {}, total=total, free=free)
@@ -42,7 +42,7 @@ def in_region(name: str, region: str, zone: str = "a") -> RayNode:
     ("share", "fits"),
     [
         ({"CPU": 1.0}, 8),
-        ({"CPU": 3.0}, 2),  # 2 on the node with 6, none on the one with 2
+        ({"CPU": 3.0}, 2),  # 2 on the node with 6, none on the node with 2
         ({"CPU": 2.0, "memory": 20.0 * GIB}, 2),
         ({"CPU": 1.0, "GPU": 1.0}, 0),
         ({"CPU": 0.1}, 80),
@@ -71,7 +71,6 @@ def test_job_that_names_places_goes_nowhere_else_and_not_to_nodes_that_say_nothi
 
 
 def selector(nodes: list[RayNode], resources: ResourceConfig, replicas: int = 1) -> dict[str, str]:
-    """The labels that a job's nodes must have."""
     allowed = allowed_nodes(nodes, resources)
     return best_selector(allowed, resources, share=share_of(nodes, resources), replicas=replicas)
 
@@ -169,7 +168,7 @@ def test_gpu_type_in_any_spelling_becomes_the_one_of_the_nodes() -> None:
 
 
 class DecidingRay:
-    """The module `ray`, as far as one claim needs it; it grants a placement group when `granted` has a result."""
+    """The part of the module `ray` that a claim needs; it grants a placement group when `granted` has a result."""
 
     def __init__(self) -> None:
         self.granted: Future[object] = Future()

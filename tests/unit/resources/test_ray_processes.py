@@ -1,4 +1,4 @@
-"""Work of a controller and a node of the Ray backend without a Ray: orders that come twice, ends that come early."""
+"""Controller and node of the Ray backend without a Ray: duplicate orders, early ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def shell(script: str) -> Command:
 
 
 def job_order(workspace: Path) -> JobOrder:
-    """A job of one replica."""
     return JobOrder(
         job_id=JOB_ID,
         name="job",
@@ -61,7 +60,6 @@ def job_order(workspace: Path) -> JobOrder:
 
 
 def process_order(workspace: Path, script: str) -> ProcessOrder:
-    """The only process of that job."""
     return ProcessOrder(
         job_id=JOB_ID,
         attempt=1,
@@ -82,7 +80,7 @@ def process_order(workspace: Path, script: str) -> ProcessOrder:
 
 
 def run_until(condition: Callable[[], object], workspace: Path, script: str) -> tuple[ProcessEnd, bytes]:
-    """Runs a process whose controller tells it to end once `condition` is true; its end, and all of its output."""
+    """Runs a process until `condition` is true; returns its end and all of its output."""
     reported: list[bytes] = []
     over = threading.Event()
 
@@ -166,7 +164,7 @@ def test_host_0_speaks_for_a_replica_of_several(tmp_path: Path) -> None:
 
 
 def read_all(tail: LogTail, after: str = "") -> tuple[bytes, str, int]:
-    """Everything after a position, the position after it, and the lines that are missing."""
+    """Returns all output after a position, the position after it, and the number of missing lines."""
     output, missing = b"", 0
     while True:
         part = tail.part(after, whole_lines=False)

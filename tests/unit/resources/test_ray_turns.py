@@ -1,4 +1,4 @@
-"""Turns at asking Ray for places: who may ask, and when it is worth asking anew."""
+"""Turns at requesting places from Ray: order of requests, and when a new request is useful."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 class Grants:
-    """A Ray with so many places; like the real one it answers a new question at once, and one that waits never."""
+    """A Ray with `places`; like the real Ray it answers a new request at once, and a waiting request never."""
 
     def __init__(self, places: int, *, seconds: float = 0.0) -> None:
         self.free = places
@@ -22,7 +22,6 @@ class Grants:
         self.granted: list[str] = []
 
     async def ask(self, name: str) -> Placement:
-        """A place for whoever has this name."""
         self.asked.append(name)
         await asyncio.sleep(self.seconds)
         if not self.free:
@@ -32,17 +31,14 @@ class Grants:
         return Placement([], self.take_back)
 
     def take_back(self) -> None:
-        """Releases a place."""
         self.free += 1
 
 
 def placed(turns: Turns, grants: Grants, name: str, shape: str = "cpu") -> asyncio.Task[Placement]:
-    """A job of this name that waits for its turn and its place."""
     return asyncio.ensure_future(turns.placed(shape, lambda: grants.ask(name), on_waiting=lambda reason: None))
 
 
 def give_back(turns: Turns, placement: Placement) -> None:
-    """A job has ended."""
     placement.release()
     turns.given_back()
 

@@ -1,4 +1,4 @@
-"""Paths of other regions, found wherever they stand in a configuration."""
+"""Paths of other regions, found anywhere in a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offers of each region, and what they cost there."""
+"""Offers of each region, and their prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of calls: left by the real program, read back, and refused where somebody else could have left them."""
+"""Results of calls: written by the real program, read back, and refused if other users could have written them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Spy:
-    """Says on standard output that it was unpickled."""
+    """Writes to standard output when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.write, (1, b"unpickled")
 
 
 class Picky(Exception):
-    """Can be pickled, and not unpickled."""
+    """Can be pickled but not unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
 
 
 def left_by(function: Callable[[], object], folder: Path, *, job_id: str = "job-1") -> bytes | None:
-    """Returns the content of the file that the program leaves for a call in a job."""
+    """Returns the content of the file that the program writes for a call in a job."""
     call, result = folder / "call.pickle", folder / "result"
     call.write_bytes(pickled(Call(function), job_id=job_id))
     places: Mapping[str, str] = {"ASSAY_JOB_ID": job_id, "ASSAY_REPLICA_INDEX": "0", "ASSAY_RESULT": str(result)}
@@ -90,7 +90,7 @@ def test_result_signed_by_another_job_is_not_unpickled(tmp_path: Path, capfd: py
     with pytest.raises(BadInput, match="of another job"):
         read(forged.read_bytes())
     left_by(forge, tmp_path, job_id="job-1")
-    read(forged.read_bytes())  # its own: the forgery is right but for the job
+    read(forged.read_bytes())  # readable in its own job: only the job is wrong
     assert capfd.readouterr().out.count("unpickled") == 1
 
 

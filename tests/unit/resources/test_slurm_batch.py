@@ -1,4 +1,4 @@
-"""The program of a batch job, between an srun and a scontrol that say what a test wants."""
+"""The program of a batch job, with scripted srun and scontrol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUCCEEDED = json.dumps({"status": "succeeded", "failures": 0, "preemptions": 0, 
 
 
 def run_batch(folder: Path, *, srun: str, scontrol: str) -> tuple[int, dict[str, object]]:
-    """Returns the program's exit code, and the status of the job, where shells run those lines for `srun` and so on."""
+    """Runs the program with shell lines as `srun` and `scontrol`; returns its exit code and the status of the job."""
     for name, line in (("srun", srun), ("scontrol", scontrol)):
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""Requests as options of sbatch, and refusals before it is asked."""
+"""Requests as options of sbatch, and refusals before sbatch is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm's answers, as its commands print them, translated into our words."""
+"""Output of Slurm's commands, translated into Assay's terms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from resources.backends.slurm.states import Seen, classify_slurm, seen_by_sacct,
         ("RUNNING", 0, None),
         ("COMPLETING", 0, None),
         ("SUSPENDED", 0, None),
-        ("COMPLETED", 0, "preempted"),  # its program ends so only after it has said how the job ended
+        ("COMPLETED", 0, "preempted"),  # its program exits 0 only after it has recorded the job's end
         ("BOOT_FAIL", 0, "preempted"),
         ("NODE_FAIL", 0, "preempted"),
         ("PREEMPTED", 0, "preempted"),

@@ -1,4 +1,4 @@
-"""Storage: whole writes, exclusive creation, listing, over local disk and memory."""
+"""Storage: atomic writes, exclusive creation, listing, on local disk and in memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ storage.write_bytes(sys.argv[1], b"at last")
 
 
 def writer_in_the_middle(path: Path) -> subprocess.Popen[bytes]:
-    """A process that has begun to write a file, and ends it with its input; what it wrote so far is an hour old."""
+    """Starts a process that has written a part of a file and ends it with its input; the part is an hour old."""
     command = [sys.executable, "-c", WRITER, str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline()
@@ -95,7 +95,7 @@ def test_write_sweeps_what_killed_writers_left_and_nothing_of_living_ones(tmp_pa
         killed.wait()
         (tmp_path / ".just.begun_by.partial").write_bytes(b"")
         (tmp_path / ".weights.partial").write_bytes(b"")
-        os.utime(tmp_path / ".weights.partial", (1, 1))  # another's, to go on with
+        os.utime(tmp_path / ".weights.partial", (1, 1))  # another process's, to be resumed
         storage.write_bytes(str(tmp_path / "new"), b"")
         names = {path.name.partition(".living.")[1] or path.name for path in tmp_path.iterdir()}
         assert names == {"new", ".living.", ".just.begun_by.partial", ".weights.partial"}

@@ -1,4 +1,4 @@
-"""Prices of a replica where it runs, and the reasons for which there is none."""
+"""Prices of a replica by location, and reasons for missing prices."""
 
 from __future__ import annotations
 

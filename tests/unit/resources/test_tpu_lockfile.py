@@ -1,4 +1,4 @@
-"""libtpu's lock file is gone before and after, whoever it belongs to."""
+"""libtpu's lock file is removed before and after, independent of its owner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_lockfile_of_another_user_is_removed_with_sudo_that_asks_nothing(
     sudo.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {calls}\n')
     sudo.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    not_ours = Path("/proc/version")  # nobody may remove it, root neither
+    not_ours = Path("/proc/version")  # not removable, not even by root
     with remove_tpu_lockfile_on_exit(path=not_ours):
         assert calls.read_text() == "-n rm -f /proc/version\n"
 

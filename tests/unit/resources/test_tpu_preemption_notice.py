@@ -1,4 +1,4 @@
-"""Notice of a preemption from the metadata server of Google Cloud, and its absence on other machines."""
+"""Preemption notices of Google Cloud's metadata server, and their absence on other machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from resources.jobs.preemption_notice import preemption_announced
 
 @contextmanager
 def metadata_server(content: bytes, *, status: int = 200) -> Iterator[str]:
-    """One that answers whoever proves to know what it is."""
+    """Starts a metadata server that requires the Metadata-Flavor header; yields its address."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -40,7 +40,7 @@ def metadata_server(content: bytes, *, status: int = 200) -> Iterator[str]:
 def test_preemption_is_announced_only_where_the_metadata_server_says_so(
     content: bytes, status: int, announced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the metadata server is never behind one
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the metadata server is never behind a proxy
     with metadata_server(content, status=status) as url:
         assert preemption_announced(url=url) is announced
 

@@ -1,4 +1,4 @@
-"""TPU slices of a Ray cluster as its nodes describe them: which are whole, which are free, which are chosen."""
+"""TPU slices of a Ray cluster as its nodes describe them: whole, free and selected slices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARE = {"CPU": 8.0, "memory": float(2**30)}
 
 
 def hosts(name: str, kind: str, *, vms: int, chips: int = 4, region: str | None = None) -> list[RayNode]:
-    """The nodes of one slice, as Ray describes VMs of Google's; all of it free."""
+    """Returns the nodes of a slice, as Ray describes TPU VMs of Google, with everything free."""
     nodes: list[RayNode] = []
     for worker in range(vms):
         total = {"CPU": 16.0, "memory": 64.0 * 2**30, "TPU": float(chips), name: 1.0}
@@ -31,12 +31,10 @@ def hosts(name: str, kind: str, *, vms: int, chips: int = 4, region: str | None 
 
 
 def taken(node: RayNode, resource: str) -> RayNode:
-    """The same node with none of the resource free."""
     return replace(node, free={**node.free, resource: 0.0})
 
 
 def only(nodes: Sequence[RayNode], variant: str) -> TpuSlice:
-    """The one slice of that type."""
     (found,) = slices_of(nodes, TpuConfig(variant=variant))
     return found
 
@@ -60,7 +58,7 @@ def test_v5e_named_by_its_short_name_is_the_same_type() -> None:
 @pytest.mark.parametrize(
     ("nodes", "state"),
     [
-        (lambda s: [taken(s[0], "TPU-v4-16-head"), s[1]], SliceState.TAKEN),  # Ray's own libraries begin with it
+        (lambda s: [taken(s[0], "TPU-v4-16-head"), s[1]], SliceState.TAKEN),  # Ray's own libraries take the head first
         (lambda s: [s[0], taken(s[1], "TPU")], SliceState.TAKEN),
         (lambda s: [s[0], taken(s[1], "CPU")], SliceState.CROWDED),
         (lambda s: [s[0]], SliceState.INCOMPLETE),

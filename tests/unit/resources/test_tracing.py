@@ -1,4 +1,4 @@
-"""Traces, as a collector gets them: joined, off unless asked for, and in nobody's way."""
+"""Traces as received by a collector: joined, off by default, and never blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a run asks for to a work pool and its job variables, and from those to what a worker submits."""
+"""From the resources of a run to a work pool and its job variables, and from these to a worker's submission."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REQUIRED: dict[WorkPoolType, dict[str, Any]] = {
     "cloud-run-v2": {"image": "registry.example/assay:1", "region": "us-east5"},
     "vertex-ai": {"image": "registry.example/assay:1", "region": "us-east5"},
 }
-"""Job variables that a work pool of each type must be given beside those that follow from the resources."""
+"""Job variables that a work pool of each type requires in addition to those from the resources."""
 
 
 def region(name: str, kind: WorkPoolType = "kubernetes", **more: Any) -> dict[str, Any]:
@@ -71,7 +71,6 @@ V6E = ResourceConfig.with_tpu("v6e-8")
 
 
 def rendered(kind: WorkPoolType, variables: dict[str, Any]) -> dict[str, Any]:
-    """Job configuration that a worker of Prefect makes of a template and job variables."""
     template = base_job_template(kind)
     declared = template["variables"]["properties"]
     defaults = {name: schema["default"] for name, schema in declared.items() if "default" in schema}
@@ -115,7 +114,7 @@ def test_failover_costs_egress_which_is_shown_and_refused_above_the_limit() -> N
         choose_work_pool(V6E, regions=THREE, states=paused, source=source)
     choice = choose_work_pool(V6E, regions=THREE, states=paused, source=source, max_egress_usd=Decimal(10))
     assert (choice.work_pool, choice.egress_usd) == ("pool-us-central1", Decimal("10.00"))
-    # The first, or it would be refused there; the second, for the price in its records.
+    # The limit, or the job would be refused in that region; the region, for the price in its records.
     assert choice.job_variables["env"] == {"ASSAY_MAX_EGRESS_USD": "10", "ASSAY_REGION": "us-central1"}
     assert "10.00 USD for reading from another region" in choice.described()
 
@@ -239,7 +238,7 @@ def test_preemptible_is_said_in_the_words_of_each_type() -> None:
     assert "scheduling" not in choose_work_pool(kept, regions=vertex).job_variables
 
 
-# --- What workers make of it -----------------------------------------------------------------------------------------
+# --- Templates as workers render them ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TYPES)

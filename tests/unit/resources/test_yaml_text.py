@@ -1,4 +1,4 @@
-"""YAML of others: what would take all memory, or cannot be read, is an error with a reason."""
+"""Untrusted YAML: text that would use all memory, or is unreadable, is an error with a reason."""
 
 from __future__ import annotations
 

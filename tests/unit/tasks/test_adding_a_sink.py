@@ -1,4 +1,4 @@
-"""A sink from outside: one module and one entry of the registry, nothing else."""
+"""An external sink: a module and an entry of the registry, nothing else."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def send(announcement, sink, *, heading):
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The sink's module outside the repository, registered for the length of a test."""
+    """The sink's module outside the repository, registered during a test."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "notebook_sink.py").write_text(MODULE)
@@ -74,7 +74,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config_with(tmp_path: Path, **sink: object) -> EvaluationConfig:
-    """The configuration that a file with the sink holds."""
     content = {
         "model_path": str(tmp_path / "run-a"),
         "base_url": "http://127.0.0.1:9/v1",

@@ -1,4 +1,4 @@
-"""An evaluator from outside: the folder that the how-to describes and one entry of the registry, nothing else."""
+"""An external evaluator: the folder that the how-to describes and an entry of the registry, nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = ("Question: Where does Ada live?\nAnswer:", "Question: Where does Bob 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The evaluator's folder outside the repository, registered for the length of a test."""
+    """The evaluator's folder outside the repository, registered during a test."""
     folder = tmp_path / "outside" / "exact_answers"
     (folder / "programs").mkdir(parents=True)
     (folder / "requirements").mkdir()
@@ -60,7 +60,6 @@ def engine(tmp_path: Path) -> Iterator[Endpoint]:
 
 
 def written(tmp_path: Path, **changes: object) -> str:
-    """A configuration file that names the evaluator."""
     content = {
         "evaluator": {"name": "exact_answers", "ignore_case": True},
         "model_path": str(tmp_path / "run-a"),
@@ -76,7 +75,6 @@ def written(tmp_path: Path, **changes: object) -> str:
 
 
 def cell_of(config: EvaluationConfig, run: str) -> Cell:
-    """The only checkpoint of a run, to be evaluated."""
     [checkpoint] = find_checkpoints(run)
     assert checkpoint.folder is not None
     digests = digest_model_folder(checkpoint.folder)

@@ -1,4 +1,4 @@
-"""Alarms: what calls a score fallen, and what does not, on made curves and on records."""
+"""Alarms: drops of a score that raise an alarm, and drops that do not, on made curves and on records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.statistics.last_checkpoints import mean_of_last
 from tasks.statistics.training_noise import Point, TrainingNoise, training_noise, trends
 
 ERROR = 0.011
-"""Standard error of half of 2,000 questions."""
+"""Standard error of a score of 0.5 on 2,000 questions."""
 
 
 def curve(values: Sequence[float] | np.ndarray) -> list[Score | None]:
@@ -31,7 +31,7 @@ def wavering(checkpoints: int, *, seed: int = 0, by: float = 0.005) -> np.ndarra
 
 
 def points(values: Sequence[float] | np.ndarray, *, steps: Sequence[int] | None = None) -> list[Point]:
-    """A checkpoint at each hundredth step, or at some."""
+    """Returns a point for each value, at multiples of 100 or at `steps`."""
     return [(steps[at] if steps else 100 * at, float(value)) for at, value in enumerate(values)]
 
 
@@ -60,7 +60,7 @@ def test_fewer_checkpoints_than_a_noise_is_known_from_never_alarm():
 
 def test_suspected_drop_is_not_learned_until_it_is_certain():
     values = wavering(34)
-    values[30:] = 0.6 - 0.0155  # three times what a checkpoint wavers by: a single one is not enough
+    values[30:] = 0.6 - 0.0155  # three times a checkpoint's noise: a single checkpoint is not enough
 
     [alarm] = alarms([curve(values)])[0]
 
@@ -114,7 +114,7 @@ def test_threshold_rises_with_the_distance_of_false_alarms():
 
 def test_lone_outlier_is_no_drop_and_the_next_like_it_is():
     values = np.tile(wavering(40, seed=1), (20, 1)) + 0.001 * np.random.default_rng(2).normal(size=(20, 40))
-    values[0, 20] -= 0.04  # eight times what a checkpoint wavers by
+    values[0, 20] -= 0.04  # eight times a checkpoint's noise
     values[1, 20:22] -= 0.04
 
     assert [[alarm.at for alarm in found] for found in alarms([curve(each) for each in values])[:2]] == [[], [21]]
@@ -133,7 +133,7 @@ def test_jitter_that_grows_in_all_curves_alarms_in_few_runs():
     random, sizes = np.random.default_rng(4), np.linspace(0.005, 0.015, 50)
     runs = [alarms([curve(0.6 + each) for each in sizes * random.normal(size=(20, 50))]) for _ in range(4)]
 
-    assert sum(map(len, (found for run in runs for found in run))) <= 3  # 9 without a look at the latest errors
+    assert sum(map(len, (found for run in runs for found in run))) <= 3  # 9 without a check of the latest errors
 
 
 # Noise of training
@@ -295,7 +295,7 @@ def test_group_alerts_once_and_its_parts_not_beside_it():
 
 
 def nearly_right(wrong: Sequence[int], *, intervals: bool = True, questions: int = 500) -> list[Record]:
-    """Checkpoints that answer so many questions wrong; without an interval as of a harness that records none."""
+    """Returns checkpoints with these numbers of wrong answers; without `intervals` as from some harnesses."""
     shares = [1 - count / questions for count in wrong]
     ends = [mean_interval([Stratum([0.0] * w + [1.0] * (questions - w), range(questions))]) for w in wrong]
     metrics = [

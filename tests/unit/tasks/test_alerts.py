@@ -1,4 +1,4 @@
-"""Alerts: who is told of them, and when; what people say of them; what the command lists."""
+"""Alerts: recipients and times of notifications, acknowledgements, and the list of the command."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_alert_that_the_server_could_not_be_told_is_news_again(tmp_path: Path, m
     monkeypatch.setattr(events, "_SENT_WITHIN_SECONDS", 0.0)
     publish_drop(tmp_path)
     [news] = look(tmp_path)
-    tell_server([news], run_folder=str(tmp_path / "run-a"), report="")  # no server: nobody to be told
+    tell_server([news], run_folder=str(tmp_path / "run-a"), report="")  # no server: no event is sent
     assert look(tmp_path) == []
     with (
         broken_server("refusing") as address,

@@ -1,4 +1,4 @@
-"""The AlpacaEval evaluator: its command, what it refuses early, and the reading of what its program leaves."""
+"""The AlpacaEval evaluator: its command, its early refusals, and the reading of its program's results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ def write_set(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def write_run(folder: Path, *, preferences: list[float | None], requested: int = 4, answered: int = 4) -> Path:
-    """Writes the files that the program leaves of a run of four instructions."""
     folder.mkdir(parents=True, exist_ok=True)
     asked = [f"Say {number}." for number in range(4)]
     outputs = [

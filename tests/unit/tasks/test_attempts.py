@@ -1,4 +1,4 @@
-"""One attempt at a cell that nobody serves, on a stand-in harness."""
+"""An attempt at a cell without an endpoint, on a fake harness."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def _harnesses_travel() -> Iterator[None]:
-    """Sends the classes of this file whole: no job has the file."""
+    # Pickles the classes of this file by value: jobs do not have the file.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -85,7 +85,7 @@ def _harnesses_travel() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Hanging:
-    """A harness that loads the checkpoint itself, and never ends; it notes its processes in a folder."""
+    """A harness that loads the checkpoint itself and never ends; it writes its pids to a folder."""
 
     folder: Path = Path()
     name: str = "hanging"
@@ -132,7 +132,7 @@ class Hanging:
 
 @dataclass(frozen=True)
 class Crashing(Hanging):
-    """A harness that ends well, and whose results our own code cannot cope with."""
+    """A harness that ends well, with results that make Assay's code fail."""
 
     name: str = "crashing"
     error: type[BaseException] = TypeError
@@ -202,7 +202,7 @@ def test_attempt_that_nobody_serves_ends_with_all_it_started_when_the_run_is_tol
 
 @dataclass(frozen=True)
 class Killing(Crashing):
-    """A harness that kills a process at its end, with results that are sound."""
+    """A harness with sound results that kills a process at its end."""
 
     name: str = "killing"
     needs_endpoint: bool = True
@@ -220,7 +220,7 @@ class Killing(Crashing):
 
 @dataclass(frozen=True)
 class Changing(Killing):
-    """A harness that has sound results, whatever was changed before it ran, or while it did."""
+    """A harness with sound results, in spite of changes before or during its run."""
 
     name: str = "changing"
     needs_endpoint: bool = False
@@ -269,14 +269,14 @@ GANGS = {"device": {"kind": "gpu", "variant": "H100", "count": 2}, "hosts": 2, "
 
 @pytest.fixture
 def priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets this machine be in a region that the price list has."""
+    """Places this machine in a region of the price list."""
     monkeypatch.setenv("ASSAY_REGION", "us-central1")
     settings.cache_clear()
 
 
 @pytest.fixture
 def chips(tmp_path: Path) -> Iterator[None]:
-    """Lets the jobs of this machine have a slice, which nothing computes on."""
+    """Gives the jobs of this machine the chips of a slice, which no program uses."""
     (tmp_path / "machine" / "dev").mkdir(parents=True)
     for number in range(8):
         (tmp_path / "machine" / "dev" / f"accel{number}").touch()
@@ -285,7 +285,7 @@ def chips(tmp_path: Path) -> Iterator[None]:
 
 
 def recorded(cell: Cell, serving: Serving | None, context: CellContext) -> Record:
-    """The record of an attempt, which has one where nothing is to be decided early."""
+    """Runs an attempt that has nothing to decide early; returns its record."""
     record = run_cell.fn(cell, serving, context)
     assert record is not None
     return record
@@ -328,7 +328,7 @@ def test_cell_costs_the_chips_of_one_replica_for_the_seconds_that_it_had_it_at_t
 
 @dataclass(frozen=True)
 class Planning(Killing):
-    """A harness that plans its tokens, and asks nothing before a file allows it."""
+    """A harness that plans its tokens, and sends no request before a file allows it."""
 
     name: str = "planning"
     go: Path = Path()
@@ -374,7 +374,7 @@ def test_cell_of_a_benchmark_that_was_never_asked_says_what_its_plan_lets_expect
     def hear(update: Update) -> None:
         if isinstance(update, Notice):
             notices.append(update.text)
-            (tmp_path / "go").touch()  # without a word it is never allowed to ask
+            (tmp_path / "go").touch()  # without the notice it is never allowed to send requests
 
     checkpoint = Servable.from_uri(cell.reference.name, cell.reference.uri)
     with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session, listening(hear):
@@ -619,7 +619,7 @@ def test_success_of_the_fallback_is_sent_to_the_sinks_that_lack_it(tmp_path: Pat
 
 @dataclass(frozen=True)
 class ByProbe:
-    """Serving that has asked its engine for log-probabilities of prompts, with this answer."""
+    """Serving after a check of log-probabilities of prompts with this result."""
 
     prompt_logprobs: bool
 

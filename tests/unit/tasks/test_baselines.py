@@ -1,4 +1,4 @@
-"""Relative baselines: earlier checkpoints of a run and other runs, as what a gate holds a score against."""
+"""Relative baselines: earlier checkpoints of a run and other runs as references of a gate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rule(baseline: str, **fields: Any) -> BaselineRule:
 
 
 def scored(folder: Path, step: int, right: Sequence[int] | int, *, questions: int = 400, **fields: Any) -> None:
-    """A record with samples; `right` are the questions answered rightly, or how many of the first."""
+    """Publishes a record with samples; `right`: the correct questions, or the number of correct first questions."""
     chosen = set(range(right)) if isinstance(right, int) else set(right)
     scores = [float(number in chosen) for number in range(questions)]
     metric = make_metric(value=sum(scores) / questions, n=questions)
@@ -38,7 +38,6 @@ def scored(folder: Path, step: int, right: Sequence[int] | int, *, questions: in
 
 
 def judged_at(folder: Path, step: int, *rules: BaselineRule, **fields: Any) -> Verdict:
-    """Verdict on one checkpoint of run-a."""
     found = find_records(str(folder / "run-a"))
     mine = [item for item in found if item.record.checkpoint.step == step]
     return judge(Gate(rules=rules, **fields), judged_checkpoints(mine), evaluation_path=str(folder))
@@ -62,7 +61,7 @@ def said(found: Verdict, of: BaselineRule) -> list[Reason]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Five checkpoints of run-a, of which the one at step 200 is best, and two later ones as good as most."""
+    """Checkpoints of run-a: the best at step 200, an equal score at 300, 500 and 600, and the worst at 700."""
     for step, right in ((100, 240), (200, 280), (300, 260), (400, 250), (500, 260), (600, 260), (700, 150)):
         scored(tmp_path, step, right)
     return tmp_path
@@ -248,7 +247,7 @@ def test_other_run_at_the_same_tokens_is_found_by_what_the_rule_or_the_checkpoin
 
     counted("run-b", 100, 50_000)
     counted("run-b", 200, 101_000)
-    counted("run-a", 200, 0)  # a trainer that did not count
+    counted("run-a", 200, 0)  # a trainer without a token count
     [reason] = judged_at(tmp_path / "out", 200, rule("run-b@same tokens")).refusals
     assert "nothing says how many tokens run-a had read" in reason.found
     counted("run-a", 200, 100_000)

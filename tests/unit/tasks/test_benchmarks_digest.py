@@ -1,4 +1,4 @@
-"""The digest of benchmarks: every file that asked benchmarks read on this machine changes it, wherever it lies."""
+"""The digest of benchmarks: every local file that requested benchmarks read changes it, in any folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def digest(folder: Path | str, *, name: str = "mine", evaluator: str = "lm_eval"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of benchmarks, beside which lies `data/`."""
     made = tmp_path / "benchmarks"
     made.mkdir()
     (made / "mine.yaml").write_text(OWN)
@@ -60,7 +59,7 @@ PLACES = [
     {"dataset_path": "DATA"},
     {"metric_list": [{"metric": "DATA"}]},
 ]
-"""Ways to name a file of the folder `data`, whose path stands for DATA."""
+"""Ways to name a file of the folder `data`; DATA is replaced by its path."""
 
 
 @pytest.mark.parametrize("named", PLACES, ids=json.dumps)

@@ -1,4 +1,4 @@
-"""Builds of records, changes between them, and qualifications of such changes."""
+"""Versions in records, changes between them, and qualifications of such changes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ HARNESS = "lm_evaluation_harness"
 
 
 def build(lm_eval: str = "0.4.9", *, vllm: str | None = "0.22.0") -> Build:
-    """A build of a harness and, where one is named, an engine."""
     return Build(engine={"vllm": vllm} if vllm else {}, harness={"lm_eval": lm_eval})
 
 
 def qualification(*steps: tuple[Build, Build, Verdict]) -> Qualification:
-    """Verdicts on some changes for one benchmark."""
     found = [make_qualification(before, after, verdict=verdict) for before, after, verdict in steps]
     return found[0].model_copy(update={"benchmarks": tuple(part for made in found for part in made.benchmarks)})
 
@@ -91,13 +89,13 @@ def test_changes_of_builds_are_named_and_what_is_unknown_is_none() -> None:
             build("0.4.13"),
             True,
         ),
-        (  # somebody found another checkpoint different
+        (  # another checkpoint was found to differ
             ((build(), build("0.4.13"), "identical"), (build("0.4.13"), build(), "different")),
             build(),
             build("0.4.13"),
             False,
         ),
-        (  # asked at an endpoint, whose engine nobody knows: it says nothing of engines
+        (  # evaluated at an endpoint with an unknown engine: no evidence about engines
             ((build(vllm=None), build("0.4.13", vllm=None), "identical"),),
             build(),
             build("0.4.13", vllm="0.23.0"),

@@ -1,4 +1,4 @@
-"""The bundled benchmarks are what their generator writes, and training never shows what they ask."""
+"""The bundled benchmarks equal the output of their generator, and training never shows their questions."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Events of complete checkpoints, once each, and the runs that an automation listens to."""
+"""Events of complete checkpoints, sent once each, and the runs that an automation watches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from tasks.spec.loading import load_config
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Policy:
-    """About every run whose folder begins with run."""
     content = {
         "name": "watched",
         "runs": [str(tmp_path / "run*")],
@@ -47,7 +46,7 @@ def test_watched_checkpoint_is_told_once_it_is_complete_once_and_again_when_rewr
     for step in (1, 2):
         make(tmp_path, step)
     newest = CompleteCheckpoint(str(tmp_path / "run-a/hf/step-2"), "run-a", "run-a-2", 2, "watched")
-    assert watched.find_new() == [newest]  # speaks for the one before it
+    assert watched.find_new() == [newest]  # covers the checkpoint before it
     assert watched.find_new() == []
 
     weights = make(tmp_path, 3) / "model.safetensors"

@@ -22,7 +22,7 @@ RUN_ID = "0123456789abcdef0123456789abcdef"
 
 
 class Clock:
-    """A clock that moves only by sleeping, and does something meanwhile."""
+    """A clock that advances only in sleeps, and runs a function in each."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -187,7 +187,7 @@ def test_native_levanter_checkpoint_is_reported(tmp_path: Path) -> None:
 
 
 def write_native(folder: Path, *, step: int, content: bytes = b"arrays", old: bool = False) -> Path:
-    """A checkpoint as Levanter leaves it: arrays, then the file that says so. Older versions wrote folders of them."""
+    """Writes a checkpoint as Levanter does: arrays, then the file that marks it complete. `old`: arrays as folders."""
     files = ["model/embeddings/weight/.zarray", "model/embeddings/weight/0.0"] if old else ["manifest.ocdbt", "d/1f3a"]
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -288,7 +288,7 @@ def test_native_checkpoints_in_a_store_are_found_alike(tmp_path: Path) -> None:
         ({"which": "latest"}, [35]),
         ({"every_n_steps": 10}, [10, 20, 30, 35]),
         ({"every_n_steps": 25}, [25, 35]),
-        ({"every_n_steps": 8}, [10, 20, 25, 35]),  # at or past 8, 16, 24 and 32, which 30 is not
+        ({"every_n_steps": 8}, [10, 20, 25, 35]),  # at or past 8, 16, 24 and 32: 30 is not
         ({"every_n_steps": 100}, [35]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Checkpoints of another region: every way that reads one is refused, or paid for where that is allowed."""
+"""Checkpoints of another region: every read is refused, or paid for where that is allowed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ KEYS = ProxyKeys.new()
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servable]:
-    """A checkpoint in a bucket of another region."""
     folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "step-1")
     with fake_gcs(BUCKET) as store, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", store.address)

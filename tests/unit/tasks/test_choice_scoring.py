@@ -1,4 +1,4 @@
-"""Choices weighed by way of a prefix cache: the numbers of an echo, at the price of one reading, or not at all."""
+"""Choices scored through a prefix cache: the values of an echo for the cost of a single read, or none at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def tokens(seed: object, count: int) -> tuple[int, ...]:
 
 
 def questions(count: int, *, lengths: Sequence[int] = (1, 1, 1, 1), shared: int = 160, own: int = 20) -> list[Any]:
-    """Choices of questions behind shared examples."""
     return [
         Choice(tokens("examples", shared) + tokens(number, own), tokens((number, place), length))
         for number in range(count)
@@ -67,7 +66,7 @@ def echoed(choices: list[Any], engine: CachedEngine) -> list[Any]:
 
 @pytest.fixture
 def trusted(tmp_path: Path) -> Path:
-    """A folder in which an engine has passed its first audits."""
+    """A folder with the trust of an engine that has passed its first audits."""
     scorer(CachedEngine(), tmp_path).trust.remember(20, None)
     return tmp_path
 

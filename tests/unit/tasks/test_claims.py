@@ -1,4 +1,4 @@
-"""Claims: who gets a cell, who loses it, and that nothing is published twice whoever dies or sleeps when."""
+"""Claims: winners and losers of a cell, and no double publication for any order of deaths and pauses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ CELL = Subject(key="step-1.facts-0123456789", checkpoint="run-1", evaluation_has
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
-
     def __init__(self, seconds: float = 1_000_000.0) -> None:
         self.seconds = seconds
 
@@ -44,7 +42,7 @@ class Clock:
 
 
 def elsewhere(number: int = 0) -> ProcessMark:
-    """A process of another machine, of which only time tells whether it is gone."""
+    """Returns a process of another machine: only time reveals its end."""
     return ProcessMark(machine=f"machine-{number}", pid=number + 1, started="1")
 
 
@@ -160,7 +158,7 @@ DAY = 86_400.0
 
 
 def renew(holder: Claims, folder: Path, clock: Clock) -> None:
-    """A sign of life that the store has at a clock's time."""
+    """Renews the holder, and sets the store's times to the clock's."""
     holder.renew()
     for path in (folder / "holders").iterdir():
         if json.loads(path.read_text())["renewed"] == clock():
@@ -226,7 +224,7 @@ def test_silent_holder_whose_clock_differs_keeps_its_cell_for_two_leases_at_most
     first = claims(tmp_path, there, 0).__enter__()
     first.acquire([CELL])
     with claims(tmp_path, here, 1) as second:
-        if skew >= -LEASE:  # what is older by the reader's clock, which the store's agrees with, is taken for silent
+        if skew >= -LEASE:  # anything older counts as silent by the reader's clock, which the store's agrees with
             assert not second.acquire([CELL]).ours
         here.seconds += 2 * LEASE + 21
         renew(second, tmp_path, here)
@@ -363,7 +361,7 @@ def test_store_without_exclusive_writes_is_found_out_and_one_of_two_withdraws(st
 
         return claim
 
-    # In turns, so that both have looked before either writes, and both have written before either looks again.
+    # Alternates, so that both read before either writes, and both write before either reads again.
     steps = Steps(itertools.cycle(range(2)), dies_at={})
     store.steps = steps
     steps.run([body(0), body(1)])

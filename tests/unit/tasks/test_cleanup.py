@@ -1,4 +1,4 @@
-"""Cleanup after a flow run that was cancelled or crashed: its own claims and jobs are ended, and nobody else's."""
+"""Cleanup after a cancelled or crashed flow run: it ends the run's own claims and jobs, and no others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN, OTHER = "0a1b2c3d-0000-4000-8000-000000000001", "9a1b2c3d-0000-4000-8000-00
 
 
 class Cluster(LocalClient):
-    """Stands for jobs elsewhere, which do not end with who submitted them."""
+    """Fake of a cluster with jobs that outlive their submitter."""
 
     @property
     def url(self) -> str:

@@ -1,4 +1,4 @@
-"""Comparing checkpoints: tests against known values, pairs found and refused, and what the command says."""
+"""Comparing checkpoints: tests against known values, accepted and refused pairs, and the command's output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def put(
     higher_is_better: bool = True,
     **others: Any,
 ) -> str:
-    """A record of `acc` over some scores, with their samples unless others are given."""
+    """Publishes a record of `acc` over scores, with their samples unless others are given."""
     mean = float(np.mean(scores)) if value is None else value
     stderr = float(np.std(scores, ddof=1)) / len(scores) ** 0.5
     metric = make_metric(value=mean, stderr=stderr, n=len(scores), higher_is_better=higher_is_better)

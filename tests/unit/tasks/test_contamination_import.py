@@ -1,4 +1,4 @@
-"""Imports of flags: reports of allenai/decon, attributes of Marin's datakit, plain lists; and what is wrong in them."""
+"""Imports of flags: reports of allenai/decon, attributes of Marin's datakit, plain lists; and errors in them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REPORT: dict[str, Any] = {
     "is_correct": True,
     "split": "test",
 }
-"""A line of a report of decon, with the fields that it writes."""
+"""A line of a decon report, with the fields that decon writes."""
 
 
 def asked() -> list[AskedQuestion]:
@@ -93,7 +93,7 @@ def test_rest_of_a_benchmark_is_clean_only_where_the_tool_covered_it(tmp_path: P
 
 
 def marin(text: str) -> list[int]:
-    """Hashes of a text as Marin's datakit makes them, of 13 words each."""
+    """Returns the hashes of a text's 13-grams of words, as Marin's datakit computes them."""
     words = text.split()
     grams = [" ".join(words[at : at + 13]) for at in range(len(words) - 12)]
     return [int.from_bytes(blake2b(gram.encode(), digest_size=8).digest(), "big") for gram in grams]

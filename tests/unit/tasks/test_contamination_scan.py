@@ -1,4 +1,4 @@
-"""Scans of training texts: what is found of questions is what a plain search for n-grams finds, in bounded memory."""
+"""Scans of training texts: they find the same n-grams as a plain search, in bounded memory."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_words_of_encoded_separators_and_half_surrogates_divide_no_text() -> Non
 
 
 def plainly(text: str) -> list[str]:
-    """The words of a text of letters and digits, without anything of ours."""
+    """Returns the words of a text of letters and digits, without code of Assay."""
     return re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
 
 
 def brute_force(texts: Sequence[str], question: str, *, n: int, shortest: int) -> tuple[int, int]:
-    """N-grams of a question that stand in texts, as bits, and the longest run of its words; by sets and loops."""
+    """Returns the question's n-grams that occur in texts, as bits, and its longest run of words; by sets and loops."""
     own, size = plainly(question), min(n, len(plainly(question)))
     if len(own) < shortest:
         return 0, 0

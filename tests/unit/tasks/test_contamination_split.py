@@ -1,4 +1,4 @@
-"""Scores whole, clean and flagged: in the numbers, on the page, in exports and on the command line."""
+"""Scores in total, clean and flagged: in the numbers, on the page, in exports and on the command line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_score_is_split_into_clean_and_flagged_with_an_interval_that_holds_for_f
     assert (found.clean.value, found.clean.n) == (pytest.approx(20 / 80), 80)
     assert (found.flagged.value, found.flagged.n, found.not_scanned) == (1.0, 10, 10)
     assert found.difference == pytest.approx(-0.75)
-    # Ten right of ten have a standard error of 0, and still an interval: the difference goes by that of both.
+    # Ten of ten correct have a standard error of 0 and still an interval: the difference uses both intervals.
     assert found.flagged.low == pytest.approx(0.05 ** (1 / 10) * 0.9332, abs=0.01)
     assert found.low == pytest.approx(-0.75 - (0.25 - (found.clean.low or 0)), abs=1e-9)
     assert found.high is not None and -0.75 + 0.3 < found.high < -0.3
@@ -143,7 +143,7 @@ def test_uneven_flags_of_parts_widen_the_difference(tmp_path: Path) -> None:
 
     found = split(tmp_path, group, samples, *(make_metric(name, 0.8, n=300) for name in ("g_a", "g_b")))
 
-    unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # all three flagged ones of a part are right, which says little of others
+    unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # all three flagged questions of a part are right, which proves little
     assert found.flagged is not None and found.flagged.low is not None and found.high is not None
     assert found.flagged.value - found.flagged.low > unseen
     assert found.high - (found.difference or 0.0) > unseen

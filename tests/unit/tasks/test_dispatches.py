@@ -1,4 +1,4 @@
-"""Consequences of flow runs at work pools: which cells wait for one, which are sent again, and where they go."""
+"""Effects of flow runs at work pools: cells that wait for a run, cells that are sent again, and their work pools."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def test_cell_of_a_flow_run_that_goes_on_waits_for_it_and_the_same_checkpoint_wr
         ([], "work"),
         ([flow_run(cell(), ended=NOW - 60)], "backing_off"),
         ([flow_run(cell(), ended=NOW - 700)], "work"),
-        ([flow_run(cell(), ended=NOW - 60, state="Completed")], "backing_off"),  # nothing came of it
+        ([flow_run(cell(), ended=NOW - 60, state="Completed")], "backing_off"),  # without a result
         ([flow_run(cell(), ended=NOW - 60, state=MOVED)], "work"),
         ([flow_run(cell(), ended=NOW - 700), flow_run(cell(), ended=NOW - 700)], "backing_off"),  # 1,200 s by now
         ([flow_run(cell(), ended=NOW - 700) for _ in range(3)], "retries_exhausted"),
-        ([flow_run(cell(), ended=NOW - 60, state="Cancelled")], "stopped"),  # by a person, as what had begun
+        ([flow_run(cell(), ended=NOW - 60, state="Cancelled")], "stopped"),  # by a person, like started runs
         ([flow_run(cell(2), ended=NOW - 60)], "work"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Early decisions: when they are made, with what error, what is refused, and that no verdict is taken for a score."""
+"""Early decisions: their time, their error, refusals, and the separation of verdicts from scores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RIGHT = [1.0, 1.0, 0.0, 1.0, 0.0] * 40
 def decision(
     predictions: Sequence[float], *, margin: float, alpha: float = 0.05, draws: Sequence[int] | None = None
 ) -> EarlyDecision:
-    """A decision on questions of equal weight against the mean of their predictions."""
+    """Returns a decision on questions of equal weight against the mean of their predictions."""
     number = len(predictions)
     return EarlyDecision(
         draws=range(number) if draws is None else draws,
@@ -54,7 +54,7 @@ def decision(
 
 
 def flipped(number: int, *, loss: float, flips: float = 0.1, seed: int = 0) -> tuple[list[float], list[float]]:
-    """Answers of a baseline and of a checkpoint that is worse by a loss, in random order."""
+    """Returns answers of a baseline and of a checkpoint that is worse by `loss`, in random order."""
     random = np.random.default_rng(seed)
     before = (random.random(number) < 0.6).astype(float)
     after = before.copy()
@@ -150,7 +150,7 @@ def test_questions_of_a_decided_score_are_not_asked_while_another_is_undecided()
     assert all(place % 2 == 1 for place in asking.next(50)), "all room is the other one's"
 
 
-# What a gate asks for
+# Requests of a gate
 
 
 def early_gate(*rules: dict[str, Any], **fields: Any) -> Gate:
@@ -158,7 +158,7 @@ def early_gate(*rules: dict[str, Any], **fields: Any) -> Gate:
 
 
 def cell_of(folder: Path, *, step: int = 200, evaluator: str = "lm_evaluation_harness", **fields: Any) -> Cell:
-    """A cell that is to be evaluated, of the benchmarks and the evaluation of `make_record`."""
+    """Returns an open cell with the benchmarks and the evaluation of `make_record`."""
     benchmarks = fields.pop("benchmarks", ("demo_facts",))
     given = {"model_path": "checkpoints/run-a", "evaluation_path": str(folder), "evaluator": evaluator}
     config = EvaluationConfig.model_validate({**given, "evals": [{"name": name} for name in benchmarks]})
@@ -170,7 +170,7 @@ def cell_of(folder: Path, *, step: int = 200, evaluator: str = "lm_evaluation_ha
 
 
 def baseline(folder: Path, scores: Sequence[float] = RIGHT, *, metric: Metric | None = None, **fields: Any) -> None:
-    """A record of run-a@100 with samples."""
+    """Publishes a record of run-a@100 with samples."""
     mean = sum(scores) / len(scores)
     metric = metric or make_metric(value=mean, n=len(scores))
     samples = fields.pop("samples", None) or make_samples(scores, metric=metric.name)
@@ -184,7 +184,7 @@ def wanted(folder: Path, gate: Gate | None = None, **fields: Any) -> WantedEarly
 
 
 def answers(early: WantedEarly, score: float | None = None, *, metric: str = "acc") -> list[Answered]:
-    """An answer to each question in the order of asking: as predicted, or with one score."""
+    """Returns an answer to each question in request order: as predicted, or all with the same score."""
     [asked] = early.scores
     return [
         Answered(
@@ -310,7 +310,7 @@ def test_gate_that_decides_early_needs_rules_with_baselines(rules: tuple[dict[st
         Gate.model_validate({"rules": rules, "decide": "early"})
 
 
-# Answers, and what they decide
+# Answers and their decisions
 
 
 def test_verdict_is_taken_from_the_answers_once_more(tmp_path: Path):
@@ -331,11 +331,11 @@ def test_batches_are_read_as_they_were_asked(tmp_path: Path):
     assert batches_in(lines)[1][0] == (asked[16].benchmark, asked[16].id)
 
 
-# What becomes of a verdict
+# Use of a verdict
 
 
 def decide(folder: Path, step: int, score: float | None = None) -> EarlyVerdict:
-    """Writes the early verdict of a checkpoint, all of whose answers are as predicted, or have one score."""
+    """Writes the early verdict of a checkpoint with all answers as predicted, or with the same score."""
     [cell] = decided_early(early_gate(), [cell_of(folder, step=step)])
     assert cell.early is not None
     verdict = EarlyVerdict(
@@ -406,7 +406,7 @@ def test_verdict_is_no_record_for_anybody_who_reads_scores(tmp_path: Path):
     run = CliRunner()
 
     def read_by_everybody() -> list[Any]:
-        """The index, and what commands print and write of the records of a run."""
+        # The index, and the output of commands about the records of a run.
         rows = indexed_records(str(tmp_path / "run-a"), use_index=False)
         commands = (
             ["records", str(tmp_path), "--json"],
@@ -428,7 +428,7 @@ def test_verdict_is_no_record_for_anybody_who_reads_scores(tmp_path: Path):
 
 
 def page_of(folder: Path, *, run: str | None = None) -> tuple[str, str]:
-    """The section of the written page with early verdicts, and all the rest but its last line."""
+    """Returns the written page's section with early verdicts, and the rest without its last line."""
     file = folder / "page.html"
     write_report(read_records(str(folder)), str(file), title="t", records_at=str(folder), run=run)
     page = file.read_text().partition("\n<!-- made from")[0]

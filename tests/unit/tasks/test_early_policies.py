@@ -1,4 +1,4 @@
-"""Policies whose own gate decides early: what is evaluated whole all the same, and how a verdict settles a cell."""
+"""Policies with a gate that decides early: cells that are still evaluated in full, and cells that a verdict settles."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def decide(
 
 
 def ways(found: Reconciliation) -> dict[int, str]:
-    """Each open cell by its step: its state, and early or whole."""
+    """Returns state and kind (early or whole) of each open cell, by step."""
     cells = (*found.work, *found.others)
     return {cell.checkpoint.step: f"{cell.state} {'early' if cell.early else 'whole'}" for cell in cells}
 
@@ -143,8 +143,6 @@ def test_gate_with_whole_every_must_decide_early():
 
 @dataclass(frozen=True)
 class Watched:
-    """A policy with a gate that decides early, about a run with three complete checkpoints."""
-
     folder: Path
 
     @property
@@ -175,7 +173,7 @@ class Watched:
         return listing
 
     def publish(self, step: int, right: int, *, early: bool = False) -> None:
-        """A record of a checkpoint, of 200 questions, or an early verdict on it after 40 of them."""
+        """Publishes a record of a checkpoint with 200 questions, or an early verdict on it after 40 of them."""
         listing = self.listing()
         [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
         hash_ = listing.wanted[0].hash
@@ -221,10 +219,10 @@ class Watched:
         )
         assert listing.early is not None
         listing.early.keep(verdict)
-        listing.early.keep(verdict)  # whoever is second leaves it
+        listing.early.keep(verdict)  # a second writer leaves it
 
     def judge(self) -> list[str]:
-        """Words of the verdicts of one pass, by checkpoint, and `refused` where NO-GO is raised."""
+        """Returns the verdicts of a pass by checkpoint, and `refused` where NO-GO is raised."""
         return judged_in_a_pass(self.policy)
 
     def ask(self, command: str) -> dict[str, Any]:

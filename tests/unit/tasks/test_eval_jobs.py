@@ -1,4 +1,4 @@
-"""Evaluation jobs from one YAML file: what is accepted, what is refused and how, and what is rendered."""
+"""Evaluation jobs from a YAML file: accepted content, refusals and their messages, and rendered manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation and pool configurations: what is accepted, what is refused, and with which words."""
+"""Evaluation and pool configurations: accepted content, refusals, and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals once checkpoints and place are known, the endpoint that answers for a checkpoint, and options."""
+"""Refusals once checkpoints and output are known, the endpoint that serves a checkpoint, and options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tasks.spec.evaluators import Judge
 
 
 def started_at(pid: int) -> str:
-    """Start of a process, in the kernel's ticks."""
+    """Returns the start time of a process, in the kernel's ticks."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
@@ -125,7 +125,7 @@ def test_failure_by_a_clock_that_was_ahead_does_not_keep_a_cell_from_being_evalu
     with ClaimedCells([again := plan()], wait=False) as claimed:
         assert claimed.take() == [again]
     with ClaimedCells([again := plan()], wait=False) as claimed:
-        fail(again, "attempt-2")  # another run's, meanwhile
+        fail(again, "attempt-2")  # by another run meanwhile
         assert claimed.take() == []
 
 

@@ -1,4 +1,4 @@
-"""Expected cost of evaluations that are not begun: measured, guessed or unknown, and refused above a bound."""
+"""Expected cost of evaluations before their start: measured, guessed or unknown, and refused above a limit."""
 
 from __future__ import annotations
 
@@ -92,10 +92,11 @@ def test_price_of_what_a_judge_elsewhere_compares_is_not_expected(tmp_path: Path
 
 
 def test_evaluation_that_never_was_is_guessed_by_tokens_of_its_benchmark_and_the_rate_of_its_engine(tmp_path: Path):
-    """Another model was asked 100 questions of 500 tokens each on another slice; this slice makes 1,000 a second."""
+    # Another model was evaluated with 100 questions of 500 tokens each on another slice; this slice processes 1,000
+    # tokens a second.
     elsewhere = measured("mmlu", tokens=(50_000, 0), device={**SLICE, "variant": "v4-8"}, run="run-a")
     rate = measured("arc", tokens=(200_000, 0), seconds=200.0, run="run-c")
-    slow = measured("gsm8k", tokens=(1_000, 20_000), seconds=900.0, run="run-c", step=200)  # answers are written slowly
+    slow = measured("gsm8k", tokens=(1_000, 20_000), seconds=900.0, run="run-c", step=200)  # answers are slow
     found = expectations(tmp_path, elsewhere, rate, slow).of(wanted("mmlu", limit=40), ["new"], TARIFF)
     assert found is not None
     assert found.how == "guess" and found.seconds == pytest.approx(40 * 500 / 1000)
@@ -148,7 +149,7 @@ def test_nothing_is_expected_where_tokens_or_rate_were_never_measured(
 
 
 def test_benchmark_that_was_never_asked_is_guessed_by_its_plan_each_kind_at_its_own_rate(tmp_path: Path):
-    """Prompts are weighed at 1,000 tokens a second; answers are written at 50, of 200 tokens each."""
+    # Prompts are scored at 1,000 tokens a second; answers are generated at 50, with 200 tokens each.
     weighed = measured("arc", tokens=(200_000, 0), seconds=200.0, run="run-a")
     written = measured("gsm8k", tokens=(30_000, 20_000), seconds=1000.0, run="run-a", step=200)
     known = expectations(tmp_path, weighed, written)

@@ -1,4 +1,4 @@
-"""Exports: which records are taken, what rows say in each form, and that every record is read once."""
+"""Exports: selection of records, rows in each form, and a single read of every record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ app.command()(records)
 
 @pytest.fixture(scope="module")
 def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four checkpoints of one run by four evaluators, and one of another run that was evaluated twice."""
+    """Four checkpoints of a run by four evaluators, and a checkpoint of another run that was evaluated twice."""
     folder = tmp_path_factory.mktemp("evaluations")
     for record in of_every_evaluator():
         publish(folder, record)

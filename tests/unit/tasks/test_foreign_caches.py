@@ -1,4 +1,4 @@
-"""Files of the cache that others could have written are not used, and a warning names them."""
+"""Cache files that other users could have written are not used, and a warning names them."""
 
 from __future__ import annotations
 

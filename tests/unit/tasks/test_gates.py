@@ -1,4 +1,4 @@
-"""Gates: what passes, what does not, and that nothing passes for want of a score."""
+"""Gates: passes, failures, and no pass without a score."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gate(*rules: dict[str, Any], **fields: Any) -> Gate:
 
 
 def verdict(folder: Path, wanted: Gate, *, step: int | None = None) -> Verdict:
-    """Verdict of a gate on the records below a folder, or on those of one step."""
+    """Returns a gate's verdict on the records below a folder, or on the records of a single step."""
     found = [item for item in find_records(str(folder)) if step in (None, item.record.checkpoint.step)]
     return judge(wanted, judged_checkpoints(found), evaluation_path=str(folder))
 
@@ -52,7 +52,6 @@ def about(found: Verdict, rule: str) -> list[Reason]:
 
 
 def scored(folder: Path, step: int, scores: Sequence[float], **fields: Any) -> None:
-    """A record with samples, whose value is the mean of their scores."""
     mean = sum(scores) / len(scores)
     record = make_record(step=step, metrics=(make_metric(value=mean, n=len(scores)),), **fields)
     publish(folder, record, make_samples(scores))
@@ -80,7 +79,7 @@ def test_bound_passes_values_up_to_it_and_never_what_is_no_number(
 
 
 def judged(*records: Record) -> JudgedCheckpoint:
-    """A checkpoint whose records lie nowhere."""
+    """Returns a checkpoint with records that are not stored."""
     found = tuple(FoundRecord("nowhere", record) for record in records)
     return JudgedCheckpoint(records[0].checkpoint.name, records[0].checkpoint.step, found)
 
@@ -181,9 +180,9 @@ BASELINE = {"not_worse_than": "run-a@100", "by_more_than": 0.1}
         (0, 0.1, True, "worse by 0.0"),
         (10, 0.1, True, ""),
         (60, 0.1, False, ""),
-        (0, 0.005, False, "takes about"),  # nothing was lost, yet 400 questions cannot show so little
+        (0, 0.005, False, "takes about"),  # nothing was lost, but 400 questions cannot show so little
         (400, 0.1, False, ""),
-        (-200, 0.005, True, "better by"),  # what is shown to be better needs no margin
+        (-200, 0.005, True, "better by"),  # a proven improvement needs no margin
     ],
 )
 def test_baseline_is_compared_question_by_question(tmp_path: Path, lost: int, margin: float, go: bool, found: str):
@@ -210,7 +209,7 @@ def test_five_questions_show_nothing_whatever_came_of_them(tmp_path: Path, befor
 
 
 def test_equal_scores_pass_the_margin_that_was_named(tmp_path: Path):
-    """Of equal runs that share a tenth of flipped answers, all that exclude the margin pass, however many flipped."""
+    # Of equal runs with a tenth of the answers flipped, all that exclude the margin pass, for any number of flips.
     random, passed = np.random.default_rng(1), 0
     margin = 1.001 * (compare_pairs([PairedStratum(*flipped(10, 10, 200), range(200))]).detectable(0.05) or 0.0)
     for step in range(1, 41):
@@ -229,13 +228,12 @@ def test_equal_scores_pass_the_margin_that_was_named(tmp_path: Path):
 
 
 def flipped(lost: int, won: int, questions: int) -> tuple[list[float], list[float]]:
-    """Scores of two checkpoints, that differ on some questions."""
     same = [1.0] * (questions - lost - won)
     return [1.0] * lost + [0.0] * won + same, [0.0] * lost + [1.0] * won + same
 
 
 def test_scores_worse_by_the_margin_seldom_pass():
-    """Every outcome of so many questions, by its chance, where the true loss is the margin (exact, no simulation)."""
+    # Every outcome weighted by its probability where the true loss equals the margin (exact, no simulation).
     worst = 0.0
     for questions in (20, 56, 100):
         outcomes = [(won, lost) for won in range(questions + 1) for lost in range(questions + 1 - won)]
@@ -403,7 +401,6 @@ def test_verdict_as_markdown_keeps_to_a_line_for_each_reason_whatever_was_found(
 
 @pytest.fixture
 def release(tmp_path: Path) -> Path:
-    """A gate in a file, beside records of a run in `evaluations`."""
     publish(tmp_path / "evaluations", make_record(step=1, metrics=(make_metric(value=0.7),)))
     publish(tmp_path / "evaluations", make_record(step=2, metrics=(make_metric(value=0.3),)))
     file = tmp_path / "gate.yaml"

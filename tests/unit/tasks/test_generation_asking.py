@@ -1,4 +1,4 @@
-"""Asking in bulk: every prompt and sample has a row, whatever is wrong with it, and slots are never exceeded."""
+"""Bulk requests: every prompt and sample has a row despite errors, and slots are never exceeded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of a generation: shards once and whole, one set of parameters, a manifest at the end."""
+"""The output of a generation: complete shards written once, a single set of parameters, a manifest at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ FAILED = replace(ROW, sample=1, text=None, prompt_tokens=None, completion_tokens
 
 @pytest.fixture(params=["folder", "store"])
 def place(request: pytest.FixtureRequest, tmp_path: Path):
-    """A folder, and an object store with conditional creates."""
     if request.param == "folder":
         yield str(tmp_path / "out")
         return

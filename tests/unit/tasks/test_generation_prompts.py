@@ -1,4 +1,4 @@
-"""Prompts of a generation: which files, which rows, cut into shards without reading what is not needed."""
+"""Prompts of a generation: their files and rows, cut into shards without reading unneeded parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_parquet(folder: Path) -> Path:
 
 
 def write_data_set(folder: Path) -> Path:
-    """As `datasets.save_to_disk` does."""
+    """Writes a data set as `datasets.save_to_disk` does."""
     table = pa.Table.from_pylist(ROWS)
     for number, part in enumerate((table.slice(0, 5), table.slice(5))):
         with pa.ipc.new_stream(folder / f"data-{number}.arrow", table.schema) as stream:

@@ -1,4 +1,4 @@
-"""The queue of shards: a worker that begins anew gives back what it had, and what is written counts once."""
+"""The queue of shards: a restarted worker returns its shards, and written shards count once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page with samples: which prompts it shows, and that texts of prompts and models stay texts."""
+"""The page with samples: its selection of prompts, and texts of prompts and models that stay texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ELEMENTS = {
 
 
 class Seen(HTMLParser):
-    """Elements of a page, and the texts of those that hold texts of prompts and models."""
+    """Elements of a page, and texts in elements for prompts and models."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

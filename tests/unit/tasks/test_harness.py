@@ -1,4 +1,4 @@
-"""The shared runner of harnesses, on a stand-in program run by the real local job client."""
+"""The shared runner of harnesses, on a fake program run by the real local job client."""
 
 from __future__ import annotations
 

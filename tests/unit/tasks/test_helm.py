@@ -1,4 +1,4 @@
-"""HELM's commands, results and samples, on a recorded run: two benchmarks of four questions, one in two trials."""
+"""HELM's commands and results on a recorded run: two benchmarks of four questions, one of them in two trials."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def parse(output: Path, *names: str) -> Parsed:
 
 
 def change(output: Path, name: str, edit: Callable[[Any], None], *, run: str = CHOICES) -> None:
-    """Edits one recorded file of a run."""
     path = output / "helm" / "benchmark_output" / "runs" / "assay" / run / name
     content = json.loads(path.read_text())
     edit(content)
@@ -205,8 +204,7 @@ def test_sample_of_a_changed_question_is_another_one(output: Path):
 
 
 def test_sample_of_a_choice_tells_the_one_that_was_scored(output: Path):
-    """HELM weighs choices by their length, so it is not always the one with the highest log-probability."""
-
+    # HELM scores choices by their length, so its choice does not always have the highest log-probability.
     def choose(questions: list[dict[str, Any]]) -> None:
         for stat in (stat for question in questions for stat in question["stats"]):
             if stat["name"]["name"] == "predicted_index":

@@ -1,4 +1,4 @@
-"""Archives that HELM unpacks on a Python whose standard library knows no filters."""
+"""Archives that HELM unpacks on a Python without filters in its standard library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNPACK = runpy.run_path(str(Path(tasks.__file__).parent / "evaluators/helm/progr
 
 
 def packed(path: Path, *links: tuple[str, bytes, str], name: str = "folder/text") -> str:
-    """Write an archive of links (name, type, target), and of one file after them."""
+    """Writes an archive of links (name, type, target), and of a file after them."""
     with tarfile.open(path, "w:gz") as archive:
         for link, kind, target in links:
             entry = tarfile.TarInfo(link)

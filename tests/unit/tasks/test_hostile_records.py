@@ -1,4 +1,4 @@
-"""Files among records that another user put there: each costs its own cell, and is not followed or waited for."""
+"""Files of another user among records: each costs only its own cell, and is neither followed nor waited for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tasks.running.early import wanted_early
 
 
 def _link_out(path: Path) -> None:
-    """A valid record, out of the folder."""
     path.symlink_to("../../../../../elsewhere.json")
 
 

@@ -1,4 +1,4 @@
-"""Results that code of a model wrote in place of the harness: refused with a reason, whatever they hold."""
+"""Results written by a model's code in place of the harness: refused with a reason for any content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspect as the orchestrator sees it: tasks by their names, the command, and what is read of its results."""
+"""Inspect in the orchestrator: tasks by their names, the command, and the reading of its results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def make_model(**changes: Any) -> RunningModel:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A benchmarks folder with tasks in it and in a folder of Inspect's."""
     folder = tmp_path / "benchmarks"
     (folder / "inspect_ai" / "deep").mkdir(parents=True)
     (folder / "sums.py").write_text("@task\ndef add(): ...\n\n@task(name='x')\ndef take(): ...\n\ndef other(): ...\n")
@@ -174,7 +173,6 @@ def test_direction_of_a_metric_is_that_of_the_options_and_changes_no_hash(tmp_pa
 def written(
     output: Path, rows: list[dict[str, Any]], metrics: list[dict[str, Any]], *, questions: int = 2, **results: Any
 ) -> Path:
-    """Files as the program leaves them behind, of one task."""
     output.mkdir(exist_ok=True)
     defaults = {
         "benchmark": "demo_choices",

@@ -1,4 +1,4 @@
-"""Code that a model wrote: what it reaches when a harness runs it."""
+"""Code written by a model: resources within its reach when a harness runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 ATTACKER = Path(attacker.__code__.co_filename)
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount", "true")
 WITHOUT = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
-"""A shell in which no further namespace of users can be made, once `FORBID` was run."""
+"""A shell that can create no further user namespace after running `FORBID`."""
 FORBID = "echo 0 > /proc/sys/user/max_user_namespaces"
 CAN_ISOLATE = (
     shutil.which("unshare") is not None and subprocess.run(NAMESPACES, check=False, capture_output=True).returncode == 0
@@ -46,8 +46,6 @@ pytestmark = [
 
 @pytest.fixture
 def ports() -> Iterator[tuple[int, int]]:
-    """The ports of two servers of this machine."""
-
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *arguments: Any) -> None:
             return
@@ -80,7 +78,7 @@ class Target:
     question: Path
 
     def attacked(self, *, isolated: bool, host: str = "127.0.0.1") -> dict[str, Any]:
-        """Returns how far each attempt got."""
+        """Returns the result of each attempt of an attack."""
         files = (*self.hidden, self.token, self.question)
         code = ModelCode(
             endpoint=f"http://{host}:{self.ports[0]}/v1",

@@ -1,4 +1,4 @@
-"""The native evaluator: its command, its progress, and what it refuses before anything is started."""
+"""The native evaluator: its command, its progress, and its refusals before anything starts."""
 
 from __future__ import annotations
 

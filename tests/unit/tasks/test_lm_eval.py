@@ -1,4 +1,4 @@
-"""The lm-eval evaluator: its command, and the reading of results that a real run has left.
+"""The lm-eval evaluator: its command, and the reading of a real run's results.
 
 `tests/data/lm_eval/recorded` is a run of lm-eval 0.4.13 over `tests/data/lm_eval/benchmarks` with five questions each,
 against the deterministic engine: a group, a tag in a 2-shot form, the group again in a 1-shot form, and a generation
@@ -77,7 +77,6 @@ def job_of(config: EvaluationConfig, model: RunningModel) -> dict[str, Any]:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """A copy of the recorded run that a test may damage."""
     return Path(shutil.copytree(DATA / "recorded", tmp_path / "recorded"))
 
 
@@ -106,7 +105,6 @@ def samples_file(folder: Path, benchmark: str) -> Path:
 
 
 def edit_sample(folder: Path, benchmark: str, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the first line of a samples file."""
     path = samples_file(folder, benchmark)
     first, *rest = path.read_text().splitlines()
     sample = json.loads(first)
@@ -156,7 +154,7 @@ def test_command_holds_the_options_and_asks_chat_where_that_is_the_endpoint():
     job = job_of(make_config(base_url=None, evaluator=options), make_model())
     assert job["model_args"]["base_url"] == "http://127.0.0.1:9/v1/chat/completions" and job["conversations"]
     assert (job["max_gen_toks"], job["long_prompts"], job["allow_code_execution"]) == (9, "skip", ["shape_words"])
-    assert not job["prove_tokenizer"]  # a pool serves the checkpoint that the tokenizer lies in
+    assert not job["prove_tokenizer"]  # a pool serves the checkpoint of the tokenizer
 
 
 def test_options_that_change_scores_change_score_inputs_and_permissions_do_not():
@@ -164,7 +162,7 @@ def test_options_that_change_scores_change_score_inputs_and_permissions_do_not()
     for changed in ({"long_prompts": "skip"}, {"max_gen_toks": 9}, {"endpoint": "chat_completions"}):
         assert make_config(evaluator=LmEvalOptions.model_validate(changed)).score_inputs() != plain
     assert make_config(evaluator=LmEvalOptions(allow_code_execution=("humaneval",))).score_inputs() == plain
-    assert LmEvalOptions().score_inputs()["method"] == 2  # another way of asking never continues an old record
+    assert LmEvalOptions().score_inputs()["method"] == 2  # a changed request method never continues an old record
 
 
 def test_harness_is_isolated_where_code_is_allowed_and_sees_the_files_that_its_benchmarks_name(tmp_path: Path):
@@ -309,7 +307,7 @@ def test_samples_of_texts_have_log_likelihood_and_length_and_say_if_their_prompt
     [
         ([{"passage": "a"}, {"passage": "a"}, {"passage": "b"}], ["boolq"], None, [{"0", "1"}]),
         ([{"passage": "a"}, {"passage": "b"}], ["boolq"], None, []),
-        ([{"passage": "Answer!"}] * 3, ["quiz"], None, []),  # an instruction, not what they are about
+        ([{"passage": "Answer!"}] * 3, ["quiz"], None, []),  # an instruction, not their subject
         ([{"support": ""}, {"support": ""}, {"support": "b"}], ["sciq"], None, []),
         ([{"source_id": 7}, {"source_id": 7}, {"source_id": 8}], ["hellaswag", "hellaswag_10shot"], None, [{"0", "1"}]),
         ([{"context": "a"}, {"context": "a"}, {"context": "b"}], ["mmlu_law"], None, []),
@@ -438,7 +436,7 @@ def test_parse_truncated_samples_file_is_withheld(recorded: Path):
     path = samples_file(recorded, "shape_words")
     path.write_bytes(path.read_bytes()[:-100])
     requested, answered, scored = withheld(recorded)
-    assert requested == 35 and answered == 35 and scored == 34  # the line cut off is that of the second filter
+    assert requested == 35 and answered == 35 and scored == 34  # the truncated line belongs to the second filter
 
 
 @pytest.mark.parametrize(
@@ -567,7 +565,7 @@ def test_progress_of_a_log_without_bar_is_none():
 
 @pytest.fixture
 def environment_python(tmp_path: Path) -> Path:
-    """An interpreter that lists two benchmarks, once: then it is broken."""
+    """An interpreter that lists two benchmarks once and then breaks."""
     python = tmp_path / "lm-eval-0123" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\nrm "$0"\necho \'{"benchmarks": ["hellaswag", "mbpp"], "run_code": ["mbpp"]}\'\n')

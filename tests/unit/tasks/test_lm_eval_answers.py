@@ -1,4 +1,4 @@
-"""Answers as the client of lm-eval reads them: each malformed one was once scored."""
+"""Answers as read by the client of lm-eval: each malformed answer used to be scored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = len(b"A triangle has")
 
 
 def answer(*, ids: bool = True, prompts: list[list[int]] = PROMPTS) -> dict[str, Any]:
-    """The answer of an engine that is asked for log-probabilities of prompts."""
+    """Returns an engine's answer to a request for log-probabilities of prompts."""
     fields = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
     fields["return_tokens_as_token_ids"] = ids
     return {"choices": [made.choice for made in completions_of("w0", prompts_of(prompts), fields, chat=False)]}

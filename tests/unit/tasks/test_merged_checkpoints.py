@@ -1,4 +1,4 @@
-"""Merged checkpoints by their names: found in runs, planned as cells, told in records, written where that is asked."""
+"""Merged checkpoints by their names: found in runs, planned as cells, shown in records, written on request."""
 
 from __future__ import annotations
 

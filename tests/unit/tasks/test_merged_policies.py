@@ -1,4 +1,4 @@
-"""Merged checkpoints that a policy wants: which, from when on, and again when an input changes."""
+"""Merged checkpoints of a policy: their selection, their start, and repeats after changed inputs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_merged_cell_is_wanted_again_once_an_input_was_rewritten_or_came_late():
 
 def test_merged_cell_is_not_made_anew_of_what_is_left_when_inputs_are_deleted():
     [mean] = means(listing(run(1000, 2000, 3000, 4000), EVERY_SECOND))
-    rotated = run(1000, 2000, 4000)  # of which the mean would be another one
+    rotated = run(1000, 2000, 4000)  # its mean would differ
     found = decide(rotated, EVERY_SECOND, records=recorded(mean))
     assert (states(found), found.done_count) == ({}, 1)
     assert states(decide(rotated, EVERY_SECOND)) == {"a-1000-to-4000-mean3-" + _digest(rotated): "work"}

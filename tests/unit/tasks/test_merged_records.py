@@ -1,4 +1,4 @@
-"""Records of merged checkpoints beside those that training wrote: what is kept apart, and what is said of them."""
+"""Records of merged checkpoints next to those of training: their separation and their display."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MERGED = "run-a (merged: mean of 3)"
 
 
 def means_of(values: Sequence[float], *, apart: int = 3, count: int = 3, run: str = "run-a") -> list[Record]:
-    """A record of the mean of so many checkpoints for each value, their last steps `apart` hundred from each other."""
+    """Returns a record of a mean of `count` checkpoints for each value; their last steps are `apart` hundred apart."""
     ends = [100 * (count + apart * number) for number in range(len(values))]
     return [
         merged_record(range(end - 100 * (count - 1), end + 1, 100), run=run, metrics=(make_metric(value=value),))
@@ -201,7 +201,7 @@ def test_steps_one_by_one_mean_the_merged_checkpoint_of_that_order(tmp_path: Pat
 
 
 def of_kind(record: Record, kind: str, parameter: str) -> Record:
-    """A merged record's like of another kind of merge."""
+    """Returns a copy of a merged record with another kind of merge."""
     found = record.checkpoint
     assert found.merge is not None
     steps = f"{found.merge.inputs[0].step}-to-{found.step}"

@@ -1,4 +1,4 @@
-"""Records that are not of the cell whose folder they lie in, or whose names lead out of it, count for nothing."""
+"""Records in the folder of another cell, or with names that lead out of it: they are ignored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUT = "../../../../../home"
 
 
 def scored(folder: Path, step: int, right: int, **fields: Any) -> Path:
-    """The folder of a cell with 20 questions, some of which are right."""
+    """Publishes a record with `right` of 20 questions correct; returns its folder."""
     metric = make_metric(value=right / 20, n=20).model_copy(update={"recomputed": True})
     samples = make_samples([1.0] * right + [0.0] * (20 - right))
     return Path(publish(folder, make_record(step=step, metrics=(metric,), **fields), samples))

@@ -1,4 +1,4 @@
-"""Native evaluations as their jobs are sent them, and as they are read, where outputs lie in a store."""
+"""Native evaluations as sent to their jobs, and as read back, with outputs in a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that evaluations by evaluators without an endpoint share: given up, gone on with. The program is a stand-in."""
+"""Jobs shared by evaluations without an endpoint: given up and resumed. The program is a fake."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ for line in sys.stdin:
 
 
 class ArrivedJobs(NativeJobs):
-    """Jobs that say which cells wait for one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.arrived: set[int] = set()
@@ -58,7 +56,7 @@ class ArrivedJobs(NativeJobs):
 
 
 class Cells:
-    """Evaluations that wait side by side for a program that ends each of them once the test lets it."""
+    """Concurrent evaluations with a program that ends each of them when the test allows it."""
 
     def __init__(self, folder: Path, threads: ThreadPoolExecutor, jobs: ArrivedJobs) -> None:
         self.folder = folder
@@ -73,7 +71,7 @@ class Cells:
         self._program = NativeProgram(Levanter(), program)
 
     def start(self, *names: str, attempt: str = "attempt") -> list[Future[Outcome]]:
-        """Begins evaluations, which share a job in this order."""
+        """Starts evaluations that share a job in this order."""
         self._jobs.arrived.clear()
         for position in range(len(names)):
             self._jobs.expect(position)
@@ -85,22 +83,20 @@ class Cells:
         return futures
 
     def begun(self, name: str) -> int:
-        """The process of the program that works on an evaluation, once it does."""
+        """Waits until the program works on an evaluation; returns its process."""
         file = self._gates / f"{name}.begun"
         return int(eventually(lambda: file.is_file() and file.read_text()) or 0)
 
     def let_end(self, name: str, *, failure: str = "") -> None:
-        """Lets the program end an evaluation, well or with an error of its own."""
         aside = self._gates / "aside"
         aside.write_text(failure)
         aside.rename(self._gates / name)
 
     def lose(self, *names: str) -> None:
-        """Makes the claims of evaluations lost."""
         self._lost.update(names)
 
     def published(self, name: str, attempt: str = "attempt") -> list[str]:
-        """Files that lie where an evaluation's output goes, less an empty mark."""
+        """Returns the files in an evaluation's output, without an empty mark."""
         output = self.folder / name / attempt
         return sorted(file.name for file in output.glob("*") if file.is_dir() or file.stat().st_size)
 
@@ -143,7 +139,7 @@ def cells(tmp_path: Path, client: LocalClient) -> Iterator[Cells]:
         try:
             yield cells
         finally:
-            cells.lose("a", "b", "c")  # of a test that fails meanwhile
+            cells.lose("a", "b", "c")  # if a test fails meanwhile
 
 
 def given_up(future: Future[Outcome]) -> bool:

@@ -1,4 +1,4 @@
-"""Records in the forms of others: held against their schema, read by their client, and true to what is recorded."""
+"""Records in external formats: valid by their schema, readable by their client, and equal to the recorded data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ app.command()(records)
 
 
 def weighed(number: int, *, right: bool, cluster: str | None = None) -> Sample:
-    """A question with a choice, an example before it, and the answer that the model found likeliest."""
+    """Returns a question with a choice, an example before it, and the likeliest answer of the model."""
     return Sample(
         benchmark="facts",
         id=str(number),
@@ -57,7 +57,7 @@ def weighed(number: int, *, right: bool, cluster: str | None = None) -> Sample:
 
 
 def facts(**fields: Any) -> Record:
-    """A record of one benchmark with its settings, on which Assay computed an interval over clusters."""
+    """Returns a record of a benchmark with its settings, with an interval over clusters computed by Assay."""
     noticed = BenchmarkDetails(questions=40, truncated=3, data=f"lab/facts@{COMMIT}", notes=("Asked in two parts.",))
     metric = make_metric("facts", 0.5, stderr=0.1, n=40).model_copy(update={"low": 0.3, "high": 0.7})
     smooth = make_metric("facts", 20.0, name="bpb", stderr=None, n=40, higher_is_better=False)
@@ -70,7 +70,7 @@ def facts(**fields: Any) -> Record:
 
 
 def written(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Evaluations and sample lines of an export, each held against its schema; the files say where they lie."""
+    """Exports records; returns the evaluations and the sample lines, each validated against its schema."""
     output = folder.parent / "exported"
     line = [str(folder), "--format", "every-eval-ever", "--output", str(output), "--organization", "lab", *arguments]
     done = CliRunner().invoke(app, line, catch_exceptions=False)
@@ -157,7 +157,6 @@ def test_size_of_the_data_set_is_told_only_where_all_of_it_was_asked() -> None:
 
 
 def settings_in(benchmark: str, **fields: Any) -> dict[str, Any]:
-    """Settings that an export tells of one benchmark's score."""
     log = evaluation_log(facts(**fields), {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
     return next(r["generation_config"] for r in log["evaluation_results"] if r["evaluation_name"] == benchmark)
 

@@ -1,4 +1,4 @@
-"""The gate of a policy itself: what it judges pass by pass, what it keeps of it, and what it leaves to a later pass."""
+"""A policy's own gate: verdicts of each pass, stored verdicts, and checkpoints left to a later pass."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ INCOMPLETE = EvaluationIncomplete(expected="a record", found="failed", remedy="l
 
 @dataclass(frozen=True)
 class Watched:
-    """A policy with a gate of its own, about a run with three complete checkpoints."""
-
     folder: Path
     _cells: dict[tuple[int, int], Path] = field(default_factory=dict)
 
@@ -67,7 +65,7 @@ class Watched:
         Path(self.policy).write_text(yaml.safe_dump(content))
 
     def publish(self, step: int, right: int, *, status: RecordStatus = "succeeded", number: int = 1, suite: int = 0):
-        """A record as an evaluation of a checkpoint leaves it: of 400 questions, so many right."""
+        """Publishes a record as an evaluation of a checkpoint does: `right` of 400 questions correct."""
         [listing] = take_snapshot(load_policy(self.policy))
         [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
         evaluation = listing.wanted[suite]
@@ -96,7 +94,7 @@ class Watched:
         return self._cells[step, suite]
 
     def judge(self, error: AssayError | None = None) -> list[str]:
-        """Words of the verdicts of one pass, by checkpoint; NO-GO is raised after that."""
+        """Returns the verdicts of a pass by checkpoint; NO-GO is raised after that."""
         return judged_in_a_pass(self.policy, error)
 
     def status(self) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""Judgement of a gate on a policy's runs: the checkpoints that are wanted, by the records that stand for them now."""
+"""Verdicts of a gate on a policy's runs: the selected checkpoints, by their current records."""
 
 from __future__ import annotations
 

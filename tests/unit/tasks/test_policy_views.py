@@ -1,4 +1,4 @@
-"""Views of a policy for people: reasons as they were written, whatever is in them."""
+"""Views of a policy: reasons are printed as written, with any content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Artifacts in Prefect's UI: texts stay texts; a link is what a browser opens, which is https and not gs://."""
+"""Artifacts in Prefect's UI: texts stay texts; links are addresses that a browser opens: https and not gs://."""
 
 from __future__ import annotations
 

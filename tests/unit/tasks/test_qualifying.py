@@ -1,4 +1,4 @@
-"""Two builds on one checkpoint: identical, within noise or different, by real samples; and what the command says."""
+"""Two builds on the same checkpoint: identical, within noise or different, by real samples; and the command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def built(lm_eval: str, **others: str) -> dict[str, str]:
 def put(
     folder: Path, samples: Sequence[Sample], *, lm_eval: str, metrics: Sequence[str] = ("acc",), **others: Any
 ) -> Record:
-    """A record with the mean of each metric over some samples, which lie beside it."""
+    """Publishes a record with the mean of each metric over samples, next to the samples."""
     numbers = tuple(
         make_metric(
             benchmark=name,
@@ -53,13 +53,11 @@ def put(
 
 
 def qualified(folder: Path, **options: Any) -> Qualification:
-    """The verdict on the records that lie below `before` and `after`."""
     before, after = (find_records(str(folder / side)) for side in ("before", "after"))
     return qualify(before, after, compared=("old", "new"), **options)
 
 
 def verdict(tmp_path: Path, before: Sequence[Sample], after: Sequence[Sample], **options: Any) -> Qualification:
-    """The verdict on samples of two versions of the harness."""
     put(tmp_path / "before", before, lm_eval="0.4.9")
     put(tmp_path / "after", after, lm_eval="0.4.13")
     return qualify(

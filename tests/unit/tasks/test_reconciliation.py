@@ -1,4 +1,4 @@
-"""Work that a policy leaves to do: decided from listings alone, and looked up on disk."""
+"""Remaining work of a policy: decided from listings alone, and read from disk."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_native_checkpoint_is_work_for_levanter_and_reported_for_engines():
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Path:
-    """A policy about a run with two complete checkpoints and one that is being written."""
+    """A policy about a run with two complete checkpoints and a checkpoint that is being written."""
     run = write_run(tmp_path / "run", [100, 200])
     weights = write_checkpoint(run / "hf" / "step-300") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
@@ -306,7 +306,6 @@ def asked(command: str, watched: Path, *options: str) -> Any:
 
 
 def publish(watched: Path, step: int, status: RecordStatus = "succeeded", **fields: Any) -> Path:
-    """A record as an evaluation of that checkpoint leaves it."""
     [listing] = take_snapshot(load_policy(str(watched)))
     [evaluation] = listing.wanted
     [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
@@ -341,7 +340,7 @@ def test_commands_tell_plan_gaps_and_grid(watched: Path):
 
 @pytest.fixture
 def priced(watched: Path) -> Iterator[Path]:
-    """The policy on slices with a price, an hour of which a success of October took, and a failure of November more."""
+    """The policy on slices with a price: a success in October used an hour of them, and a failure in November more."""
     content = yaml.safe_load(watched.read_text())
     del content["base_url"]
     content["resource_config"] = {"device": {"kind": "tpu", "variant": "v5litepod-8"}}
@@ -449,7 +448,7 @@ RUN = UUID("0a1b2c3d-0000-4000-8000-000000000001")
 
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is said to a Prefect server, whose answers do not matter to cells."""
+    """Sends nothing to a Prefect server; its answers do not affect cells."""
     for says in ("note_ending", "end_task_runs"):
         monkeypatch.setattr(hooks, says, lambda *_: None)
     with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
@@ -461,9 +460,9 @@ def untold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("told", "at_server", "missing"),
     [
-        (Cancelling(), Cancelling(), {"stopped": 1, "work": 1}),  # by the worker, whose process was killed
+        (Cancelling(), Cancelling(), {"stopped": 1, "work": 1}),  # by the worker, after its process was killed
         (Cancelled(), Running(), {"stopped": 1, "work": 1}),  # in the process itself
-        (Cancelling(), Running(), {"work": 2}),  # by a worker that is to end
+        (Cancelling(), Running(), {"work": 2}),  # by a worker that is shutting down
         (Crashed(), Crashed(), {"work": 2}),
     ],
 )
@@ -477,12 +476,12 @@ def test_cells_that_a_cancelled_flow_run_had_begun_wait_for_a_person_however_its
         mine = Claims(str(watched.parent / "out" / "run" / "claims"), flow_run=str(RUN), in_background=False)
         assert claims.enter_context(mine).acquire([subject_of(begun)]).ours
         if not held:
-            claims.close()  # given up, and the process killed before it could say more
+            claims.close()  # released, and the process was killed before it could report more
         leave_nothing(reconcile_policy, run, told)
     assert asked("gaps", watched)["missing"] == {**missing, "waiting": 1}
 
     asked("retry", watched)
-    leave_nothing(reconcile_policy, run, told)  # as where it is heard of twice
+    leave_nothing(reconcile_policy, run, told)  # as for a duplicate notification
     assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}, "what a person says later stands"
 
 
@@ -548,7 +547,7 @@ def test_index_that_is_believed_hears_news_and_is_compared_when_asked(watched: P
     cell = publish(watched, 200)
     written = (cell / "record.json").read_bytes()
     storage.delete(record_uri(str(cell)))
-    clock = iter([1e9, 1e9 + 100.0, 1e9 + 200.0, 1e9 + 200.0])  # comparing took 100 s, so it is believed for a while
+    clock = iter([1e9, 1e9 + 100.0, 1e9 + 200.0, 1e9 + 200.0])  # it took 100 s, so the index is trusted for a while
     indexed_records(folder, now=lambda: next(clock))
     (cell / "record.json").write_bytes(written)
     assert list(indexed_records(folder, now=lambda: next(clock)).done) == ["run-100"]

@@ -1,4 +1,4 @@
-"""The index of records: what is read quickly is what stands in the records, and only what changed is read."""
+"""The index of records: its content equals the records, and only changed records are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def lose_index(run: Path) -> None:
 
 
 def place(tmp_path: Path, record: Record) -> Path:
-    """Publishes a record, and returns the path of its file."""
     cell = publish(tmp_path, record)
     return Path(cell) / "record.json"
 
@@ -38,7 +37,7 @@ def test_rows_say_what_the_records_say(tmp_path: Path):
         path = place(tmp_path, record)
         cell = path.parent.relative_to(tmp_path / "run-a").as_posix()
         expected[cell] = row_of(cell, record)
-    for _ in range(2):  # read anew, then as the index has them
+    for _ in range(2):  # read from the records, then from the index
         found = indexed_records(str(tmp_path / "run-a"))
         assert {row.cell: row for row in found.others} == {
             cell: row for cell, row in expected.items() if row.status != "succeeded"
@@ -79,7 +78,7 @@ def test_folder_pipe_or_endless_link_in_place_of_a_record_is_none(tmp_path: Path
     record = make_record()
     place(tmp_path, record)
     assert [found.record for found in find_records(str(tmp_path))] == [record]
-    for index in ("", *INDEX):  # read anew, compared, and compared without one of the files
+    for index in ("", *INDEX):  # read from the records, compared, and compared without one of the files
         (tmp_path / "run-a" / "index" / (index or "none")).unlink(missing_ok=True)
         assert list(indexed_records(str(tmp_path / "run-a")).done) == ["run-a-100"]
 
@@ -149,7 +148,7 @@ def test_damaged_index_is_made_anew(tmp_path: Path, name: str, content: dict[str
 def test_rows_of_other_types_are_made_anew_or_count_for_nothing(tmp_path: Path, file: str, column: str, value: Any):
     path, run = place(tmp_path, make_record(status="failed")), tmp_path / "run-a"
     place(tmp_path, make_record(step=200))
-    took = [0.0, 10.0 if file.startswith("9") else 0.0]  # of what took ten seconds to compare, news is read
+    took = [0.0, 10.0 if file.startswith("9") else 0.0]  # after a comparison of ten seconds, news is read
     found = indexed_records(str(run), now=lambda: took.pop(0))
     row = list(row_of(path.parent.relative_to(run).as_posix(), read_record(str(path.parent)) or make_record()))
     row[IndexedRecord._fields.index(column)] = value

@@ -1,4 +1,4 @@
-"""Records: written whole, once, and never over a success."""
+"""Records: written atomically, once, and never over a success."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports: what a reader finds in the table, the rows, the curves and the page."""
+"""Reports: content of the table, the rows, the curves and the page."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_curves_say_what_the_bars_are() -> None:
 
 
 def strokes(svg: str) -> list[str]:
-    """The stretches of the thick line of the first series."""
+    """Returns the segments of the thick line of the first series."""
     lines = [
         element.get("d", "")
         for element in ElementTree.fromstring(svg).iter(f"{SVG}path")
@@ -246,7 +246,7 @@ def test_curves_of_several_runs_share_a_chart_with_a_legend() -> None:
     shown = texts(curves_svg([both(step, run=run) for run in ("run-a", "run-b") for step in (100, 200)]))
 
     assert shown.count("demo_facts · acc") == 1
-    assert shown.count("run-a") == shown.count("run-b") == 2  # one per chart, and there are two
+    assert shown.count("run-a") == shown.count("run-b") == 2  # once per chart, and there are two
 
 
 def test_run_keeps_its_colour_in_a_chart_where_another_run_is_missing() -> None:
@@ -269,7 +269,7 @@ def test_names_are_shown_as_they_are_and_never_run() -> None:
 
 
 def hostile_in_each_field(value: Any) -> Iterator[Any]:
-    """The value, with one of its texts, wherever it lies, replaced by something that would run in a page."""
+    """Yields copies of the value, each with a different text replaced by markup that would run in a page."""
     if isinstance(value, str):
         yield HOSTILE
     elif isinstance(value, dict):
@@ -291,7 +291,7 @@ class _Tags(HTMLParser):
 
 
 def runs_something(page: str) -> set[str]:
-    """Tags and attributes of a page that would run a script."""
+    """Returns tags and attributes of a page that would run a script."""
     tags = _Tags()
     tags.feed(page)
     return {name for name in tags.seen if name in ("script", "img") or name.startswith("on")}
@@ -357,7 +357,7 @@ def test_page_tells_where_numbers_come_from_and_what_did_not_succeed() -> None:
 def test_other_settings_are_a_series_of_their_own_named_after_what_differs(
     changed: dict[str, Any], names: tuple[str, str]
 ) -> None:
-    """One curve and one row, whichever came later: a newer record with other settings hides no older one."""
+    # A single curve and a single row in either order: a newer record with other settings hides no older record.
     evaluation = {**make_record().evaluation, **changed}
     other = {"evaluation": evaluation, "evaluation_hash": "another"}
     older = make_record(step=200, metrics=(make_metric(value=0.9),), created=FIRST - timedelta(days=1), **other)
@@ -557,7 +557,7 @@ def test_none_of_a_hundred_is_shown_with_its_interval_everywhere() -> None:
 
 
 def test_older_record_without_an_interval_claims_no_certainty() -> None:
-    """A standard error of zero over few questions says nothing, also of a change."""
+    # A standard error of zero over few questions is no evidence, nor is it for a change.
     records = [point(100, 1.0, stderr=0.0), point(200, 0.0, stderr=0.0)]
     assert "± 0.000" not in "\n".join(in_terminal(records)) + render_report(records, title="t")
     assert verdicts(records) == ["no standard error"]
@@ -684,7 +684,7 @@ def test_page_tells_how_questions_were_put_and_on_which_device() -> None:
 
 
 def wavering_run(*, checkpoints: int = 20, fallen: int = 0, run: str = "run-a") -> list[tuple[Record, list[Sample]]]:
-    """A run whose checkpoints get 60 % of 200 questions right, the last ones fewer; each question has its own words."""
+    """Returns a run with 60 % of 200 questions right, fewer at the last checkpoints; each question has its own text."""
     found = []
     for number in range(checkpoints):
         lost = 60 if number >= checkpoints - fallen else number % 3
@@ -706,7 +706,6 @@ def wavering_run(*, checkpoints: int = 20, fallen: int = 0, run: str = "run-a") 
 
 
 def published(folder: Path, run: list[tuple[Record, list[Sample]]]) -> str:
-    """The page over a run whose records and samples were published."""
     for record, samples in run:
         publish(folder, record, samples)
     return render_report([record for record, _ in run], title="run-a", records_at=str(folder))

@@ -1,4 +1,4 @@
-"""Listings remembered of a run, which never stand for what lies there by now."""
+"""Remembered listings of a run, which never replace its current content."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_checkpoint_completed_within_a_tick_of_the_clock_is_seen(tmp_path: Path)
         [checkpoint] = snapshot_run(str(tmp_path / "run"))
         return checkpoint.complete
 
-    assert not looked(bytes(len(whole)))  # as large as it will be, and not written yet
+    assert not looked(bytes(len(whole)))  # final size, but not written yet
     assert looked(whole)
 
 
@@ -121,7 +121,7 @@ def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Pa
     assert claims.acquire([subject]).ours
 
     def evaluations_of(_: Policy, run: str) -> list[WantedEvaluation]:
-        """The other run ends here, after records were looked at."""
+        # The other run ends here, after records were read.
         [seen] = snapshot_run(run)
         record = make_record(step=100, run="run", status="failed", evaluation_hash="hash-a")
         reference = record.checkpoint.model_copy(update={"listing": seen.listing})
@@ -139,5 +139,4 @@ def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Pa
 
 
 def claims_time(listings: list[RunListing]) -> float:
-    """Time at which the claims that were seen held."""
     return max(claim.holder.renewed for listing in listings for claim in listing.claims if claim.holder)

@@ -1,4 +1,4 @@
-"""Progress of a flow run, as Prefect's UI shows it; and what flow runs do while the server is away."""
+"""Progress of a flow run in Prefect's UI; and flow runs while the server is away."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.prefect_server.progress_artifact import ProgressBar
 
 @dataclass
 class Screen:
-    """Stands for the server: what it was told, and how it behaves."""
+    """Fake of the server: messages that it received, and its behavior."""
 
     shown: list[tuple[float, str]] = field(default_factory=list)
     answers: threading.Event = field(default_factory=threading.Event)
@@ -67,7 +67,7 @@ def test_progress_of_interrupted_cells_stays_where_it_was():
     bar.close()
     assert screen.shown[-1] == (37.5, "1 of 4 cells of run-a evaluated")
     bar.take(progress(3, 5))
-    assert screen.shown[-1][0] == 37.5  # its end is said by then
+    assert screen.shown[-1][0] == 37.5  # the end is shown by then
 
 
 def test_progress_that_the_server_did_not_take_is_told_again():
@@ -94,7 +94,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[http.server.HTTPServer]:
-    """Bound, and not listening yet: whoever connects is refused."""
+    """A bound server that is not listening yet: it refuses connections."""
     found = http.server.HTTPServer(("127.0.0.1", 0), _Server, bind_and_activate=False)
     found.server_bind()
     with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{found.server_port}/api"}):
@@ -103,7 +103,7 @@ def server() -> Iterator[http.server.HTTPServer]:
 
 
 def waiting(server: http.server.HTTPServer, *, comes_back_after: int | None) -> tuple[Callable[[float], None], list]:
-    """Stands for time that passes; the server comes back after so many waits."""
+    """Returns a fake sleep and its waits; the server comes back after `comes_back_after` waits."""
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Samples are written whole, whatever a model says, and complete what a harness's own files say."""
+"""Samples are written completely for any output of a model, and add to the harness's own files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.records.scores import question_of
 
 
 def test_sample_with_half_a_character_is_written_without_it(tmp_path: Path) -> None:
-    """JSON can carry one from an endpoint, which would otherwise cost the record of the cell."""
+    # JSON from an endpoint can contain half a character, which would otherwise cost the record of the cell.
     sample = Sample(benchmark="b", id="1", prompt="?", output="so \ud83d", target=None, scores={"acc": 0.0})
     assert write_samples(tmp_path / "samples.jsonl.gz", [sample]) == 1
     [read] = read_samples(str(tmp_path / "samples.jsonl.gz"))
@@ -85,7 +85,7 @@ def test_nothing_is_said_of_ends_where_no_answer_has_one(tmp_path: Path) -> None
 
 
 def test_values_that_follow_from_samples_or_parts_are_known_as_such(tmp_path: Path) -> None:
-    """An edited one then stands out, and one that is no mean is not taken for edited."""
+    # An edited value is then noticed, and a value that is not a mean is not taken for edited.
     texts = [
         _answer(n, 0.0, benchmark="t", ratios={"word_perplexity": (-20.0 * n, 10), "bits_per_byte": (-7.0, 40)})
         for n in (1, 2)

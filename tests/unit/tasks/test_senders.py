@@ -1,4 +1,4 @@
-"""Processes that send a series to a sink: kept while they do well and nothing changes, gone when the series is over."""
+"""Processes that send a series to a sink: kept while they succeed and nothing changes, ended with the series."""
 
 from __future__ import annotations
 
@@ -91,20 +91,16 @@ def send(announcement, sink):
 
 @dataclass(frozen=True)
 class Diary:
-    """The sink, its folder, and the records that are sent to it."""
-
     sink: Sink
     folder: Path
     evaluations: Path
 
     def send(self, step: int, senders: Senders, *, sink: Sink | None = None, evaluator: str = "helm") -> SinkState:
-        """Sends a record of its own to the sink, or to one that differs."""
         record, cell = make_cell(self.evaluations, step=step, evaluator=evaluator)
         (state,) = publish_record(record, str(cell), (sink or self.sink,), senders=senders).values()
         return state
 
     def letter(self, name: str) -> dict[str, Any]:
-        """Returns what was noted of an announcement."""
         return json.loads((self.folder / f"{name}.json").read_text())
 
     def processes(self) -> list[int]:
@@ -112,13 +108,12 @@ class Diary:
         return [json.loads(path.read_text())["process"] for path in sorted(self.folder.glob("*.json"))]
 
     def order(self, wanted: str | None) -> None:
-        """Changes what happens to the next announcement."""
+        """Sets the behavior for the next announcement."""
         (self.folder / "order").write_text(wanted or "")
 
 
 @pytest.fixture
 def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Diary]:
-    """A sink from outside, registered for the length of a test."""
     outside, folder = tmp_path / "outside", tmp_path / "diary"
     outside.mkdir()
     folder.mkdir()
@@ -130,7 +125,7 @@ def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Diary]:
 
 
 def diary_sink(name: str = "DiarySink") -> Any:
-    """Returns a configuration of the module outside."""
+    """Returns a configuration class of the external module."""
     return getattr(import_module("diary_sink"), name)
 
 

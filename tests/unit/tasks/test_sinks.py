@@ -1,4 +1,4 @@
-"""Sinks: what their configuration refuses, what they are told, and what `assay publish` finds to do."""
+"""Sinks: refusals of their configuration, their notifications, and the work that `assay publish` finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smooth scores of multiple choice: how they are made, and where records that have some are beside older ones."""
+"""Smooth scores of multiple choice: their computation, and their display next to records without them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_scores_of_choices_beyond_all_likelihood_and_of_empty_ones_are_numbers()
 
 
 def answered(step: int, *, smooth: bool, shift: float = 0.0) -> list[Sample]:
-    """Questions that the model learns, of which half are right at every step."""
+    """Returns samples that the model learns, with half of them right at every step."""
     asked, drawn = np.random.default_rng(1).gamma(4.0, 0.25, QUESTIONS), np.random.default_rng(step)
     bits = asked - step / 1000 + shift + drawn.normal(0.0, 0.02, QUESTIONS)
     return [
@@ -91,7 +91,6 @@ def put(folder: Path, step: int, *, smooth: bool = True, shift: float = 0.0, **o
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """A checkpoint with a record of before, and two with smooth scores."""
     for step, smooth in ((100, False), (200, True), (300, True)):
         put(tmp_path, step, smooth=smooth)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Staging: texts at one revision, shared copies, and what is still missing; without a harness."""
+"""Staging: texts at a single revision, shared copies, and missing data; without a harness."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ TEXTS = json.dumps(["A first text.", " ", {"text": "Another one."}]).encode()
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A machine's cache folder of its own."""
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
@@ -36,7 +35,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def source_of(base: str, **changes: Any) -> TextSource:
-    """The built-in source, at another place and with small texts."""
+    """Returns the built-in source at another address, with small texts."""
     blob = hashlib.sha1(b"blob %d\0" % len(TEXTS) + TEXTS).hexdigest()
     files = {name: {"path": f"{name}.json", "blob": blob} for name in text_source("uncheatable").files}
     given = {"name": "uncheatable", "revision": "r1", "base": base, "files": files}
@@ -51,7 +50,6 @@ def write_texts(folder: Path, content: bytes = TEXTS) -> Path:
 
 
 def make_tree(folder: Path) -> Tree:
-    """A cache with a file, and a link to it, as the hub's client leaves them."""
     return Tree({"hub": folder / "hub", "datasets": folder / "datasets"}, notes=folder / "notes")
 
 

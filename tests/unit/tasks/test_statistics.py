@@ -1,4 +1,4 @@
-"""Intervals and tests against known values, and against what they promise."""
+"""Intervals and tests against known values and against their guarantees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasks.statistics.intervals import Interval, mean_interval, ratio_interval
 from tasks.statistics.paired import PairedStratum, compare_means, compare_pairs, mcnemar, paired_ratio
 
 SLEEP = np.array([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])
-"""Student (1908): additional hours of sleep by one drug over another; t = 4.06, p = 0.0028."""
+"""Student (1908): additional hours of sleep by a drug over another drug; t = 4.06, p = 0.0028."""
 
 
 def alone(values: Sequence[float] | np.ndarray) -> Stratum:
@@ -54,8 +54,7 @@ def test_mcnemar_of_known_tables_gives_the_binomial_p_less_half_of_its_last_step
     ("lost", "won", "questions"), [(2, 10, 100), (2, 12, 50), (0, 0, 54), (0, 3, 20), (7, 7, 7_000)]
 )
 def test_mcnemar_interval_is_the_score_interval(lost: int, won: int, questions: int):
-    """Tango (1998), by maximising the likelihood itself in place of his formula."""
-
+    # Tango (1998), by maximising the likelihood numerically in place of his formula.
     def score(difference: float) -> float:
         def unlikely(share_lost: float) -> float:
             shares = [share_lost + difference, share_lost, 1 - 2 * share_lost - difference]
@@ -117,7 +116,7 @@ def test_strata_of_one_question_each_are_taken_together():
 
 
 def test_weighted_group_is_tested_paired_where_means_of_its_parts_would_hide_the_change():
-    """Two points over MMLU's shape: the paired test sees what the unpaired one cannot."""
+    # Two points over MMLU's shape: the paired test detects a change that the unpaired test cannot.
     random = np.random.default_rng(3)
     strata: list[PairedStratum] = []
     for _ in range(20):
@@ -203,7 +202,7 @@ def _width(interval: Interval) -> float:
 @pytest.mark.parametrize(
     ("sizes", "shares"),
     [
-        ([500, 500, 5], [0.5, 0.5, 0.9]),  # covered 0.63 as one normal mean, with the small part all right 0.35
+        ([500, 500, 5], [0.5, 0.5, 0.9]),  # coverage 0.63 as a single normal mean, 0.35 with the small part all right
         ([1_000, 3], [0.8, 0.9]),  # 0.28, 0.00
         ([1_000, 1_000, 5], [1.0, 1.0, 0.9]),  # 0.42
         ([2_000, 20], [0.6, 0.97]),  # 0.85
@@ -227,7 +226,7 @@ def test_difference_of_parts_is_known_as_their_smallest():
         for after in ([0.0] * 10 + right[10:], right)
     )
 
-    unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # of the whole may differ in the small part though none of its three did
+    unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # of the whole may differ in the small part, although none of its three did
     assert found.low == pytest.approx(-0.005 - unseen, abs=1e-3)
     assert found.p is not None and found.p > 0.9, "ten of a thousand are lost, but half of the whole is hardly known"
     assert (unchanged.p, unchanged.high) == (1.0, pytest.approx(unseen, abs=1e-3))
@@ -262,7 +261,7 @@ def test_interval_of_a_perplexity_comes_from_its_documents():
     assert bits.high == pytest.approx(math.log2(found.high or math.nan))
 
 
-# Values and the questions they are made of
+# Values and their questions
 
 
 def sample(number: int, *, benchmark: str = "demo", cluster: str | None = None, **fields: object) -> Sample:

@@ -1,4 +1,4 @@
-"""Suites: what they ask of a model, with which settings, and what they need."""
+"""Suites: their benchmarks, their settings and their requirements."""
 
 from __future__ import annotations
 

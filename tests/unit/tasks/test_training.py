@@ -35,7 +35,6 @@ def config(output: Path | str | None = None, **changes: Any) -> TrainLmOnPodConf
 
 
 def submitted(wanted: TrainLmOnPodConfig) -> JobRequest:
-    """The job that a training leads to."""
     client = FakeClient()
     assert run_levanter_train_lm(wanted, client=client) is JobStatus.SUCCEEDED
     [request] = client.requests
@@ -43,7 +42,6 @@ def submitted(wanted: TrainLmOnPodConfig) -> JobRequest:
 
 
 def levanter_of(request: JobRequest) -> dict[str, Any]:
-    """The configuration that Levanter is given."""
     assert isinstance(request.entrypoint, Call)
     return request.entrypoint.args[0]
 
@@ -229,7 +227,7 @@ def test_training_that_fails_raises_and_one_that_was_refused_says_what_to_do(tmp
 
 def test_training_goes_on_while_its_backend_is_silent_unless_that_lasts(tmp_path: Path) -> None:
     class Silent(FakeJob):
-        """Gives no answer while it is waited for the first time."""
+        # Does not answer during the first wait.
 
         answers = True
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training, found while it writes them: when they are told, and what becomes a cell."""
+"""Checkpoints of a training, found while it writes them: their notifications, and their cells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tasks.training.arrivals import ArrivingCells, ArrivingCheckpoints, step_in
 CONFIG = EvaluationConfig.model_validate(
     {"evaluator": "levanter_lm_evaluation_harness", "model_path": "run", "evals": [{"name": "demo_facts"}]}
 )
-"""Needs no endpoint, so no tokenizer is copied for one."""
+"""Configuration without an endpoint, so no tokenizer is copied."""
 
 
 def steps(found: Sequence[Checkpoint]) -> list[int]:
@@ -129,7 +129,7 @@ def arriving(
     meanwhile: Sequence[Callable[[], object]] = (),
     claimed: ClaimedCells | None = None,
 ) -> ArrivingCells:
-    """Cells of a run; while they are waited for, one thing after the other happens."""
+    """Returns the arriving cells of a run; each wait runs the next function of `meanwhile`."""
     happening = iter(meanwhile)
 
     def plan(configs: Sequence[EvaluationConfig], found: Sequence[Checkpoint]) -> list[Cell]:
@@ -249,7 +249,7 @@ def test_failure_from_before_a_cell_was_wanted_and_an_interruption_are_no_outcom
         write_record(cell.uri, make_record(status="infra_failed").model_copy(update=fields))
 
     with ClaimedCells([], wait=False, folder=str(run / "claims")) as claimed:
-        record(first)  # the training goes on for days, and another run tried while it did
+        record(first)  # the training takes days, and another run tried the cell meanwhile
         claimed.add([first, second, third])
         record(second, interrupted=True)
         record(third)
@@ -260,7 +260,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
     run: Path, job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Flaky(FakeJob):
-        """Cannot be asked the first two times."""
+        # Fails the first two requests.
 
         asked = 0
 
@@ -271,7 +271,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
             return super().details()
 
     class FlakyExports(ArrivingCheckpoints):
-        """Cannot be listed the first time."""
+        # Fails the first listing.
 
         looked = 0
 
@@ -298,7 +298,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
 
 def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob) -> None:
     class Gone(FakeJob):
-        """Cannot be asked any more."""
+        # Fails every request.
 
         def details(self):
             raise BackendUnavailable(expected="an answer", found="its head is gone", remedy="start it")

@@ -1,4 +1,4 @@
-"""Marks and checkpoints of training frameworks, laid out as their sources lay them out."""
+"""Completion marks and checkpoints of training frameworks, in the layouts of their sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mark(folder: Path, name: str = "STABLE") -> Path:
 
 
 def found_at(run: Path) -> dict[int, Checkpoint]:
-    """Checkpoints that a look at a run finds, by step; a policy's snapshot, made and remembered, finds the same."""
+    """Returns a run's checkpoints by step, and asserts that new and remembered snapshots of a policy find the same."""
     listed = find_checkpoints(str(run))
     found = {checkpoint.step: checkpoint for checkpoint in listed}
     assert len(found) == len(listed)
@@ -101,7 +101,7 @@ def test_mark_that_appears_changes_no_digest(tmp_path: Path):
 
 
 def bridge(run: Path, iteration: int, *, export: bool = True) -> Path:
-    """A checkpoint as Megatron-Bridge writes it, with an export where `also_save_hf_checkpoint` is set."""
+    """Writes a checkpoint as Megatron-Bridge does, with an export where `also_save_hf_checkpoint` is set."""
     folder = run / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     for name in ("__0_0.distcp", ".metadata", "metadata.json", "run_config.yaml", "train_state.pt"):
@@ -117,7 +117,7 @@ def test_export_within_an_iteration_is_complete_once_megatron_names_it(tmp_path:
     bridge(run, 200)
     tracker = run / "latest_checkpointed_iteration.txt"
     tracker.write_text("100")
-    for file in run.rglob("*"):  # a verdict on what was written just now is not remembered
+    for file in run.rglob("*"):  # verdicts on files written just now are not remembered
         os.utime(file, (1_700_000_000, 1_700_000_000))
     found = found_at(run)
     assert [(checkpoint.name, checkpoint.complete) for checkpoint in found.values()] == [
@@ -196,7 +196,7 @@ STATES = {
         "nemo llm export path={folder} target=hf",
     ),
 }  # fmt: skip
-"""States as frameworks lay them out: where and which files, kind and name, and what their users are told."""
+"""States in the layouts of frameworks: folder and files, kind and name, and a part of the message to users."""
 
 
 @pytest.mark.parametrize("framework", STATES)

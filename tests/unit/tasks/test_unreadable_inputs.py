@@ -1,4 +1,4 @@
-"""Inputs that nothing can be read from end in a sentence, without a traceback."""
+"""Unreadable inputs end in a sentence, without a traceback."""
 
 from __future__ import annotations
 

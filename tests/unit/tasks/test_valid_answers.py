@@ -1,4 +1,4 @@
-"""Answers of others' endpoints, held against their requests inside a harness."""
+"""Answers of external endpoints, validated against their requests inside a harness."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_ROWS = ("too few rows", "only the last row", "positive", "not a number", "inf
 
 
 def answered(asked: dict[str, Any], *, turned: bool = False) -> dict[str, Any]:
-    """The fake engine's answer, or the one to the prompt backwards."""
+    """Returns the fake engine's answer, or its answer to the reversed prompt."""
     chat = "messages" in asked
     prompts = [chat_prompt(asked["messages"])] if chat else prompts_of(asked["prompt"])
     asked = {**asked, "prompt": None}
@@ -78,7 +78,7 @@ def test_refusal_is_told_in_the_endpoints_own_words(body: Any, words: str) -> No
     [
         (rb'{"text": "\ud83d\ude00"}', "\U0001f600", 0),
         (rb'{"text": "\ud83d x \uDE00"}', "\ufffd x \ufffd", 2),
-        (b'{"text": "\xed\xa0\xbd"}', "\ufffd", 1),  # bytes of a half, as some servers write it
+        (b'{"text": "\xed\xa0\xbd"}', "\ufffd", 1),  # bytes of half a character, as some servers write it
     ],
 )
 def test_halves_of_surrogate_pairs_are_replaced(body: bytes, text: str, halves: int) -> None:

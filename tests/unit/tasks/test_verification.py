@@ -1,4 +1,4 @@
-"""Records that were changed after they were written are noticed by everybody who decides by them."""
+"""Records that were changed after writing are noticed by all code that decides by them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUND = {"benchmark": "demo_facts", "metric": "acc", "at_least": 0.9}
 
 @pytest.fixture
 def keyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
-    """Gives this machine a key, or takes it away."""
+    """Sets or removes this machine's key."""
 
     def use(key: str | None) -> None:
         monkeypatch.setenv("ASSAY_RECORDS_KEY", key) if key else monkeypatch.delenv("ASSAY_RECORDS_KEY", raising=False)
@@ -40,7 +40,7 @@ def keyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], No
 
 
 def scored(folder: Path, *, step: int = 100, right: int = 4) -> Path:
-    """The folder of a cell with ten questions, some of which are right."""
+    """Publishes a record with `right` of ten questions correct; returns its folder."""
     metric = make_metric(value=right / 10, n=10).model_copy(update={"recomputed": True})
     scores = [1.0] * right + [0.0] * (10 - right)
     return Path(publish(folder, make_record(step=step, metrics=(metric,)), make_samples(scores)))
@@ -209,7 +209,7 @@ def test_with_a_key_only_what_was_signed_with_it_holds(tmp_path: Path, keyed: Ca
     keyed("a key of the team's")
     assert "run-a-200, demo_facts: record.json was signed with another key, or changed" in verify(tmp_path)[1]
     keyed(None)
-    assert "1 changed" in verify(tmp_path)[1]  # by its samples, which nobody touched
+    assert "1 changed" in verify(tmp_path)[1]  # by its unchanged samples
 
 
 def test_verify_names_a_record_that_cannot_be_read(tmp_path: Path) -> None:

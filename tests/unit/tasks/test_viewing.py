@@ -1,4 +1,4 @@
-"""Questions and answers as the page gets them: from records and samples, by a server, and in one file."""
+"""Questions and answers as delivered to the page: from records and samples, by a server, and in a single file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
 def asked(number: int, right: bool, **others: Any) -> Sample:
-    """An answer to a question with two choices."""
     fields: dict[str, Any] = {
         "benchmark": "made",
         "id": f"question {number}",
@@ -58,7 +57,6 @@ def asked(number: int, right: bool, **others: Any) -> Sample:
 
 
 def published(folder: Path, step: int, answers: Sequence[Sample], **others: Any) -> str:
-    """A record over samples, with their mean."""
     scores = [sample.scores["acc"] for sample in answers if "acc" in sample.scores]
     metric = make_metric("made", sum(scores) / max(1, len(scores)), n=len(scores))
     fields: dict[str, Any] = {"metrics": (metric,), "benchmarks": ("made",), "samples": len(answers)}
@@ -67,7 +65,7 @@ def published(folder: Path, step: int, answers: Sequence[Sample], **others: Any)
 
 @contextmanager
 def viewed(location: Path | str) -> Iterator[tuple[View, str]]:
-    """A view of a folder whose samples are read, and the key of its first benchmark."""
+    """Yields a view of a folder with its samples read, and the key of its first benchmark."""
     view = View(find_records(str(location)), title="made", location=str(location))
     try:
         key = next(iter(view.boards))
@@ -459,7 +457,7 @@ def test_columns_that_find_no_space_are_refused_whole(tmp_path: Path):
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[TestClient[Any, Any]]:
-    """A server of one benchmark, asked as a browser asks."""
+    """A client with a browser's headers for a server of a single benchmark."""
     published(tmp_path, 100, [asked(1, True), asked(2, False)])
     view = View(find_records(str(tmp_path)), title="made", location=str(tmp_path))
     server = TestServer(application(view, token=TOKEN, host="assay.test"))
@@ -598,7 +596,7 @@ async def test_every_answer_forbids_scripts_of_others_and_guesses(client: TestCl
 
 
 def embedded(page: str) -> Mapping[str, bytes]:
-    """Content by name, as the page's script reads it."""
+    """Returns content by name, as the page's script reads it."""
     found = re.findall(r'<script type="application/octet-stream" data-name="([^"]+)">([^<]+)</script>', page)
     return {name: gzip.decompress(base64.b64decode(content)) for name, content in found}
 

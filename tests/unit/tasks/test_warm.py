@@ -1,4 +1,4 @@
-"""Engine and evaluators of a command: begun before anybody asks, shared by whoever does, ended with it."""
+"""Engine and evaluators of a command: started in advance, shared by all of its parts, ended with it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_environment(spec: EnvironmentSpec) -> None:
-    """One that counts as built, and whose interpreter never has anything imported."""
+    """Creates an environment that counts as built, with an interpreter that never finishes an import."""
     folder = settings().environments_dir / planned_identity(spec)
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").write_text(IMPORTS_FOR_EVER)
@@ -49,7 +49,7 @@ def make_environment(spec: EnvironmentSpec) -> None:
 
 @pytest.fixture
 def begun() -> Callable[[], dict[str, bool]]:
-    """Program → whether it is still running, of those begun in the test."""
+    """Returns the programs started in the test, each with True if it is still running."""
     before = {job.job_id for job in local_client().jobs()}
 
     def look() -> dict[str, bool]:
@@ -78,7 +78,7 @@ def test_engine_and_evaluator_are_begun_at_once_and_are_those_that_everybody_get
         assert (
             isinstance(launcher, VllmLauncher) and launcher.server is not None and launcher.server.socket.is_absolute()
         )
-        sent = pickle.loads(pickle.dumps(launcher))  # an agent starts engines from it, and no server of its own
+        sent = pickle.loads(pickle.dumps(launcher))  # an agent starts engines from it, without its own server
         with sent.warmed(local_client()) as there:
             assert there.server == launcher.server
         assert begun() == {"serve_vllm": True, "run_lm_eval": True}
