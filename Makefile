@@ -4,7 +4,7 @@ LISTS := resources/environments/requirements
 # Where it is set, every process of the tests compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-train test tests test-fast check lint types faults zoo chaos chaos-generate truth benchmarks bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
+.PHONY: demo demo-train test tests test-fast check lint budgets types faults zoo chaos chaos-generate truth benchmarks bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -31,6 +31,11 @@ lint: .venv/.development
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/lint-imports
+	.venv/bin/python tests/budgets.py
+
+# Lowers the budgets of unclear phrases in pyproject.toml to today's counts.
+budgets: .venv/.development
+	.venv/bin/python tests/budgets.py --lower
 
 types: .venv/.development
 	.venv/bin/pyright
