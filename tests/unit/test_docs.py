@@ -339,8 +339,8 @@ def tpu_list() -> str:
         generation, _, size = slice_.variant.partition("-")
         chips = "N chips" if slice_.chips == int(size) else f"N/{int(size) // slice_.chips} chips"
         assert slice_.chips == slice_.vms * slice_.chips_per_vm
-        vms = "one VM" if slice_.vms == 1 else f"a VM for {slice_.chips_per_vm} chips"
-        hosts = "one host" if slice_.hosts == 1 else f"a host for {slice_.chips // slice_.hosts}"
+        vms = "1 VM" if slice_.vms == 1 else f"a VM for {slice_.chips_per_vm} chips"
+        hosts = "1 host" if slice_.hosts == 1 else f"a host for {slice_.chips // slice_.hosts}"
         kinds.setdefault((f"{generation}-N", f"{chips}, {vms}, {hosts}"), []).append(size)
     return "".join(entry(name, f"N = {', '.join(sizes)}", rest) for (name, rest), sizes in kinds.items())
 
