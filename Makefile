@@ -4,7 +4,7 @@ LISTS := resources/environments/requirements
 # Where it is set, every process of the tests compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-train test tests test-fast check lint budgets types faults zoo chaos chaos-generate truth benchmarks bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
+.PHONY: demo demo-train test tests test-fast check lint budgets types faults zoo chaos chaos-generate truth benchmarks bench lists pictures clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -77,7 +77,11 @@ bench: .venv/.development
 	$(PYTHON) deployments/bootstrap.py --development
 	@touch $@
 
-# Compiles the pinned lists anew; torch's CPU build is named by its plain version, since where it lies differs.
+# The pictures of the README, from the pages of `make demo`.
+pictures:
+	.venv/bin/python docs/pictures.py
+
+# Compiles the pinned lists again; torch's CPU build is named by its plain version, since where it lies differs.
 UV_COMPILE = $(CURDIR)/.venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 UV_ANY = $(UV_COMPILE) --universal --python-version 3.11
 UV_ACCELERATOR = $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31

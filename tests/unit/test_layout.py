@@ -75,7 +75,7 @@ def committed() -> dict[Path, str]:
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
     texts = {}
     for path in (ROOT / name for name in names if name):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".png":
             content = path.read_bytes()
             assert b"\0" not in content, f"{path} is no text: the memory of a program that crashed?"
             texts[path.relative_to(ROOT)] = content.decode(errors="replace")
@@ -148,8 +148,8 @@ def test_module_names_say_what_is_inside():
 def test_docstrings_begin_with_a_verb_or_a_noun_and_variables_are_named_after_what_they_hold(
     committed: dict[Path, str],
 ):
-    found = {str(path): UNCLEAR.findall(text) for path, text in committed.items() if path.suffix == ".py"}
-    assert not {path: lines for path, lines in found.items() if lines}
+    unclear = {str(path): UNCLEAR.findall(text) for path, text in committed.items() if path.suffix == ".py"}
+    assert not {path: lines for path, lines in unclear.items() if lines}
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.name)
@@ -200,12 +200,12 @@ def test_programs_are_scripts_not_a_package(folder: Path):
 
 def test_committed_files_name_no_registry(committed: dict[Path, str]):
     configured = addresses_of_this_machines_registries()
-    found = {
+    registries = {
         path: match.group()
         for path, text in committed.items()
         if (match := REGISTRY.search(text)) or (match := next(iter(hits(text, configured)), None))
     }
-    assert not found
+    assert not registries
 
 
 def hits(text: str, addresses: set[str]) -> list[re.Match[str]]:
@@ -224,13 +224,13 @@ def addresses_of_this_machines_registries() -> set[str]:
 
 def test_committed_files_name_no_home_or_work_directory(committed: dict[Path, str]):
     folders = [re.escape(str(folder)) for folder in (ROOT, Path.home()) if folder != Path("/")]
-    here = re.compile(rf"(?:{'|'.join(folders)})(?=[/\s\"'`])")
-    found = {
+    own_folders = re.compile(rf"(?:{'|'.join(folders)})(?=[/\s\"'`])")
+    matches = {
         path: match.group()
         for path, text in committed.items()
-        if (match := ABSOLUTE_PATH.search(text)) or (match := here.search(text))
+        if (match := ABSOLUTE_PATH.search(text)) or (match := own_folders.search(text))
     }
-    assert not found
+    assert not matches
 
 
 def test_modules_are_short_enough_to_read():
