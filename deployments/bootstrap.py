@@ -17,9 +17,9 @@ LISTS = ROOT / "resources" / "environments" / "requirements"
 
 def find_or_install_uv() -> str:
     """Returns the uv on PATH, else a uv that pip installs into a small environment of its own."""
-    found = shutil.which("uv")
-    if found:
-        return found
+    binary_on_path = shutil.which("uv")
+    if binary_on_path:
+        return binary_on_path
     home = VENV / "uv"
     binary = home / "bin" / "uv"
     if not binary.is_file():
@@ -41,7 +41,7 @@ def main() -> None:
     if sys.version_info < (3, 11):
         sys.exit(
             f"Expected: Python 3.11 or newer\nFound:    {sys.version.split()[0]} ({sys.executable})\n"
-            "To do:    name another one: make PYTHON=python3.12 demo"
+            "To do:    name another Python: make PYTHON=python3.12 demo"
         )
     VENV.mkdir(exist_ok=True)
     uv = find_or_install_uv()

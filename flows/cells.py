@@ -34,10 +34,10 @@ def evaluate_cells(policy: Policy, cells: CellNames) -> dict[str, Any]:
     """
     if deployment.id:
         settle_lost(deployment.id)
-    wanted = frozenset(cells.names)
-    here = policy.model_copy(update={"dispatch": "here", "max_usd": None})  # the sender has checked the budget
+    names = frozenset(cells.names)
+    local_policy = policy.model_copy(update={"dispatch": "here", "max_usd": None})  # the sender has checked the budget
     with end_reported():
-        outcome = reconcile_once(here, only=lambda cell: name_of_cell(cell) in wanted)
+        outcome = reconcile_once(local_policy, only=lambda cell: name_of_cell(cell) in names)
         if outcome.error is not None:
             raise outcome.error
     return outcome.as_dict()

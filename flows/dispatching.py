@@ -18,7 +18,7 @@ from tasks.spec.names import how_many
 
 
 def dispatch(
-    policy: Policy, listings: Sequence[RunListing], found: Reconciliation
+    policy: Policy, listings: Sequence[RunListing], state: Reconciliation
 ) -> tuple[Reconciliation, int, AssayError | None]:
     """Sends pending cells to work pools in batches, and moves batches that no worker starts to other work pools.
 
@@ -33,14 +33,14 @@ def dispatch(
     require_server()
     check_policy_paths(policy)
     sent = read_dispatches(policy)
-    found = with_dispatches(found, listings, sent, policy, now=time.time())
-    report_event(f"{how_many(found.done_count, 'cell')} done, {len(found.work):,} to do, {len(found.others):,} wait")
+    state = with_dispatches(state, listings, sent, policy, now=time.time())
+    report_event(f"{how_many(state.done_count, 'cell')} done, {len(state.work):,} to do, {len(state.others):,} wait")
     dispatcher = Dispatcher(policy, listings, sent)
-    for before, batch in dispatcher.move_stuck(found):
-        report_event(f"nobody begins {before.name!r} at {before.work_pool}; {batch.described()}")
+    for before, batch in dispatcher.move_stuck(state):
+        report_event(f"no worker begins {before.name!r} at {before.work_pool}; {batch.described()}")
     cells = 0
     error: AssayError | None = None
-    taken = found.work[: policy.most_cells_at_once]
+    taken = state.work[: policy.most_cells_at_once]
     batches = dispatcher.batches(taken)
     expected = Estimates(listings, batches).together(taken)
     if expected.cells:
@@ -53,4 +53,4 @@ def dispatch(
             cells += len(batch.cells)
         elif not batch.waits:
             error = error or batch.error
-    return found, cells, error
+    return state, cells, error

@@ -9,7 +9,7 @@ from prefect import flow
 from flows.hooks import leave_nothing
 from resources.settings import settings
 from resources.tracing import tracing
-from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for, with_pinned_model
+from tasks.checkpoints.discovery import Checkpoint, discover_checkpoint, layouts_for, with_pinned_model
 from tasks.gates.conclude import conclude_by
 from tasks.gates.early import decided_early
 from tasks.gates.gate import Gate
@@ -47,7 +47,7 @@ def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> l
     """
     config = with_pinned_model(config)
     latest = config.discover_latest_checkpoint
-    checkpoint = discover_one(config.model_path, latest=latest, **layouts_for([config]))
+    checkpoint = discover_checkpoint(config.model_path, latest=latest, **layouts_for([config]))
     return evaluate([config], [checkpoint], gate=gate)
 
 

@@ -54,6 +54,6 @@ def _stop_cells(policy: Policy, flow_run: FlowRun, log: Logger | LoggerAdapter[A
     try:
         stopped = stop_unfinished(policy, flow_run_id=str(flow_run.id), name=flow_run.name)
     except AssayError as error:
-        log.warning("Cells that this run had begun are begun again by the next one: %s", error)
+        log.warning("The next run begins the unfinished cells of this run again: %s", error)
     else:
         log.info("%s of this run, cancelled before their outcome, wait for assay retry.", how_many(stopped, "cell"))

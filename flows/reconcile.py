@@ -43,7 +43,7 @@ from tasks.spec.names import how_many
 class Pass:
     """The result of a reconciliation: the cells open at its start, and the outcomes of those it started."""
 
-    found: Reconciliation
+    state: Reconciliation
     succeeded: int
     failed: int
     left: int
@@ -53,9 +53,9 @@ class Pass:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the values for `--json`, which are also the flow's result."""
-        states = {state: len(cells) for state, cells in self.found.by_state().items()}
+        states = {state: len(cells) for state, cells in self.state.by_state().items()}
         return {
-            "done_before": self.found.done_count,
+            "done_before": self.state.done_count,
             "open_before": states,
             "succeeded": self.succeeded,
             "failed": self.failed,
@@ -88,18 +88,18 @@ def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate:
     """
     require_whole(gate, by="--gate on a policy's runs")
     if deployment.id:
-        collapse_waiting(deployment.id, beside=str(flow_run.id))
+        collapse_waiting(deployment.id, current=str(flow_run.id))
         settle_lost(deployment.id)
     with end_reported():
-        wanted = load_policy(policy) if isinstance(policy, str) else policy
-        own = own_gate(wanted)
+        loaded_policy = load_policy(policy) if isinstance(policy, str) else policy
+        own = own_gate(loaded_policy)
         if gate is not None:
             require_whole(own, by=f"a policy that is judged by another gate, {gate.name}")
-        outcome = reconcile_once(wanted)
+        outcome = reconcile_once(loaded_policy)
         if gate is not None:
-            conclude_policy(gate, wanted, outcome.error)
+            conclude_policy(gate, loaded_policy, outcome.error)
         elif own is not None:
-            conclude_settled(own, wanted, outcome.error)
+            conclude_settled(own, loaded_policy, outcome.error)
         elif outcome.error is not None:
             raise outcome.error
     return outcome.as_dict()
@@ -127,14 +127,14 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
     if deployment.id:
         check_policy_paths(policy)
     listings = take_snapshot(policy)
-    found = reconcile(listings, policy, now=time.time())
+    state = reconcile(listings, policy, now=time.time())
     if policy.dispatch == "work_pools":
-        found, scheduled, error = dispatch(policy, listings, found)
-        return Pass(found, 0, 0, 0, error, scheduled)
-    report_event(f"{how_many(found.done_count, 'cell')} done, {len(found.work):,} to do, {len(found.others):,} wait")
+        state, scheduled, error = dispatch(policy, listings, state)
+        return Pass(state, 0, 0, 0, error, scheduled)
+    report_event(f"{how_many(state.done_count, 'cell')} done, {len(state.work):,} to do, {len(state.others):,} wait")
     began = now()
-    held = [cell for cell in found.others if cell.state == "held"]
-    meant = [cell for cell in (*found.work, *held) if only(cell)][: policy.most_cells_at_once]
+    held = [cell for cell in state.others if cell.state == "held"]
+    meant = [cell for cell in (*state.work, *held) if only(cell)][: policy.most_cells_at_once]
     expected = Estimates(listings).together(meant)
     if expected.cells:
         tell(expected)
@@ -142,7 +142,7 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
     cells: list[Cell] = []
     errors: list[AssayError] = []
     with stopping_if_cancelled(policy, meant):
-        todo, begun = found.work, set[tuple[str, str, bool]]()
+        todo, begun = state.work, set[tuple[str, str, bool]]()
         while fresh := _of_this_pass(todo, meant, begun):
             begun |= set(map(_way, fresh))
             for group in served_together(fresh):
@@ -159,7 +159,7 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
                 break
             listings = take_snapshot(policy)
             todo = reconcile(listings, policy, now=time.time()).work
-    return _concluded(found, cells, errors, since=began)
+    return _concluded(state, cells, errors, since=began)
 
 
 def _of_this_pass(
@@ -178,16 +178,16 @@ def _configs(group: Sequence[OpenCell]) -> list[Any]:
 
 
 def _planned(group: Sequence[OpenCell], listing: RunListing, errors: list[AssayError]) -> list[Cell]:
-    wanted = {(_place(cell), cell.evaluation.hash) for cell in group}
+    cell_keys = {(_place(cell), cell.evaluation.hash) for cell in group}
     checkpoints = [_as_it_is(cell, errors) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
     planned = plan_cells(_configs(group), [checkpoint for checkpoint in checkpoints if checkpoint is not None])
-    planned = [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in wanted]
+    planned = [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in cell_keys]
     if listing.early is None:
         return planned
     meant = {(_place(cell), cell.evaluation.hash) for cell in group if cell.early}
     early = [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in meant]
     whole = [cell for cell in planned if cell not in early]
-    return [*whole, *with_early(listing.early, early, evaluations=len(listing.wanted))]
+    return [*whole, *with_early(listing.early, early, evaluations=len(listing.evaluations))]
 
 
 @contextmanager
@@ -209,21 +209,21 @@ def _place(cell: OpenCell) -> str:
 def _as_it_is(cell: OpenCell, errors: list[AssayError]) -> Checkpoint | None:
     kinds = LOADED_NATIVELY if cell.evaluation.config.native else ("huggingface",)
     try:
-        found = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)
+        listed = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)
     except CheckpointError as error:
         report_event(f"{cell.checkpoint.name}: {error.found}")
         errors.append(error)
         return None
     except BadInput:
         return None
-    return next((seen for seen in found if seen.uri == _place(cell) and seen.complete), None)
+    return next((seen for seen in listed if seen.uri == _place(cell) and seen.complete), None)
 
 
-def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:
+def _concluded(state: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:
     # a cell with an early verdict of worse was planned again, whole
     latest = list({cell.uri: cell for cell in cells}.values())
     cells = [cell for cell in latest if unfinished_verdict(cell) is None]
-    records = [found.record for found in map(standing_record, cells) if found is not None]
+    records = [recorded.record for recorded in map(standing_record, cells) if recorded is not None]
     succeeded = sum(record.succeeded for record in records)
     failed = [record for record in records if not record.succeeded and record.created >= since]
     error: AssayError | None = errors[0] if errors else None
@@ -236,4 +236,4 @@ def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[As
             remedy="see why with `assay gaps`; failures of machines are tried again by themselves",
         )
     left = len(cells) - succeeded - len(failed)
-    return Pass(found, succeeded, len(failed), left, error, decided=len(latest) - len(cells))
+    return Pass(state, succeeded, len(failed), left, error, decided=len(latest) - len(cells))

@@ -10,7 +10,7 @@ from prefect import flow
 from flows.evaluation import run_claimed
 from flows.hooks import leave_nothing
 from resources.settings import with_pinned_lists
-from tasks.checkpoints.discovery import discover_one, layouts_for
+from tasks.checkpoints.discovery import discover_checkpoint, layouts_for
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record
@@ -39,7 +39,7 @@ def ask_again(configs: Sequence[EvaluationConfig], label: str, lists: Mapping[st
     """
     with with_pinned_lists(lists):
         configs = [as_served(config) for config in configs]
-        checkpoint = discover_one(configs[0].model_path, latest=False, **layouts_for(configs))
+        checkpoint = discover_checkpoint(configs[0].model_path, latest=False, **layouts_for(configs))
         with marked(configs), end_reported():
             cells = plan_cells(configs, [checkpoint])
             with ClaimedCells(cells, wait=True) as claimed:

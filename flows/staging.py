@@ -39,7 +39,7 @@ class StagingRequest(Config):
     """Load everything again without a network."""
 
     @model_validator(mode="after")
-    def _one_way(self) -> StagingRequest:
+    def _check_combination(self) -> StagingRequest:
         if self.fill_from is None and not (self.suites or self.tokenizers):
             raise ValueError("name a suite or a tokenizer, or a shared copy to fill the cache from")
         if self.fill_from is not None and (self.target is not None or self.refresh):
@@ -52,7 +52,7 @@ class StagingRequest(Config):
         return in_few_words([*self.suites, *self.tokenizers]) or f"from {self.fill_from}"
 
     @property
-    def wanted(self) -> Wanted:
+    def required(self) -> Wanted:
         """The data that the suites need, and the tokenizers."""
         return wanted_by([load_suite(name) for name in self.suites], tokenizers=self.tokenizers)
 
@@ -79,16 +79,16 @@ def stage_data(request: StagingRequest) -> dict[str, Any]:
 
 def staged_by(request: StagingRequest, *, on_event: Any) -> dict[str, Any]:
     """Stages the data of a request without Prefect, for the command line."""
-    wanted = request.wanted
+    required = request.required
     if request.fill_from is not None:
         everything = not (request.suites or request.tokenizers)
-        staged, number = fill_from(request.fill_from, None if everything else wanted, on_event=on_event)
+        staged, number = fill_from(request.fill_from, None if everything else required, on_event=on_event)
         on_event(f"{number} bytes copied from {request.fill_from}")
         return staged
     pinned = {path: commit for name in request.suites for path, commit in load_suite(name).revisions.items()}
     try:
         staged = stage(
-            wanted,
+            required,
             benchmarks_path=request.benchmarks_path,
             revisions={**pinned, **request.revisions},
             texts_from=request.texts_from,

@@ -62,7 +62,7 @@ def default_eval(request: SuiteRequest, evals: str | None = None) -> list[Record
 
 @flow(
     name="evaluate-on-step",
-    flow_run_name="evaluate {request.place}, one step · {evaluator}",
+    flow_run_name="evaluate {request.place}, single step · {evaluator}",
     persist_result=False,
     on_cancellation=[leave_nothing],
     on_crashed=[leave_nothing],
@@ -72,7 +72,7 @@ def evaluate_on_step(
 ) -> list[Record]:
     """Evaluates a training step of a run, or its latest checkpoint, with a single evaluator."""
     evaluation = SuiteEvaluation.model_validate({"label": "on_step", "evaluator": evaluator, "evals": evals})
-    suite = Suite(name="on_step", description="One training step.", evaluations=(evaluation,))
+    suite = Suite(name="on_step", description="A single training step.", evaluations=(evaluation,))
     selection = CheckpointSelection(which="latest") if step is None else CheckpointSelection(steps=(step,))
     return _evaluate(suite, request, selection)
 

@@ -92,7 +92,7 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
         raise failure
     if not cells.planned:
         raise NoCheckpoints(
-            expected=f"at least one complete checkpoint in {config.exports}",
+            expected=f"a complete checkpoint in {config.exports}",
             found="none, though the training has ended",
             remedy="let it export more often: hf_save_steps in train_config",
         )

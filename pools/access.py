@@ -106,10 +106,10 @@ def access_at(url: str, *, key: SecretStr | None, admin_key: SecretStr | None = 
     try:
         return described(address, key=key, admin_key=admin_key)
     except (ProxyRefused, ValidationError) as error:
-        found = error.found if isinstance(error, ProxyRefused) else "something else answers, or another Assay"
+        problem = error.found if isinstance(error, ProxyRefused) else "something else answers, or another Assay"
         raise BadInput(
             expected=f"a pool at {url} that takes this key",
-            found=found,
+            found=problem,
             remedy="correct the address or the key: `assay pool env NAME` prints both where the pool was started",
         ) from error
 

@@ -110,7 +110,7 @@ class ModelConfig(Config):
         normal = {key.replace("-", "_"): value for key, value in kwargs.items()}
         if "chat_template" in normal:
             raise ValueError(
-                "chat_template would replace the model's own template: put the right one into the checkpoint"
+                "chat_template would replace the model's own template: put the right template into the checkpoint"
             )
         if "hf_token" in normal:
             raise ValueError(
@@ -210,7 +210,7 @@ class InferencePoolConfig(Config):
             raise ValueError(
                 "time-outs must grow outwards: engine_timeout_seconds < proxy_timeout_seconds < "
                 f"client_timeout_seconds, found {self.engine_timeout_seconds:g}, {self.proxy_timeout_seconds:g}, "
-                f"{self.client_timeout_seconds:g}. Raise the outer ones"
+                f"{self.client_timeout_seconds:g}. Raise the outer time-outs"
             )
         if not self.lease_seconds < self.proxy_timeout_seconds:
             raise ValueError(
@@ -222,10 +222,10 @@ class InferencePoolConfig(Config):
 
     @model_validator(mode="after")
     def _device_fits_resources(self) -> InferencePoolConfig:
-        wanted = infer_device_from_resource_config(self.resource_config)
-        if self.model.device not in ("auto", wanted):
+        device = infer_device_from_resource_config(self.resource_config)
+        if self.model.device not in ("auto", device):
             raise ValueError(
-                f"model.device is {self.model.device!r} but the resources are for {wanted!r}: "
+                f"model.device is {self.model.device!r} but the resources are for {device!r}: "
                 "change one of them, or leave device at 'auto'"
             )
         return self

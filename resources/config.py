@@ -138,9 +138,9 @@ class TpuConfig(Config):
         first, *others = (tpu_topology(variant) for variant in self.types)
         unlike = [other for other in others if (other.vms, other.chips_per_vm) != (first.vms, first.chips_per_vm)]
         if unlike:
-            found = ", ".join(f"{known.variant} has {_shape(known)}" for known in unlike)
+            sizes = ", ".join(f"{known.variant} has {_shape(known)}" for known in unlike)
             raise ValueError(
-                f"expected TPU types of as many VMs and chips as {first.variant}, {_shape(first)}; found that {found}: "
+                f"expected TPU types of as many VMs and chips as {first.variant}, {_shape(first)}; found that {sizes}: "
                 "leave these out, or submit a job for each"
             )
         return self
@@ -174,7 +174,9 @@ def _type_as_variant(values: Any) -> Any:
     if not isinstance(values, dict) or "type" not in values:
         return values
     if "variant" in values and values["variant"] != values["type"]:
-        raise ValueError(f"type={values['type']!r} and variant={values['variant']!r} mean the same field: keep one")
+        raise ValueError(
+            f"type={values['type']!r} and variant={values['variant']!r} mean the same field: keep one of them"
+        )
     return {**{key: value for key, value in values.items() if key != "type"}, "variant": values["type"]}
 
 
@@ -266,7 +268,7 @@ class ResourceConfig(Config):
     def _slice_has_its_own_hosts(self) -> ResourceConfig:
         if isinstance(self.device, TpuConfig) and self.hosts > 1:
             raise ValueError(
-                f"expected no hosts beside a TPU, found {self.hosts}: {self.device.variant} has "
+                f"expected no hosts with a TPU, found {self.hosts}: {self.device.variant} has "
                 f"{self.device.slice.vms} VMs, choose another type for another number"
             )
         return self

@@ -307,5 +307,5 @@ class UnexpectedError(AssayError):
         return cls(
             expected=expected,
             found=f"{type(error).__name__} at {module}:{line}",
-            remedy="report it: the code there is wrong, or was given what nobody foresaw; try again once it is mended",
+            remedy="report it: the code there has a bug, or received an unexpected value; try again once it is fixed",
         )

@@ -189,11 +189,11 @@ def process_environment(
     an HTTP proxy, `NO_PROXY` includes this machine, in addition to its entries in this process and in `overrides`.
     """
     left_out = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
-    found = {name: value for name, value in os.environ.items() if name not in left_out}
+    base = {name: value for name, value in os.environ.items() if name not in left_out}
     if inherited is not None:
-        found = {name: value for name, value in found.items() if may_inherit(name, value, inherited)}
-    variables = {**found, **(overrides or {})}
-    return {**variables, **_without_proxies(found, variables)}
+        base = {name: value for name, value in base.items() if may_inherit(name, value, inherited)}
+    variables = {**base, **(overrides or {})}
+    return {**variables, **_without_proxies(base, variables)}
 
 
 def ask_this_machine_directly() -> None:
@@ -245,9 +245,9 @@ def set_tracking_server(uri: str) -> None:
 
 def pip_find_links() -> list[str]:
     """Returns the extra folders or pages where this machine's pip finds wheels; uv does not read this configuration."""
-    found = os.environ.get("PIP_FIND_LINKS", "").split()
-    if found:
-        return found
+    links = os.environ.get("PIP_FIND_LINKS", "").split()
+    if links:
+        return links
     home = Path.home()
     candidates = [
         Path(os.environ.get("PIP_CONFIG_FILE", "/etc/pip.conf")),
@@ -259,8 +259,8 @@ def pip_find_links() -> list[str]:
     parser.read([path for path in candidates if path.is_file()], encoding="utf-8")
     for section in ("install", "global"):
         if parser.has_option(section, "find-links"):
-            found.extend(parser.get(section, "find-links").split())
-    return found
+            links.extend(parser.get(section, "find-links").split())
+    return links
 
 
 def data_prefix() -> str | None:

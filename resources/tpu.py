@@ -85,7 +85,7 @@ def canonical_variant(name: str) -> str:
     return f"v5litepod-{lowered.removeprefix('v5e-')}" if lowered.startswith("v5e-") else lowered
 
 
-def largest_of_one_vm(variant: str) -> str:
+def largest_single_vm_slice(variant: str) -> str:
     """Returns the largest single-VM slice of a slice's generation."""
     beginning = f"{variant.partition('-')[0]}-"
     alike = [known for known in TPU_TOPOLOGIES.values() if known.vms == 1 and known.variant.startswith(beginning)]

@@ -21,7 +21,7 @@ from fakes.shared import end_shared, shared
 from resources.settings import settings
 
 TOGETHER = {
-    "one Prefect server": (
+    "a Prefect server": (
         *("integration/test_prefect_blocks.py", "integration/test_cli.py", "integration/test_evaluations_together.py"),
         "integration/test_alerts.py",
         *("integration/test_flows.py", "integration/test_generation.py", "integration/test_suites_real.py"),
@@ -32,11 +32,11 @@ TOGETHER = {
     ),
     "jobs on iris": ("integration/test_iris_jobs.py", "integration/test_training_real.py"),
     "jobs on slurm": ("integration/test_slurm_jobs.py",),
-    "one lm-eval": (
+    "an lm-eval": (
         *("integration/test_lm_eval_real.py", "integration/test_lm_eval_refusals.py"),
         *("integration/test_truth.py", "integration/test_warm_lm_eval.py", "integration/test_early_decisions.py"),
     ),
-    "one MLflow": (
+    "an MLflow": (
         "e2e/test_eval_job.py",
         "contract/test_sinks.py",
         "integration/test_mlflow_checkpoints.py",

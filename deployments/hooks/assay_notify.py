@@ -36,7 +36,7 @@ def harmless(hook: Callable[Arguments, None]) -> Callable[Arguments, None]:
         try:
             hook(*args, **kwargs)
         except Exception:  # the boundary between a hook and its training
-            LOG.exception("Assay was not told of a checkpoint")
+            LOG.exception("Assay was not notified of a checkpoint")
 
     return guarded
 
@@ -78,11 +78,11 @@ def _say(checkpoint: str, *, seconds: float) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode != 0:
-        LOG.error("Assay was not told of %s: %s", checkpoint, done.stderr.strip() or f"exit code {done.returncode}")
+        LOG.error("Assay was not notified of %s: %s", checkpoint, done.stderr.strip() or f"exit code {done.returncode}")
         return
     answer = json.loads(done.stdout)
     if answer["sent"]:
         listening = ", ".join(answer["automations"]) or "no policy that is deployed with --on-event"
-        LOG.info("Assay was told of %s; it begins: %s", answer["checkpoint"], listening)
+        LOG.info("Assay was notified of %s; it begins: %s", answer["checkpoint"], listening)
     else:
-        LOG.error("Assay was not told of %s: %s", checkpoint, "; ".join(answer["problems"]))
+        LOG.error("Assay was not notified of %s: %s", checkpoint, "; ".join(answer["problems"]))

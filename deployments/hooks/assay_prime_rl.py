@@ -24,7 +24,7 @@ from assay_notify import harmless, notify
 
 POLL_SECONDS = 1.0
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-BESIDE = {".json", ".jinja", ".model", ".txt"}
+COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 
 
 @harmless
@@ -40,7 +40,7 @@ def tell(broadcast: Path, model: Path, *, every: int) -> None:
     checkpoint.mkdir(parents=True)
     try:
         for file in model.iterdir():
-            if file.suffix in BESIDE and not file.name.endswith(WEIGHTS):
+            if file.suffix in COPIED_SUFFIXES and not file.name.endswith(WEIGHTS):
                 shutil.copyfile(file, checkpoint / file.name)
         for file in weights:  # last, and their index at the very end, so that an incomplete checkpoint lacks a file
             os.link(file, checkpoint / file.name)

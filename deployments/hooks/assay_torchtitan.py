@@ -77,7 +77,7 @@ def _wait(state: Path, before: set[str], *, deadline: float) -> None:
             return
         # torchtitan saves one at a time: a complete later save means that this save failed
         if later or late:
-            raise TimeoutError(f"{state} is not whole, and {'later ones are' if later else 'its time is over'}")
+            raise TimeoutError(f"{state} is not whole, and {'later saves are' if later else 'its time is over'}")
         time.sleep(1)
 
 

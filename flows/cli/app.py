@@ -128,7 +128,7 @@ def _exit_on_signal(number: int, frame: object) -> None:
 
 def checkpoints(
     path: Annotated[
-        str, typer.Argument(help="A checkpoint, a run that holds them, or the name of a merged one.", metavar="PATH")
+        str, typer.Argument(help="A checkpoint, a run, or the name of a merged checkpoint.", metavar="PATH")
     ],
     folder: Annotated[str | None, typer.Argument(help="With --materialize, the folder.", show_default=False)] = None,
     materialize: Annotated[bool, typer.Option("--materialize", help="Write a merged checkpoint to FOLDER.")] = False,
@@ -146,18 +146,18 @@ def checkpoints(
         )
     if folder is not None and not storage.is_local(folder):
         raise BadInput(expected="a folder of this machine", found=folder, remedy="write it here, and copy it there")
-    found = find_checkpoints(path)
+    checkpoints = find_checkpoints(path)
     if folder is not None:
         from tasks.checkpoints.merged import write_merged
 
-        write_merged(found[0], storage.local_path(folder))
-        found = find_checkpoints(folder)
+        write_merged(checkpoints[0], storage.local_path(folder))
+        checkpoints = find_checkpoints(folder)
     if as_json:
         keys = ("uri", "run", "name", "step", "kind", "complete", "problems")
-        print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in found])
+        print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in checkpoints])
         return
     table = Table("Step", "Name", "Complete", "Why not")
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         complete = Text("yes", "green") if checkpoint.complete else Text("no", "yellow")
         table.add_row(str(checkpoint.step), checkpoint.name, complete, "; ".join(checkpoint.problems))
     OUT.print(table)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tasks.contamination.scan import Progress
 
 contamination_app = typer.Typer(
-    help="Questions that stand in training texts: found here, or imported.", no_args_is_help=True
+    help="Questions that occur in training texts: scanned here, or imported.", no_args_is_help=True
 )
 
 _Path = Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")]
@@ -34,14 +34,14 @@ def scan_texts(
         ),
     ] = None,
     train_config: Annotated[
-        str | None, typer.Option(help="Levanter's configuration, or ours with one: its training data is scanned.")
+        str | None, typer.Option(help="Configuration of train_lm or train-and-evaluate: its training data is scanned.")
     ] = None,
     field: Annotated[str, typer.Option(help="Field of a document with its text.")] = "text",
     name: _Name = "scan",
     n: Annotated[int, typer.Option("--n", help="Words of an n-gram.", min=1)] = 13,
     shortest: Annotated[int, typer.Option(help="Words that a question needs to be looked for.", min=1)] = 8,
     threshold: Annotated[float, typer.Option(help="Share of a question's n-grams that flags it.")] = 0.5,
-    processes: Annotated[int | None, typer.Option(help="Processes; one per core when left out.", min=1)] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes; the number of cores when left out.", min=1)] = None,
     as_json: Json = False,
 ) -> None:
     """Search training texts for the questions of all records."""

@@ -24,7 +24,7 @@ from tasks.records.provenance import git_output, git_state, versions
 _ENGINE_DISK_BYTES = 6 * 1024**3
 _COMMIT, _VERSION = re.compile(r"[0-9a-f]{7,40}"), re.compile(r"v?\d+\.\d+(\.\d+)?")
 _IN_IMAGES = ("flows", "tasks", "pools", "resources", "deployments", "pyproject.toml")
-_REBUILD = "build it anew, as docs/how-to/build-the-images.md says, and name that one"
+_REBUILD = "rebuild it, as docs/how-to/build-the-images.md says, and name the new image"
 _ENGINE_MEMORY_BYTES = 4 * 1024**3
 
 
@@ -174,7 +174,7 @@ def image_finding(image: str, commit: str | None, *, changed: bool, since: Calla
         return finding(False, "its tag does not say how old it is", "tag it with the commit that it is built from")
     newer = 0 if (commit or "").startswith(tag) else since(tag)
     if newer is None:
-        return finding(False, f"of another commit than this code, which is of {(commit or 'an unknown one')[:12]}")
+        return finding(False, f"of another commit than this code's ({(commit or 'not known')[:12]})")
     if newer:
         return finding(False, f"{newer} {'commit' if newer == 1 else 'commits'} older than this code")
     return finding(not changed, "lacks changes that are not committed" if changed else "no older than this code")

@@ -13,11 +13,11 @@ from rich.text import Text
 from flows.console.console import ERR, OUT, Json, print_json, write
 from resources.errors import BackendUnavailable, BadInput
 
-eval_job_app = typer.Typer(help="Evaluations on GKE, each from one YAML file.", no_args_is_help=True)
+eval_job_app = typer.Typer(help="Evaluations on GKE, each from a YAML file.", no_args_is_help=True)
 
 _File = Annotated[Path, typer.Argument(help="The job's file.")]
 _HelmConfig = Annotated[
-    Path | None, typer.Option(help="HELM's run entries; run_specs.conf beside the job's file when left out.")
+    Path | None, typer.Option(help="HELM's run entries; run_specs.conf next to the job's file when left out.")
 ]
 _AllowDirty = Annotated[
     bool, typer.Option("--allow-dirty", help="Take files that are not committed or pushed; a tag says so.")
@@ -103,15 +103,15 @@ def list_jobs(
     from flows.cli.options.jobs import cluster_of
     from tasks.eval_jobs.submission import submitted_jobs
 
-    found = submitted_jobs(cluster_of(backend, namespace=namespace))
+    jobs = submitted_jobs(cluster_of(backend, namespace=namespace))
     if as_json:
-        print_json([job.as_values() for job in found])
+        print_json([job.as_values() for job in jobs])
         return
     table = Table("Job", "Status", "Submitted", "Experiment", "Commit", "Why")
     table.columns[0].overflow = "fold"
-    for job in found:
+    for job in jobs:
         table.add_row(job.name, job.status, job.submitted_at, Text(job.experiment), job.commit[:8], job.reason or "")
-    OUT.print(table if found else "No evaluation job is there.")
+    OUT.print(table if jobs else "No evaluation job is there.")
 
 
 @eval_job_app.command()

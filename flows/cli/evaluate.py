@@ -68,7 +68,7 @@ def evaluate(
     )
     egress_usd = settings().max_egress_usd if sending.max_egress_usd is None else sending.max_egress_usd
     max_usd = settings().max_usd if budget.max_usd is None else budget.max_usd
-    there: dict[str, Any] = {
+    sending_options: dict[str, Any] = {
         "gate": judged_by,
         "max_egress_usd": egress_usd,
         "max_usd": max_usd,
@@ -87,9 +87,9 @@ def evaluate(
         request, suite = with_pinned_model(suite_request_from_options(options)), load_suite(options.suite)
         configs, sinks = suite.evaluations_of(request), request.sinks
     else:
-        wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
-        configs = [with_pinned_model(wanted)]
-        sinks = wanted.sinks
+        evaluation = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
+        configs = [with_pinned_model(evaluation)]
+        sinks = evaluation.sinks
     if deciding.finish:
         steps = undecided_steps(configs[0].evaluation_path, configs[0].run_name)
         selection = CheckpointSelection(steps=selection.steps or steps)
@@ -100,9 +100,9 @@ def evaluate(
         from flows.console.on_work_pool import send_evaluation, send_suite
 
         if suite is not None and request is not None:
-            sent = send_suite(suite, request, selection=selection, **there)
+            sent = send_suite(suite, request, selection=selection, **sending_options)
         else:
-            sent = send_evaluation(configs[0], selection, **there)
+            sent = send_evaluation(configs[0], selection, **sending_options)
         show_series(sent, as_json=as_json)
         return
 
@@ -140,11 +140,11 @@ def _show_plan(
 
         choice, checkpoints = choose(configs, selection, max_egress_usd=egress_usd)
         expected = expected_there(configs, checkpoints, choice)
-        wanted = len(checkpoints) * len(configs)
-        content = {"wanted": wanted, **choice.as_dict(), "expected": expected.as_dict()}
-        recorded = wanted - expected.cells
+        cell_count = len(checkpoints) * len(configs)
+        content = {"wanted": cell_count, **choice.as_dict(), "expected": expected.as_dict()}
+        recorded = cell_count - expected.cells
         lines = [
-            f"{how_many(wanted, 'cell')} wanted, {recorded} recorded already, {expected.cells} to evaluate",
+            f"{how_many(cell_count, 'cell')} wanted, {recorded} recorded already, {expected.cells} to evaluate",
             choice.described(),
             *(expected.lines() if expected.cells else ()),
         ]
@@ -228,11 +228,11 @@ def requalify(
     from tasks.running.requalification import side_of
     from tasks.spec.names import how_many
 
-    wanted = RecordFilter(evaluators=tuple(evaluator or ()), benchmarks=tuple(benchmark or ()))
-    wanted.check()
+    filters = RecordFilter(evaluators=tuple(evaluator or ()), benchmarks=tuple(benchmark or ()))
+    filters.check()
     sides = side_of(before or path), side_of(after)
     [known] = records_of_checkpoints((checkpoint,), evaluation_path=sides[0].records or path)
-    meant = [record for record in wanted.select([item.record for item in known]) if record.succeeded]
+    meant = [record for record in filters.select([item.record for item in known]) if record.succeeded]
     if not meant:
         raise BadInput(
             expected=f"a succeeded record of {checkpoint} below {sides[0].records or path} that is wanted here",
@@ -240,8 +240,8 @@ def requalify(
             remedy="evaluate it first, or take back --evaluator or --benchmark",
         )
     asked = storage.join(path, QUALIFICATIONS_FOLDER, "asked", f"{now():%Y%m%dT%H%M%S}-{meant[0].checkpoint.name}")
-    found = [_found(side, meant, storage.join(asked, name)) for side, name in zip(sides, ("from", "to"), strict=True)]
-    qualification = qualify(*found, compared=(sides[0].label, sides[1].label), margin=margin)
+    pair = [_records(side, meant, storage.join(asked, name)) for side, name in zip(sides, ("from", "to"), strict=True)]
+    qualification = qualify(*pair, compared=(sides[0].label, sides[1].label), margin=margin)
     written = write_qualification(path, qualification)
     if as_json:
         print_json({"file": written, **json.loads(qualification.model_dump_json())})
@@ -255,11 +255,11 @@ def requalify(
             found=f"{len(changed)} of {how_many(len(qualification.benchmarks), 'benchmark')} different: "
             + ", ".join(verdict.benchmark for verdict in changed),
             remedy=f"look at the questions in {written}; keep to the former build, or evaluate all that is to be "
-            "compared with the later one, into another evaluation_path",
+            "compared with the later build, into another evaluation_path",
         )
 
 
-def _found(side: Side, meant: list[Record], evaluation_path: str) -> list[FoundRecord]:
+def _records(side: Side, meant: list[Record], evaluation_path: str) -> list[FoundRecord]:
     from tasks.running.requalification import asked_again, recorded_successes
 
     if side.records is None:
@@ -276,8 +276,8 @@ def _found(side: Side, meant: list[Record], evaluation_path: str) -> list[FoundR
             )
             if result.error is not None:
                 raise result.error
-    found = recorded_successes(side.records or evaluation_path, digest=meant[0].checkpoint.digest)
-    return [item for item in found if (item.record.evaluator, item.record.benchmarks) in _evaluations(meant)]
+    records = recorded_successes(side.records or evaluation_path, digest=meant[0].checkpoint.digest)
+    return [item for item in records if (item.record.evaluator, item.record.benchmarks) in _evaluations(meant)]
 
 
 def _evaluations(records: list[Record]) -> set[tuple[str, tuple[str, ...]]]:

@@ -47,7 +47,7 @@ class EarlyOptions:
     alpha: Annotated[
         float | None,
         typer.Option(
-            help="Largest probability that the whole contradicts early verdicts on a checkpoint, of one baseline."
+            help="Largest probability that the whole contradicts early verdicts on a checkpoint, per baseline."
         ),
     ] = None
     finish: Annotated[
@@ -58,12 +58,12 @@ class EarlyOptions:
 def gate(
     file: Annotated[str, typer.Argument(help="YAML file with a gate.", metavar="GATE")],
     records: Annotated[str, typer.Option(help="Folder given as --output to evaluate.")] = "evaluations",
-    run: Annotated[str | None, typer.Option(help="The run; may be left out where there is one only.")] = None,
+    run: Annotated[str | None, typer.Option(help="The run; may be left out if it is the only run.")] = None,
     step: Annotated[
-        int | None, typer.Option(help="Training step; as the gate says, the latest or every one, when left out.")
+        int | None, typer.Option(help="Training step; the latest or every step, as the gate says, when left out.")
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="The checkpoint, as in assay compare: NAME, or mean(RUN@STEPS) of a merged one.")
+        str | None, typer.Option(help="The checkpoint, as in assay compare: NAME, or mean(RUN@STEPS) if merged.")
     ] = None,
     early: Annotated[
         bool, typer.Option("--early", help="Judge by early verdicts, too, where the whole is not recorded.")
@@ -77,14 +77,14 @@ def gate(
 
     if checkpoint is not None and not (run is step is None):
         raise BadInput(expected="--checkpoint, or --run and --step", found="both", remedy="leave --run and --step out")
-    wanted = load_gate(file)
-    early = early or wanted.decide == "early"
+    gate_config = load_gate(file)
+    early = early or gate_config.decide == "early"
     judged = (
         _checkpoints(records, run=run, step=step, early=early)
         if checkpoint is None
         else _named(checkpoint, records, early=early)
     )
-    verdict = judge(wanted, judged, evaluation_path=records)
+    verdict = judge(gate_config, judged, evaluation_path=records)
     write_summaries([verdict], summary)
     if as_json:
         print_json(verdict.as_dict())
@@ -106,28 +106,28 @@ def gate_of(options: GateOptions) -> Gate | None:
     from resources.errors import BadInput
 
     if options.gate is None and options.summary is not None:
-        raise BadInput(expected="--gate beside --summary", found="none", remedy="leave --summary out, or name a gate")
+        raise BadInput(expected="--gate with --summary", found="none", remedy="leave --summary out, or name a gate")
     return load_gate(options.gate) if options.gate is not None else None
 
 
-def early_gate(wanted: Gate | None, options: EarlyOptions) -> Gate | None:
+def early_gate(gate: Gate | None, options: EarlyOptions) -> Gate | None:
     """Returns the gate with the options for early decisions applied."""
     from resources.errors import BadInput
     from tasks.gates.gate import Gate
     from tasks.spec.loading import build_config
 
-    if wanted is None or (options.early and options.finish):
+    if gate is None or (options.early and options.finish):
         if not (options.early or options.finish or options.alpha is not None):
             return None
         raise BadInput(
-            expected="--gate beside --early, --alpha or --finish, and only one of --early and --finish",
-            found="no gate" if wanted is None else "both",
-            remedy="name a gate" if wanted is None else "decide early first, and finish then",
+            expected="--gate with --early, --alpha or --finish, and only one of --early and --finish",
+            found="no gate" if gate is None else "both",
+            remedy="name a gate" if gate is None else "decide early first, and finish then",
         )
-    decide = "early" if options.early else "whole" if options.finish else wanted.decide
+    decide = "early" if options.early else "whole" if options.finish else gate.decide
     changes = {"decide": decide, "whole_every": None}  # applies to a policy's checkpoints only
-    alpha = wanted.alpha if options.alpha is None else options.alpha
-    return build_config({**wanted.model_dump(), **changes, "alpha": alpha}, Gate, source="--gate with --early")
+    alpha = gate.alpha if options.alpha is None else options.alpha
+    return build_config({**gate.model_dump(), **changes, "alpha": alpha}, Gate, source="--gate with --early")
 
 
 def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
     steps = {verdict.checkpoint.step for verdict in early_below(folder)}
     if not steps:
         raise BadInput(
-            expected=f"early verdicts below {folder} whose rest is not asked yet",
+            expected=f"early verdicts below {folder} without a whole evaluation yet",
             found="none",
             remedy="decide early first (--early), or leave --finish out to evaluate whole",
         )
@@ -169,7 +169,7 @@ def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
         raise BadInput(
             expected=f"--summary {file} to be a file that can be written",
             found=str(error),
-            remedy="name another one, in a folder that is there",
+            remedy="name another file, in an existing folder",
         ) from error
 
 
@@ -179,12 +179,12 @@ def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
     from tasks.records.search import records_of_checkpoints
 
     rejected: dict[str, str] = {}
-    [found] = records_of_checkpoints([name], evaluation_path=path, rejected=rejected)
+    [records] = records_of_checkpoints([name], evaluation_path=path, rejected=rejected)
     say_rejected(rejected)
-    meant = {item.record.checkpoint.name for item in found}
+    meant = {item.record.checkpoint.name for item in records}
     verdicts = [each for each in early_below(path) if each.checkpoint.name in meant] if early else []
-    own = found[0].record.checkpoint
-    return with_rejected(judged_checkpoints(found, verdicts), rejected, run=own.run, step=own.step)
+    own = records[0].record.checkpoint
+    return with_rejected(judged_checkpoints(records, verdicts), rejected, run=own.run, step=own.step)
 
 
 def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -> list[JudgedCheckpoint]:
@@ -194,10 +194,10 @@ def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -
     from tasks.records.record import find_records
 
     rejected: dict[str, str] = {}
-    found = find_records(path, rejected=rejected)
+    records = find_records(path, rejected=rejected)
     say_rejected(rejected)
     verdicts = early_below(path) if early else []
-    references = [*(item.record.checkpoint for item in found), *(verdict.checkpoint for verdict in verdicts)]
+    references = [*(item.record.checkpoint for item in records), *(verdict.checkpoint for verdict in verdicts)]
     runs = sorted({reference.run for reference in references})
     if run is None and len(runs) > 1:
         raise BadInput(expected="--run, one of those recorded", found=", ".join(runs), remedy="name one of them")
@@ -205,14 +205,14 @@ def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -
     def is_wanted(reference: CheckpointReference) -> bool:
         return (run is None or reference.run == run) and (step is None or reference.step == step)
 
-    wanted = [recorded for recorded in found if is_wanted(recorded.record.checkpoint)]
+    matching = [recorded for recorded in records if is_wanted(recorded.record.checkpoint)]
     decided = [verdict for verdict in verdicts if is_wanted(verdict.checkpoint)]
-    if not wanted and not decided:
+    if not matching and not decided:
         steps = sorted({reference.step for reference in references if run is None or reference.run == run})
-        there = f"steps {', '.join(map(str, steps))}" if steps else f"runs {', '.join(runs)}" if runs else "none"
+        known = f"steps {', '.join(map(str, steps))}" if steps else f"runs {', '.join(runs)}" if runs else "none"
         raise BadInput(
             expected=f"records of {run or 'a run'}{'' if step is None else f' at step {step}'} below {path}",
-            found=there,
+            found=known,
             remedy="evaluate it, or name another --records, --run or --step",
         )
-    return with_rejected(judged_checkpoints(wanted, decided), rejected, run=run or runs[0], step=step)
+    return with_rejected(judged_checkpoints(matching, decided), rejected, run=run or runs[0], step=step)

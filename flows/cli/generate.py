@@ -18,7 +18,7 @@ from flows.cli.options.groups import (
     SelectionOptions,
     annotations_of,
     flattened,
-    refuse_beside_config,
+    refuse_with_config,
 )
 from flows.console.console import ERR, OUT, Json, print_json
 
@@ -50,13 +50,13 @@ def generate(
         given = [field for group in groups for field in annotations_of(type(group)) if _was_given(group, field)]
         alone = {"model": model, "pool": pool, "pool_key_block": pool_key_block, "name": name}
         given += [field for field, value in alone.items() if value is not None]
-        refuse_beside_config(given, "a generation")
-        wanted = load_config(config, GenerationConfig)
+        refuse_with_config(given, "a generation")
+        generation = load_config(config, GenerationConfig)
     else:
         pools = {"pool": pool, "pool_key_block": pool_key_block}
         served = EvaluationOptions(model=model, name=name, **pools, **asdict(engines), **asdict(machine))
-        wanted = generation_from_options(served, asked, sampling, writing, selecting)
-    written = run_generation(wanted, console=ERR)
+        generation = generation_from_options(served, asked, sampling, writing, selecting)
+    written = run_generation(generation, console=ERR)
     if as_json:
         print_json(written)
         return

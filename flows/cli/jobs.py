@@ -15,7 +15,7 @@ from flows.console.console import ERR, OUT, Json, print_json, write
 from resources.errors import BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import JobDetails, JobStatus
 
-jobs_app = typer.Typer(help="Jobs of a backend, whoever submitted them.", no_args_is_help=True)
+jobs_app = typer.Typer(help="Jobs of a backend, of all users.", no_args_is_help=True)
 
 SUBMIT_SETTINGS = {"allow_interspersed_args": False}
 """For typer: arguments after the program belong to it, with or without `--`."""
@@ -23,7 +23,7 @@ SUBMIT_SETTINGS = {"allow_interspersed_args": False}
 _Backend = Annotated[
     str | None, typer.Option(help="local, ray://…, iris://…, kubernetes://… or slurm://…; see ASSAY_JOBS.")
 ]
-_Cluster = Annotated[str | None, typer.Option(help="A region whose cluster is meant, or local.")]
+_Cluster = Annotated[str | None, typer.Option(help="Region of the cluster, or local.")]
 _JobId = Annotated[str, typer.Argument(help="Id of the job.")]
 
 
@@ -38,8 +38,8 @@ def submit(
     extra: Annotated[list[str] | None, typer.Option("--extra", help="Extras of this project, a,b; repeatable.")] = None,
     pip: Annotated[list[str] | None, typer.Option("--pip", help="Requirement for the job; repeatable.")] = None,
     cpu: Annotated[int | None, typer.Option(help="CPU cores per replica; as its device needs when left out.")] = None,
-    ram: Annotated[str | None, typer.Option(help="Memory per replica, likewise.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Local disk per replica, likewise.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Memory per replica; as its device needs when left out.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Local disk per replica; as its device needs when left out.")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPUs per replica: H100:8, H100, or 8.")] = None,
     tpu: Annotated[
         str | None, typer.Option(help="TPU slice per replica, such as v5litepod-16; or several that do.")
@@ -62,7 +62,7 @@ def submit(
 
     if auto_stop and not wait:
         raise BadInput(
-            expected="--auto-stop while this command waits, or --no-wait", found="both", remedy="Leave one out."
+            expected="--auto-stop while this command waits, or --no-wait", found="both", remedy="Omit either."
         )
     options = SubmitOptions(
         command=tuple(command),
@@ -123,16 +123,16 @@ def jobs_list(
     """Show the jobs that are running or that the backend still remembers."""
     from flows.cli.options.jobs import client_of
 
-    found = client_of(backend=backend, cluster=cluster).jobs()[:lines]
+    jobs = client_of(backend=backend, cluster=cluster).jobs()[:lines]
     if as_json:
-        print_json([asdict(job) for job in found])
+        print_json([asdict(job) for job in jobs])
         return
     table = Table("Job", "Status", "Attempts", "Submitted", "Why")
     table.columns[0].overflow = "fold"
-    for job in found:
+    for job in jobs:
         why = Text(job.reason or "")  # unchanged: brackets are not markup
         table.add_row(job.job_id, job.status, str(job.attempts), _when(job.submitted_at), why)
-    OUT.print(table if found else "No job is remembered there.")
+    OUT.print(table if jobs else "No job is remembered there.")
 
 
 @jobs_app.command("status")
@@ -159,10 +159,8 @@ def jobs_logs(
     follow_: Annotated[
         bool, typer.Option("--follow", "-f", help="All of it, until the job ends, with its exit code.")
     ] = False,
-    replica: Annotated[int | None, typer.Option(help="One replica; all when left out.")] = None,
-    lines: Annotated[
-        int, typer.Option("--lines", "-n", help="Number of lines to show, the last ones; with -f all.")
-    ] = 200,
+    replica: Annotated[int | None, typer.Option(help="Index of a replica; all when left out.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines to show; with -f all.")] = 200,
 ) -> None:
     """Show the log of a job."""
     from flows.cli.options.jobs import client_of
@@ -173,8 +171,8 @@ def jobs_logs(
         text = job.logs(lines, replica=replica)
         write(f"{text}\n" if text else "")
         return
-    wanted = [replica] if replica is not None else range(job.details().replicas or 1)
-    details = follow(job, replicas=wanted, write=write, note=_note)
+    replicas = [replica] if replica is not None else range(job.details().replicas or 1)
+    details = follow(job, replicas=replicas, write=write, note=_note)
     _end_with(details)
 
 

@@ -21,7 +21,7 @@ _Policy = Annotated[str, typer.Argument(help="YAML file with a policy.", metavar
 _Cells = Annotated[
     list[str] | None, typer.Option("--cell", help="CHECKPOINT or CHECKPOINT:SUITE, names or patterns; repeatable.")
 ]
-_NoIndex = Annotated[bool, typer.Option("--no-index", help="Read every record, whatever the index says.")]
+_NoIndex = Annotated[bool, typer.Option("--no-index", help="Read every record, without the index.")]
 
 
 def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
@@ -29,32 +29,32 @@ def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> 
     from tasks.policies.snapshot import Estimates
     from tasks.policies.views import plan_json, plan_table
 
-    wanted, listings, found = _snapshot(policy, use_index=not no_index)
-    batches = _batches(wanted, listings, found)
-    estimates = Estimates(listings, batches if wanted.dispatch == "work_pools" else None)
+    loaded_policy, listings, state = _snapshot(policy, use_index=not no_index)
+    batches = _batches(loaded_policy, listings, state)
+    estimates = Estimates(listings, batches if loaded_policy.dispatch == "work_pools" else None)
     if as_json:
-        print_json(plan_json(wanted, found, estimates, batches))
+        print_json(plan_json(loaded_policy, state, estimates, batches))
         return
-    if found.work:
-        OUT.print(plan_table(wanted, found, estimates))
-        for line in estimates.together(found.work).lines():
+    if state.work:
+        OUT.print(plan_table(loaded_policy, state, estimates))
+        for line in estimates.together(state.work).lines():
             OUT.print(f"{line[:1].upper()}{line[1:]}", highlight=False, markup=False, soft_wrap=True)
     for batch in batches:
         OUT.print(batch.described(), highlight=False, markup=False, soft_wrap=True)
-    OUT.print(_summary(found), highlight=False)
+    OUT.print(_summary(state), highlight=False)
 
 
 def gaps(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
     """Show the cells of a policy without a result, and why."""
     from tasks.policies.views import gaps_json, gaps_table
 
-    wanted, _, found = _snapshot(policy, use_index=not no_index)
+    loaded_policy, _, state = _snapshot(policy, use_index=not no_index)
     if as_json:
-        print_json(gaps_json(wanted, found))
+        print_json(gaps_json(loaded_policy, state))
         return
-    if found.work or found.others:
-        OUT.print(gaps_table(found))
-    OUT.print(_summary(found), highlight=False)
+    if state.work or state.others:
+        OUT.print(gaps_table(state))
+    OUT.print(_summary(state), highlight=False)
 
 
 def status(
@@ -73,14 +73,14 @@ def status(
     from tasks.policies.views import cost_lines, status_json, status_tables
 
     def look() -> tuple[dict[str, Any], Reconciliation]:
-        wanted, listings, found = _snapshot(policy, use_index=not no_index)
-        judged_by = own_gate(wanted)
-        verdicts = judged_by and {each.name: verdict_words(judged_by, wanted, each) for each in listings}
-        return status_json(wanted, listings, found, verdicts), found
+        loaded_policy, listings, state = _snapshot(policy, use_index=not no_index)
+        judged_by = own_gate(loaded_policy)
+        verdicts = judged_by and {each.name: verdict_words(judged_by, loaded_policy, each) for each in listings}
+        return status_json(loaded_policy, listings, state, verdicts), state
 
     def look_now() -> Group:
-        content, found = look()
-        return Group(*status_tables(content), *cost_lines(content["cost"]), _summary(found))
+        content, state = look()
+        return Group(*status_tables(content), *cost_lines(content["cost"]), _summary(state))
 
     if as_json:
         print_json(look()[0])
@@ -104,10 +104,10 @@ def retry(
     from tasks.policies.actions import retry as clear
     from tasks.spec.names import how_many
 
-    wanted, _, found = _snapshot(policy, use_index=False)
-    meant = clear(wanted, found, cells=chosen(found, cell) if cell else None, failed=failed)
+    loaded_policy, _, state = _snapshot(policy, use_index=False)
+    meant = clear(loaded_policy, state, cells=chosen(state, cell) if cell else None, failed=failed)
     if as_json:
-        print_json({"policy": wanted.name, "cells": [retried.title for retried in meant]})
+        print_json({"policy": loaded_policy.name, "cells": [retried.title for retried in meant]})
         return
     for retried in meant:
         OUT.print(f"{retried.title}: {retried.reason or retried.state}", highlight=False, markup=False, soft_wrap=True)
@@ -120,10 +120,10 @@ def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
     from tasks.policies.actions import chosen
     from tasks.spec.names import how_many
 
-    wanted, listings, found = _snapshot(policy, use_index=False)
-    claims, flow_runs = stop(wanted, listings, cells=chosen(found, cell) if cell else None)
+    loaded_policy, listings, state = _snapshot(policy, use_index=False)
+    claims, flow_runs = stop(loaded_policy, listings, cells=chosen(state, cell) if cell else None)
     if as_json:
-        print_json({"policy": wanted.name, "claims_ended": claims, "flow_runs_cancelled": flow_runs})
+        print_json({"policy": loaded_policy.name, "claims_ended": claims, "flow_runs_cancelled": flow_runs})
         return
     running = f"{how_many(claims, 'cell')} {'was' if claims == 1 else 'were'} being evaluated"
     OUT.print(f"Stopped. {running}, to end now and publish nothing.", highlight=False)
@@ -151,7 +151,7 @@ def alerts(
     from tasks.alerts.listing import alerts_table, chosen, list_alerts
 
     if note is not None and not (acknowledge or every):
-        raise BadInput(expected="--acknowledge ID or --all beside --note", found="neither", remedy="name the alerts")
+        raise BadInput(expected="--acknowledge ID or --all with --note", found="neither", remedy="name the alerts")
     folders = _record_folders(where)
     listed = list_alerts(folders)
     meant = [*chosen(listed, acknowledge or ()), *(each for each in listed if every and each.state == "open")]
@@ -179,12 +179,12 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
     from flows.reconcile import load_policy, reconcile_policy
     from resources.errors import AssayError
     from tasks.gates.reasons import Verdict
-    from tasks.prefect_server.client import prefect_errors_in_words, require_server
+    from tasks.prefect_server.client import readable_prefect_errors, require_server
     from tasks.prefect_server.progress import Event, Judged, Notice, Raised, Update, listening
     from tasks.spec.names import how_many
 
-    wanted, judged_by = load_policy(policy), gate_of(gating)
-    if wanted.dispatch == "work_pools":
+    loaded_policy, judged_by = load_policy(policy), gate_of(gating)
+    if loaded_policy.dispatch == "work_pools":
         require_server()
     verdicts: list[Verdict] = []
     alert_lines: list[str] = []
@@ -199,22 +199,22 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
                 alert_lines.append(update.text)
             if isinstance(update, Notice):
                 show(update)
-            elif isinstance(update, Event) and wanted.dispatch == "work_pools":  # none is skipped: they show prices
+            elif isinstance(update, Event) and loaded_policy.dispatch == "work_pools":  # with prices: none is skipped
                 ERR.print(update.text, markup=False, highlight=False, soft_wrap=True)
             else:
                 show(update)
 
         with listening(take):
             try:
-                with prefect_errors_in_words():
-                    outcome = reconcile_policy(wanted, judged_by)
+                with readable_prefect_errors():
+                    outcome = reconcile_policy(loaded_policy, judged_by)
             except AssayError as raised:
                 error = raised
     write_summaries(verdicts, gating.summary)
-    gated = judged_by is not None or wanted.gate is not None
+    gated = judged_by is not None or loaded_policy.gate is not None
     judged = {"gate": [verdict.as_dict() for verdict in verdicts]} if gated else {}
     if as_json:
-        print_json({"policy": wanted.name, **outcome, **({"error": str(error)} if error else {}), **judged})
+        print_json({"policy": loaded_policy.name, **outcome, **({"error": str(error)} if error else {}), **judged})
     else:
         for alert in alert_lines:
             OUT.print(alert, soft_wrap=True, highlight=False, markup=False)
@@ -224,7 +224,7 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
         raise error
     if as_json:
         return
-    if wanted.dispatch == "work_pools":
+    if loaded_policy.dispatch == "work_pools":
         sent = f"Sent {how_many(outcome['scheduled'], 'cell')} to work pools, {outcome['done_before']:,} done before."
         OUT.print(f"{sent} `assay status` shows them.", highlight=False)
         return
@@ -244,8 +244,8 @@ def _record_folders(where: str) -> list[str]:
     from tasks.spec.names import name_of
 
     if where.endswith((".yaml", ".yml", ".json")):
-        wanted = load_config(where, Policy)
-        return [run_folder(wanted, name_of(run)[0]) for run in expand_runs(wanted.runs)]
+        policy = load_config(where, Policy)
+        return [run_folder(policy, name_of(run)[0]) for run in expand_runs(policy.runs)]
     if not find_records(where):
         raise BadInput(
             expected=f"a policy's YAML file, or a folder with records: {where}",
@@ -273,45 +273,45 @@ def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], R
     from tasks.policies.reconciliation import reconcile as decide
     from tasks.policies.snapshot import take_snapshot
 
-    wanted = load_policy(uri)
-    listings = take_snapshot(wanted, use_index=use_index)
-    found = decide(listings, wanted, now=time.time())
-    if wanted.dispatch == "work_pools":
-        found = _without_scheduled(wanted, listings, found)
-    return wanted, listings, found
+    policy = load_policy(uri)
+    listings = take_snapshot(policy, use_index=use_index)
+    state = decide(listings, policy, now=time.time())
+    if policy.dispatch == "work_pools":
+        state = _without_scheduled(policy, listings, state)
+    return policy, listings, state
 
 
-def _without_scheduled(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> Reconciliation:
+def _without_scheduled(policy: Policy, listings: list[RunListing], state: Reconciliation) -> Reconciliation:
     from resources.errors import BadInput, PrefectUnavailable
     from tasks.policies.dispatched import read_dispatches, with_dispatches
     from tasks.prefect_server.client import require_server
 
     try:
         require_server()
-        sent = read_dispatches(wanted)
+        sent = read_dispatches(policy)
     except (BadInput, PrefectUnavailable) as error:
-        ERR.print(f"What is scheduled at work pools is not known: {error.found}.", markup=False, soft_wrap=True)
-        return found
-    return with_dispatches(found, listings, sent, wanted, now=time.time())
+        ERR.print(f"The cells scheduled at work pools are not known: {error.found}.", markup=False, soft_wrap=True)
+        return state
+    return with_dispatches(state, listings, sent, policy, now=time.time())
 
 
-def _batches(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> list[Batch]:
-    if wanted.dispatch == "here" or not found.work:
+def _batches(policy: Policy, listings: list[RunListing], state: Reconciliation) -> list[Batch]:
+    if policy.dispatch == "here" or not state.work:
         return []
     from tasks.policies.dispatch import Dispatcher
     from tasks.policies.dispatched import Dispatches
     from tasks.prefect_server.client import require_server
 
     require_server()
-    return Dispatcher(wanted, listings, Dispatches()).batches(found.work[: wanted.most_cells_at_once])
+    return Dispatcher(policy, listings, Dispatches()).batches(state.work[: policy.most_cells_at_once])
 
 
-def _summary(found: Reconciliation) -> str:
+def _summary(state: Reconciliation) -> str:
     from tasks.spec.names import how_many
 
-    done, left_out = how_many(found.done_count, "cell"), found.left_out
-    early = sum(cell.state == "decided_early" for cell in found.others)
+    done, left_out = how_many(state.done_count, "cell"), state.left_out
+    early = sum(cell.state == "decided_early" for cell in state.others)
     done += f" done, {early:,} decided early" if early else " done"
-    words = f"{done}, {len(found.work):,} to do, {len(found.others) - early:,} waiting for something."
+    words = f"{done}, {len(state.work):,} to do, {len(state.others) - early:,} waiting for something."
     not_wanted = f" {how_many(left_out, 'checkpoint')} {'is' if left_out == 1 else 'are'} not wanted."
     return words + (not_wanted if left_out else "")

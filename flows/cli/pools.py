@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened, refuse_beside_config
+from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened, refuse_with_config
 from flows.console.console import ERR, OUT, Json, print_json, write
 from resources.errors import BadInput
 from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
@@ -43,15 +43,15 @@ def pool_up(
     idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
     longest_wait: Annotated[
         float | None,
-        typer.Option(help="Seconds that one model is asked for in vain while others keep every engine busy; else 60."),
+        typer.Option(help="Longest wait of a model, in seconds, while others keep every engine busy; else 60."),
     ] = None,
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be requested by name."""
     options = EvaluationOptions(model=model, name=run_name, **asdict(engines), **asdict(machine))
     from pools.pool.published import places
 
-    wanted = _from_options(options, longest_wait) if config is None else _from_file(config, options, longest_wait)
-    pool = start_pool(wanted, pool_name=name, idle_minutes=idle_minutes)
+    pool_config = _from_options(options, longest_wait) if config is None else _from_file(config, options, longest_wait)
+    pool = start_pool(pool_config, pool_name=name, idle_minutes=idle_minutes)
     OUT.print(f"{pool.name} is up at {pool.access.address.base_url}", highlight=False, soft_wrap=True)
     OUT.print(
         f"assay evaluate --pool {pool.name} …   evaluates on it\n"
@@ -147,7 +147,7 @@ def _from_file(uri: str, options: EvaluationOptions, longest_wait_seconds: float
     from tasks.spec.loading import load_config
 
     given = [*options.given(), *(["--longest-wait"] if longest_wait_seconds is not None else [])]
-    refuse_beside_config(given, "a pool")
+    refuse_with_config(given, "a pool")
     config = load_config(uri, InferencePoolConfig)
     if config.model.path is None:
         raise BadInput(
@@ -167,14 +167,14 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
     path, run_name = config.model.path, config.model.name
     assert path is not None
     model = config.model.model_copy(update={"path": None})  # users may add others
-    found = checkpoints_to_serve(path)
+    complete = checkpoints_to_serve(path)
     checkpoints = [
         Servable.from_folder(
             f"{run_name}{checkpoint.name.removeprefix(checkpoint.run)}",
             checkpoint.folder,
             digest_model_folder(checkpoint.folder),
         )
-        for checkpoint in found
+        for checkpoint in complete
         if checkpoint.folder is not None
     ]
     if current_client().is_local:

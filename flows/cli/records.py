@@ -51,9 +51,7 @@ def records(
     tag: Annotated[list[str] | None, typer.Option("--tag", help="Tag or pattern; repeatable.")] = None,
     latest: Annotated[
         bool | None,
-        typer.Option(
-            "--latest/--all", help="The newest record of each cell, or every one; with --json every one unless told."
-        ),
+        typer.Option("--latest/--all", help="The newest record of each cell, or all, the default with --json."),
     ] = None,
     format_: Annotated[
         str | None,
@@ -77,7 +75,7 @@ def records(
     ] = False,
     contamination: Annotated[
         bool,
-        typer.Option("--contamination", help="Show each score whole, over clean questions and over flagged ones."),
+        typer.Option("--contamination", help="Show each score whole, over clean questions and over flagged questions."),
     ] = False,
     as_json: _Json = False,
 ) -> None:
@@ -91,7 +89,7 @@ def records(
 
     form = form_to_write(format_, output=output, as_json=as_json)
     first, last = _step_range(steps)
-    wanted = RecordFilter(
+    filters = RecordFilter(
         runs=tuple(run or ()),
         first_step=first,
         last_step=last,
@@ -102,29 +100,29 @@ def records(
         tags=tuple(tag or ()),
         latest=latest if latest is not None else not (as_json or verify),
     )
-    wanted.check()
+    filters.check()
     rejected: dict[str, str] = {}
     places = find_records(path, rejected=rejected)
     every = [place.record for place in places]
-    found = wanted.select(every)
-    meant = {id(record) for record in found}
+    records = filters.select(every)
+    meant = {id(record) for record in records}
     chosen = [place for place in places if id(place.record) in meant]
     if verify:
         from tasks.records.verification import lost_cells
 
         rejected |= lost_cells(path)
-        if found or rejected:
+        if records or rejected:
             _verify(chosen, rejected, as_json=as_json)
             return
     say_rejected(rejected)
-    splits = _split_rows(found, path, wanted) if contamination else []
+    splits = _split_rows(records, path, filters) if contamination else []
     if as_json and contamination:
         print_json([row.as_row for row in splits])
         return
     if as_json:
-        print_json([json.loads(record.model_dump_json()) for record in found])
+        print_json([json.loads(record.model_dump_json()) for record in records])
         return
-    if not every or (form == "table" and not found):
+    if not every or (form == "table" and not records):
         raise BadInput(
             expected=f"records below {path}" + (" that match" if every else ""),
             found=f"none of {len(every):,}" if every else "none",
@@ -132,33 +130,33 @@ def records(
         )
     if form == "every-eval-ever":
         assert output is not None, "refused without"
-        who = {"organization": organization, "developer": developer}
-        summary = write_every_eval_ever(chosen, output, wanted=wanted, samples=samples, **who)
+        publisher = {"organization": organization, "developer": developer}
+        summary = write_every_eval_ever(chosen, output, filters=filters, samples=samples, **publisher)
         ERR.print(summary, soft_wrap=True, highlight=False, markup=False)
         return
     if form == "eval-results":
-        _write(eval_results(chosen, sink, wanted=wanted), output, label=how_many(len(found), "record"))
+        _write(eval_results(chosen, sink, filters=filters), output, label=how_many(len(records), "record"))
         return
     if form != "table":
         by_record: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
         for row in splits:
             measured = row.split.metric
             by_record.setdefault(id(row.record), {})[measured.benchmark, measured.name] = row.split.as_row()
-        rows = list(measured_rows(found, wanted=wanted, splits_of=lambda record: by_record.get(id(record), {})))
-        label = f"{how_many(len(rows), 'row')} of {how_many(len(found), 'record')}"
+        rows = list(measured_rows(records, filters=filters, splits_of=lambda record: by_record.get(id(record), {})))
+        label = f"{how_many(len(rows), 'row')} of {how_many(len(records), 'record')}"
         _write(exported(rows, form=form), output, label=label)
         return
     table = (
         _split_table(splits)
         if contamination
         else results_table(
-            found,
-            wanted=wanted,
-            parts=bool(wanted.benchmarks),
+            records,
+            filters=filters,
+            parts=bool(filters.benchmarks),
             qualifications=read_qualifications(path),
         )
-        if wanted.latest
-        else rows_table(row for row in measured_rows(found, wanted=wanted) if wanted.metrics or not row["smooth"])
+        if filters.latest
+        else rows_table(row for row in measured_rows(records, filters=filters) if filters.metrics or not row["smooth"])
     )
     if output is None:
         OUT.print(table)
@@ -166,10 +164,10 @@ def records(
     page = PrintableConsole(file=io.StringIO(), width=_FILE_WIDTH)
     page.print(table)
     assert isinstance(page.file, io.StringIO)
-    _write(page.file.getvalue().encode(), output, label=how_many(len(found), "record"))
+    _write(page.file.getvalue().encode(), output, label=how_many(len(records), "record"))
 
 
-def _split_rows(found: Sequence[Record], path: str, wanted: RecordFilter) -> list[SplitRow]:
+def _split_rows(records: Sequence[Record], path: str, filters: RecordFilter) -> list[SplitRow]:
     from tasks.contamination.flags import FOLDER, read_flags
     from tasks.contamination.view import split_rows
 
@@ -180,8 +178,8 @@ def _split_rows(found: Sequence[Record], path: str, wanted: RecordFilter) -> lis
             found="none",
             remedy="assay contamination scan, or import",
         )
-    rows = split_rows(found, flags, evaluation_path=path)
-    return [row for row in rows if wanted.takes(row.split.metric.benchmark, row.split.metric.name)]
+    rows = split_rows(records, flags, evaluation_path=path)
+    return [row for row in rows if filters.takes(row.split.metric.benchmark, row.split.metric.name)]
 
 
 def _split_table(rows: Sequence[SplitRow]) -> Table:
@@ -191,14 +189,14 @@ def _split_table(rows: Sequence[SplitRow]) -> Table:
     return table
 
 
-def _verify(found: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_json: bool) -> None:
+def _verify(places: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_json: bool) -> None:
     from collections import Counter
 
     from resources.errors import RecordsChanged
     from tasks.records.verification import verified
     from tasks.spec.names import how_many
 
-    results = [verified(place) for place in found]
+    results = [verified(place) for place in places]
     if as_json:
         rows = [result.as_row() for result in results]
         rows += [{"cell": cell, "integrity": "changed", "findings": [why]} for cell, why in rejected.items()]
@@ -208,7 +206,7 @@ def _verify(found: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_jso
             OUT.print(f"{cell}: {why}", soft_wrap=True, highlight=False, markup=False)
         for result in results:
             if result.findings:
-                OUT.print(f"{result.found.cell_uri}: {result.words}", soft_wrap=True, highlight=False, markup=False)
+                OUT.print(f"{result.entry.cell_uri}: {result.words}", soft_wrap=True, highlight=False, markup=False)
         numbers = Counter(result.integrity for result in results)
         intact, unknown = how_many(numbers["intact"], "record"), numbers["unknown"]
         changed = numbers["changed"] + len(rejected)
@@ -246,15 +244,15 @@ def compare(
     adjustment = next((choice for choice in get_args(_Adjustment) if choice == adjust), None)
     if adjustment is None:
         raise BadInput(expected="--adjust bh, holm or none", found=adjust, remedy="leave it out for bh")
-    wanted = RecordFilter(
+    filters = RecordFilter(
         evaluators=tuple(evaluator or ()), benchmarks=tuple(benchmark or ()), metrics=tuple(metric or ())
     )
-    wanted.check()
+    filters.check()
     rejected: dict[str, str] = {}
-    found = records_of_checkpoints((first, second), evaluation_path=path, rejected=rejected)
+    sides = records_of_checkpoints((first, second), evaluation_path=path, rejected=rejected)
     say_rejected(rejected)
     comparison = compare_records(
-        found[0], found[1], labels=(first, second), wanted=wanted, adjustment=adjustment, anyway=anyway
+        sides[0], sides[1], labels=(first, second), filters=filters, adjustment=adjustment, anyway=anyway
     )
     if as_json:
         print_json(comparison_json(comparison))
@@ -270,20 +268,20 @@ def report(
     """Write a self-contained HTML page with curves and tables, and a page with the questions if they are few."""
     from tasks.records.record import find_records
     from tasks.reports.page import write_report
-    from tasks.viewing.page import write_beside_report
+    from tasks.viewing.page import write_next_to_report
 
     rejected: dict[str, str] = {}
     places = find_records(path, rejected=rejected)
     say_rejected(rejected)
-    found = [place.record for place in places]
-    if not found:
+    records = [place.record for place in places]
+    if not records:
         raise BadInput(
             expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
         )
-    runs = sorted({record.checkpoint.run for record in found})
+    runs = sorted({record.checkpoint.run for record in records})
     heading = title or ", ".join(runs)
-    questions = write_beside_report(places, output, title=heading, location=path)
-    written = write_report(found, output, title=heading, records_at=path, questions_page=questions)
+    questions = write_next_to_report(places, output, title=heading, location=path)
+    written = write_report(records, output, title=heading, records_at=path, questions_page=questions)
     OUT.print(written, soft_wrap=True, highlight=False)
 
 

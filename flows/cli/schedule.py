@@ -39,7 +39,7 @@ def deploy(
     if every is not None and cron is not None:
         raise BadInput(expected="--every or --cron", found="both", remedy="leave one of them out")
     require_server()
-    wanted = PolicyDeployment(
+    policy_deployment = PolicyDeployment(
         load_policy(policy),
         policy,
         work_pool,
@@ -47,7 +47,7 @@ def deploy(
         cron=cron,
         on_event=on_event,
     )
-    changes = deploy_policy(wanted, silent_after=duration(silent_after), dry_run=dry_run)
+    changes = deploy_policy(policy_deployment, silent_after=duration(silent_after), dry_run=dry_run)
     if as_json:
         print_json(
             [
@@ -91,21 +91,21 @@ def notify(
     from tasks.prefect_server.client import require_server
 
     require_server()
-    found = checkpoint_of(uri)
+    checkpoint = checkpoint_of(uri)
     automations: list[str] = []
-    if found is not None and found.complete:
-        event = CompleteCheckpoint(found.uri, found.run, found.name, found.step)
+    if checkpoint is not None and checkpoint.complete:
+        event = CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step)
         automations = listeners(event)
         send([event])
-        outcome, problems = f"{found.name} is complete: said so", []
+        outcome, problems = f"{checkpoint.name} is complete: said so", []
         if not automations:  # not a failure: a schedule may find it
-            outcome += f", but nothing listens: no policy deployed with --on-event has {found.uri} among its runs"
+            outcome += f", but nothing listens: no policy deployed with --on-event has {checkpoint.uri} among its runs"
     else:  # not a failure: a bucket notifies for each file, the last of which completes it
-        problems = list(found.problems) if found is not None else ["no checkpoint is there yet"]
+        problems = list(checkpoint.problems) if checkpoint is not None else ["no checkpoint is there yet"]
         outcome = f"not said: {'; '.join(problems)}"
     if as_json:
         sent = not problems
-        place = found.uri if found is not None else uri
+        place = checkpoint.uri if checkpoint is not None else uri
         print_json({"checkpoint": place, "sent": sent, "automations": automations, "problems": problems})
     else:
         OUT.print(outcome, highlight=False, markup=False, soft_wrap=True)

@@ -34,7 +34,7 @@ def suites(
         known = f"{how_many(checked, 'benchmark')} {'is' if checked == 1 else 'are'} known"
         ERR.print(f"{known} to the harnesses.", highlight=False)
     elif benchmarks is not None:
-        raise BadInput(expected="--check beside --benchmarks", found="none", remedy="add it, or leave --benchmarks out")
+        raise BadInput(expected="--check with --benchmarks", found="none", remedy="add it, or leave --benchmarks out")
     if as_json:
         contents = [_suite_content(suite) for suite in shown]
         print_json(contents if name is None else contents[0])
@@ -150,7 +150,7 @@ def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks:
                 f"{name} of {suite}" + (f", did you mean {' or '.join(near[name])}?" if near[name] else "")
                 for name, suite in missing.items()
             ),
-            remedy="correct the names in the suite; one that is gone from lm-eval has to be left out",
+            remedy="correct the names in the suite, or leave out benchmarks that lm-eval has dropped",
         )
 
 
@@ -236,12 +236,12 @@ def _show_access(suite: Suite) -> None:
 def _show_sets(*, as_json: bool) -> None:
     from tasks.spec.benchmark_sets import benchmark_sets
 
-    found = benchmark_sets()
+    sets = benchmark_sets()
     if as_json:
-        print_json({name: benchmark_set.model_dump(mode="json") for name, benchmark_set in found.items()})
+        print_json({name: benchmark_set.model_dump(mode="json") for name, benchmark_set in sets.items()})
         return
     table = Table("Set", "Benchmarks", "For", "Notes")
-    for name, benchmark_set in found.items():
+    for name, benchmark_set in sets.items():
         left_out = [f"without {benchmark}: {why}" for benchmark, why in benchmark_set.left_out.items()]
         table.add_row(
             name,

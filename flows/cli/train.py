@@ -27,10 +27,10 @@ def train_and_evaluate(
     from tasks.training.config import TrainAndEvaluateConfig
 
     judged_by = gate_of(gating)
-    wanted = load_config(config, TrainAndEvaluateConfig)
-    first = wanted.asked()[0]
+    training = load_config(config, TrainAndEvaluateConfig)
+    first = training.asked()[0]
     result = run_series(
-        lambda: flow(wanted, judged_by), evaluation_path=first.evaluation_path, run_name=first.run_name, console=ERR
+        lambda: flow(training, judged_by), evaluation_path=first.evaluation_path, run_name=first.run_name, console=ERR
     )
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, as_json=as_json)

@@ -24,7 +24,7 @@ def view(
     ] = None,
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
     host: Annotated[str, typer.Option(help="Address of this machine to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; a free one when left out.", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(help="Port to listen at; a free port when left out.", min=0, max=65535)] = 0,
 ) -> None:
     """Show questions and answers at every checkpoint, as a page for a browser."""
     from resources.jobs.addresses import own_address
@@ -34,14 +34,14 @@ def view(
     from tasks.viewing.server import serve
     from tasks.viewing.view import View
 
-    wanted = RecordFilter(runs=tuple(run or ()), benchmarks=tuple(benchmark or ()), latest=False)
+    filters = RecordFilter(runs=tuple(run or ()), benchmarks=tuple(benchmark or ()), latest=False)
     rejected: dict[str, str] = {}
     every = find_records(path, rejected=rejected)
     say_rejected(rejected)
-    named = [item for item in every if any(wanted.takes(benchmark, "") for benchmark in item.record.benchmarks)]
-    meant = {id(record) for record in wanted.select([item.record for item in named])}
-    found = [item for item in named if id(item.record) in meant]
-    if not found:
+    named = [item for item in every if any(filters.takes(benchmark, "") for benchmark in item.record.benchmarks)]
+    meant = {id(record) for record in filters.select([item.record for item in named])}
+    records = [item for item in named if id(item.record) in meant]
+    if not records:
         raise BadInput(
             expected=f"records below {path}" + (" that match" if every else ""),
             found=f"none of {len(every):,}" if every else "none",
@@ -49,18 +49,18 @@ def view(
             if every
             else "evaluate something, or name another folder",
         )
-    heading = title or ", ".join(sorted({item.record.checkpoint.run for item in found}))
+    heading = title or ", ".join(sorted({item.record.checkpoint.run for item in records}))
     if output is not None:
-        if answers_of(found) > MOST_ANSWERS or bytes_of(found) > MOST_BYTES:
+        if answers_of(records) > MOST_ANSWERS or bytes_of(records) > MOST_BYTES:
             raise BadInput(
-                expected=f"a page in one file of at most {MOST_ANSWERS:,} answers, in {MOST_BYTES:,} bytes of samples",
-                found=f"{answers_of(found):,} answers, {bytes_of(found):,} bytes in {len(found):,} records",
+                expected=f"a single page of at most {MOST_ANSWERS:,} answers, in {MOST_BYTES:,} bytes of samples",
+                found=f"{answers_of(records):,} answers, {bytes_of(records):,} bytes in {len(records):,} records",
                 remedy="leave out --output, and a server has them all; or choose with --run and --benchmark",
             )
-        page = write_page(found, output, title=heading, location=path, wanted=wanted)
+        page = write_page(records, output, title=heading, location=path, filters=filters)
         OUT.print(page, soft_wrap=True, highlight=False)
         return
-    with closing(View(found, title=heading, location=path, wanted=wanted)) as shown:
+    with closing(View(records, title=heading, location=path, filters=filters)) as shown:
 
         def show(address: str) -> None:
             address = address.replace("//0.0.0.0:", f"//{own_address()}:")  # browsers cannot open the wildcard address

@@ -27,12 +27,17 @@ class Asked:
     """USD per hour for all replicas, by region that offers them; None for an unknown price. Empty on this machine."""
 
     def lines(self) -> Iterator[str]:
-        found = self.resources
-        parts = [*_device(found), how_many(found.cpu, "core"), f"{found.ram} of memory", f"{found.disk} of disk"]
-        parts += ["preemptible" if found.preemptible else "on demand"]
-        parts += [f"zone {found.zone}"] if found.zone else []
-        parts += [f"image {found.image}"] if found.image else []
-        machines = f"{found.replicas} × {found.hosts}" if found.hosts > 1 else f"{found.replicas}"
+        machine = self.resources
+        parts = [
+            *_device(machine),
+            how_many(machine.cpu, "core"),
+            f"{machine.ram} of memory",
+            f"{machine.disk} of disk",
+        ]
+        parts += ["preemptible" if machine.preemptible else "on demand"]
+        parts += [f"zone {machine.zone}"] if machine.zone else []
+        parts += [f"image {machine.image}"] if machine.image else []
+        machines = f"{machine.replicas} × {machine.hosts}" if machine.hosts > 1 else f"{machine.replicas}"
         yield f"{machines} × {', '.join(parts)}; on {self.backend}"
         for region, price in self.usd_per_hour.items():
             yield f"  {region}: " + ("price not known" if price is None else f"{price:.2f} USD an hour")
@@ -42,14 +47,14 @@ class Asked:
 class Plan:
     """Number of cells, machines to request (none for an existing pool or endpoint), and expected cost."""
 
-    wanted: int
+    cells: int
     recorded: int
     machines: tuple[Asked, ...]
     expected: Expected
 
     def lines(self) -> Iterator[str]:
-        left = self.wanted - self.recorded
-        yield f"{how_many(self.wanted, 'cell')} wanted, {self.recorded} recorded already, {left} to evaluate"
+        left = self.cells - self.recorded
+        yield f"{how_many(self.cells, 'cell')} wanted, {self.recorded} recorded already, {left} to evaluate"
         for asked in self.machines:
             yield from asked.lines()
         if self.expected.cells:
@@ -64,7 +69,7 @@ class Plan:
             }
             for asked in self.machines
         ]
-        counts = {"wanted": self.wanted, "recorded": self.recorded}
+        counts = {"wanted": self.cells, "recorded": self.recorded}
         return {**counts, "machines": machines, "expected": self.expected.as_dict()}
 
 
@@ -72,8 +77,8 @@ def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection)
     """Plans an evaluation like its flow, with the same errors."""
     checkpoints = discover(configs[0].model_path, selection, **layouts_for(configs))
     cells = plan_cells([as_served(config) for config in configs], checkpoints)
-    wanted = [found for config in configs if (found := _resources_of(config)) is not None]
-    machines = [_asked(found, current_client()) for place, found in enumerate(wanted) if found not in wanted[:place]]
+    needed = [each for config in configs if (each := _resources_of(config)) is not None]
+    machines = [_asked(each, current_client()) for place, each in enumerate(needed) if each not in needed[:place]]
     _, expected = with_expectations(cells)
     return Plan(len(cells), sum(cell.done for cell in cells), tuple(machines), expected)
 

@@ -64,5 +64,5 @@ def _check_budget(cells: Sequence[Cell]) -> None:
 
 
 def _is_announced(cell: Cell) -> bool:
-    found = standing_record(cell) if cell.config.sinks else None
-    return found is None or not missing_sinks(found.record, cell.config.sinks)
+    recorded = standing_record(cell) if cell.config.sinks else None
+    return recorded is None or not missing_sinks(recorded.record, cell.config.sinks)

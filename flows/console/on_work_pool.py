@@ -113,10 +113,10 @@ def _sent(
     series: _Series, *, max_egress_usd: float, max_usd: float | None, on_event: Callable[[str], None]
 ) -> SeriesResult:
     require_server()
-    choice, found = choose(series.configs, series.selection, max_egress_usd=max_egress_usd)
-    checkpoints = [(checkpoint.uri, checkpoint.modified) for checkpoint in found]
+    choice, present = choose(series.configs, series.selection, max_egress_usd=max_egress_usd)
+    checkpoints = [(checkpoint.uri, checkpoint.modified) for checkpoint in present]
     on_event(choice.described())
-    expected = expected_there(series.configs, found, choice)
+    expected = expected_there(series.configs, present, choice)
     for line in expected.lines() if expected.cells else ():
         on_event(line)
     check_budget(expected, max_usd)
@@ -147,7 +147,7 @@ def choose(
     first = next((config for config in configs if not config.native), configs[0])
     if first.pool_name is not None and not is_address(first.pool_name):
         raise BadInput(
-            expected="an endpoint, a pool of its own or the address of a kept one beside --on-work-pool",
+            expected="an endpoint, a new pool or the address of a kept pool with --on-work-pool",
             found=f"--pool {first.pool_name}, a name of this machine",
             remedy="give the pool's https:// address, or leave one of them out",
         )
@@ -181,10 +181,10 @@ def expected_there(
         resources, tariff = resources_of_replica(config), tariff_of_cell(config)
         if resources is not None and config.pool_name is None:
             tariff = tariff_in(choice.region, resources, known_regions())
-        wanted = [checkpoint for checkpoint in checkpoints if not _is_recorded(checkpoint, config, hashes, known)]
-        if wanted and tariff.usd_per_hour is None:
+        pending = [checkpoint for checkpoint in checkpoints if not _is_recorded(checkpoint, config, hashes, known)]
+        if pending and tariff.usd_per_hour is None:
             why_unpriced = why_unpriced or tariff.why_unknown
-        predictions += [expectations.of(config, hashes, tariff)] * len(wanted)
+        predictions += [expectations.of(config, hashes, tariff)] * len(pending)
     return together(predictions, why_unpriced=why_unpriced)
 
 
@@ -199,14 +199,14 @@ def _ended(run: UUID, on_event: Callable[[str], None]) -> FlowRun:
     try:
         while True:
             with prefect_client() as client:
-                found = client.read_flow_run(run)
-            state = found.state
+                sent_run = client.read_flow_run(run)
+            state = sent_run.state
             assert state is not None, "a flow run that was sent has a state"
             if state.name != reported:
                 on_event(f"{state.name}")
                 reported = state.name
             if state.is_final():
-                return found
+                return sent_run
             time.sleep(_FLOW_RUN_POLL_SECONDS)
     except KeyboardInterrupt:
         on_event("the flow run goes on; the same command waits for it again")

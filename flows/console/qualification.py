@@ -53,15 +53,16 @@ def _notes(qualification: Qualification) -> list[str]:
         change for benchmark in qualification.benchmarks for change in benchmark.before.changes(benchmark.after)
     )
     notes = [f"Changed: {', '.join(changes)}." if changes else "Nothing is known to have changed."]
-    for found in qualification.benchmarks:
-        alone = f", {found.only_before:,} only before, {found.only_after:,} only after"
-        shift = "" if not found.largest_shift else f" (by {found.largest_shift:.2g} at most)"
+    for benchmark in qualification.benchmarks:
+        alone = f", {benchmark.only_before:,} only before, {benchmark.only_after:,} only after"
+        shift = "" if not benchmark.largest_shift else f" (by {benchmark.largest_shift:.2g} at most)"
         notes.append(
-            f"{found.benchmark}: {found.verdict}; other prompts {found.other_prompts:,}, outputs "
-            f"{found.other_outputs:,}, log-likelihoods {found.other_log_likelihoods:,}{shift}, scores "
-            f"{found.other_scores:,} of {found.questions:,}{alone if found.only_before or found.only_after else ''}."
+            f"{benchmark.benchmark}: {benchmark.verdict}; other prompts {benchmark.other_prompts:,}, outputs "
+            f"{benchmark.other_outputs:,}, log-likelihoods {benchmark.other_log_likelihoods:,}{shift}, "
+            f"scores {benchmark.other_scores:,} of {benchmark.questions:,}"
+            f"{alone if benchmark.only_before or benchmark.only_after else ''}."
         )
-        if found.verdict == "different" and found.evidence:
-            notes.append(f"  for example {found.evidence[0]}")
+        if benchmark.verdict == "different" and benchmark.evidence:
+            notes.append(f"  for example {benchmark.evidence[0]}")
     notes.append(f"Different: proven (adjusted p below 0.05), or by more than {qualification.margin:g}.")
     return notes

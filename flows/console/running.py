@@ -81,18 +81,18 @@ def run_series(
 
         with listening(take):
             try:
-                if (found := finished()) is None:
+                if (flow_records := finished()) is None:
                     own_server()  # first: with a kept pool this is the longest step
                     with begun_early(configs):
-                        found = _run_flow(evaluate)
-                records = found
+                        flow_records = _run_flow(evaluate)
+                records = flow_records
             except AssayError as raised:
                 if isinstance(raised, BadInput):
                     raise
                 error = raised
     if error is not None:
-        found = [record for record in read_records(evaluation_path) if record.checkpoint.run == run_name]
-        records = current_records(found)
+        run_records = [record for record in read_records(evaluation_path) if record.checkpoint.run == run_name]
+        records = current_records(run_records)
     already = sum(record.succeeded and record.created < began for record in records)
     report = report_uri(evaluation_path, run_name) if records else None
     return SeriesResult(records, len(evaluated), already, report, error, verdict, tuple(alerts))
@@ -124,10 +124,10 @@ def import_flows() -> None:
 def _run_flow(flow: Callable[[], Result]) -> Result:
     server = own_server()
     import_flows()
-    from tasks.prefect_server.client import prefect_errors_in_words
+    from tasks.prefect_server.client import readable_prefect_errors
 
     with ExitStack() as using:
         if server is not None:
             using.enter_context(server.used())
-        using.enter_context(prefect_errors_in_words())
+        using.enter_context(readable_prefect_errors())
         return flow()

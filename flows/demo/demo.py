@@ -26,7 +26,7 @@ from tasks.reports.page import write_report
 from tasks.running.warm import begun_early
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, built_in_suite
-from tasks.viewing.page import write_beside_report
+from tasks.viewing.page import write_next_to_report
 
 SUITE = "demo"
 RUN_NAME = "tiny-llama"
@@ -120,9 +120,9 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
         return evaluate_demo(configs, merged)
 
     def finished() -> list[Record] | None:
-        found = records_if_finished(configs, CheckpointSelection())
-        along = records_if_finished([merged], CheckpointSelection()) if found is not None else None
-        return None if found is None or along is None else [*found, *along]
+        demo_records = records_if_finished(configs, CheckpointSelection())
+        along = records_if_finished([merged], CheckpointSelection()) if demo_records is not None else None
+        return None if demo_records is None or along is None else [*demo_records, *along]
 
     result = run_series(
         run,
@@ -132,13 +132,13 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
         run_name=RUN_NAME,
         console=console,
     )
-    found = find_records(request.evaluation_path)
-    if not found:
+    records = find_records(request.evaluation_path)
+    if not records:
         return result
     report = str(folder / "report.html")
-    questions = write_beside_report(found, report, title=_TITLE, location=request.evaluation_path)
+    questions = write_next_to_report(records, report, title=_TITLE, location=request.evaluation_path)
     page = write_report(
-        [item.record for item in found],
+        [item.record for item in records],
         report,
         title=_TITLE,
         records_at=request.evaluation_path,
@@ -150,13 +150,13 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
 def next_steps(folder: Path) -> str:
     """Returns the text that lists the demo's files and further commands."""
     return f"""
-What is where
+Files
   {folder}/report.html          the curves; open it in a browser
   {folder}/report-questions.html   each question, with the answers of every checkpoint
   {folder}/checkpoints/hf       the model at each step
-  {folder}/evaluations          a record.json per checkpoint, the harness's own output beside it
+  {folder}/evaluations          a record.json per checkpoint, the harness's own output next to it
 
-What to try next
+Next steps
   make demo                                   evaluates nothing again; delete a record.json first and only that is
   .venv/bin/assay records {folder}/evaluations
   .venv/bin/assay doctor                      what this machine can run

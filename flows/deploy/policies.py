@@ -106,25 +106,25 @@ class Change:
     """The parts that differ from the wanted state."""
 
 
-def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run: bool = False) -> list[Change]:
+def deploy_policy(planned: PolicyDeployment, *, silent_after: timedelta, dry_run: bool = False) -> list[Change]:
     """Creates or updates the deployment and its automations; idempotent.
 
     Runs do not overlap: an event during a run is handled by a later run, which collapses all waiting runs
     (`collapse_waiting`). A flow run without a heartbeat for `silent_after` is marked as crashed.
     """
-    check_policy_paths(wanted.policy)
+    check_policy_paths(planned.policy)
     _require_longer_than_heartbeats(silent_after)
     with prefect_client() as client:
-        _require_work_pool(client, wanted.work_pool)
-        deployment = _deployment(client, wanted)
+        _require_work_pool(client, planned.work_pool)
+        deployment = _deployment(client, planned)
         changes = [deployment]
         identifier = None
         if not dry_run and deployment.action != "unchanged":
-            identifier = _deploy(client, wanted)
-        there = _present(client, wanted)
-        identifier = identifier or (there.id if there else None)
+            identifier = _deploy(client, planned)
+        existing = _present(client, planned)
+        identifier = identifier or (existing.id if existing else None)
         automations = {
-            wanted.event_automation: _on_event(wanted, identifier) if wanted.on_event else None,
+            planned.event_automation: _on_event(planned, identifier) if planned.on_event else None,
             **{watcher.name: watcher for watcher in _watchers(silent_after)},
         }
         for name, automation in automations.items():
@@ -154,7 +154,7 @@ def _require_longer_than_heartbeats(silent_after: timedelta) -> None:
     if heartbeat is None or silent_after.total_seconds() < 1.5 * heartbeat:
         raise BadInput(
             expected="flow runs that show signs of life more often than --silent-after asks for, with time to spare",
-            found="none, as Prefect is set" if heartbeat is None else f"one every {heartbeat} s",
+            found="none, as Prefect is set" if heartbeat is None else f"a sign every {heartbeat} s",
             remedy="raise --silent-after, or lower PREFECT_FLOWS_HEARTBEAT_FREQUENCY here and at the workers",
         )
 
@@ -167,47 +167,47 @@ def _require_work_pool(client: SyncPrefectClient, name: str) -> None:
             expected=f"a work pool {name} on the server",
             found="none of that name",
             remedy=f"make it (prefect work-pool create {name} --type process; those of the regions file: assay "
-            f"work-pools apply) and start a worker for it (prefect worker start --pool {name}), or name another one "
-            "with --work-pool",
+            f"work-pools apply) and start a worker for it (prefect worker start --pool {name}), or name another "
+            "work pool with --work-pool",
         ) from None
 
 
-def _present(client: SyncPrefectClient, wanted: PolicyDeployment) -> DeploymentResponse | None:
+def _present(client: SyncPrefectClient, planned: PolicyDeployment) -> DeploymentResponse | None:
     try:
-        return client.read_deployment_by_name(wanted.name)
+        return client.read_deployment_by_name(planned.name)
     except ObjectNotFound:
         return None
 
 
-def _deployment(client: SyncPrefectClient, wanted: PolicyDeployment) -> Change:
-    there = _present(client, wanted)
-    if there is None:
-        return Change("deployment", wanted.name, "create")
+def _deployment(client: SyncPrefectClient, planned: PolicyDeployment) -> Change:
+    existing = _present(client, planned)
+    if existing is None:
+        return Change("deployment", planned.name, "create")
     now = {
-        "parameters": there.parameters,
-        "work pool": there.work_pool_name,
-        "work queue": there.work_queue_name,
-        "entrypoint": there.entrypoint,
-        "schedule": [_as_configured(schedule.schedule) for schedule in there.schedules if schedule.active],
-        "runs at once": _runs_at_once(client, there),
-        "tags": sorted(there.tags),
+        "parameters": existing.parameters,
+        "work pool": existing.work_pool_name,
+        "work queue": existing.work_queue_name,
+        "entrypoint": existing.entrypoint,
+        "schedule": [_as_configured(schedule.schedule) for schedule in existing.schedules if schedule.active],
+        "runs at once": _runs_at_once(client, existing),
+        "tags": sorted(existing.tags),
     }
     then = {
-        "parameters": wanted.parameters(),
-        "work pool": wanted.work_pool,
-        "work queue": wanted.work_queue,
+        "parameters": planned.parameters(),
+        "work pool": planned.work_pool,
+        "work queue": planned.work_queue,
         "entrypoint": ENTRYPOINT,
-        "schedule": [_as_configured(schedule.schedule) for schedule in wanted.schedules()],
+        "schedule": [_as_configured(schedule.schedule) for schedule in planned.schedules()],
         "runs at once": 1,
-        "tags": sorted(_tags(wanted)),
+        "tags": sorted(_tags(planned)),
     }
     differs = tuple(key for key in then if now[key] != then[key])
-    return Change("deployment", wanted.name, "update" if differs else "unchanged", differs)
+    return Change("deployment", planned.name, "update" if differs else "unchanged", differs)
 
 
-def _runs_at_once(client: SyncPrefectClient, there: DeploymentResponse) -> int | None:
+def _runs_at_once(client: SyncPrefectClient, existing: DeploymentResponse) -> int | None:
     try:
-        return client.read_work_queue_by_name(str(there.work_queue_name), there.work_pool_name).concurrency_limit
+        return client.read_work_queue_by_name(str(existing.work_queue_name), existing.work_pool_name).concurrency_limit
     except ObjectNotFound:
         return None
 
@@ -216,35 +216,35 @@ def _as_configured(schedule: Any) -> Any:
     return getattr(schedule, "cron", None) or getattr(schedule, "interval", None)
 
 
-def _tags(wanted: PolicyDeployment) -> list[str]:
-    return [TAG, f"policy={wanted.policy.name}"]
+def _tags(planned: PolicyDeployment) -> list[str]:
+    return [TAG, f"policy={planned.policy.name}"]
 
 
-def _deploy(client: SyncPrefectClient, wanted: PolicyDeployment) -> Any:
+def _deploy(client: SyncPrefectClient, planned: PolicyDeployment) -> Any:
     deployment = client.create_deployment(
         flow_id=client.create_flow_from_name(reconcile_policy.name),
-        name=wanted.policy.name,
-        description=f"Evaluate what the policy {wanted.policy.name} wants and no record settles yet.",
+        name=planned.policy.name,
+        description=f"Evaluate what the policy {planned.policy.name} wants and no record settles yet.",
         entrypoint=ENTRYPOINT,
         pull_steps=[],
-        parameters=wanted.parameters(),
+        parameters=planned.parameters(),
         parameter_openapi_schema=parameter_schema(reconcile_policy).model_dump_for_openapi(),
         enforce_parameter_schema=True,
-        work_pool_name=wanted.work_pool,
-        work_queue_name=wanted.work_queue,  # the server creates it
-        schedules=wanted.schedules(),
-        tags=_tags(wanted),
+        work_pool_name=planned.work_pool,
+        work_queue_name=planned.work_queue,  # the server creates it
+        schedules=planned.schedules(),
+        tags=_tags(planned),
         paused=False,
     )
-    queue = client.read_work_queue_by_name(wanted.work_queue, wanted.work_pool)
+    queue = client.read_work_queue_by_name(planned.work_queue, planned.work_pool)
     client.update_work_queue(queue.id, concurrency_limit=1)
     return deployment
 
 
-def _on_event(wanted: PolicyDeployment, deployment: Any) -> AutomationCore:
-    resources = resources_of(wanted.policy.runs)
+def _on_event(planned: PolicyDeployment, deployment: Any) -> AutomationCore:
+    resources = resources_of(planned.policy.runs)
     return AutomationCore(
-        name=wanted.event_automation,
+        name=planned.event_automation,
         description="Made by `assay policy deploy`: a complete checkpoint of its runs starts a reconciliation.",
         trigger=EventTrigger(expect={CHECKPOINT_COMPLETE}, match={"prefect.resource.id": resources}, within=_BURST),
         actions=[
@@ -267,24 +267,24 @@ def _watchers(silent_after: timedelta) -> list[AutomationCore]:
     return [
         _ending(
             SILENCE_AUTOMATION,
-            "what its worker can no longer report is marked as crashed.",
+            "flow runs of lost workers are marked as crashed.",
             _missing(after={"Running", "heartbeat"}, expected=alive, within=silent_after),
             StateType.CRASHED,
             f"no sign of life for {silent_after}: the worker is gone with it",
         ),
         _ending(
             PENDING_AUTOMATION,
-            "what a worker of processes took and did not begin is marked as crashed.",
+            "flow runs that a worker of processes took and did not begin are marked as crashed.",
             _missing(after={"Pending"}, expected=alive, within=silent_after, work_pool_type="process"),
             StateType.CRASHED,
             f"not begun for {silent_after}: the worker that took it is gone",
         ),
         _ending(
             CANCELLING_AUTOMATION,
-            "what was cancelled, and has no worker that ends it, is over.",
+            "cancelled flow runs that no worker ends are completed as cancelled.",
             _missing(after={"Cancelling"}, expected=_ENDINGS, within=silent_after),
             StateType.CANCELLED,
-            f"nobody has carried this out for {silent_after}: the worker is gone",
+            f"not carried out for {silent_after}: the worker is gone",
         ),
     ]
 
@@ -299,14 +299,14 @@ def _ending(name: str, does: str, trigger: EventTrigger, state: StateType, messa
 def _missing(
     *, after: Collection[str], expected: Collection[str], within: timedelta, work_pool_type: str | None = None
 ) -> EventTrigger:
-    wanted = [{"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}]
+    related = [{"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}]
     if work_pool_type is not None:
-        wanted.append({"prefect.resource.role": "work-pool", "prefect.work-pool.type": work_pool_type})
+        related.append({"prefect.resource.role": "work-pool", "prefect.work-pool.type": work_pool_type})
     return EventTrigger(
         after={_EVENT + name for name in after},
         expect={_EVENT + name for name in expected},
         match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related=[ResourceSpecification.model_validate(resource) for resource in wanted],
+        match_related=[ResourceSpecification.model_validate(resource) for resource in related],
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
@@ -315,26 +315,26 @@ def _missing(
 
 
 def _automation(
-    client: SyncPrefectClient, name: str, wanted: AutomationCore | None, *, dry_run: bool
+    client: SyncPrefectClient, name: str, planned: AutomationCore | None, *, dry_run: bool
 ) -> Iterator[Change]:
     present = client.read_automations_by_name(name)
-    there: Automation | None = present[0] if present else None
-    if wanted is None:
-        if there is not None:
+    existing: Automation | None = present[0] if present else None
+    if planned is None:
+        if existing is not None:
             if not dry_run:
-                client.delete_automation(there.id)
+                client.delete_automation(existing.id)
             yield Change("automation", name, "remove")
         return
-    if there is None:
+    if existing is None:
         if not dry_run:
-            client.create_automation(wanted)
+            client.create_automation(planned)
         yield Change("automation", name, "create")
         return
-    now, then = (_comparable(automation) for automation in (there, wanted))
+    now, then = (_comparable(automation) for automation in (existing, planned))
     differs = tuple(key for key in then if now.get(key) != then[key])
     if differs and not dry_run:
-        client.delete_automation(there.id)  # the server refuses to update an automation with an owner
-        client.create_automation(wanted)
+        client.delete_automation(existing.id)  # the server refuses to update an automation with an owner
+        client.create_automation(planned)
     yield Change("automation", name, "update" if differs else "unchanged", differs)
 
 

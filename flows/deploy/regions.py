@@ -33,16 +33,16 @@ def deploy_sent_flows(regions: Regions, *, dry_run: bool = False) -> dict[str, l
 
 def _deployed(client: SyncPrefectClient, work_pool: str, *, name: str, dry_run: bool) -> Iterator[str]:
     for flow in SENT:
-        wanted: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "entrypoint": f"{flow.fn.__module__}.{flow.fn.__name__}",
             "work_pool_name": work_pool,
             "parameter_openapi_schema": parameter_schema(flow).model_dump_for_openapi(),
         }
         try:
-            there = client.read_deployment_by_name(f"{flow.name}/{name}")
+            existing = client.read_deployment_by_name(f"{flow.name}/{name}")
         except ObjectNotFound:
-            there = None
-        if there is not None and all(getattr(there, key) == value for key, value in wanted.items()):
+            existing = None
+        if existing is not None and all(getattr(existing, key) == value for key, value in attributes.items()):
             continue
         yield f"{flow.name}/{name}"
         if not dry_run:
@@ -53,5 +53,5 @@ def _deployed(client: SyncPrefectClient, work_pool: str, *, name: str, dry_run: 
                 pull_steps=[],
                 enforce_parameter_schema=True,
                 tags=[TAG],
-                **wanted,
+                **attributes,
             )

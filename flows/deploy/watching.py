@@ -29,13 +29,13 @@ def watch(
         if number:
             sleep(every_seconds)
         number += 1
-        found: list[CompleteCheckpoint] = []
+        new_checkpoints: list[CompleteCheckpoint] = []
         try:
-            found = watched.find_new()
-            tell(found)
+            new_checkpoints = watched.find_new()
+            tell(new_checkpoints)
         except AssayError as error:
-            watched.forget(found)
+            watched.forget(new_checkpoints)
             on_event(f"looking again: {error.found}")
         else:
-            for checkpoint in found:
+            for checkpoint in new_checkpoints:
                 on_event(f"{checkpoint.name} is complete: {checkpoint.uri}")

@@ -280,10 +280,10 @@ def _client(*, direct: bool) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(limits=limits)) if direct else httpx.Client(limits=limits)
 
 
-def _no_finite_numbers(model: str, base_url: str, found: str) -> ModelUnusable:
+def _no_finite_numbers(model: str, base_url: str, problem: str) -> ModelUnusable:
     return ModelUnusable(
         expected=f"finite log-probabilities from {model} at {base_url}",
-        found=found,
+        found=problem,
         remedy="check that the weights hold no NaN or infinity (a training run that diverged), "
         "and that the server supports logprobs",
     )

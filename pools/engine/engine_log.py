@@ -36,8 +36,8 @@ def first_error(log: str) -> str | None:
 
     Skips errors that only report the end of another process of the engine.
     """
-    found = _found(log)
-    return _words(found)[:_SHOWN_CHARACTERS] if found else None
+    match = _first_match(log)
+    return _words(match)[:_SHOWN_CHARACTERS] if match else None
 
 
 def computing_process_ended(log: str) -> bool:
@@ -55,15 +55,15 @@ def explained(log: str) -> str:
 
 def excerpt(log: str) -> str:
     """Returns the traceback of a log's first error, and its last 400 lines: short enough to be sent."""
-    found = _found(log)
-    return "\n".join([*([_trace(found)] if found else []), *log.splitlines()[-_KEPT_LINES:]])
+    match = _first_match(log)
+    return "\n".join([*([_trace(match)] if match else []), *log.splitlines()[-_KEPT_LINES:]])
 
 
 def start_failure(log: str, *, model: str, ended: str, by_hand: str) -> AssayError:
     """Returns the failure of a start: `ModelUnusable` if the loader refused a tensor, else `EngineStartFailed`."""
-    found = _found(log)
-    error = _words(found) if found else ""
-    trace = _trace(found) if found else ""
+    match = _first_match(log)
+    error = _words(match) if match else ""
+    trace = _trace(match) if match else ""
     if _LOADS_WEIGHTS.search(trace) and _REFUSES_TENSOR.search(error) and not _OF_MEMORY.search(error):
         return ModelUnusable(
             expected=f"tensors in {model} with the names and shapes that an engine loads for its config.json",
@@ -73,7 +73,7 @@ def start_failure(log: str, *, model: str, ended: str, by_hand: str) -> AssayErr
     if length := _FITTING_LENGTH.search(log):
         fitting = int(length[1]) - 1  # engines have room for a token more than the model reads
         return EngineStartFailed(
-            expected=f"room for one answer of {model} in the memory of the engine's cache",
+            expected=f"room for a single answer of {model} in the memory of the engine's cache",
             found=error,
             remedy=f"--engine max_model_len={fitting}, or more memory: --ram, or --engine kv_cache_memory_bytes=",
         )
@@ -84,19 +84,19 @@ def start_failure(log: str, *, model: str, ended: str, by_hand: str) -> AssayErr
     )
 
 
-def _trace(found: re.Match[str]) -> str:
-    log = found.string
-    return log[max(0, log.rfind("Traceback (most recent call last)", 0, found.start())) : found.end()]
+def _trace(match: re.Match[str]) -> str:
+    log = match.string
+    return log[max(0, log.rfind("Traceback (most recent call last)", 0, match.start())) : match.end()]
 
 
-def _words(found: re.Match[str]) -> str:
-    if ":" in found["error"]:
-        return found["error"]
-    lines = (line.rpartition("] ")[2].strip() for line in reversed(found.string[: found.start()].splitlines()))
-    return f"{found['error']}: {next((line for line in lines if line.strip('^~ ')), '')}"
+def _words(match: re.Match[str]) -> str:
+    if ":" in match["error"]:
+        return match["error"]
+    lines = (line.rpartition("] ")[2].strip() for line in reversed(match.string[: match.start()].splitlines()))
+    return f"{match['error']}: {next((line for line in lines if line.strip('^~ ')), '')}"
 
 
-def _found(log: str) -> re.Match[str] | None:
+def _first_match(log: str) -> re.Match[str] | None:
     fatal = _FATAL.search(log)
     errors = _ERROR.finditer(log, fatal.start() if fatal else 0)
     return next((error for error in errors if not _CONSEQUENCE.search(error["error"])), None)

@@ -256,8 +256,8 @@ def with_engine_variables(config: InferencePoolConfig) -> InferencePoolConfig:
     """Returns the configuration with the engine's variables: its own, else those of this process."""
     if config.model.engine_variables is not None:
         return config
-    found = variables_like(ENGINE_SETTINGS, but=NO_ENGINE_SETTINGS)
-    return config.model_copy(update={"model": config.model.model_copy(update={"engine_variables": found})})
+    variables = variables_like(ENGINE_SETTINGS, but=NO_ENGINE_SETTINGS)
+    return config.model_copy(update={"model": config.model.model_copy(update={"engine_variables": variables})})
 
 
 def hand_command(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -26,7 +26,7 @@ from pools.protocol import ServedModel
 from pools.weights.merged_folder import inspect_checkpoint
 from pools.weights.merges import locations_of, with_each_location
 from pools.weights.model_files import (
-    SAME_WHATEVER_THEY_SAY,
+    IGNORED_CONFIG_KEYS,
     ModelDigests,
     ModelFolder,
     digest_model_folder,
@@ -140,20 +140,20 @@ def staging() -> Staging:
     return Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes)
 
 
-def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
-    """Returns the reason that `wanted` cannot be loaded into an engine that runs `running`, or None.
+def why_not_reload(running: ServedCheckpoint, checkpoint: ServedCheckpoint) -> str | None:
+    """Returns the reason that `checkpoint` cannot be loaded into an engine that runs `running`, or None.
 
     An engine dies on unexpected parameters, and keeps tokenizer, template and generation defaults of the checkpoint it
     was started with.
     """
-    if running.digests.tokenizer != wanted.digests.tokenizer:
+    if running.digests.tokenizer != checkpoint.digests.tokenizer:
         return "its tokenizer or chat template differs"
-    if running.digests.config != wanted.digests.config:
-        before, after = dict(running.files.config), dict(wanted.files.config)
+    if running.digests.config != checkpoint.digests.config:
+        before, after = dict(running.files.config), dict(checkpoint.files.config)
         changed = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
-        if set(changed) - set(SAME_WHATEVER_THEY_SAY) or not changed:
+        if set(changed) - set(IGNORED_CONFIG_KEYS) or not changed:
             return f"its config differs ({', '.join(changed) or 'generation_config.json'})"
-    before, after = read_tensors(running.files), read_tensors(wanted.files)
+    before, after = read_tensors(running.files), read_tensors(checkpoint.files)
     if before.keys() != after.keys():
         return f"its parameters differ ({', '.join(sorted(before.keys() ^ after.keys())[:3])})"
     for name, tensor in after.items():
@@ -162,12 +162,12 @@ def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str |
     return None
 
 
-def why_unprovable(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
-    """Returns the reason that comparing a reload of `wanted` with a cold start would prove nothing, or None.
+def why_unprovable(running: ServedCheckpoint, checkpoint: ServedCheckpoint) -> str | None:
+    """Returns the reason that comparing a reload of `checkpoint` with a cold start would prove nothing, or None.
 
     A tensor that is the same in both could stay stale unnoticed.
     """
-    same = tensor_in_common(running.files, wanted.files)
+    same = tensor_in_common(running.files, checkpoint.files)
     return f"{same} is the same in both checkpoints" if same else None
 
 
@@ -314,8 +314,8 @@ def _tracing_arguments() -> dict[str, Any]:
 def part_arguments(part: HostPart) -> dict[str, Any]:
     """Returns engine arguments of a host's part, for vLLM's executor of processes."""
     host, port = part.meeting
-    found = {"nnodes": part.hosts, "node_rank": part.rank, "master_addr": host, "master_port": port}
-    return {**found, "headless": True} if part.rank else found
+    arguments = {"nnodes": part.hosts, "node_rank": part.rank, "master_addr": host, "master_port": port}
+    return {**arguments, "headless": True} if part.rank else arguments
 
 
 def part_variables(device: EngineDevice, part: HostPart) -> dict[str, str]:

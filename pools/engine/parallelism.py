@@ -88,7 +88,7 @@ def _require_shares(
     hosts, is_slice = resources.hosts_per_replica, isinstance(resources.device, TpuConfig)
     if sizes[DATA_PARALLEL] > 1:
         raise BadInput(
-            expected=f"one engine on the {hosts} hosts of a replica",
+            expected=f"a single engine on the {hosts} hosts of a replica",
             found=shown,
             remedy=f"leave {DATA_PARALLEL} out, and ask for more replicas",
         )
@@ -110,8 +110,8 @@ def _require_shares(
     if ranks % hosts:
         raise BadInput(
             expected=f"engine_kwargs that divide a model over {hosts} hosts alike",
-            found=f"{shown or 'one part'}, {ranks} in all",
-            remedy="leave sizes out, or choose some whose product divides by the hosts",
+            found=f"{shown or 'a single part'}, {ranks} in all",
+            remedy="leave sizes out, or choose sizes with a product divisible by the number of hosts",
         )
 
 
@@ -119,9 +119,9 @@ def require_place(resources: ResourceConfig, *, is_local: bool) -> None:
     """Raises BadInput if a replica's hosts are unavailable: a local pool has several hosts only as CPU processes."""
     if resources.hosts > 1 and is_local and not isinstance(resources.device, CpuConfig):
         raise BadInput(
-            expected="one host for each replica of a pool on this machine",
+            expected="a single host for each replica of a pool on this machine",
             found=f"hosts: {resources.hosts}",
-            remedy=f"ask for all {resources.chips_per_replica} GPUs of one machine, or use a cluster (ASSAY_JOBS)",
+            remedy=f"ask for all {resources.chips_per_replica} GPUs of a single machine, or use a cluster (ASSAY_JOBS)",
         )
 
 

@@ -67,7 +67,7 @@ class Verdict:
         return self.agrees and self.change >= LEAST_CHANGE_NATS
 
     @property
-    def found(self) -> str:
+    def outcome(self) -> str:
         if not self.agrees:
             stale = f", stale: {shown(self.stale)}" if self.stale else ""
             return f"they differ ({self.difference:.2g} nats{stale})"

@@ -52,8 +52,8 @@ def row_of(rows: Sequence[Any], token: int, *, from_end: int) -> float | None:
     `from_end` is the token's position from the prompt's end; 1 for the last token.
     """
     row = rows[-from_end] if from_end <= len(rows) else None
-    found = row.get(str(token)) if isinstance(row, dict) else None
-    value = found.get("logprob") if isinstance(found, dict) else None
+    entry = row.get(str(token)) if isinstance(row, dict) else None
+    value = entry.get("logprob") if isinstance(entry, dict) else None
     return value if isinstance(value, (int, float)) and value <= ROUNDING else None
 
 
@@ -85,17 +85,17 @@ def _agrees(engine: EngineClient, model: str, *, most: int, bound: float) -> boo
     scored = len(rows) - 1
     if not 0 < scored < most - 1:  # nothing was computed, or nothing read from the cache
         return False
-    found = [(row_of(rows, ids[-at], from_end=at), weighed[-at]) for at in range(1, scored + 1)]
-    return all(value is not None and abs(value - before) <= bound for value, before in found)
+    pairs = [(row_of(rows, ids[-at], from_end=at), weighed[-at]) for at in range(1, scored + 1)]
+    return all(value is not None and abs(value - before) <= bound for value, before in pairs)
 
 
 def _cache_tokens(caches: Sequence[Mapping[str, str]]) -> int | None:
-    found: list[int] = []
+    sizes: list[int] = []
     for labels in caches:
         tokens = labels.get("kv_cache_size_tokens", "")
         blocks = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
         if tokens.isdecimal():
-            found.append(int(tokens))
+            sizes.append(int(tokens))
         elif all(number.isdecimal() for number in blocks):
-            found.append(int(blocks[0]) * int(blocks[1]))
-    return min(found, default=None)
+            sizes.append(int(blocks[0]) * int(blocks[1]))
+    return min(sizes, default=None)

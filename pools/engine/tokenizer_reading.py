@@ -62,8 +62,8 @@ def require_read_as_written(engine: EngineClient, checkpoint: ServedCheckpoint, 
     )
     text = engine.ask("/detokenize", {"model": checkpoint.name, "tokens": written["ids"]})["prompt"]
     settings = read_json(checkpoint.files.files["tokenizer_config.json"], [])
-    found = {"ids": plain, "special": special, "text": text}
-    if (why := difference(written, found, framed=any(name in settings for name in _FRAMED))) is not None:
+    engine_reading = {"ids": plain, "special": special, "text": text}
+    if (why := difference(written, engine_reading, framed=any(name in settings for name in _FRAMED))) is not None:
         raise ModelUnusable(
             expected=f"the engine to read text by the tokenizer.json of {checkpoint.name}, as `tokenizers` does",
             found=why,
@@ -71,22 +71,22 @@ def require_read_as_written(engine: EngineClient, checkpoint: ServedCheckpoint, 
         )
 
 
-def difference(written: Mapping[str, Any], found: Mapping[str, Any], *, framed: bool) -> str | None:
+def difference(written: Mapping[str, Any], engine_reading: Mapping[str, Any], *, framed: bool) -> str | None:
     """Returns the first difference between two readings of the probe, or None.
 
     Each has `ids`, the `text` decoded from them, and `special`, the ids with special tokens; if `framed`, other special
     tokens than the file's may surround the text. `starts` are the offsets of the file's ids in the probe.
     """
-    count = len(ids := found["ids"])
-    for name, what in (("ids", "ids"), ("text", "text of its ids"), ("special", "ids with special tokens")):
-        ours, theirs = written[name], found[name]
+    count = len(ids := engine_reading["ids"])
+    for name, part in (("ids", "ids"), ("text", "text of its ids"), ("special", "ids with special tokens")):
+        ours, theirs = written[name], engine_reading[name]
         holds = any(theirs[start : start + count] == ids for start in range(len(theirs) - count + 1))
         if ours == theirs or (name == "special" and framed and holds):
             continue
         place = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
         start = written["starts"][place] if name == "ids" else 0
         shown = [repr(each[place:][:_SHOWN]) for each in (theirs, ours)]
-        return f"{what} {shown[0]} where the file gives {shown[1]}, in {PROBE[start:][:_SHOWN_CHARACTERS]!r}"
+        return f"{part} {shown[0]} where the file gives {shown[1]}, in {PROBE[start:][:_SHOWN_CHARACTERS]!r}"
     return None
 
 

@@ -276,7 +276,7 @@ class Database:
             self._tell(problem)
             return False
         self._warn(
-            f"The journal {self._path} cannot be used ({error}). It is kept as {aside.name}, a new one is begun."
+            f"The journal {self._path} cannot be used ({error}). It is kept as {aside.name}; a new journal is started."
         )
         return True
 

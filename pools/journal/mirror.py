@@ -83,8 +83,8 @@ class Mirror:
         query = f"SELECT id, {COLUMNS} FROM answers WHERE cell = ? AND id > ? AND imported = 0 ORDER BY id"
         batch: list[tuple[int, Row]] = []
         size = 0
-        with closing(connection.execute(query, (self._cell, last))) as found:
-            for number, *values in found:
+        with closing(connection.execute(query, (self._cell, last))) as cursor:
+            for number, *values in cursor:
                 row = Row(*values)
                 row_bytes = len(row.body) + len(row.request or b"")
                 if row_bytes > LARGEST_ROW_BYTES or not is_whole(row):

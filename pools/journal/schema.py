@@ -153,9 +153,9 @@ def _prepare(connection: sqlite3.Connection, *, wait_seconds: float) -> None:
     if version == 0:
         _patiently(lambda: _create(connection), wait_seconds=wait_seconds)
     elif version != SCHEMA_VERSION:
-        raise OtherVersion(f"schema version {version}, this one is {SCHEMA_VERSION}")
+        raise OtherVersion(f"schema version {version}, expected {SCHEMA_VERSION}")
     elif not {(statement,) for statement in _STATEMENTS} <= set(connection.execute("SELECT sql FROM sqlite_schema")):
-        raise OtherVersion("its tables are other ones")
+        raise OtherVersion("its tables differ from those of this version")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     connection.execute("PRAGMA cache_size = -16000")

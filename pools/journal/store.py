@@ -245,10 +245,10 @@ class Journal:
         cell: str | None = None,
         occurrence: int = 0,
     ) -> StoredAnswer | None:
-        found = self._database.fetch(sql, parameters)
-        if found is None:
+        columns = self._database.fetch(sql, parameters)
+        if columns is None:
             return None
-        number, *values = found
+        number, *values = columns
         row = Row(*values)
         try:
             whole = bodies.is_whole(row) and is_content_type(row.content_type)

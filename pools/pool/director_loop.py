@@ -77,7 +77,7 @@ class DirectorLoop:
     def _run(self) -> None:
         try:
             self._direct()
-        except Exception as error:  # noqa: BLE001 - the boundary: nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - the boundary: no caller would receive it
             _log.exception("the pool's director failed")
             self._failed = f"its director failed: {type(error).__name__}: {error}"
             with suppress(ProxyFailed):
@@ -112,8 +112,8 @@ class DirectorLoop:
         usable = self._agents.usable
         self._loads.forgive(status.leases, self._models)
         unusable = self._loads.unusable(self._models)
-        wanted = (name for lease in status.leases.values() for name in lease.wants)
-        wants = [name for name in wanted if name in self._models and name not in unusable]
+        lease_models = (name for lease in status.leases.values() for name in lease.wants)
+        wants = [name for name in lease_models if name in self._models and name not in unusable]
         now = time.monotonic()
         before = self._desired.orders
         paused = self._loads.take_paused()

@@ -167,7 +167,7 @@ class InferencePool:
         if self._session is None:
             raise ProxyFailed(
                 expected="a pool that was entered, with checkpoints of its own",
-                found="one that was not, or has none",
+                found="a pool that was not entered, or that has no checkpoints",
                 remedy="use it in a with block; bring checkpoints, or open a session",
             )
         return self._session
@@ -222,6 +222,6 @@ class InferencePool:
     def _entered(self) -> DirectorLoop:
         if self._director is None:
             raise ProxyFailed(
-                expected="a pool that was entered", found="one that was not", remedy="use it in a with block"
+                expected="a pool that was entered", found="a pool that was not entered", remedy="use it in a with block"
             )
         return self._director

@@ -134,7 +134,7 @@ def _publish(pool: KeptPool) -> None:
             raise _is_up(standing)
     raise BadInput(
         expected=f"no file {pool.name}.json in {places()[0]}",
-        found="one that is no pool's, or a link",
+        found="a file that describes no pool, or a link",
         remedy="remove it, or choose another name",
     )
 
@@ -155,7 +155,7 @@ def _keep(
     ):
         announce(pool.access.address.model_dump_json())
         pool.wait_until_unused(idle_seconds)
-        _log.info("nobody has used the pool for %g s", idle_seconds)
+        _log.info("no client has used the pool for %g s", idle_seconds)
 
 
 def _address_announced(job: JobHandle, name: str, timeout_seconds: float) -> ProxyAddress:
@@ -210,7 +210,7 @@ def require(name: str) -> KeptPool:
         raise BadInput(
             expected=f"a pool named {name} in {' or '.join(places())}",
             found=f"there: {up or 'none'}",
-            remedy="start one (assay pool up --model PATH --name NAME), set ASSAY_POOLS to where it was published, "
+            remedy="start a pool (assay pool up --model PATH --name NAME), set ASSAY_POOLS to where it was published, "
             "or give its address",
         )
     return pool
@@ -268,14 +268,14 @@ def _as_its_proxy_says(pool: KeptPool) -> KeptPoolState | None:
 def _job_of(pool: KeptPool) -> JobHandle | None:
     try:
         client = LocalClient() if pool.backend == "local" else client_from_url(pool.backend)
-        here = _place_of(client)
+        local_place = _place_of(client)
     except BadInput as error:
         raise BackendUnavailable(expected=error.expected, found=error.found, remedy=error.remedy) from error
-    if here != pool.place:
+    if local_place != pool.place:
         raise BackendUnavailable(
             expected=f"to reach {pool.place}, where the pool {pool.name} runs",
-            found=f"{pool.backend} is {here} on this machine",
-            remedy="ask on the machine that started it, or one that uses the same cluster",
+            found=f"{pool.backend} is {local_place} on this machine",
+            remedy="run this on the machine that started the pool, or on a machine that uses the same cluster",
         )
     try:
         job = client.attach(pool.job_id)
@@ -298,6 +298,6 @@ def _place_of(client: Client) -> str:
 def _is_up(pool: KeptPool) -> BadInput:
     return BadInput(
         expected=f"no pool named {pool.name}",
-        found=f"one that is up at {pool.access.address.base_url}",
+        found=f"a pool of that name is up at {pool.access.address.base_url}",
         remedy=f"use it, choose another name, or end it: assay pool down {pool.name}",
     )

@@ -104,7 +104,7 @@ class LoadLog:
                 kind=EngineDied.__name__,
                 expected="engines that hold this checkpoint to live",
                 found=f"an engine died of it {deaths.last}. First error in its log: {error}",
-                remedy="look for that error among the engine's known ones; the other checkpoints are served",
+                remedy="look for that error among the engine's known errors; the other checkpoints are served",
             )
 
     def _succeeded(self, replica: str, load: LoadReport) -> None:
@@ -143,7 +143,7 @@ class LoadLog:
             return Failure(
                 kind=EngineStartFailed.__name__,
                 expected="an engine of this pool to start",
-                found=f"{', '.join(names)} met one and the same error, so it is the pool's: {failure.found}",
+                found=f"{', '.join(names)} met the same error, so it is the pool's: {failure.found}",
                 remedy="mend the engine's arguments, environment or device; the records of those have log and command",
             )
         failed = [self._unusable.get(name) for name in models]

@@ -30,7 +30,7 @@ from resources.storage.conditional_writes import (
 )
 
 _LONGEST_NAME = 200  # it becomes a file name
-_OF_OTHERS, _WRITTEN_BY_OTHERS = 0o077, 0o022
+_OPEN_TO_OTHERS, _WRITTEN_BY_OTHERS = 0o077, 0o022
 _SUFFIX = ".json"
 
 
@@ -90,7 +90,7 @@ def publish(pool: KeptPool, *, in_place_of: PublishedPool | None = None) -> bool
     if not creates_exclusively(place):
         raise BadInput(
             expected="a store where only one of several writers can create a file",
-            found=f"{place}, where the second replaces what the first one wrote",
+            found=f"{place}, where the second writer replaces the file of the first",
             remedy="set ASSAY_POOLS to a folder that the machines share, or to gs:// or s3://",
         )
     return storage.create_bytes(_file(place, pool.name), content, mode=0o600)
@@ -103,8 +103,8 @@ def withdraw(published: PublishedPool) -> None:
 
 def published_as(name: str) -> PublishedPool | None:
     """Returns the pool of a name; None if no location has a valid file for it."""
-    found = (_read(_file(place, name)) for place in places())
-    return next((published for published in found if published is not None), None)
+    pools = (_read(_file(place, name)) for place in places())
+    return next((published for published in pools if published is not None), None)
 
 
 def all_published() -> Iterator[PublishedPool]:
@@ -130,13 +130,13 @@ def _read(uri: str) -> PublishedPool | None:
             status = os.fstat(stream.fileno())
             content = stream.read() if stat.S_ISREG(status.st_mode) else b""
     except PermissionError as error:
-        remedy = "start a pool of your own, or use the address and the key of this one"
+        remedy = "start a pool of your own, or use the address and the key of this pool"
         raise StorageError(expected=f"to read {path}", found=str(error), remedy=remedy) from error
     except OSError:
         return None  # no file, a link, or a folder
     if (pool := _pool_in(content)) is None:
         return None
-    _require_own(path, status, others=_OF_OTHERS)
+    _require_own(path, status, others=_OPEN_TO_OTHERS)
     _require_own(path.parent, path.parent.stat(), others=_WRITTEN_BY_OTHERS)
     return PublishedPool(pool, uri, Version(content, None))
 
@@ -162,10 +162,10 @@ def _require_own(path: Path, status: os.stat_result, *, others: int) -> None:
     if status.st_uid == os.geteuid() and not mode & others:
         return
     rights = "600" if stat.S_ISREG(status.st_mode) else "700"
-    whose = "yours" if status.st_uid == os.geteuid() else f"user {status.st_uid}'s"
+    owner = "yours" if status.st_uid == os.geteuid() else f"user {status.st_uid}'s"
     raise BadInput(
         expected=f"{path} to be yours alone (mode {rights}), since it holds keys of pools",
-        found=f"it is {whose}, mode {mode:o}",
+        found=f"it is {owner}, mode {mode:o}",
         remedy="set ASSAY_POOLS to a folder of your own; if it is yours: chmod "
-        f"{rights} {path}, and start anew the pools whose keys others may have read",
+        f"{rights} {path}, and restart the pools with keys that other users may have read",
     )

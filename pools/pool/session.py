@@ -53,7 +53,7 @@ class PoolSession:
         on_event: Callable[[str], None] = lambda line: None,
     ) -> None:
         if not checkpoints:
-            raise BadInput(expected="at least one checkpoint to serve", found="none", remedy="name one")
+            raise BadInput(expected="at least 1 checkpoint to serve", found="none", remedy="name a checkpoint")
         require_usable(access, checkpoints)
         self.access = access
         self._checkpoints = {checkpoint.name: checkpoint for checkpoint in checkpoints}
@@ -271,7 +271,7 @@ class PoolSession:
             raise error_of(failure.model_dump())
         if status.failed is not None:
             raise EngineDied(
-                expected="at least one replica that answers",
+                expected="at least 1 replica that answers",
                 found=status.failed,
                 remedy="read the engine's log above; run again, or give the replicas more memory",
             )

@@ -107,7 +107,7 @@ async def serve(
             raise ProxyFailed(
                 expected=f"to listen on {host}:{port}",
                 found=str(error),
-                remedy="set the proxy's port to 0 for a free one, or its host to an address of this machine",
+                remedy="set the proxy's port to 0 for a free port, or its host to an address of this machine",
             ) from error
         tell(*bound)
         gc.freeze()
@@ -147,15 +147,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the proxy; returns the exit code of the process."""
     parser = argparse.ArgumentParser(prog="python -m pools.proxy", description="The proxy of an Assay pool.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; auto is this machine's")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free port")
     parser.add_argument("--lender", type=Path, help="where a socket is lent that listens at that host and port")
     parser.add_argument("--address-file", type=Path, help="where to write the bound address")
     for name, limit in ProxyLimits.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, default=limit.default, help=limit.description)
-    parser.add_argument("--journal", nargs="?", const="", help="keep a journal, in this file or in the usual one")
+    parser.add_argument("--journal", nargs="?", const="", help="keep a journal, in this file, or in the default file")
     parser.add_argument("--journal-max-bytes", type=int, default=_JOURNAL_BYTES, help="size of the journal at most")
-    parser.add_argument("--journal-prompts", action="store_true", help="store the prompts beside their answers")
+    parser.add_argument("--journal-prompts", action="store_true", help="store the prompts with their answers")
     given = vars(parser.parse_args(arguments))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _allow_open_files()

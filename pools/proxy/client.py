@@ -230,13 +230,13 @@ class ProxyClient:
         finally:
             connection.close()
 
-    def _failed(self, found: str) -> ProxyFailed:
+    def _failed(self, problem: str) -> ProxyFailed:
         return ProxyFailed(
             expected=f"an answer of the proxy at {self._address.host}:{self._address.port}",
-            found=found,
+            found=problem,
             remedy=f"see whether process {self._address.pid} still runs, and read the end of its log"
             if self._address.pid
-            else "see whether the pool is up, and what stands before it",
+            else "check that the pool is up, and any proxy or firewall in front of it",
         )
 
 

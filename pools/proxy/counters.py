@@ -123,7 +123,7 @@ def _lines(tally: Tally, replicas: list[ReplicaStatus], held: int, journal: Jour
     yield from _family("tokens_total", "counter", "Tokens that engines counted", tokens)
     every = list(tally.models.values())
     for name, meaning, count in (
-        ("retries_total", "Attempts after the first one", sum(model.retried for model in every)),
+        ("retries_total", "Attempts after the first", sum(model.retried for model in every)),
         ("upstream_requests_total", "Attempts sent to engines", sum(model.upstream for model in every)),
         ("held_requests_total", "Requests that had to wait for a replica", sum(model.held for model in every)),
     ):
@@ -145,7 +145,7 @@ def _of_replicas(replicas: list[ReplicaStatus]) -> Iterator[str]:
     in_flight = {labels[replica.name]: replica.in_flight for replica in replicas}
     yield from _family("in_flight", "gauge", "Requests a replica works on", in_flight)
     restarts = {labels[replica.name]: replica.announcement.restarts for replica in replicas}
-    yield from _family("engine_restarts_total", "counter", "Engines started again after one died", restarts)
+    yield from _family("engine_restarts_total", "counter", "Engines started again after an engine died", restarts)
 
 
 def _of_loads(tally: Tally, replicas: list[ReplicaStatus]) -> Iterator[str]:

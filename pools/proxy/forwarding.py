@@ -308,9 +308,9 @@ class Forwarder:
         try:
             with self._held(asked):
                 async with asyncio.timeout(limits.hold_timeout_seconds):
-                    while (found := look()) is None:
+                    while (target := look()) is None:
                         await self._table_change()
-                    return found
+                    return target
         except TimeoutError:
             message = f"No replica was ready for {limits.hold_timeout_seconds:g} s."
             raise Refusal(503, message, retry_after_seconds=5) from None

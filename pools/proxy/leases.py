@@ -56,6 +56,6 @@ def of_known_models(lease: Lease, known: Mapping[str, ServedModel]) -> Lease:
     for model, served in lease.models.items():
         if model not in known or known[model].digest != served.digest:
             problem = "has other weights in this pool" if model in known else "is no model of this pool"
-            reason = f"{model} {problem}, and only its admin key (ASSAY_POOL_ADMIN_KEY) may bring one."
+            reason = f"{model} {problem}, and only its admin key (ASSAY_POOL_ADMIN_KEY) may add a model."
             raise Refusal(403, reason, param=model)
     return lease.model_copy(update={"models": {model: known[model] for model in lease.models}})

@@ -76,7 +76,7 @@ class ProxyProcess:
             raise ProxyFailed(
                 expected=f"to listen on {host}:{config.proxy_port}",
                 found=str(error),
-                remedy="choose another proxy_port, or 0 for a free one; or a proxy_host of this machine",
+                remedy="choose another proxy_port, or 0 for a free port; or a proxy_host of this machine",
             ) from error
         with lent(listening) as lender:
             return self._start(host, listening.getsockname()[1], lender=lender)
@@ -125,7 +125,7 @@ class ProxyProcess:
             raise ProxyFailed(
                 expected=error.expected,
                 found=f"{error.found}. Last lines of its log:\n{log}",
-                remedy="choose another proxy_port, or 0 for a free one",
+                remedy="choose another proxy_port, or 0 for a free port",
             ) from error
         before = self._address or address
         if (address.host, address.port) != (before.host, before.port):
@@ -149,7 +149,7 @@ class ProxyProcess:
             raise ProxyFailed(
                 expected="the proxy's process to run",
                 found=f"it ended, {self._restarts.last}. Last lines of its log:\n{self._job.logs(10).rstrip()}",
-                remedy="run again; what was answered is in the journal",
+                remedy="run again; the answers so far are in the journal",
             )
         self.start()
         return True

@@ -130,7 +130,7 @@ class ProxyServer:
             await self._forwarder.answer(request, responder, target=name.encode(), scope=scope, trace=trace)
         except Refusal as refusal:
             responder.send(refusal.reply())
-        except Exception as error:  # noqa: BLE001 - the boundary: one request must not show its text in a log
+        except Exception as error:  # noqa: BLE001 - the boundary: no text of a request may appear in a log
             where = error.__traceback__
             while where is not None and where.tb_next is not None:
                 where = where.tb_next
@@ -220,7 +220,7 @@ class ProxyServer:
 
     async def _pool(self, _request: Request, _name: str) -> Reply:
         if not self._description:
-            raise Refusal(404, "This proxy was told nothing of its pool.")
+            raise Refusal(404, "This proxy has no description of its pool.")
         checkpoints = {name: served.uri for name, served in (self._table.models or {}).items()}
         return _json({**json.loads(self._description), "checkpoints": checkpoints})
 

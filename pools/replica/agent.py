@@ -64,8 +64,8 @@ def run_agent(
     client = local_client()  # on any backend: the engine runs on the agent's machine
     rank, token = process_rank(), join_token()
     with launcher.warmed(client) as warm:
-        beside = {"launcher": warm, "client": client, "address": address, "token": token, "start": start}
-        (Follower(name, config, rank=rank, **beside) if rank else Agent(name, config, **beside)).run()
+        options = {"launcher": warm, "client": client, "address": address, "token": token, "start": start}
+        (Follower(name, config, rank=rank, **options) if rank else Agent(name, config, **options)).run()
 
 
 def _end_process(failure: threading.ExceptHookArgs) -> None:
@@ -103,8 +103,8 @@ class Agent:
         self._snapshot = threading.Lock()
         self._stop = threading.Event()
         self._healthy_at = time.monotonic()
-        here = own_address((address.host, address.port))
-        self._gang = Gang(name, config, host=here, token=token, start=start)
+        own_host = own_address((address.host, address.port))
+        self._gang = Gang(name, config, host=own_host, token=token, start=start)
         self._replica = ReplicaEngine(
             name,
             config,
@@ -114,7 +114,7 @@ class Agent:
             drain=self._drain,
             gang=self._gang,
         )
-        self._ingress = None if is_loopback(address.host) else Ingress(here, self._engine_port)
+        self._ingress = None if is_loopback(address.host) else Ingress(own_host, self._engine_port)
         self._staging = staging()
         self._held: StagedFolder | None = None
         self._failed: tuple[str, str] | None = None
@@ -166,10 +166,10 @@ class Agent:
             if orders.model is None or orders.served is None:
                 self._failed = None
                 return
-            wanted = (orders.model, orders.served.digest)
+            ordered = (orders.model, orders.served.digest)
             checkpoint = self._replica.checkpoint
-            holds = checkpoint is not None and (checkpoint.name, checkpoint.digests.checkpoint) == wanted
-            if (holds and self._replica.state in ("ready", "starting")) or wanted == self._failed:
+            holds = checkpoint is not None and (checkpoint.name, checkpoint.digests.checkpoint) == ordered
+            if (holds and self._replica.state in ("ready", "starting")) or ordered == self._failed:
                 return
             self._loading = True
         threading.Thread(target=self._load_as_ordered, args=(orders.model, orders.served), name="load").start()

@@ -167,8 +167,8 @@ class Gang:
     @property
     def ended_part(self) -> str | None:
         """The log of a part of the present engine that has ended by itself; None if all run, or there are none."""
-        wanted = self._orders.part
-        ended = [state for state in list(self._states.values()) if wanted and state.part == wanted and state.ended]
+        part = self._orders.part
+        ended = [state for state in list(self._states.values()) if part and state.part == part and state.ended]
         return ended[0].log if ended else None
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ class ReplicaEngine:
             cold = EngineClient(self.url or "", self.key).reading(self._canary, weights=True)
         except (ReloadUnavailable, SwapRefused) as error:
             return error.found
-        return self._trust(checkpoint).judge(before=before, reloaded=reloaded, cold=cold).found
+        return self._trust(checkpoint).judge(before=before, reloaded=reloaded, cold=cold).outcome
 
     def _verify(self, checkpoint: ServedCheckpoint, loading: Loading, *, otherwise: Standing) -> None:
         try:
@@ -152,28 +152,30 @@ class ReplicaEngine:
             self._become(*otherwise)
             raise
 
-    def _why_restart(self, running: ServedCheckpoint, wanted: ServedCheckpoint, loading: Loading) -> str | None:
+    def _why_restart(self, running: ServedCheckpoint, checkpoint: ServedCheckpoint, loading: Loading) -> str | None:
         self._compared = None
-        reason = self._why_never_reload or why_not_reload(running, wanted)
+        reason = self._why_never_reload or why_not_reload(running, checkpoint)
         if reason is not None:
             return reason
-        trust = self._trust(wanted)
+        trust = self._trust(checkpoint)
         verdict = trust.recall()
         if verdict is not None and not verdict.agrees:
-            return f"a reload differed from a cold start before: {verdict.found}"
-        if verdict is None and (reason := why_unprovable(running, wanted)):
+            return f"a reload differed from a cold start before: {verdict.outcome}"
+        if verdict is None and (reason := why_unprovable(running, checkpoint)):
             return f"reloads of this architecture are not proved right yet, and {reason}"
-        compared = verdict is None or trust.audits(wanted.digests.weights, share=self._config.reload_audit_share)
+        compared = verdict is None or trust.audits(checkpoint.digests.weights, share=self._config.reload_audit_share)
         engine = EngineClient(self.url or "", self.key)
         try:
             before = engine.reading(self._canary) if compared else None
             with loading.phase("reload"):
-                engine.reload_weights(wanted.folders, version=wanted.digests.checkpoint, ranks=ranks_of(self._config))
+                engine.reload_weights(
+                    checkpoint.folders, version=checkpoint.digests.checkpoint, ranks=ranks_of(self._config)
+                )
             with loading.phase("canary"):
-                canary = engine.canary(wanted.name, prompt_logprobs=self.prompt_logprobs)
-                require_read_as_written(engine, wanted, self._config)
+                canary = engine.canary(checkpoint.name, prompt_logprobs=self.prompt_logprobs)
+                require_read_as_written(engine, checkpoint, self._config)
             reloaded = engine.reading(canary, weights=True) if compared else None
-            wrong = None if compared else self._in_memory.why_wrong(engine, wanted)
+            wrong = None if compared else self._in_memory.why_wrong(engine, checkpoint)
         except ModelUnusable as error:
             if verdict is None:
                 return error.found
@@ -181,20 +183,20 @@ class ReplicaEngine:
             # where even masked positions turn NaN times zero into NaN: this engine is unusable from now on.
             self._end_job()
             self.failure = error
-            self._become("dead", wanted)
+            self._become("dead", checkpoint)
             raise
         except ReloadUnavailable as error:
             self._cannot_reload = f"this engine cannot reload weights ({error.found})"
             return self._cannot_reload
         except (SwapRefused, EndpointUnusable) as error:
             return f"reloading in place failed: {error.found}"
-        if canary == self._canary and running.digests.weights != wanted.digests.weights:
+        if canary == self._canary and running.digests.weights != checkpoint.digests.weights:
             return "the engine still answered with the former weights"
         if before is not None and reloaded is not None:
             self._compared = before, reloaded
             first = "the first reload of this architecture is compared with a cold start"
             return first if verdict is None else "this reload is among those compared with a cold start"
-        if (difference := self._difference_to_former(wanted, canary)) is not None:
+        if (difference := self._difference_to_former(checkpoint, canary)) is not None:
             return f"log-probabilities differed by up to {difference:.2g} nats from those of the same files before"
         if wrong is not None:
             return wrong
@@ -229,8 +231,8 @@ class ReplicaEngine:
         try:
             with loading.phase("verify"):
                 checkpoint.verify()
-            wanted = replace(checkpoint, caches_prefixes=checkpoint.digests.config not in self._uncached_configs)
-            launch = self._launcher.launch(wanted, port=port, part=self._gang.begin_parts())
+            served = replace(checkpoint, caches_prefixes=checkpoint.digests.config not in self._uncached_configs)
+            launch = self._launcher.launch(served, port=port, part=self._gang.begin_parts())
             with loading.phase("start"):
                 self._job = self._client.submit(engine_job(self.name, self._config, launch, key=self.key))
                 self._wait_until_answers(self._job, engine, checkpoint.name, launch)
@@ -257,7 +259,7 @@ class ReplicaEngine:
             self.failure = error if isinstance(error, AssayError) else None
             self._become("dead", checkpoint)
             raise
-        if not wanted.caches_prefixes:
+        if not served.caches_prefixes:
             loading.reason = "; ".join(filter(None, (loading.reason, WITHOUT_PREFIX_CACHE)))
         self._become("ready", checkpoint)
 
@@ -278,7 +280,7 @@ class ReplicaEngine:
             raise EngineStartFailed(
                 expected=f"the engine of {self.name} to answer for {checkpoint.name} as it did before",
                 found=f"log-probabilities that differ by up to {difference:.2g} nats on the same files",
-                remedy="look at the machine, its memory first; a pool started anew compares with nothing",
+                remedy="check the machine, its memory first; a restarted pool has no earlier numbers to compare with",
             )
         self._canaries.setdefault(checkpoint.digests.checkpoint, self._canary)
 
@@ -291,13 +293,13 @@ class ReplicaEngine:
 
     def _wait_until_answers(self, job: JobHandle, engine: EngineClient, model: str, launch: Launch) -> None:
         deadline, refusals = time.monotonic() + self._config.startup_timeout_seconds, 0
-        found = f"it did not answer within {self._config.startup_timeout_seconds:g} s"
+        problem = f"it did not answer within {self._config.startup_timeout_seconds:g} s"
         while time.monotonic() < deadline:
             if self._stopping:
-                found = "it was stopped while starting"
+                problem = "it was stopped while starting"
                 break
             if job.status().finished or self._gang.ended_part is not None:
-                found = "it ended before its model answered"
+                problem = "it ended before its model answered"
                 break
             if engine.healthy() and engine.asks_for_key():
                 try:
@@ -306,10 +308,10 @@ class ReplicaEngine:
                 except EndpointUnusable as error:
                     refusals += 1
                     if refusals == _REFUSALS_AT_START:
-                        found = f"its port is open, but the model does not answer: {error.found}"
+                        problem = f"its port is open, but the model does not answer: {error.found}"
                         break
             time.sleep(_ENGINE_POLL_SECONDS)
-        raise start_failure(self._log_of(job), model=model, ended=found, by_hand=launch.by_hand())
+        raise start_failure(self._log_of(job), model=model, ended=problem, by_hand=launch.by_hand())
 
     @property
     def engine_ended(self) -> bool:

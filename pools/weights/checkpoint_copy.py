@@ -83,19 +83,19 @@ def verify_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
     require_planned(uri, replace(digest_model_folder(copied), weights=digests.weights), digests)
 
 
-def require_planned(uri: str, found: ModelDigests, planned: ModelDigests) -> None:
+def require_planned(uri: str, digests: ModelDigests, planned: ModelDigests) -> None:
     """Raises `CheckpointChanged` unless a checkpoint matches the plan."""
-    if parts := _differing(found, planned):
+    if parts := _differing(digests, planned):
         raise changed_since_planned(uri, f"other contents: {', '.join(parts)}")
 
 
-def _differing(found: ModelDigests, planned: ModelDigests) -> list[str]:
-    return [name for name in ("weights", "tokenizer", "config") if getattr(found, name) != getattr(planned, name)]
+def _differing(digests: ModelDigests, planned: ModelDigests) -> list[str]:
+    return [name for name in ("weights", "tokenizer", "config") if getattr(digests, name) != getattr(planned, name)]
 
 
 def _served_files_now(uri: str, served: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
-    wanted = {file.uri: name for name, file in served.items()}
-    return {wanted[file.uri]: file for file in storage.list_files(uri) if file.uri in wanted}
+    names = {file.uri: name for name, file in served.items()}
+    return {names[file.uri]: file for file in storage.list_files(uri) if file.uri in names}
 
 
 def counted(total_bytes: int, on_progress: Progress | None) -> Callable[[int], None]:
@@ -123,22 +123,22 @@ def _require_copied(
             name: replace(file, checksum=remote.files[name].checksum or content_digests[name])
             for name, file in copied.files.items()
         }
-        found = digest_model_folder(replace(copied, files=as_remote))
-        damaged = ", ".join(f"another digest of the {part}" for part in _differing(found, planned))
+        digests = digest_model_folder(replace(copied, files=as_remote))
+        damaged = ", ".join(f"another digest of the {part}" for part in _differing(digests, planned))
     if damaged:
         for path in content.iterdir():
             path.unlink()
         raise StorageError(
             expected=f"a copy of {remote.uri} as it was planned",
             found=f"{damaged}; the copy was removed",
-            remedy="run again, and it is copied anew; if that repeats, the checkpoint was changed since it was planned",
+            remedy="run again to copy it again; if that repeats, the checkpoint was changed since it was planned",
         )
 
 
-def changed_since_planned(uri: str, found: str) -> CheckpointChanged:
+def changed_since_planned(uri: str, change: str) -> CheckpointChanged:
     """Returns the error of a checkpoint that has changed since the plan."""
     return CheckpointChanged(
         expected=f"{uri} as it was when its evaluation was planned",
-        found=f"it was changed since it was planned: {found}",
-        remedy="let nothing write to a checkpoint once it is complete, and run again: the plan is made anew",
+        found=f"it was changed since it was planned: {change}",
+        remedy="let nothing write to a checkpoint once it is complete, and run again: a new plan is made",
     )

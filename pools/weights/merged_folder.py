@@ -9,7 +9,7 @@ from pools.weights.content import content_digest
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     CONFIG_FILES,
-    SAME_WHATEVER_THEY_SAY,
+    IGNORED_CONFIG_KEYS,
     ModelFolder,
     inspect_model_folder,
     read_tensors,
@@ -54,13 +54,13 @@ def merged_folder(uri: str, inputs: Sequence[ModelFolder]) -> ModelFolder:
 
 def _require_alike(folders: Sequence[ModelFolder]) -> None:
     *others, last = folders
-    found = _cannot_be_averaged(last)
+    problem = _cannot_be_averaged(last)
     expected = "weights in bfloat16, float16, float32 or float64 to average"
     for other in others:
-        if found is None and (difference := _difference(other, last)):
-            found, expected = f"{difference} in {other.uri} and {last.uri}", "checkpoints of one model to average"
-    if found is not None:
-        raise CheckpointError(expected=expected, found=found, remedy="merge other checkpoints, or export these alike")
+        if problem is None and (difference := _difference(other, last)):
+            problem, expected = f"{difference} in {other.uri} and {last.uri}", "checkpoints of the same model"
+    if problem is not None:
+        raise CheckpointError(expected=expected, found=problem, remedy="merge other checkpoints, or export these alike")
 
 
 def _cannot_be_averaged(folder: ModelFolder) -> str | None:
@@ -77,18 +77,18 @@ def _difference(folder: ModelFolder, other: ModelFolder) -> str | None:
     texts = sorted((files.keys() | others.keys()) - set(CONFIG_FILES))
     if changed := [name for name in texts if not _same(files.get(name), others.get(name))]:
         return f"the tokenizer differs ({_named(changed)})"
-    tensors, wanted = read_tensors(folder), read_tensors(other)
-    if changed := sorted(tensors.keys() ^ wanted.keys()):
+    tensors, other_tensors = read_tensors(folder), read_tensors(other)
+    if changed := sorted(tensors.keys() ^ other_tensors.keys()):
         return f"the names of tensors differ ({_named(changed)})"
     for name, tensor in tensors.items():
-        if tensor != wanted[name]:
-            return f"{name} is {tensor} and {wanted[name]}"
+        if tensor != other_tensors[name]:
+            return f"{name} is {tensor} and {other_tensors[name]}"
     return None
 
 
 def _changed_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     changed = {key for key in {*config, *other} if config.get(key) != other.get(key)}
-    return sorted(changed - set(SAME_WHATEVER_THEY_SAY))
+    return sorted(changed - set(IGNORED_CONFIG_KEYS))
 
 
 def _same(file: FileInfo | None, other: FileInfo | None) -> bool:

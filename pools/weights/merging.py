@@ -197,7 +197,7 @@ def _averaged(averager: Averager, block: _Block) -> memoryview | bytes:
         raise CheckpointError(
             expected=f"the same {block.dtype} numbers of {block.tensor} in every checkpoint of a merge",
             found="others in one of them; only floating-point numbers are averaged",
-            remedy="merge checkpoints of one model that is not quantised",
+            remedy="merge checkpoints of the same model, not quantised",
         )
     return contents.pop()
 

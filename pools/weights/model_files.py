@@ -25,7 +25,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.js
 """Files with the vocabulary, of which any is sufficient; `tokenizer_config.json` is required as well."""
 CONFIG_FILES = ("config.json", "generation_config.json")
 """Files that the config's digest is over."""
-SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version")
+IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 """Keys of a config that have no effect on a model."""
 _LARGEST_HEADER_BYTES = 100_000_000  # limit of the safetensors format itself
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
@@ -98,8 +98,8 @@ class ModelFolder:
         gone."""
         missing = [problem for problem in self.problems if planned and any(words in problem for words in _NOT_THERE)]
         if missing or not self.files:
-            found = f"{'; '.join(missing)}: its folder is being removed" if self.files else None
-            raise checkpoint_gone(self.uri, found)
+            gone = f"{'; '.join(missing)}: its folder is being removed" if self.files else None
+            raise checkpoint_gone(self.uri, gone)
         if self.problems:
             raise IncompleteCheckpoint(
                 expected=f"a complete checkpoint in {self.uri}",
@@ -108,21 +108,21 @@ class ModelFolder:
             )
 
 
-def checkpoint_gone(uri: str, found: str | None = None) -> CheckpointGone:
+def checkpoint_gone(uri: str, problem: str | None = None) -> CheckpointGone:
     """Returns the error of a checkpoint with a removed folder."""
     return CheckpointGone(
         expected=f"the checkpoint in {uri}",
-        found=found or "no file is there: its folder was removed",
+        found=problem or "no file is there: its folder was removed",
         remedy="let the trainer keep checkpoints until they are evaluated (save_total_limit), or leave it out",
     )
 
 
 def small_files(folder: ModelFolder) -> dict[str, FileInfo]:
     """Returns config, tokenizer, templates and code: every file except weights and leftovers of trainers."""
-    return {name: file for name, file in _beside_weights(folder) if file.size <= _LARGEST_SMALL_BYTES}
+    return {name: file for name, file in _auxiliary_files(folder) if file.size <= _LARGEST_SMALL_BYTES}
 
 
-def _beside_weights(folder: ModelFolder) -> Iterator[tuple[str, FileInfo]]:
+def _auxiliary_files(folder: ModelFolder) -> Iterator[tuple[str, FileInfo]]:
     for name, file in folder.files.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_SERVED) and "/" not in name:
             yield name, file
@@ -193,8 +193,8 @@ def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) 
     )
     others = (file for name, file in small_files(folder).items() if name != "config.json")
     problems += [
-        f"{ascii(name)[1:-1]} has {file.size} bytes; what is read beside the weights has at most {_LARGEST_SMALL_BYTES}"
-        for name, file in _beside_weights(folder)
+        f"{ascii(name)[1:-1]} has {file.size} bytes; files other than weights may have at most {_LARGEST_SMALL_BYTES}"
+        for name, file in _auxiliary_files(folder)
         if name.endswith(_READ_WHOLE) and file.size > _LARGEST_SMALL_BYTES
     ]
     return replace(folder, problems=(*problems, *filter(None, map(irregular, others))))
@@ -319,8 +319,8 @@ def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
     for key, entry in header.items():
         start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
         tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), file.place, (start, end))
-    wanted = max((tensor.span[1] for tensor in tensors.values()), default=8 + header_bytes)
-    return tensors, None if file.size == wanted else f"{name} has {file.size} bytes where its header says {wanted}"
+    size = max((tensor.span[1] for tensor in tensors.values()), default=8 + header_bytes)
+    return tensors, None if file.size == size else f"{name} has {file.size} bytes where its header says {size}"
 
 
 def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ METADATA_NAME = "metadata.json"
 MANIFEST_NAME = "manifest.ocdbt"
 _EXPORTS = "hf"
 _DESCRIBING = ("config.json", "tokenizer_config.json")
-_NO_REFERENCE = "no config and tokenizer: no Hugging Face export of the run lies beside it; set evaluator.reference"
+_NO_REFERENCE = "no config and tokenizer: no Hugging Face export of the run is next to it; set evaluator.reference"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Exports:
     def __init__(self) -> None:
         self._listed: dict[str, list[str]] = {}
 
-    def beside(self, uri: str) -> str | None:
+    def export_for(self, uri: str) -> str | None:
         """Returns an export for the checkpoint `uri`: of the same step if possible, else the last export of the run.
 
         Searches `hf/` within the checkpoint, in its parent folder, and in the folder above.
@@ -109,9 +109,9 @@ class Exports:
         within = self._in(uri)
         if within:
             return within[-1]
-        found = [*self._in(storage.parent(parent)), *self._in(parent)]
-        namesakes = [folder for folder in found if storage.basename(folder) == same]
-        return next(reversed(namesakes or found), None)
+        exports = [*self._in(storage.parent(parent)), *self._in(parent)]
+        namesakes = [folder for folder in exports if storage.basename(folder) == same]
+        return next(reversed(namesakes or exports), None)
 
     def _in(self, place: str) -> list[str]:
         if place not in self._listed:

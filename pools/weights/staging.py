@@ -73,7 +73,7 @@ class StagedFolder:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _PlannedCheckpoint:
     uri: str
     digests: ModelDigests
 
@@ -96,8 +96,8 @@ class Staging:
         self._range_bytes = range_bytes
         self._closed = threading.Event()
         self._changed = threading.Condition()
-        self._queued: _Wanted | None = None
-        self._prefetching: _Wanted | None = None
+        self._queued: _PlannedCheckpoint | None = None
+        self._prefetching: _PlannedCheckpoint | None = None
         self._give_way = threading.Event()
         self._copies_wanted_now = 0
         self._thread: threading.Thread | None = None
@@ -122,7 +122,7 @@ class Staging:
                 staged = StagedFolder(hold, partial(_verify_links, hold.path, uri, digests))
             else:
                 hold = self._hold_copy(
-                    _Wanted(uri, digests),
+                    _PlannedCheckpoint(uri, digests),
                     alone=self._prefetch_giving_way(digests),
                     stopped=self._closed.is_set,
                     on_progress=on_progress,
@@ -149,10 +149,10 @@ class Staging:
         with self._changed:
             if self._closed.is_set():
                 return
-            if self._prefetching == _Wanted(uri, digests):
+            if self._prefetching == _PlannedCheckpoint(uri, digests):
                 self._queued = None
                 return
-            self._queued = _Wanted(uri, digests)
+            self._queued = _PlannedCheckpoint(uri, digests)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._prefetch_queued, name="staging", daemon=True)
                 self._thread.start()
@@ -215,18 +215,18 @@ class Staging:
             raise StorageError(
                 expected=f"the copy of {uri} in {self._copies.entry(key)} as it was verified",
                 found="files with other sizes, times or inodes",
-                remedy="let nothing write there, and run again: it is copied anew",
+                remedy="let nothing write there, and run again: it is copied again",
             )
 
     def _hold_copy(
         self,
-        wanted: _Wanted,
+        planned: _PlannedCheckpoint,
         *,
         alone: AbstractContextManager[None],
         stopped: Callable[[], bool],
         on_progress: Progress | None = None,
     ) -> Hold:
-        key = wanted.digests.checkpoint
+        key = planned.digests.checkpoint
         hold = self._copies.hold(key)
         try:
             if not self._is_whole(key):
@@ -234,20 +234,20 @@ class Staging:
                 with alone, self._copies.filling(key, waiting=waiting):
                     if not self._is_whole(key):
                         self._copies.discard(key)
-                        content = self._filled(wanted, stopped, on_progress)
+                        content = self._filled(planned, stopped, on_progress)
                         self._copies.publish(key, content, note=_identities(content))
         except BaseException:
             hold.release()
             raise
         return hold
 
-    def _filled(self, wanted: _Wanted, stopped: Callable[[], bool], on_progress: Progress | None) -> Path:
-        key, uri = wanted.digests.checkpoint, wanted.uri
+    def _filled(self, planned: _PlannedCheckpoint, stopped: Callable[[], bool], on_progress: Progress | None) -> Path:
+        key, uri = planned.digests.checkpoint, planned.uri
         folder, make_room = self._copies.partial(key), partial(self._copies.make_room, key)
         if merge_of(uri) is None:
             return copy_checkpoint(
                 uri,
-                wanted.digests,
+                planned.digests,
                 partial=folder,
                 make_room=make_room,
                 parallel_files=self._parallel_files,
@@ -258,12 +258,12 @@ class Staging:
         from pools.weights.merging import merge_checkpoints  # imports numpy, which few callers need
 
         def hold_copy(checkpoint: ModelFolder) -> Hold:
-            copied = _Wanted(checkpoint.uri, digest_model_folder(checkpoint))
+            copied = _PlannedCheckpoint(checkpoint.uri, digest_model_folder(checkpoint))
             return self._hold_copy(copied, alone=nullcontext(), stopped=stopped)
 
         return merge_checkpoints(
             uri,
-            wanted.digests,
+            planned.digests,
             partial=folder,
             make_room=make_room,
             hold_copy=hold_copy,

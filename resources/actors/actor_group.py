@@ -43,17 +43,17 @@ class ActorGroup:
 
     def discover_new(self) -> list[ActorHandle]:
         """Returns the ready actors that no earlier call of this method returned."""
-        found = [actor for actor in self.ready() if actor.job.job_id not in self._discovered]
-        self._discovered.update(actor.job.job_id for actor in found)
-        return found
+        actors = [actor for actor in self.ready() if actor.job.job_id not in self._discovered]
+        self._discovered.update(actor.job.job_id for actor in actors)
+        return actors
 
     def statuses(self) -> list[JobStatus]:
         return [actor.job.status() for actor in self._actors]
 
     def wait_ready(self, count: int | None = None, *, timeout: float | None = None) -> list[ActorHandle]:
         """Blocks for up to `timeout` seconds until `count` actors, all when None, accept calls; returns them."""
-        wanted = len(self._actors) if count is None else count
-        if wanted > len(self._actors):
+        required = len(self._actors) if count is None else count
+        if required > len(self._actors):
             raise BadInput(
                 expected=f"at most {len(self._actors)} actors, the size of group {self._name}",
                 found=f"count={count}",
@@ -61,13 +61,13 @@ class ActorGroup:
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = growing_pauses()
-        while len(ready := self.ready()) < wanted:
+        while len(ready := self.ready()) < required:
             ended = [actor for actor in self._actors if actor.job.status().finished]
-            if len(self._actors) - len(ended) < wanted:
+            if len(self._actors) - len(ended) < required:
                 ended[0].wait_ready()  # raises
             if deadline is not None and time.monotonic() >= deadline:
                 raise JobTimeout(
-                    expected=f"{wanted} actors of group {self._name} to be ready after {timeout:g} s",
+                    expected=f"{required} actors of group {self._name} to be ready after {timeout:g} s",
                     found=f"{len(ready)} are; jobs: {', '.join(self.statuses())}",
                     remedy="Wait longer, or for fewer.",
                 )

@@ -69,17 +69,17 @@ class ActorFuture:
         except Exception as error:  # the objects' own pickling code can raise anything
             raise self._unreadable(f"its result: {type(error).__name__}: {error}") from error
 
-    def _failed(self, found: str) -> ActorMethodFailed:
+    def _failed(self, problem: str) -> ActorMethodFailed:
         return ActorMethodFailed(
             expected=f"{self._full_name} to return, or to raise what can be sent to another process",
-            found=found,
+            found=problem,
             remedy="Read its traceback above.",
         )
 
-    def _unreadable(self, found: str) -> BadInput:
+    def _unreadable(self, problem: str) -> BadInput:
         return BadInput(
-            expected=f"arguments and result of {self._full_name} that can be sent from one process to the other",
-            found=found,
+            expected=f"arguments and result of {self._full_name} that can be sent between processes",
+            found=problem,
             remedy="Pass values, no open files, locks or connections; install their modules on both sides.",
         )
 

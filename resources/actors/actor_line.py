@@ -194,7 +194,7 @@ class ActorLine:
                 return ActorRestarted(
                     expected=f"actor {self._name} to answer",
                     found=f"it was ended from outside, and has started or will start again (job {details.job_id})",
-                    remedy="Make the call again if it does no harm twice; what the actor knew is gone.",
+                    remedy="Repeat the call if it may run twice; the actor's state is lost.",
                 )
             # A missing address only means that the process ended: the job is about to end, or to try again.
             if address is not None and time.monotonic() > deadline:
@@ -240,7 +240,7 @@ def death_of(job: JobHandle, details: JobDetails, *, name: str) -> ActorDied:
     return ActorDied(
         expected=f"actor {name} (job {details.job_id}) to be alive",
         found=f"it {ended}{reason}\n{job.logs(_SHOWN_LINES)}".rstrip(),
-        remedy="Mend what its last lines say, or create it anew; max_restarts covers ends from outside.",
+        remedy="Fix the error in its last lines, or create the actor again; max_restarts covers ends from outside.",
     )
 
 

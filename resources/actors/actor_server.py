@@ -126,8 +126,8 @@ class ActorServer:
         try:
             return Kind.RESULT, cloudpickle.dumps(value)
         except Exception as error:  # noqa: BLE001 - as above
-            found = f"result of {frame.method}, a {type(value).__name__}: {type(error).__name__}: {error}"
-            return Kind.UNREADABLE, found.encode()
+            problem = f"result of {frame.method}, a {type(value).__name__}: {type(error).__name__}: {error}"
+            return Kind.UNREADABLE, problem.encode()
 
     def _method(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):

@@ -49,9 +49,9 @@ def create_actor(
     resources = resources or ResourceConfig()
     if isinstance(resources.device, TpuConfig) and resources.device.slice.vms > 1:
         raise BadInput(
-            expected="one machine for an actor, which is one object",
+            expected="a single machine for an actor, which is a single object",
             found=f"{resources.device.variant}, a slice of {resources.device.slice.vms} VMs",
-            remedy="Take a slice of one VM, or submit a job: it runs on every VM.",
+            remedy="Take a slice of a single VM, or submit a job: it runs on every VM.",
         )
     environment = environment or create_environment()
     variables = {**environment.env_vars, **actor_variables()}
@@ -73,7 +73,7 @@ def create_actor_group(
 ) -> ActorGroup:
     """Starts `count` equal, independent actors named `<name>-0`, `<name>-1` …; other arguments as in `create_actor`."""
     if count < 1:
-        raise BadInput(expected="at least one actor", found=f"count={count}", remedy="Correct it.")
+        raise BadInput(expected="at least 1 actor", found=f"count={count}", remedy="Correct it.")
     group = ActorGroup([], name=name)
     try:
         for index in range(count):

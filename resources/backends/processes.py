@@ -92,7 +92,7 @@ def interpreter_of(environment: EnvironmentConfig, *, workspace: Path) -> Path:
             raise BadInput(
                 expected="the interpreter of a finished environment",
                 found=f"{environment.python} does not exist",
-                remedy="Correct its path; an environment of Assay's own is built anew at the next run",
+                remedy="Correct its path; Assay rebuilds its own environments at the next run",
             )
         return environment.python.absolute()
     requirements = list(environment.pip_packages)

@@ -189,9 +189,9 @@ def pinned_versions(spec: EnvironmentSpec) -> dict[str, str]:
     spec = as_listed(spec)
     lists = [path.read_text() for path in (spec.requirements, spec.overrides) if path is not None]
     pins = sorted({pin for text in lists for line in text.splitlines() if (pin := line.partition("#")[0].strip())})
-    found = {match["name"]: match["version"] for pin in pins if (match := _PIN.match(pin))}
+    versions = {match["name"]: match["version"] for pin in pins if (match := _PIN.match(pin))}
     digest = hashlib.sha256("\n".join(pins).encode()).hexdigest()[:12]
-    return {**{name: found[name] for name in _TELLING_PACKAGES if name in found}, "packages": digest}
+    return {**{name: versions[name] for name in _TELLING_PACKAGES if name in versions}, "packages": digest}
 
 
 def _interpreter(spec: EnvironmentSpec) -> str:
@@ -202,15 +202,15 @@ def _planned(spec: EnvironmentSpec, interpreter: str, parent: Path) -> Environme
     identity = f"{spec.name}-{_digest(spec, interpreter)}"
     folders = [folder / identity for folder in (settings().built_environments, parent) if folder is not None]
     planned = [Environment(folder / "bin" / "python", folder, identity) for folder in folders]
-    found = next((environment for environment in planned if _is_complete(environment)), planned[-1])
-    place = found.directory
-    if found is planned[-1] and place.exists() and not is_own(place.stat(), check_mode=False):
+    chosen = next((environment for environment in planned if _is_complete(environment)), planned[-1])
+    place = chosen.directory
+    if chosen is planned[-1] and place.exists() and not is_own(place.stat(), check_mode=False):
         raise EnvironmentBuildFailed(
             expected=f"an environment of this user in {place}",
-            found=f"one of user {place.stat().st_uid}",
+            found=f"an environment of user {place.stat().st_uid}",
             remedy="Set ASSAY_CACHE_DIR to a folder of your own, or ASSAY_BUILT_ENVIRONMENTS to the folder above",
         )
-    return found
+    return chosen
 
 
 def install_attempts(
@@ -322,12 +322,12 @@ def _run(argv: Sequence[str], *, env: dict[str, str], tell: Progress, seconds: f
 
 
 def _build_failed(
-    spec: EnvironmentSpec, found: str, *, argv: Sequence[str], env: dict[str, str]
+    spec: EnvironmentSpec, problem: str, *, argv: Sequence[str], env: dict[str, str]
 ) -> EnvironmentBuildFailed:
     by_hand = "".join(f"{name}={value} " for name, value in env.items()) + subprocess.list2cmdline(argv)
     return EnvironmentBuildFailed(
         expected=f"an environment {spec.name} built from {spec.requirements}",
-        found=found,
+        found=problem,
         remedy=f"Run it by hand to see everything: {_CREDENTIALS.sub('//***@', by_hand)}",
     )
 
@@ -357,7 +357,7 @@ def _python_version(interpreter: str) -> str:
         raise EnvironmentBuildFailed(
             expected=f"a Python interpreter at {interpreter}",
             found=str(error),
-            remedy="Set ASSAY_PYTHON to an interpreter, or leave it unset to build on the running one.",
+            remedy="Set ASSAY_PYTHON to an interpreter, or leave it unset to build on the running interpreter.",
         ) from error
 
 

@@ -107,11 +107,11 @@ class EnvironmentConfig:
             raise BadInput(
                 expected="either a workspace or a docker_image",
                 found="both" if self.workspace else "neither",
-                remedy="Give one; create_environment() takes the working directory when neither is given.",
+                remedy="Give one of them; create_environment() takes the working directory when neither is given.",
             )
         if self.python is not None and (self.pip_packages or self.extras):
             raise BadInput(
-                expected="either the interpreter of a finished environment, or packages to build one from",
+                expected="either the interpreter of a finished environment, or packages to build an environment from",
                 found=f"python={self.python} together with {[*self.pip_packages, *self.extras]}",
                 remedy="Leave one of them out.",
             )
@@ -179,13 +179,13 @@ class JobRequest:
             )
         if self.resources.hosts > 1:
             raise BadInput(
-                expected="one machine for each replica of a job",
+                expected="a single machine for each replica of a job",
                 found=f"hosts: {self.resources.hosts}, which a pool's replicas have",
-                remedy="Ask for replicas instead: those of one job start and end together.",
+                remedy="Ask for replicas instead: the replicas of a job start and end together.",
             )
         if self.replica_count < 1 or self.max_retries_failure < 0 or self.max_retries_preemption < 0:
             raise BadInput(
-                expected="at least one replica, and retries of at least 0",
+                expected="at least 1 replica, and retries of at least 0",
                 found=f"replicas={self.replica_count}, max_retries_failure={self.max_retries_failure}, "
                 f"max_retries_preemption={self.max_retries_preemption}",
                 remedy="Correct the number.",

@@ -40,10 +40,10 @@ class Package:
 @cache
 def own_code() -> Package:
     """Packs the packages of this installation, 1 MB zipped, once per process."""
-    found = [path for name in _OURS for path in (_ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    files = [path for name in _OURS for path in (_ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted({*found, *deployment_data().glob("*.yaml")}):
+        for path in sorted({*files, *deployment_data().glob("*.yaml")}):
             entry = zipfile.ZipInfo(path.relative_to(_ROOT).as_posix(), date_time=_EARLIEST)
             archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     packed = content.getvalue()
@@ -57,8 +57,8 @@ def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
     """
     if not folder.is_dir():
         raise BadInput(expected="a folder that exists", found=str(folder), remedy="Correct the path, or create it.")
-    found = {name: folder / name for name in _names(folder)}
-    sizes = {name: path.lstat().st_size for name, path in found.items()}
+    files = {name: folder / name for name in _names(folder)}
+    sizes = {name: path.lstat().st_size for name, path in files.items()}
     if sum(sizes.values()) > max_bytes:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED_FILES]
         listed = "\n".join(f"  {sizes[name] / 2**20:8.1f} MiB  {name}" for name in largest)
@@ -69,8 +69,8 @@ def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
         )
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted(found):
-            archive.writestr(*_entry(name, found[name]))
+        for name in sorted(files):
+            archive.writestr(*_entry(name, files[name]))
     packed = content.getvalue()
     return Package(digest=hashlib.sha256(packed).hexdigest(), content=packed)
 
@@ -83,7 +83,7 @@ def unpack(package: Package, into: Path) -> Path:
     if hashlib.sha256(package.content).hexdigest() != package.digest:
         raise StorageError(
             expected=f"a package with the digest {package.digest}",
-            found=f"{len(package.content)} bytes that have another one",
+            found=f"{len(package.content)} bytes with another digest",
             remedy="Submit the job again; the package was damaged on its way.",
         )
     unfinished = into / f".{package.digest}.{secrets.token_hex(4)}"
@@ -171,7 +171,7 @@ def _extract(content: bytes, folder: Path) -> None:
             name = PurePosixPath(entry.filename)
             if name.is_absolute() or ".." in name.parts:
                 raise StorageError(
-                    expected="a package whose files lie inside its folder",
+                    expected="a package with all files inside its folder",
                     found=repr(entry.filename),
                     remedy="Make packages with package_workspace.",
                 )

@@ -117,9 +117,9 @@ def raised_by(job: JobHandle, read: Callable[[int], bytes | None]) -> Exception 
 
 
 def _unsendable(job_id: str) -> Callable[[str], JobFailed]:
-    return lambda found: JobFailed(
+    return lambda problem: JobFailed(
         expected=f"the callable of {job_id} to return, or to raise what can be sent to another process",
-        found=found,
+        found=problem,
         remedy="Read its traceback above.",
     )
 
@@ -144,10 +144,10 @@ def _opened(left: bytes | None, job_id: str, replica: int) -> tuple[str, Any]:
     return pickle.loads(body)
 
 
-def _unreadable(job_id: str, found: str) -> BadInput:
+def _unreadable(job_id: str, problem: str) -> BadInput:
     return BadInput(
         expected=f"a result of {job_id} that can be pickled, unpickled here, and has 512 KiB at most",
-        found=found,
+        found=problem,
         remedy="Return values, no open files, locks or connections; write what is large to a file or an object store "
         "and return its path; install the modules of its types on both sides.",
     )

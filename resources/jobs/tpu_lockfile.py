@@ -41,4 +41,4 @@ def _remove(path: Path) -> None:
                 ["sudo", "-n", "rm", "-f", str(path)], check=True, capture_output=True, timeout=_SUDO_SECONDS
             )
         except (OSError, subprocess.SubprocessError) as error:
-            _log.warning("%s belongs to somebody else and could not be removed: %s", path, error)
+            _log.warning("%s belongs to another user and could not be removed: %s", path, error)

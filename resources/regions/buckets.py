@@ -24,9 +24,9 @@ def bucket_location(bucket: str) -> tuple[str, ...]:
         PermissionError: access to the bucket is denied, or the query failed.
         FileNotFoundError: the bucket does not exist.
     """
-    found = _asked(f"b/{bucket}", _LOCATION_SECONDS)
-    location = str(found.get("location", "")).upper()
-    custom = (found.get("customPlacementConfig") or {}).get("dataLocations") or []
+    metadata = _asked(f"b/{bucket}", _LOCATION_SECONDS)
+    location = str(metadata.get("location", "")).upper()
+    custom = (metadata.get("customPlacementConfig") or {}).get("dataLocations") or []
     places = tuple(str(place).lower() for place in custom) or _DUAL_REGIONS.get(location, (location.lower(),))
     if not any(places):
         raise PermissionError("the bucket does not say where it is")

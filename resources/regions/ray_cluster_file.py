@@ -16,7 +16,7 @@ from resources.regions.region_table import Region, tpu_generation
 from resources.tpu import CORES_PER_CHIP, GIB_PER_CHIP, TPU_TOPOLOGIES, TpuTopology
 
 _HEADER = (
-    "# Written by `assay cluster write` from deployments/regions.yaml: change that file, and write this one again.\n"
+    "# Written by `assay cluster write` from deployments/regions.yaml: change that file, and run the command again.\n"
 )
 _LISTS = ("orchestrator.txt", "backends.txt")
 _ENVIRONMENT = "~/assay-environment"

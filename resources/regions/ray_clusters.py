@@ -134,7 +134,7 @@ def local_cluster() -> LocalCluster:
         raise BadInput(
             expected="a Ray cluster of this machine",
             found="none is up",
-            remedy="Start one: assay cluster up local",
+            remedy="Start it: assay cluster up local",
         )
     return known
 

@@ -89,20 +89,20 @@ def check_gcs_paths_same_region(
     paths = [path for path in find_gcs_paths(obj) if not any(part in path.place for part in skip_if_prefix_contains)]
     if not paths:
         return region
-    wanted = resources or getattr(obj, "resources", None)
+    resource_config = resources or getattr(obj, "resources", None)
     if region is not None:
         allowed: tuple[str, ...] = (region,)
-    elif isinstance(wanted, ResourceConfig) and wanted.regions:
-        allowed = wanted.regions
+    elif isinstance(resource_config, ResourceConfig) and resource_config.regions:
+        allowed = resource_config.regions
     else:
-        here = (region_getter or region_of_this_machine)()
-        allowed = (here,) if here else ()
+        own_region = (region_getter or region_of_this_machine)()
+        allowed = (own_region,) if own_region else ()
     if not allowed:
         return _unknown_region(paths, local_ok=local_ok)
     checker = path_checker or check_path
     by_region: dict[str, list[Elsewhere]] = {}
     for name in allowed:
-        by_region[name] = [found for path in paths if (found := checker(path, name)) is not None]
+        by_region[name] = [mismatch for path in paths if (mismatch := checker(path, name)) is not None]
         if not by_region[name]:
             return name
     best = min(by_region, key=lambda name: len(by_region[name]))
@@ -155,8 +155,8 @@ def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> El
             return None
     if any(_covers(location, name) for location in locations for name in aliases):
         return None
-    here = known.named(region).name if len(aliases) > 1 else region
-    return Elsewhere(path, " and ".join(locations), known.egress_price(locations[0], here))
+    region_name = known.named(region).name if len(aliases) > 1 else region
+    return Elsewhere(path, " and ".join(locations), known.egress_price(locations[0], region_name))
 
 
 def region_of_this_machine(metadata_address: str = _METADATA) -> str | None:
@@ -256,18 +256,18 @@ def _covers(location: str, region: str) -> bool:
 
 @dataclass(frozen=True)
 class _Read:
-    found: Elsewhere
+    mismatch: Elsewhere
     size_bytes: int
     # True if all its bytes were counted
     is_whole: bool
 
     @property
     def usd(self) -> Decimal:
-        return self.found.price * self.size_bytes / _GB
+        return self.mismatch.price * self.size_bytes / _GB
 
     def __str__(self) -> str:
-        path, price = self.found.path, self.found.price
-        where = f"  {path.place}: {path.uri} is in {self.found.location}; "
+        path, price = self.mismatch.path, self.mismatch.price
+        where = f"  {path.place}: {path.uri} is in {self.mismatch.location}; "
         if not self.size_bytes:
             return f"{where}reading it costs {price} USD per GB"
         least = "" if self.is_whole else "more than "
@@ -278,10 +278,10 @@ class _Read:
 def _reads(elsewhere: list[Elsewhere]) -> list[_Read]:
     until = time.monotonic() + _SIZES_SECONDS
     reads = []
-    for found in elsewhere:
+    for mismatch in elsewhere:
         left = until - time.monotonic()
-        size, whole = size_of(found.path.uri, left) if left > 0 else (0, False)
-        reads.append(_Read(found, size, whole and size > 0))
+        size, whole = size_of(mismatch.path.uri, left) if left > 0 else (0, False)
+        reads.append(_Read(mismatch, size, whole and size > 0))
     return reads
 
 
@@ -305,6 +305,6 @@ def _wrong(reads: list[_Read], *, region: str, allowed: Sequence[str], way_to_al
     return WrongRegion(
         expected=f"all gs:// paths of the configuration in the region {region}{among}",
         found="\n".join([f"{len(reads)} that are not in the same region", *map(str, reads)]),
-        remedy="Copy the data to a bucket of the region, use one there, or run the job where the data is."
+        remedy="Copy the data to a bucket of the region, use a copy there, or run the job where the data is."
         + way_to_allow,
     )

@@ -187,13 +187,13 @@ class Regions(Config):
                 return values
 
     @model_validator(mode="after")
-    def _names_mean_one_region(self) -> Regions:
+    def _names_are_unique(self) -> Regions:
         names = [name for region in self.regions for name in (region.name, *region.aliases)]
         buckets = [bucket for region in self.regions for bucket in region.buckets]
         for kind, listed in (("name", names), ("bucket", buckets)):
             twice = sorted({value for value in listed if listed.count(value) > 1})
             if twice:
-                raise ValueError(f"the {kind} {twice[0]} stands for two regions")
+                raise ValueError(f"the {kind} {twice[0]} names two regions")
         return self
 
     def named(self, name: str) -> Region:

@@ -62,12 +62,12 @@ def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> li
     known = regions or known_regions()
     searched = [known.named(name) for name in resources.regions] if resources.regions else list(known.regions)
     unique = {region.name: region for region in searched}.values()
-    if found := [region for region in unique if region.offered(resources)]:
-        return found
+    if matching := [region for region in unique if region.offered(resources)]:
+        return matching
     raise NoMatchingRegion(
         expected=f"a region that offers {_described(resources)}",
         found=f"no region does. Regions searched: {', '.join(region.name for region in searched)}",
-        remedy=f"{_nearest(resources, searched=searched, known=known)}Add one to the regions file "
+        remedy=f"{_nearest(resources, searched=searched, known=known)}Add a region to the regions file "
         "(deployments/regions.yaml, unless ASSAY_REGIONS names another), or change resources.device.",
     )
 
@@ -120,10 +120,10 @@ def _nearest(resources: ResourceConfig, *, searched: Sequence[Region], known: Re
         return f"Elsewhere {', '.join(elsewhere)} would. "
     match resources.device:
         case TpuConfig(variant=variant):
-            wanted, offered = tpu_generation(variant), [name for region in searched for name in region.tpus]
+            model, offered = tpu_generation(variant), [name for region in searched for name in region.tpus]
         case GpuConfig(variant=variant):
-            wanted, offered = gpu_model(variant), [name for region in searched for name in region.gpus]
+            model, offered = gpu_model(variant), [name for region in searched for name in region.gpus]
         case CpuConfig():
             return ""
-    near = difflib.get_close_matches(wanted, dict.fromkeys(offered), n=2, cutoff=0.4) or list(dict.fromkeys(offered))
-    return f"What comes nearest there: {', '.join(near)}. " if near else ""
+    near = difflib.get_close_matches(model, dict.fromkeys(offered), n=2, cutoff=0.4) or list(dict.fromkeys(offered))
+    return f"Nearest there: {', '.join(near)}. " if near else ""

@@ -10,7 +10,7 @@ from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, si
 from resources.errors import UnsatisfiableResources
 from resources.regions.region_table import ADDRESS_LINE, ImageKind, Region, gpu_model, tpu_generation
 from resources.regions.regions import where_to_write
-from resources.tpu import largest_of_one_vm
+from resources.tpu import largest_single_vm_slice
 
 _GIB = 2**30
 _COORDINATOR_CORES, _COORDINATOR_MEMORY = 4, 16 * _GIB
@@ -72,7 +72,7 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
     if _needs_a_cluster(resources):
         if region.backend_url is None:
             raise _too_large(resources, region)
-        here = resources.model_copy(
+        coordinator = resources.model_copy(
             update={
                 "device": CpuConfig(),
                 "cpu": _COORDINATOR_CORES,
@@ -81,8 +81,8 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
                 "preemptible": False,
             }
         )
-        return _on_one_machine(here, region, "orchestrator") | {"env": {"ASSAY_JOBS": region.backend_url}}
-    return _on_one_machine(resources, region, _IMAGE_KINDS[resources.device.kind])
+        return _on_single_machine(coordinator, region, "orchestrator") | {"env": {"ASSAY_JOBS": region.backend_url}}
+    return _on_single_machine(resources, region, _IMAGE_KINDS[resources.device.kind])
 
 
 def _needs_a_cluster(resources: ResourceConfig) -> bool:
@@ -93,7 +93,7 @@ def _needs_a_cluster(resources: ResourceConfig) -> bool:
             return resources.hosts > 1
 
 
-def _on_one_machine(resources: ResourceConfig, region: Region, kind: ImageKind) -> dict[str, Any]:
+def _on_single_machine(resources: ResourceConfig, region: Region, kind: ImageKind) -> dict[str, Any]:
     named = resources.image or region.images.get(kind)
     image = {"image": named} if named else {}
     match region.work_pool_type:
@@ -130,18 +130,18 @@ def _cloud_run(resources: ResourceConfig) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     match resources.device:
         case TpuConfig(variant=variant):
-            raise _beyond("Cloud Run", variant, "one L4, or no accelerator")
+            raise _beyond("Cloud Run", variant, "1 L4, or no accelerator")
         case GpuConfig(variant=variant, count=count):
             if gpu_model(variant) not in ("L4", "AUTO") or count * resources.replicas != 1:
-                raise _beyond("Cloud Run", f"{count * resources.replicas} x {variant}", "one L4")
+                raise _beyond("Cloud Run", f"{count * resources.replicas} x {variant}", "1 L4")
             cores, memory = max(cores, _CLOUD_RUN_GPU_CORES), max(memory, _CLOUD_RUN_GPU_MEMORY)
             variables = {"gpus": "1", "node_selector": {"accelerator": "nvidia-l4"}}
         case CpuConfig():
             pass
     fitting = [size for size in _CLOUD_RUN_CORES if size >= cores]
     if not fitting or memory > _CLOUD_RUN_MEMORY:
-        found = f"{cores} cores and {memory / _GIB:g} GiB"
-        raise _beyond("Cloud Run", found, f"{_CLOUD_RUN_CORES[-1]} cores and {_CLOUD_RUN_MEMORY // _GIB} GiB")
+        request = f"{cores} cores and {memory / _GIB:g} GiB"
+        raise _beyond("Cloud Run", request, f"{_CLOUD_RUN_CORES[-1]} cores and {_CLOUD_RUN_MEMORY // _GIB} GiB")
     return variables | {"cpu": f"{fitting[0] * 1000}m", "memory": f"{max(1, -(-memory // _GIB))}Gi"}
 
 
@@ -158,18 +158,18 @@ def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
             ]
             if not fitting:
                 largest = max(_CPU_MACHINES, key=lambda machine: machine.memory_gib)
-                found = f"{cores} cores and {memory / _GIB:g} GiB"
-                raise _beyond("Vertex AI", found, f"{largest.name}, {largest.cores} cores, {largest.memory_gib} GiB")
+                request = f"{cores} cores and {memory / _GIB:g} GiB"
+                raise _beyond("Vertex AI", request, f"{largest.name}, {largest.cores} cores, {largest.memory_gib} GiB")
             smallest = min(fitting, key=lambda machine: (machine.memory_gib, machine.cores))
             return variables | {"machine_type": smallest.name}
         case GpuConfig(variant=variant, count=count):
-            model, wanted = "T4" if variant == "auto" else gpu_model(variant), count * share
+            model, gpus = "T4" if variant == "auto" else gpu_model(variant), count * share
             machines = _GPU_MACHINES.get(model, {})
             fitting_count = next(
                 (
                     size
                     for size, machine in machines.items()
-                    if size >= wanted and machine.cores >= cores and machine.memory_gib * _GIB >= memory
+                    if size >= gpus and machine.cores >= cores and machine.memory_gib * _GIB >= memory
                 ),
                 None,
             )
@@ -180,8 +180,8 @@ def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
                     for size, machine in [max(sizes.items())]
                     if name == model or not machines
                 ]
-                found = f"{wanted} x {variant} with {cores} cores and {memory / _GIB:g} GiB"
-                raise _beyond("Vertex AI", found, ", ".join(nearest))
+                request = f"{gpus} x {variant} with {cores} cores and {memory / _GIB:g} GiB"
+                raise _beyond("Vertex AI", request, ", ".join(nearest))
             return variables | {
                 "machine_type": machines[fitting_count].name,
                 "accelerator_type": _GPU_TYPES[model],
@@ -196,22 +196,22 @@ def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
             return variables | {"machine_type": machines[chips], "tpu_topology": tpu_shape(tpu)}
 
 
-def _beyond(service: str, found: str, nearest: str) -> UnsatisfiableResources:
+def _beyond(service: str, request: str, nearest: str) -> UnsatisfiableResources:
     return UnsatisfiableResources(
-        expected=f"what a job of {service} can have",
-        found=found,
-        remedy=f"what comes nearest: {nearest}; or use a work pool of type kubernetes",
+        expected=f"resources that a job of {service} can have",
+        found=request,
+        remedy=f"nearest: {nearest}; or use a work pool of type kubernetes",
     )
 
 
 def _too_large(resources: ResourceConfig, region: Region) -> UnsatisfiableResources:
     tpu, machines = resources.device, resources.hosts_per_replica
-    found, nearest = ("replicas", "one machine for each")
+    kind, nearest = ("replicas", "1 machine for each")
     if isinstance(tpu, TpuConfig):
-        found, nearest = tpu.variant, f"one {largest_of_one_vm(tpu.variant)}"
+        kind, nearest = tpu.variant, f"1 {largest_single_vm_slice(tpu.variant)}"
     return UnsatisfiableResources(
-        expected=f"replicas that one job of the work pool {region.work_pool} can hold, or a cluster in {region.name}",
-        found=f"{resources.replicas} x {found}, {machines} {'VMs' if isinstance(tpu, TpuConfig) else 'machines'} each, "
+        expected=f"replicas that a job of the work pool {region.work_pool} can hold, or a cluster in {region.name}",
+        found=f"{resources.replicas} x {kind}, {machines} {'VMs' if isinstance(tpu, TpuConfig) else 'machines'} each, "
         f"and no ray_address or iris_address for {region.name}",
-        remedy=f"what comes nearest: {nearest}; or {where_to_write(region.name, ADDRESS_LINE)}",
+        remedy=f"nearest: {nearest}; or {where_to_write(region.name, ADDRESS_LINE)}",
     )

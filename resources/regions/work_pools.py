@@ -135,10 +135,10 @@ def choose_work_pool(
     if impossible is not None and all(reason.startswith("cannot: ") for reason in passed_over.values()):
         raise impossible
     raise NoUsableWorkPool(
-        expected=f"a work pool that starts a flow run now, for {_in_words(resources)}",
+        expected=f"a work pool that starts a flow run now, for {_device_text(resources)}",
         found="; ".join(f"{name} {reason}" for name, reason in passed_over.items()),
-        remedy=(f"what comes nearest: {nearest}; " if nearest else "")
-        + "resume one, start a worker for it, wait, allow more regions, or raise the limit for egress "
+        remedy=(f"nearest: {nearest}; " if nearest else "")
+        + "resume a work pool, start a worker for it, wait, allow more regions, or raise the limit for egress "
         f"(now {max_egress_usd:.2f} USD)",
     )
 
@@ -149,7 +149,7 @@ def _egress_usd(known: Regions, region: Region, source: Source | None) -> Decima
     return known.egress_price(source.region, region.name) * Decimal(source.size_bytes) / _GB
 
 
-def _in_words(resources: ResourceConfig) -> str:
+def _device_text(resources: ResourceConfig) -> str:
     described = resources.device.model_dump(exclude_none=True, exclude={"alternatives"})
     described |= {"variant": " or ".join(resources.device.types)} if isinstance(resources.device, TpuConfig) else {}
     return " ".join(str(value) for value in described.values())

@@ -100,14 +100,14 @@ class BoundedFolder:
             to_come = planned_bytes - tree_bytes(self.partial(key))
             for other in self._keys() - {key}:
                 lock = self._locked(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found = tree_bytes(self.entry(other)) + tree_bytes(self.partial(other))
+                present_bytes = tree_bytes(self.entry(other)) + tree_bytes(self.partial(other))
                 if lock is not None:
                     locks.enter_context(lock)
-                    idle.append(_Entry(other, found, self._last_used(other)))
+                    idle.append(_Entry(other, present_bytes, self._last_used(other)))
                 else:
-                    size = max(found, self.planned_bytes(other))
+                    size = max(present_bytes, self.planned_bytes(other))
                     held.append(_Entry(other, size, 0))
-                    to_come += size - found
+                    to_come += size - present_bytes
             bounded = planned_bytes + sum(entry.size_bytes for entry in idle + held) - self.max_bytes
             free_bytes = shutil.disk_usage(self.folder).free
             excess = max(bounded, to_come - free_bytes) if planned_bytes else 0
@@ -195,7 +195,7 @@ class BoundedFolder:
             expected=f"room for {size_text(planned_bytes)}, {size_text(to_come)} of it still to come, in {self.folder}",
             found=f"a bound of {size_text(self.max_bytes)}, {size_text(free_bytes)} free on the disk, "
             f"and in use: {named or 'nothing'}",
-            remedy="raise the bound, free the disk, name a folder on a larger one, or wait until what is in use ends",
+            remedy="raise the bound, free the disk, use a folder on a larger disk, or wait until entries are released",
         )
 
     @contextmanager

@@ -132,8 +132,8 @@ def _tag(uri: str) -> str | None:
         return None
     filesystem, path = _store(uri)
     status = filesystem.info(path)
-    found = status.get("generation") if protocol in _GOOGLE else status.get("ETag")
-    return str(found) if found is not None else None
+    tag = status.get("generation") if protocol in _GOOGLE else status.get("ETag")
+    return str(tag) if tag is not None else None
 
 
 def _replace_in_google(uri: str, content: bytes, *, generation: str) -> bool:
@@ -181,7 +181,7 @@ def _unless_precondition_failed() -> Iterator[None]:
 
 def _holds(uri: str, content: bytes) -> bool:
     try:
-        found = storage.read_bytes(uri)
+        stored = storage.read_bytes(uri)
     except FileNotFoundError:
         return False
-    return hashlib.sha256(found).digest() == hashlib.sha256(content).digest()
+    return hashlib.sha256(stored).digest() == hashlib.sha256(content).digest()

@@ -174,7 +174,7 @@ def _hash_arrived(file: IO[bytes], hasher: _Hasher, *, stopped: Callable[[], boo
 def _read_range(source: FileInfo, start: int, end: int) -> bytes:
     try:
         block = storage.read_bytes(source.uri, start=start, end=end)
-        found = f"{len(block)} bytes"
+        received = f"{len(block)} bytes"
     except Exception as error:  # every store's client has exceptions of its own
         reason = error.found if isinstance(error, AssayError) else f"{type(error).__name__}: {error}"
         raise StorageError(
@@ -185,7 +185,7 @@ def _read_range(source: FileInfo, start: int, end: int) -> bytes:
     if len(block) != end - start:
         raise StorageError(
             expected=f"{end - start} bytes from {start} on of {source.uri}",
-            found=found,
+            found=received,
             remedy="see whether it is being written, and run again: what arrived is kept",
         )
     return block
@@ -227,5 +227,5 @@ def _corrupt(source: FileInfo, digest: str) -> StorageError:
     return StorageError(
         expected=f"{source.uri} with {listed.kind} {listed.value}" if listed else source.uri,
         found=f"{digest} over the {source.size} bytes that arrived, which were removed",
-        remedy="run again, and the file is copied anew; if that repeats, look at the disk, the memory and the network",
+        remedy="run again, and the file is copied again; if that repeats, check the disk, the memory and the network",
     )

@@ -141,12 +141,12 @@ def bucket_objects(
         return list(_range(filesystem, bucket, prefix=folder, start=limits[0], end=limits[1]))
 
     if len(ranges) == 1:
-        found = listed(ranges[0])
+        objects = listed(ranges[0])
     else:
         with ThreadPoolExecutor(min(_AT_ONCE, len(ranges))) as threads:
-            found = list(chain.from_iterable(threads.map(listed, ranges)))
-    if found or not folder:
-        return found
+            objects = list(chain.from_iterable(threads.map(listed, ranges)))
+    if objects or not folder:
+        return objects
     exact = _page(filesystem, bucket, prefix=name, maxResults=1).get("items", ())  # a file sorts before longer names
     return [item for item in exact if item["name"] == name]
 
@@ -196,12 +196,12 @@ def files_of_bucket(uri: str, objects: Sequence[dict[str, Any]]) -> list[FileInf
     return described(uri, [(item["name"][len(name) :].lstrip("/"), item) for item in objects])
 
 
-def described(uri: str, found: Iterable[tuple[str, dict[str, Any]]]) -> list[FileInfo]:
+def described(uri: str, entries: Iterable[tuple[str, dict[str, Any]]]) -> list[FileInfo]:
     """Returns files from their names relative to a location; an empty name is the location itself."""
     root = uri.rstrip("/")
     files = [
         _file_info(f"{root}/{name}" if name else uri, info)
-        for name, info in found
+        for name, info in entries
         if not (name.endswith(".partial") and name.rpartition("/")[2].startswith("."))
     ]
     return sorted(files, key=lambda file: file.uri)

@@ -58,7 +58,7 @@ def pinned(uri: str) -> str:
         if at:
             version = client.get_model_version_by_alias(name, alias).version
             return f"models:/{name}/{version}{slash}{rest}"
-        versions = [int(found.version) for found in client.search_model_versions(f"name='{name}'")]
+        versions = [int(model_version.version) for model_version in client.search_model_versions(f"name='{name}'")]
         if not versions:
             _missing(uri, f"no version of {name}")
         return f"models:/{name}/{max(versions)}{rest.removeprefix('latest')}"
@@ -76,23 +76,23 @@ def _located(uri: str, _server_asked: str | None) -> str:
         case "runs":
             run, _, rest = path.strip("/").partition("/")
             with _asking(uri) as client:
-                found = client.get_run(run).info.artifact_uri
+                location = client.get_run(run).info.artifact_uri
         case "models":
             name, _, rest = path.strip("/").partition("/")
             with _asking(uri) as client:
                 if name.startswith("m-") and not rest.partition("/")[0].isdigit():
-                    found = client.get_logged_model(name).artifact_location
+                    location = client.get_logged_model(name).artifact_location
                 else:
                     version, _, rest = rest.partition("/")
                     if not version.isdigit():
                         _missing(uri, "neither version nor alias", "write models:/NAME/VERSION or models:/NAME@ALIAS")
-                    found = client.get_model_version_download_uri(name, version)
+                    location = client.get_model_version_download_uri(name, version)
         case _ if path.startswith("/"):
             return f"{PROTOCOL}:/{path}"
         case _:
             return f"{PROTOCOL}://{urlsplit(_server(uri)).netloc}/{path}"
-    found = "/".join(filter(None, [str(found).rstrip("/"), rest]))
-    return real_location(found) if in_mlflow(found) else found
+    location = "/".join(filter(None, [str(location).rstrip("/"), rest]))
+    return real_location(location) if in_mlflow(location) else location
 
 
 def _server(uri: str) -> str:
@@ -125,8 +125,8 @@ def _asking(uri: str) -> Iterator[Any]:
         ) from error
 
 
-def _missing(uri: str, found: str, remedy: str = f"check the name, and {_VARIABLE}") -> NoReturn:
-    raise BadInput(expected=f"{uri} to be there", found=found, remedy=remedy) from None
+def _missing(uri: str, problem: str, remedy: str = f"check the name, and {_VARIABLE}") -> NoReturn:
+    raise BadInput(expected=f"{uri} to be there", found=problem, remedy=remedy) from None
 
 
 class MlflowArtifacts(AbstractFileSystem):
@@ -141,8 +141,8 @@ class MlflowArtifacts(AbstractFileSystem):
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         path = str(self._strip_protocol(path))
-        found = self._listed(path) or [self.info(path)]
-        return found if detail else [info["name"] for info in found]
+        entries = self._listed(path) or [self.info(path)]
+        return entries if detail else [info["name"] for info in entries]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         path = str(self._strip_protocol(path))

@@ -159,11 +159,11 @@ def _read_local(uri: str, start: int | None, end: int | None, within: str | None
     try:
         if start:
             os.lseek(file, start, os.SEEK_SET)
-        wanted = end - (start or 0) if end is not None else sys.maxsize
+        remaining = end - (start or 0) if end is not None else sys.maxsize
         parts, left = [], os.fstat(file).st_size + 1  # a byte more than the size, so that a single read sees the end
-        while wanted > 0 and (part := os.read(file, min(wanted, max(left, 4096), _READ_BYTES))):
+        while remaining > 0 and (part := os.read(file, min(remaining, max(left, 4096), _READ_BYTES))):
             parts.append(part)
-            wanted, left = wanted - len(part), left - len(part)
+            remaining, left = remaining - len(part), left - len(part)
             if left == 1:
                 break
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -230,7 +230,7 @@ def check_writable(uri: str) -> None:
         raise BadInput(
             expected=f"a folder that can be written at {uri}",
             found=error.found if isinstance(error, StorageError) else str(error),
-            remedy="choose another folder, or make this one writable",
+            remedy="choose another folder, or make this folder writable",
         ) from error
 
 
@@ -262,11 +262,11 @@ def list_files(uri: str, *, within: str | None = None) -> list[FileInfo]:
             objects = listings.bucket_objects(filesystem, path)
             if objects is not None:
                 return listings.files_of_bucket(uri, objects)
-            found = dict(filesystem.find(path, detail=True))
+            infos = dict(filesystem.find(path, detail=True))
         except FileNotFoundError:
             return []
     root = path.rstrip("/")
-    named = [(name[len(root) :].lstrip("/"), info) for name, info in found.items() if not listings.is_marker(name)]
+    named = [(name[len(root) :].lstrip("/"), info) for name, info in infos.items() if not listings.is_marker(name)]
     return listings.described(uri, named)
 
 
@@ -279,8 +279,8 @@ def matching_files(pattern: str) -> list[str]:
     filesystem, path = _open(pattern)
     filesystem.invalidate_cache()
     with reported(pattern, "list"):
-        found = [str(name) for name in filesystem.glob(path)]
-        files = {below for name in found for below in filesystem.find(name)}
+        names = [str(name) for name in filesystem.glob(path)]
+        files = {below for name in names for below in filesystem.find(name)}
     if is_local(pattern):  # opening a pipe would block
         return sorted(file for file in files if Path(file).is_file() or not Path(file).exists())
     return sorted(map(filesystem.unstrip_protocol, files))

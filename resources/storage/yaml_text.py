@@ -32,18 +32,18 @@ def load_yaml(text: bytes | str, loader: type[yaml.SafeLoader] = BoundedLoader) 
     Raises:
         yaml.YAMLError: the text is no YAML, or has an invalid value.
     """
-    with _one_kind_of_error():
+    with _as_yaml_errors():
         return yaml.load(text, loader)
 
 
 def load_yaml_documents(text: bytes | str) -> list[Any]:
     """Returns the content of each document; raises as `load_yaml`."""
-    with _one_kind_of_error():
+    with _as_yaml_errors():
         return list(yaml.load_all(text, BoundedLoader))
 
 
 @contextmanager
-def _one_kind_of_error() -> Iterator[None]:
+def _as_yaml_errors() -> Iterator[None]:
     try:
         yield
     except RecursionError:

@@ -88,20 +88,20 @@ def alerts_in(
     """
     apart = told_apart([record.checkpoint for record in records])
     runs: dict[str, dict[tuple[int, str], CheckpointReference]] = defaultdict(dict)
-    found: dict[str, dict[_Series, dict[tuple[int, str], _Value]]] = defaultdict(lambda: defaultdict(dict))
+    values_by_run: dict[str, dict[_Series, dict[tuple[int, str], _Value]]] = defaultdict(lambda: defaultdict(dict))
     for record in sorted(current_records(records), key=lambda record: record.created):
         checkpoint = apart(record.checkpoint)
         place = checkpoint.step, checkpoint.name
         for metric in record.metrics if record.succeeded else ():
-            if metric.higher_is_better is None or not math.isfinite(metric.value) or _is_beside_a_group(metric, record):
+            if metric.higher_is_better is None or not math.isfinite(metric.value) or _is_part_of_group(metric, record):
                 continue
             series = _Series(checkpoint.run, record.evaluator, metric.benchmark, metric.name, record.evaluation_hash)
-            found[checkpoint.run][series][place] = _Value(record, metric)
+            values_by_run[checkpoint.run][series][place] = _Value(record, metric)
             runs[checkpoint.run][place] = checkpoint
     alerts: list[Alert] = []
     for run, checkpoints in runs.items():
         in_order = dict(sorted(checkpoints.items()))
-        of_run = {series: _sharing_no_input(in_order, values) for series, values in found[run].items()}
+        of_run = {series: _sharing_no_input(in_order, values) for series, values in values_by_run[run].items()}
         alerts += _of_run(in_order, of_run, qualifications, checkpoints_between_false_alarms)
     return alerts
 
@@ -116,7 +116,7 @@ def _sharing_no_input(
     return {place: values[place] for place in places if checkpoints[place] in apart}
 
 
-def _is_beside_a_group(metric: Metric, record: Record) -> bool:
+def _is_part_of_group(metric: Metric, record: Record) -> bool:
     if metric.benchmark in record.benchmarks:
         return False
     return any(
@@ -129,11 +129,11 @@ def _is_beside_a_group(metric: Metric, record: Record) -> bool:
 
 def _of_run(
     checkpoints: dict[tuple[int, str], CheckpointReference],
-    found: dict[_Series, dict[tuple[int, str], _Value]],
+    values_by_series: dict[_Series, dict[tuple[int, str], _Value]],
     qualifications: Sequence[Qualification],
     distance: int,
 ) -> list[Alert]:
-    long = {series: values for series, values in found.items() if len(values) > FEWEST_BEFORE}
+    long = {series: values for series, values in values_by_series.items() if len(values) > FEWEST_BEFORE}
     scores = [_scores(checkpoints, series, values, qualifications) for series, values in long.items()]
     alerts: list[tuple[int, Alert]] = []
     places = list(checkpoints)

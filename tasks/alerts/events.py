@@ -34,12 +34,12 @@ def tell_server(news: Sequence[News], *, run_folder: str, report: str) -> None:
             raise PrefectUnavailable(
                 expected=f"the Prefect server at {address} to take {len(news)} alerts",
                 found="no answer",
-                remedy="start it; the next evaluation of the run tells it",
+                remedy="start it; the next evaluation of the run sends them",
             )
-        send_events([event_of(found, run_folder=run_folder, report=report) for found in news])
+        send_events([event_of(new_alert, run_folder=run_folder, report=report) for new_alert in news])
     except AssayError:
-        for found in news:
-            forget(run_folder, found.known)
+        for new_alert in news:
+            forget(run_folder, new_alert.known)
         raise
 
 

@@ -68,12 +68,12 @@ def alerts_on_file(run_folder: str) -> set[str]:
 
 def read_alerts(run_folder: str) -> dict[str, KnownAlert]:
     """Returns the alerts of a run that have a file, by id; 1 listing, and a read per alert. Raises StorageError."""
-    found: dict[str, KnownAlert] = {}
+    alerts: dict[str, KnownAlert] = {}
     for uri in _files(run_folder):
         with suppress(FileNotFoundError, ValidationError):
             known = KnownAlert.model_validate_json(storage.read_bytes(uri))
-            found[known.alert.id] = known
-    return found
+            alerts[known.alert.id] = known
+    return alerts
 
 
 def read_acknowledgements(run_folder: str) -> Mapping[str, Acknowledgement]:

@@ -52,16 +52,16 @@ def list_alerts(paths: Iterable[str]) -> list[ListedAlert]:
     """Returns the alerts of the records below some folders: open alerts first, then by latest step."""
     records: dict[str, list[Any]] = defaultdict(list)
     for path in paths:
-        for found in find_records(path):
-            records[storage.parent(storage.parent(storage.parent(found.cell_uri)))].append(found.record)
+        for found_record in find_records(path):
+            records[storage.parent(storage.parent(storage.parent(found_record.cell_uri)))].append(found_record.record)
     listed: list[ListedAlert] = []
     for folder, of_run in records.items():
         known = read_alerts(folder)
         qualifications = read_qualifications(storage.parent(folder))
         shown = {alert.id: alert for alert in alerts_in(of_run, qualifications=qualifications)}
-        every = {**{key: found.alert for key, found in known.items()}, **shown}
+        every = {**{key: known_alert.alert for key, known_alert in known.items()}, **shown}
         listed += [ListedAlert(alert, folder, known.get(key), key in shown) for key, alert in every.items()]
-    return sorted(listed, key=lambda found: (_ORDER.index(found.state), -found.alert.step, found.alert.id))
+    return sorted(listed, key=lambda entry: (_ORDER.index(entry.state), -entry.alert.step, entry.alert.id))
 
 
 def alerts_table(listed: Sequence[ListedAlert]) -> Table:
@@ -77,7 +77,7 @@ def alerts_table(listed: Sequence[ListedAlert]) -> Table:
 
 def chosen(listed: Sequence[ListedAlert], texts: Sequence[str]) -> list[ListedAlert]:
     """Returns the alerts with the given ids or unique beginnings of ids."""
-    found: dict[str, ListedAlert] = {}
+    alerts: dict[str, ListedAlert] = {}
     for text in texts:
         meant = [each for each in listed if text and each.alert.id.startswith(text)]
         if len(meant) != 1:
@@ -87,5 +87,5 @@ def chosen(listed: Sequence[ListedAlert], texts: Sequence[str]) -> list[ListedAl
                 found=f"{text!r}, with which {ids} begin" if meant else f"{text!r}, which none has",
                 remedy="`assay alerts` lists them",
             )
-        found[meant[0].alert.id] = meant[0]
-    return list(found.values())
+        alerts[meant[0].alert.id] = meant[0]
+    return list(alerts.values())

@@ -46,13 +46,13 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
         read = list(zip(cells, threads.map(read_record, cells), strict=True))
     records = [FoundRecord(cell, record) for cell, record in read if record is not None]
     qualifications = read_qualifications(storage.parent(run_folder))
-    alerts = alerts_in([found.record for found in records], qualifications=qualifications)
+    alerts = alerts_in([found_record.record for found_record in records], qualifications=qualifications)
     latest = {_curve(alert): alert.id for alert in sorted(alerts, key=lambda alert: alert.step)}
     known = alerts_on_file(run_folder)
-    apart = told_apart([found.record.checkpoint for found in records])
+    apart = told_apart([found_record.record.checkpoint for found_record in records])
     by_run: dict[str, list[FoundRecord]] = defaultdict(list)
-    for found in records:
-        by_run[apart(found.record.checkpoint).run].append(found)
+    for found_record in records:
+        by_run[apart(found_record.record.checkpoint).run].append(found_record)
     scores = QuestionScores()
     news: list[News] = []
     for alert in (alert for alert in alerts if alert.id not in known):
@@ -60,15 +60,15 @@ def find_news(run_folder: str, *, since: datetime) -> list[News]:
         is_latest = alert.id == latest[_curve(alert)]
         is_recent = record.record.created >= min(since, now() - _RECENT)
         is_news = take_untold(run_folder, alert) or (is_latest and is_recent)
-        found = KnownAlert(alert=alert, found_at=time.time(), announced=is_news)
-        if write_first(run_folder, found) and is_news:
+        known_alert = KnownAlert(alert=alert, found_at=time.time(), announced=is_news)
+        if write_first(run_folder, known_alert) and is_news:
             before = _record_at(alert.before, alert, by_run[alert.run])
             try:
                 changes = improvements(alert, before, record, scores=scores)
             except StorageError as error:  # the alert is announced without the number of questions
                 changes = error.found
             lost = None if isinstance(changes, str) else sum(change < 0 for change in changes.values())
-            news.append(News(found, record, lost))
+            news.append(News(known_alert, record, lost))
     return news
 
 
@@ -78,10 +78,10 @@ def _curve(alert: Alert) -> tuple[str, ...]:
 
 def _record_at(step: int, alert: Alert, records: Sequence[FoundRecord]) -> FoundRecord:
     own = (
-        found
-        for found in records
-        if found.record.checkpoint.step == step
-        and (found.record.evaluator, found.record.evaluation_hash) == (alert.evaluator, alert.evaluation_hash)
-        and any((m.benchmark, m.name) == (alert.benchmark, alert.metric) for m in found.record.metrics)
+        candidate
+        for candidate in records
+        if candidate.record.checkpoint.step == step
+        and (candidate.record.evaluator, candidate.record.evaluation_hash) == (alert.evaluator, alert.evaluation_hash)
+        and any((m.benchmark, m.name) == (alert.benchmark, alert.metric) for m in candidate.record.metrics)
     )
-    return max(own, key=lambda found: found.record.created)
+    return max(own, key=lambda candidate: candidate.record.created)

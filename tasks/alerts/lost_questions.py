@@ -17,9 +17,9 @@ def improvements(
     `before` is the last checkpoint before the drop, `after` the alert's checkpoint. Raises StorageError if samples are
     damaged or unreadable."""
     asked = []
-    for found in (before, after):
-        metric = next(m for m in found.record.metrics if (m.benchmark, m.name) == (alert.benchmark, alert.metric))
-        composition = scores.of(found, metric)
+    for side in (before, after):
+        metric = next(m for m in side.record.metrics if (m.benchmark, m.name) == (alert.benchmark, alert.metric))
+        composition = scores.of(side, metric)
         if isinstance(composition, str):
             return composition
         if composition.form is not None:

@@ -68,38 +68,38 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     for file in files:
         folders[storage.parent(file.uri)].append(file)
     native, states, marks = native_folders(folders), training_states(folders), marks_in(folders)
-    found = []
+    checkpoints = []
     for folder, held in exports_in(folders, native=native, states=states):
-        found.append(_huggingface(folder, held, marks=marks))
-    exported = {checkpoint.step for checkpoint in found if checkpoint.complete}
+        checkpoints.append(_huggingface(folder, held, marks=marks))
+    exported = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
     exports = Exports()
     for folder, held in native.items():
         if "levanter" in kinds:
-            checkpoint = _levanter(folder, held, reference=reference or exports.beside(folder))
-            found += [checkpoint] if checkpoint.step not in exported else []
+            checkpoint = _levanter(folder, held, reference=reference or exports.export_for(folder))
+            checkpoints += [checkpoint] if checkpoint.step not in exported else []
         else:
-            found.append(_not_served(folder, held))
-    for state in not_exported(states, [checkpoint.uri for checkpoint in found], exported):
+            checkpoints.append(_not_served(folder, held))
+    for state in not_exported(states, [checkpoint.uri for checkpoint in checkpoints], exported):
         modified = max(file.modified for file in state.files)
         name = native_name(state.folder)
-        found.append(Checkpoint(state.folder, *name, modified, state.kind, (state.problem,)))
-    if not found:
+        checkpoints.append(Checkpoint(state.folder, *name, modified, state.kind, (state.problem,)))
+    if not checkpoints:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
-            found=f"{how_many(len(files), 'file')}, none of which belong to one" if files else "an empty folder",
-            remedy="wait for the first one to be written, or name the folder that holds them",
+            found=f"{how_many(len(files), 'file')}, none of a checkpoint" if files else "an empty folder",
+            remedy="wait until the first checkpoint is written, or name the folder that holds the checkpoints",
         )
-    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
 
 
 def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoint | None:
     """Returns the checkpoint in a folder, complete or not, or None. An export in `hf/` counts as the folder's."""
     try:
-        found = find_checkpoints(folder, kinds=kinds)
+        checkpoints = find_checkpoints(folder, kinds=kinds)
     except BadInput:
         return None
     own = storage.behind_link(folder)
-    by_place = {checkpoint.uri: checkpoint for checkpoint in found}
+    by_place = {checkpoint.uri: checkpoint for checkpoint in checkpoints}
     return by_place.get(own) or by_place.get(storage.join(own, "hf"))
 
 
@@ -203,28 +203,28 @@ def discover(
     `find_checkpoints`."""
     deadline = clock() + selection.wait_for_incomplete_seconds
     while True:
-        found = find_checkpoints(path, kinds=kinds, reference=reference)
-        incomplete = [checkpoint for checkpoint in found if not checkpoint.complete]
+        checkpoints = find_checkpoints(path, kinds=kinds, reference=reference)
+        incomplete = [checkpoint for checkpoint in checkpoints if not checkpoint.complete]
         waiting_helps = any(checkpoint.kind in kinds for checkpoint in incomplete)
         if not waiting_helps or clock() >= deadline:
             break
         sleep(_INCOMPLETE_POLL_SECONDS)
-    return select(complete_among(found, path, on_left_out=report_event), selection)
+    return select(complete_among(checkpoints, path, on_left_out=report_event), selection)
 
 
 @step(task_run_name="look at {path}")
-def discover_one(
+def discover_checkpoint(
     path: str, *, latest: bool, kinds: Collection[Kind] = SERVED, reference: str | None = None
 ) -> Checkpoint:
     """Returns the single checkpoint at a path or, with `latest`, the newest complete checkpoint below it."""
-    found = discover.fn(path, CheckpointSelection(), kinds=kinds, reference=reference)
-    if len(found) > 1 and not latest:
+    checkpoints = discover.fn(path, CheckpointSelection(), kinds=kinds, reference=reference)
+    if len(checkpoints) > 1 and not latest:
         raise BadInput(
-            expected=f"one checkpoint at {path}",
-            found=f"{len(found)}, from {found[0].name} to {found[-1].name}",
+            expected=f"a single checkpoint at {path}",
+            found=f"{len(checkpoints)}, from {checkpoints[0].name} to {checkpoints[-1].name}",
             remedy="name one of them, set discover_latest_checkpoint, or evaluate them all with evaluate_checkpoints",
         )
-    return found[-1]
+    return checkpoints[-1]
 
 
 def with_pinned_model(config: Request) -> Request:
@@ -247,20 +247,20 @@ def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
     return {"kinds": kinds, "reference": next((config.native_reference for config in native), None)}
 
 
-def complete_among(found: Sequence[Checkpoint], path: str, *, on_left_out: Callable[[str], object]) -> list[Checkpoint]:
+def complete_among(every: Sequence[Checkpoint], path: str, *, on_left_out: Callable[[str], object]) -> list[Checkpoint]:
     """Returns the complete checkpoints among those of a path; calls `on_left_out` with the problems of each other."""
-    incomplete = [checkpoint for checkpoint in found if not checkpoint.complete]
+    incomplete = [checkpoint for checkpoint in every if not checkpoint.complete]
     for checkpoint in incomplete:
         on_left_out(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
-    complete = [checkpoint for checkpoint in found if checkpoint.complete]
+    complete = [checkpoint for checkpoint in every if checkpoint.complete]
     if not complete:
         reasons = "; ".join(f"{storage.basename(c.uri)}: {', '.join(c.problems)}" for c in incomplete[:5])
         raise NoCheckpoints(
-            expected=f"at least one complete checkpoint at {path}",
+            expected=f"a complete checkpoint at {path}",
             found=f"{len(incomplete)} incomplete ({reasons})",
-            remedy="wait until one is written; `assay checkpoints` shows what is missing"
+            remedy="wait until a checkpoint is complete; `assay checkpoints` shows what is missing"
             if any(checkpoint.kind in LOADED_NATIVELY for checkpoint in incomplete)
-            else "export one to Hugging Face format, as said there",
+            else "export a checkpoint to Hugging Face format",
         )
     return complete
 

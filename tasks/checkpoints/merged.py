@@ -60,10 +60,10 @@ def write_merged(checkpoint: Checkpoint, target: Path) -> None:
             remedy="copy its folder, which is there",
         )
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise BadInput(expected=f"no folder {target}, or an empty one", found="something in it", remedy="name another")
+        raise BadInput(expected=f"{target} to be absent or empty", found="something in it", remedy="name another")
     if checkpoint.folder is None:
-        found = "; ".join(checkpoint.problems)
-        raise IncompleteCheckpoint(expected=f"complete checkpoints in {checkpoint.uri}", found=found, remedy="wait")
+        problems = "; ".join(checkpoint.problems)
+        raise IncompleteCheckpoint(expected=f"complete checkpoints in {checkpoint.uri}", found=problems, remedy="wait")
     digests = digest_model_folder(checkpoint.folder)
     uri = with_each_location(checkpoint.uri, storage.absolute)
     with storage.reported(str(target), "write"), staging() as copies, copies.stage(uri, digests) as staged:
@@ -86,16 +86,16 @@ def _input(checkpoint: Checkpoint, weight: float) -> MergedInput:
     return MergedInput(uri=checkpoint.uri, run=checkpoint.run, step=checkpoint.step, digest=digest, weight=weight)
 
 
-def _chosen(source: Source, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+def _chosen(source: Source, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     if not source.steps:
-        if len(found) != 1:
+        if len(checkpoints) != 1:
             raise BadInput(
-                expected=f"one checkpoint at {source.location}, or steps behind it, such as {source.location}@last:5",
-                found=f"{len(found)} checkpoints",
+                expected=f"a single checkpoint at {source.location}, or steps, such as {source.location}@last:5",
+                found=f"{len(checkpoints)} checkpoints",
                 remedy="say which of them",
             )
-        return list(found)
-    by_step = _by_step(found)
+        return list(checkpoints)
+    by_step = _by_step(checkpoints)
     if source.last is not None:
         by_step = {step: checkpoint for step, checkpoint in by_step.items() if checkpoint.complete}
         if len(by_step) < source.last:
@@ -104,27 +104,27 @@ def _chosen(source: Source, found: Sequence[Checkpoint]) -> list[Checkpoint]:
                 found=f"{len(by_step)}",
                 remedy="wait until they are written, or name fewer",
             )
-    wanted = source.taken(by_step)
-    if missing := [str(step) for step in wanted if step not in by_step]:
+    steps = source.taken(by_step)
+    if missing := [str(step) for step in steps if step not in by_step]:
         raise NoCheckpoints(
-            expected=f"checkpoints of the steps {', '.join(map(str, wanted))} at {source.location}",
+            expected=f"checkpoints of the steps {', '.join(map(str, steps))} at {source.location}",
             found=f"none of {', '.join(missing)}; there are {', '.join(map(str, by_step)) or 'none'}",
             remedy="correct the steps, or wait until they are written",
         )
-    return [by_step[step] for step in wanted]
+    return [by_step[step] for step in steps]
 
 
-def _by_step(found: Sequence[Checkpoint]) -> dict[int, Checkpoint]:
-    exports = [checkpoint for checkpoint in found if checkpoint.kind == "huggingface"]
+def _by_step(checkpoints: Sequence[Checkpoint]) -> dict[int, Checkpoint]:
+    exports = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "huggingface"]
     by_step: dict[int, Checkpoint] = {}
-    for checkpoint in exports or found:
+    for checkpoint in exports or checkpoints:
         other = by_step.get(checkpoint.step)
         if other is None or not other.complete:
             by_step[checkpoint.step] = checkpoint
         elif checkpoint.complete:
             raise BadInput(
-                expected=f"one checkpoint of step {checkpoint.step}",
+                expected=f"a single checkpoint of step {checkpoint.step}",
                 found=f"{other.uri} and {checkpoint.uri}",
-                remedy="name the folder that holds the one that is meant",
+                remedy="name the folder that holds the intended checkpoint",
             )
     return dict(sorted(by_step.items()))

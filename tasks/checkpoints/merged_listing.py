@@ -17,25 +17,25 @@ from tasks.spec.names import name_of
 _MEAN = re.compile(r".+-(\d+)-to-(\d+)-mean([2-9]|\d{2,})(-[0-9a-f]{6})?")
 
 
-def with_means(checkpoints: Sequence[SeenCheckpoint], wanted: Iterable[Inputs]) -> list[SeenCheckpoint]:
-    """Returns the checkpoints of a run by step, with a mean for each entry of `wanted`, the steps of its inputs. A mean
+def with_means(checkpoints: Sequence[SeenCheckpoint], inputs: Iterable[Inputs]) -> list[SeenCheckpoint]:
+    """Returns the checkpoints of a run by step, with a mean for each entry of `inputs`, the steps of its inputs. A mean
     is complete once all inputs are; entries with a single step are ignored."""
     by_step: dict[int, list[SeenCheckpoint]] = defaultdict(list)
     for checkpoint in sorted(checkpoints, key=lambda seen: (seen.kind not in SERVED, not seen.complete)):
         by_step[checkpoint.step].append(checkpoint)
-    means = [_mean([by_step[step] for step in steps]) for steps in sorted(wanted) if len(steps) > 1]
+    means = [_mean([by_step[step] for step in steps]) for steps in sorted(inputs) if len(steps) > 1]
     return sorted([*checkpoints, *means], key=lambda checkpoint: checkpoint.step) if means else [*checkpoints]
 
 
-def _mean(found: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
-    inputs = [first for first, *_ in found]
+def _mean(candidates: Sequence[Sequence[SeenCheckpoint]]) -> SeenCheckpoint:
+    inputs = [first for first, *_ in candidates]
     uri = str(Merge.of_folders("mean", [checkpoint.uri for checkpoint in inputs]))
     _, name, step = name_of(uri)
     others = [checkpoint for checkpoint in inputs if checkpoint.kind not in SERVED]
     problems = [f"{seen.name}: {'; '.join(seen.problems)}" for seen in inputs if seen.problems]
     problems += [
         f"two checkpoints of step {first.step}, {first.uri} and {other.uri}: remove one of them"
-        for first, *more in found
+        for first, *more in candidates
         for other in more[:1]
         if first.complete and other.complete and other.kind in SERVED
     ]
@@ -80,12 +80,12 @@ def past_means(
     if not any(checkpoint.merged for checkpoint in listed):
         return {}
     steps = {checkpoint.step for checkpoint in listed if not checkpoint.merged}
-    found: dict[tuple[int, int], list[frozenset[str]]] = defaultdict(list)
+    hashes: dict[tuple[int, int], list[frozenset[str]]] = defaultdict(list)
     for name, states in recorded.items():
         mean = recorded_mean(name)
         if mean is not None and not steps.issuperset(mean.known):
-            found[mean.last, mean.inputs] += [state.hashes for state in states]
-    return found
+            hashes[mean.last, mean.inputs] += [state.hashes for state in states]
+    return hashes
 
 
 def past_steps(records: RunRecords, run: str, listed: Sequence[SeenCheckpoint]) -> set[int]:

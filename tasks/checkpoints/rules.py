@@ -33,13 +33,13 @@ class CheckpointRule(Config):
         return {"which": values} if isinstance(values, str) else values
 
     @model_validator(mode="after")
-    def _has_one_choice(self) -> CheckpointRule:
+    def _has_single_choice(self) -> CheckpointRule:
         given = [name for name in ("which", "every_n_steps", "steps") if getattr(self, name)]
         if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise ValueError(f"expected one of which, every_n_steps and steps, found {found}: write several rules")
+            names = " and ".join(given) or "none"
+            raise ValueError(f"expected one of which, every_n_steps and steps, found {names}: write several rules")
         if self.merged is not None and self.which == "first":
-            raise ValueError(f"expected checkpoints with others before them beside merged: {self.merged}, found first")
+            raise ValueError(f"expected checkpoints with earlier checkpoints for merged: {self.merged}, found first")
         return self
 
     @property

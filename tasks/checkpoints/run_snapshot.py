@@ -111,15 +111,15 @@ def expand_runs(patterns: Sequence[str]) -> list[str]:
     Raises:
         BadInput: a pattern matches nothing, or two runs have the same name.
     """
-    found: dict[str, None] = {}
+    uris: dict[str, None] = {}
     for pattern in patterns:
         place = real_location(pattern) if in_mlflow(pattern) else pattern
         matches = _folders(place) if _GLOB & set(place) else [place.rstrip("/")]
         if not matches:
-            raise BadInput(expected=f"runs at {pattern}", found="none", remedy="correct the pattern, or wait for one")
-        found.update(dict.fromkeys(matches))
+            raise BadInput(expected=f"runs at {pattern}", found="none", remedy="correct the pattern, or wait for a run")
+        uris.update(dict.fromkeys(matches))
     by_name: dict[str, str] = {}
-    for uri in found:
+    for uri in uris:
         other = by_name.setdefault(name_of(uri)[0], uri)
         if other != uri:
             raise BadInput(
@@ -127,15 +127,15 @@ def expand_runs(patterns: Sequence[str]) -> list[str]:
                 found=f"{name_of(uri)[0]} at {other} and at {uri}",
                 remedy="write a policy for each, with evaluation paths of their own",
             )
-    return list(found)
+    return list(uris)
 
 
 def _folders(pattern: str) -> list[str]:
     filesystem, path = fsspec.core.url_to_fs(storage.absolute(pattern))
     filesystem.invalidate_cache()
     with storage.reported(pattern, "list"):
-        found = filesystem.glob(path, detail=True)
-    folders = sorted(name for name, info in found.items() if info["type"] == "directory")
+        entries = filesystem.glob(path, detail=True)
+    folders = sorted(name for name, info in entries.items() if info["type"] == "directory")
     return [name if storage.is_local(pattern) else filesystem.unstrip_protocol(name) for name in folders]
 
 
@@ -161,21 +161,21 @@ def snapshot_run(
         return [_from_row(row) for row in rows]
     known = {(row[0], row[4]): tuple(row[5]) for row in rows if not any(map(is_about_marks, row[5]))}
     files = tree.files()
-    found = _judged(files, known, reference=reference, evaluated=evaluated)
-    unsettled = _unsettled(found, files, since=began - SETTLED_SECONDS)
+    listed = _judged(files, known, reference=reference, evaluated=evaluated)
+    unsettled = _unsettled(listed, files, since=began - SETTLED_SECONDS)
     _remember(
-        uri, "" if unsettled else signature, [checkpoint for checkpoint in found if checkpoint.uri not in unsettled]
+        uri, "" if unsettled else signature, [checkpoint for checkpoint in listed if checkpoint.uri not in unsettled]
     )
-    return found
+    return listed
 
 
-def _unsettled(found: Sequence[SeenCheckpoint], files: Iterable[FileInfo], *, since: float) -> set[str]:
-    if not any(checkpoint.problems for checkpoint in found):
+def _unsettled(checkpoints: Sequence[SeenCheckpoint], files: Iterable[FileInfo], *, since: float) -> set[str]:
+    if not any(checkpoint.problems for checkpoint in checkpoints):
         return set()
     new = [file.uri for file in files if file.checksum is None and file.modified > since]
     return {
         checkpoint.uri
-        for checkpoint in found
+        for checkpoint in checkpoints
         if any(map(may_pass, checkpoint.problems))
         or (checkpoint.problems and any(uri.startswith(f"{checkpoint.uri}/") for uri in new))
     }
@@ -211,25 +211,25 @@ def _judged(
             unmarked[checkpoint.state] = missing
     verdicts |= _verdicts(listed, verdicts)
     verdicts |= {state: (*verdicts[state], *missing) for state, missing in unmarked.items()}
-    found = [
+    checkpoints = [
         SeenCheckpoint(folder, name, step, "huggingface", listing, verdicts[folder, listing])
         for folder, _, name, step, listing in listed
     ]
-    exported = {checkpoint.step for checkpoint in found if checkpoint.complete}
+    exported = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
     exports = Exports()
     for folder, held in native.items():
         run, name, step = native_name(folder)
-        whole = inspect_native_folder(folder, held, reference=reference or exports.beside(folder))
+        whole = inspect_native_folder(folder, held, reference=reference or exports.export_for(folder))
         if whole.step is not None and whole.step != step:
             name, step = f"{run}-{whole.step}", whole.step
         if step not in exported:
             listing = listing_digest(folder, held, reference=whole.folder.reference)
-            found.append(SeenCheckpoint(folder, name, step, "levanter", listing, whole.folder.problems))
-    for state in not_exported(states, [checkpoint.uri for checkpoint in found], exported):
+            checkpoints.append(SeenCheckpoint(folder, name, step, "levanter", listing, whole.folder.problems))
+    for state in not_exported(states, [checkpoint.uri for checkpoint in checkpoints], exported):
         listing = listing_digest(state.folder, state.files)
         name = native_name(state.folder)[1:]
-        found.append(SeenCheckpoint(state.folder, *name, state.kind, listing, (state.problem,)))
-    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.uri))
+        checkpoints.append(SeenCheckpoint(state.folder, *name, state.kind, listing, (state.problem,)))
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.uri))
 
 
 class _Listed(NamedTuple):
@@ -248,16 +248,16 @@ class _Listed(NamedTuple):
 
     def shape(self) -> frozenset[tuple[str, int | str]]:
         start = len(self.folder) + 1
-        found: list[tuple[str, int | str]] = []
+        entries: list[tuple[str, int | str]] = []
         for file in self.files:
             name = file.uri[start:]
             if name in _SIZES_DIFFER:
-                found.append((name, 0))
+                entries.append((name, 0))
             elif name in _ALIKE:
-                found.append((name, file.checksum or file.size))
+                entries.append((name, file.checksum or file.size))
             elif name.endswith(".safetensors"):
-                found.append((name, file.size))
-        return frozenset(found)
+                entries.append((name, file.size))
+        return frozenset(entries)
 
 
 def _verdicts(
@@ -268,19 +268,19 @@ def _verdicts(
         return {checkpoint.state: checkpoint.problems() for checkpoint in unknown}
     whole = {checkpoint.shape() for checkpoint in listed if known.get(checkpoint.state) == ()}
     first = {shape: checkpoint for checkpoint in unknown if (shape := checkpoint.shape()) not in whole}
-    found: dict[tuple[str, str], tuple[str, ...]] = {}
+    problems: dict[tuple[str, str], tuple[str, ...]] = {}
     with ThreadPoolExecutor(_LOOKS_AT_ONCE) as threads:
 
         def look_into(checkpoints: Sequence[_Listed]) -> None:
             looks = threads.map(_Listed.problems, checkpoints)
-            found.update(zip((checkpoint.state for checkpoint in checkpoints), looks, strict=True))
+            problems.update(zip((checkpoint.state for checkpoint in checkpoints), looks, strict=True))
 
         look_into(list(first.values()))
-        whole |= {shape for shape, checkpoint in first.items() if not found[checkpoint.state]}
-        rest = [checkpoint for checkpoint in unknown if checkpoint.state not in found]
-        found.update((checkpoint.state, ()) for checkpoint in rest if checkpoint.shape() in whole)
+        whole |= {shape for shape, checkpoint in first.items() if not problems[checkpoint.state]}
+        rest = [checkpoint for checkpoint in unknown if checkpoint.state not in problems]
+        problems.update((checkpoint.state, ()) for checkpoint in rest if checkpoint.shape() in whole)
         look_into([checkpoint for checkpoint in rest if checkpoint.shape() not in whole])
-    return found
+    return problems
 
 
 def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: str | None) -> list[SeenCheckpoint]:
@@ -293,13 +293,13 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
     missing = {key: checkpoint for key, checkpoint in zip(keys, checkpoints, strict=True) if key not in known}
     with ThreadPoolExecutor(_LOOKS_AT_ONCE) as threads:
         digests = threads.map(lambda checkpoint: _digest(checkpoint, reference=reference), missing.values())
-        found = dict(zip(missing, digests, strict=True))
+        new_digests = dict(zip(missing, digests, strict=True))
     exports = [key for key, seen in missing.items() if seen.kind == "huggingface" and not seen.merged]
-    kept = {key: digest for key in exports if (digest := found[key])}
+    kept = {key: digest for key in exports if (digest := new_digests[key])}
     if kept:
         _write_memory(run, "digests", {"digests": known | kept})
     return [
-        replace(checkpoint, digest=known.get(key) or found.get(key))
+        replace(checkpoint, digest=known.get(key) or new_digests.get(key))
         for checkpoint, key in zip(checkpoints, keys, strict=True)
     ]
 
@@ -322,8 +322,8 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
             return digest_model_folder(merged).checkpoint if same else None
         files = checkpoint_files(checkpoint.uri)
         if checkpoint.kind == "levanter":
-            beside = reference or Exports().beside(checkpoint.uri)
-            return digest_model_folder(inspect_native_folder(checkpoint.uri, files, reference=beside).folder).checkpoint
+            place = reference or Exports().export_for(checkpoint.uri)
+            return digest_model_folder(inspect_native_folder(checkpoint.uri, files, reference=place).folder).checkpoint
         folder = inspect_model_folder(checkpoint.uri, files)
         digest = digest_model_folder(folder).checkpoint
         return digest if listing_digest(checkpoint.uri, folder.files.values()) == checkpoint.listing else None
@@ -331,10 +331,10 @@ def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
         return None
 
 
-def _remember(uri: str, signature: str, found: Sequence[SeenCheckpoint]) -> None:
+def _remember(uri: str, signature: str, checkpoints: Sequence[SeenCheckpoint]) -> None:
     rows = [
         (checkpoint.uri, checkpoint.name, checkpoint.step, checkpoint.kind, checkpoint.listing, checkpoint.problems)
-        for checkpoint in found
+        for checkpoint in checkpoints
     ]
     _write_memory(uri, "checkpoints", {"signature": signature, "checkpoints": rows})
 

@@ -136,27 +136,27 @@ def standing_claims(
 ) -> list[SeenClaim]:
     """Returns the current claims in a listing, of some cells or of all, with their holders; a read per claim."""
     holders: dict[str, Holder | None] = {}
-    found = []
+    claims = []
     for key in by_key if keys is None else (key for key in keys if key in by_key):
         file = by_key[key][-1]
         claim = read_file(file.uri, Claim)
         if claim is None:
-            found.append(_unreadable(key, file))
+            claims.append(_unreadable(key, file))
             continue
         # The name of a copied or renamed file counts; otherwise no claim could ever succeed it.
         subject = claim.subject.model_copy(update={"key": key})
         claim = claim.model_copy(update={"subject": subject, "number": file.number})
         if claim.holder not in holders:
             holders[claim.holder] = read_file(holder_uri(folder, claim.holder), Holder)
-        found.append(SeenClaim(claim, file.uri, holders[claim.holder], heard.get(claim.holder, 0.0)))
-    return found
+        claims.append(SeenClaim(claim, file.uri, holders[claim.holder], heard.get(claim.holder, 0.0)))
+    return claims
 
 
 def _unreadable(key: str, file: ClaimFile) -> SeenClaim:
-    there = storage.exists(file.uri)  # else it was just removed, or is a dangling link
+    exists = storage.exists(file.uri)  # else it was just removed, or is a dangling link
     subject = Subject(key=key, checkpoint="", evaluation_hash="")
-    claim = Claim(subject=subject, number=file.number, holder="nobody", released=not there, at=file.modified)
-    return SeenClaim(claim, file.uri, None, readable=not there)
+    claim = Claim(subject=subject, number=file.number, holder="nobody", released=not exists, at=file.modified)
+    return SeenClaim(claim, file.uri, None, readable=not exists)
 
 
 def end_claim(seen: SeenClaim) -> bool:
@@ -191,7 +191,7 @@ def claims_by_key(folder: str) -> dict[str, list[ClaimFile]]:
 
 def listed_claims(folder: str) -> tuple[dict[str, list[ClaimFile]], dict[str, float]]:
     """Returns the files of claims by cell, the current claim last, and last heartbeats by holder in store time."""
-    found: dict[str, list[ClaimFile]] = defaultdict(list)
+    files: dict[str, list[ClaimFile]] = defaultdict(list)
     heard: dict[str, float] = {}
     holders = storage.join(folder, _HOLDERS)
     for file in storage.list_files(folder):
@@ -205,8 +205,8 @@ def listed_claims(folder: str) -> tuple[dict[str, list[ClaimFile]], dict[str, fl
         key, _, number = ".".join(parts).rpartition(".")
         if number.isdecimal():
             # If two claims have the same number, possible only without exclusive creation, the first name wins.
-            found[key].append(ClaimFile(int(number), tuple(-ord(letter) for letter in holder), file.uri, file.modified))
-    return {key: sorted(files) for key, files in found.items()}, heard
+            files[key].append(ClaimFile(int(number), tuple(-ord(letter) for letter in holder), file.uri, file.modified))
+    return {key: sorted(listed) for key, listed in files.items()}, heard
 
 
 def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:

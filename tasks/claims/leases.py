@@ -126,7 +126,7 @@ class Claims:
         after, heard = listed_claims(self._folder) if made else ({}, {})
         ours = set()
         for key, (claim, uri) in made.items():
-            if self._stands(uri, after.get(key, []), heard):
+            if self._is_current(uri, after.get(key, []), heard):
                 with self._lock:
                     self._held[key] = (claim, uri)
                     self._lost.discard(key)
@@ -223,7 +223,7 @@ class Claims:
         store_now = self._now() + own - self._me.renewed if own else None
         return seen.live(self._now(), store_now=store_now)
 
-    def _stands(self, uri: str, files: Sequence[ClaimFile], heard: Mapping[str, float]) -> bool:
+    def _is_current(self, uri: str, files: Sequence[ClaimFile], heard: Mapping[str, float]) -> bool:
         if not files or files[-1].uri != uri:
             return False
         read = [(file, read_file(file.uri, Claim)) for file in files]
@@ -245,7 +245,7 @@ class Claims:
 
 def _lost(key: str, folder: str) -> ClaimLost:
     return ClaimLost(
-        expected=f"to be the one who evaluates {key}",
-        found=f"the claim of it in {folder} was ended, succeeded or not renewed in time",
-        remedy="see who has it with `assay gaps`; what was answered is in the journal",
+        expected=f"a valid claim of {key}",
+        found=f"its claim in {folder} was ended, succeeded or not renewed in time",
+        remedy="`assay gaps` shows its holder; answers so far are in the journal",
     )

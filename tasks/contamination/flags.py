@@ -125,20 +125,20 @@ class Flags:
     @cached_property
     def by_name(self) -> dict[tuple[str, str], QuestionFlag]:
         """Findings by benchmark and name; of several with different words, preferably a flagged finding."""
-        found: dict[tuple[str, str], QuestionFlag] = {}
+        flags: dict[tuple[str, str], QuestionFlag] = {}
         for question in self.questions.values():
-            if question.flagged or (question.benchmark, question.id) not in found:
-                found[question.benchmark, question.id] = question
-        return found
+            if question.flagged or (question.benchmark, question.id) not in flags:
+                flags[question.benchmark, question.id] = question
+        return flags
 
     @cached_property
     def by_text(self) -> dict[str, QuestionFlag]:
         """Findings by the digest of a question's words; of several with equal words, preferably a flagged finding."""
-        found: dict[str, QuestionFlag] = {}
+        flags: dict[str, QuestionFlag] = {}
         for question in self.questions.values():
-            if question.text and (question.flagged or question.text not in found):
-                found[question.text] = question
-        return found
+            if question.text and (question.flagged or question.text not in flags):
+                flags[question.text] = question
+        return flags
 
     def about(self, question: AskedQuestion) -> QuestionFlag | None:
         """Returns the finding about a question of a record; None if it was not searched for. A name that does not
@@ -154,8 +154,8 @@ class Flags:
 
 def status_of(question: AskedQuestion, every: Sequence[Flags]) -> Status:
     """Returns a question's status over several searches: flagged if any found it, clean if it was only searched for."""
-    found = [flag for flags in every if (flag := flags.about(question)) is not None]
-    return "flagged" if any(flag.flagged for flag in found) else "clean" if found else "not scanned"
+    findings = [flag for flags in every if (flag := flags.about(question)) is not None]
+    return "flagged" if any(flag.flagged for flag in findings) else "clean" if findings else "not scanned"
 
 
 def flags_uri(evaluation_path: str, name: str) -> str:
@@ -182,8 +182,8 @@ def write_flags(evaluation_path: str, search: Search, questions: Iterable[Questi
 def read_flags(evaluation_path: str) -> tuple[Flags, ...]:
     """Returns every file of flags next to the records, oldest first; usually there is none."""
     listed = storage.list_files(storage.join(evaluation_path, FOLDER))
-    found = [_read(file.uri) for file in listed if file.uri.endswith(_END)]
-    return tuple(sorted(found, key=lambda flags: flags.search.created))
+    every = [_read(file.uri) for file in listed if file.uri.endswith(_END)]
+    return tuple(sorted(every, key=lambda flags: flags.search.created))
 
 
 def _read(uri: str) -> Flags:
@@ -191,14 +191,14 @@ def _read(uri: str) -> Flags:
     try:
         lines = sample_lines(content, uri=uri)
         search = Search.model_validate_json(next(lines, b""))
-        found = _by_key(map(QuestionFlag.model_validate_json, lines))
+        questions = _by_key(map(QuestionFlag.model_validate_json, lines))
     except (StorageError, ValueError) as error:
         raise StorageError(
-            expected=f"flags of questions, one line of JSON each, in {uri}",
+            expected=f"flags of questions, a line of JSON each, in {uri}",
             found=error.found if isinstance(error, StorageError) else str(error).splitlines()[0],
             remedy="delete it and search again; a newer Assay may have written it",
         ) from error
-    return Flags(search, found, uri, hashlib.sha256(content).hexdigest())
+    return Flags(search, questions, uri, hashlib.sha256(content).hexdigest())
 
 
 def _by_key(questions: Iterable[QuestionFlag]) -> dict[tuple[str, str, str], QuestionFlag]:

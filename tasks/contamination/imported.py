@@ -77,13 +77,13 @@ class Asked:
             starts = list(accumulate((len(question.text) + 3 for question in among), initial=0))
             self._joined[benchmark] = "".join(f" {question.text} \n" for question in among), starts, among
         joined, starts, among = self._joined[benchmark]
-        found: dict[int, AskedQuestion] = {}
+        questions: dict[int, AskedQuestion] = {}
         at = joined.find(f" {text} ") if text else -1
         while at >= 0:
             number = bisect_right(starts, at) - 1
-            found[number] = among[number]
+            questions[number] = among[number]
             at = joined.find(f" {text} ", starts[number + 1])
-        return list(found.values())
+        return list(questions.values())
 
 
 def import_flags(
@@ -110,7 +110,7 @@ def import_flags(
     """
     asked = Asked(questions)
     read = {"decon": _decon, "marin": _marin, "list": _list}[tool]
-    found: dict[tuple[str, str, str], QuestionFlag] = {
+    flags: dict[tuple[str, str, str], QuestionFlag] = {
         (question.benchmark, question.id, question.digest): _flag(question, Found((), flagged=False))
         for pattern in covers
         for question in asked.of(pattern)
@@ -120,8 +120,8 @@ def import_flags(
         unknown += not finding.questions
         for question in finding.questions:
             key = question.benchmark, question.id, question.digest
-            if key not in found or _weight(finding) >= (found[key].flagged, found[key].score or 0.0):
-                found[key] = _flag(question, finding)
+            if key not in flags or _weight(finding) >= (flags[key].flagged, flags[key].score or 0.0):
+                flags[key] = _flag(question, finding)
     search = Search(
         name=name,
         tool=tool,
@@ -129,38 +129,38 @@ def import_flags(
         created=now(),
         texts=tuple(files),
         unknown=unknown,
-        questions=len(found),
-        flagged=sum(flag.flagged for flag in found.values()),
+        questions=len(flags),
+        flagged=sum(flag.flagged for flag in flags.values()),
     )
-    return write_flags(evaluation_path, search, found.values())
+    return write_flags(evaluation_path, search, flags.values())
 
 
-def _weight(found: Found) -> tuple[bool, float]:
-    return found.flagged, found.score or 0.0
+def _weight(finding: Found) -> tuple[bool, float]:
+    return finding.flagged, finding.score or 0.0
 
 
-def _flag(question: AskedQuestion, found: Found) -> QuestionFlag:
+def _flag(question: AskedQuestion, finding: Found) -> QuestionFlag:
     return QuestionFlag(
         benchmark=question.benchmark,
         id=question.id,
         text=question.digest,
-        flagged=found.flagged,
-        score=found.score,
-        answer=found.answer,
-        evidence=found.evidence,
+        flagged=finding.flagged,
+        score=finding.score,
+        answer=finding.answer,
+        evidence=finding.evidence,
     )
 
 
 def _files(locations: Sequence[str], *, ending: str) -> list[str]:
-    found = []
+    uris = []
     for location in locations:
         files = storage.matching_files(location)
         if storage.is_folder(location):
             files = [uri for uri in files if uri.endswith(ending)]
         if not files:
             raise BadInput(expected=f"files to import at {location}", found="none", remedy="check the path")
-        found += files
-    return found
+        uris += files
+    return uris
 
 
 def _wrong(place: str, *, expected: str, found: object) -> BadInput:
@@ -210,19 +210,19 @@ def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterato
             if not isinstance(key, str) or not isinstance(training, str):
                 raise _wrong(place, expected="eval_key and training_file of a report of decon", found=list(line))
             text, number = line.get("eval_question_text"), line.get("eval_instance_index", line.get("eval_line"))
-            wanted = str(text if text is not None else number)
-            if (key, wanted) not in known:
+            question = str(text if text is not None else number)
+            if (key, question) not in known:
                 scope = benchmark or key
-                known[key, wanted] = (
-                    asked.holding(words_in([wanted])[0], benchmark=scope)
+                known[key, question] = (
+                    asked.holding(words_in([question])[0], benchmark=scope)
                     if text is not None
-                    else asked.named(wanted, benchmark=scope)
+                    else asked.named(question, benchmark=scope)
                 )
             answer = line.get("answer_overlap_ratio")
             overlap = str(line.get("training_overlap_text") or text or "")
             where = f"{training}, line {line.get('training_line')}"
             yield Found(
-                known[key, wanted],
+                known[key, question],
                 flagged=True,
                 score=_score(line.get("contamination_score"), place),
                 answer=None if answer is None else float(answer) == 1.0,
@@ -242,7 +242,7 @@ def _list(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator
                 raise _wrong(place, expected="a flag: true or false", found=row["flag"])
             text, named = row.get("evidence"), asked.named(str(row["id"]), benchmark=row.get("benchmark") or benchmark)
             if len(several := sorted({question.benchmark for question in named})) > 1 and not row.get("benchmark"):
-                raise _wrong(place, expected="a question of one benchmark (--benchmark)", found=", ".join(several))
+                raise _wrong(place, expected="a question of a single benchmark (--benchmark)", found=", ".join(several))
             yield Found(
                 named,
                 flagged=flag not in _NO,

@@ -30,7 +30,7 @@ def found_by_hashes(
     """Yields each searched question with the share of its n-grams in contaminated documents, and such a document.
     `files` are datakit's Parquet files, attributes and the index of hashes; other files are ignored."""
     hashes = [features(question.raw) for question in questions]
-    wanted = set().union(*hashes)
+    all_hashes = set().union(*hashes)
     looked_for: set[int] = set()
     matched: dict[int, str] = {}
     kinds = set()
@@ -38,13 +38,13 @@ def found_by_hashes(
         for columns, rows in _batches(uri):
             kinds.add("index" if "hash" in columns else "attributes")
             if "hash" in columns:
-                looked_for.update(wanted.intersection(rows["hash"]))
+                looked_for.update(all_hashes.intersection(rows["hash"]))
                 continue
-            for identity, contaminated, found in zip(
+            for identity, contaminated, document_hashes in zip(
                 rows["id"], rows["contaminated"], rows["matched_hashes"], strict=True
             ):
                 if contaminated:
-                    for number in wanted.intersection(found or ()):
+                    for number in all_hashes.intersection(document_hashes or ()):
                         matched.setdefault(number, f"{uri}, document {identity}")
     if kinds != {"index", "attributes"}:
         raise BadInput(
@@ -60,12 +60,12 @@ def found_by_hashes(
 
 def features(text: str) -> set[int]:
     """Returns the hashes of a text's n-grams; paragraphs of at least 3 words, but less than an n-gram, count whole."""
-    found = set()
+    hashes = set()
     for paragraph in text.split("\n\n"):
         words = paragraph.split()
         grams = [words[at : at + N] for at in range(len(words) - N + 1)] or [words] * (len(words) >= _SHORT)
-        found |= {_hash(" ".join(gram)) for gram in grams if any(map(str.isalpha, "".join(gram)))}
-    return found
+        hashes |= {_hash(" ".join(gram)) for gram in grams if any(map(str.isalpha, "".join(gram)))}
+    return hashes
 
 
 def _hash(text: str) -> int:

@@ -94,14 +94,16 @@ class QuestionIndex:
         length = self.lengths[question]
         return length - self.gram(question) + 1 if length else 0
 
-    def search(self, texts: Sequence[str], found: dict[int, Finding], *, places: Sequence[tuple[str, int, int]]) -> int:
-        """Adds the findings of all questions in some texts to `found`, and returns the texts' number of words."""
+    def search(
+        self, texts: Sequence[str], findings: dict[int, Finding], *, places: Sequence[tuple[str, int, int]]
+    ) -> int:
+        """Adds the findings of all questions in some texts to `findings`, and returns the texts' number of words."""
         import numpy as np
 
         words = words_of(texts)
         between = np.flatnonzero(words.hashes == _separator())
         for match in self._matches(words):
-            self._add(match, words, found, between=between, places=places)
+            self._add(match, words, findings, between=between, places=places)
         return len(words.hashes) - len(between)
 
     def _seeds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -139,12 +141,12 @@ class QuestionIndex:
         for step, begin in ((1, self.shortest), (-1, -1)):
             alive = np.ones(len(at), dtype=bool)
             for far in range(begin, begin + step * (self.n - self.shortest), step):
-                own, there = offsets + far, at + far
-                alive &= (own >= 0) & (own < sizes) & (there >= 0) & (there < len(words.hashes))
+                own, in_text = offsets + far, at + far
+                alive &= (own >= 0) & (own < sizes) & (in_text >= 0) & (in_text < len(words.hashes))
                 if not alive.any():
                     break
                 mine = self._words.hashes[firsts[alive] + own[alive]]
-                alive[alive] = mine == words.hashes[there[alive]]
+                alive[alive] = mine == words.hashes[in_text[alive]]
                 length += alive
         return length >= np.minimum(sizes, self.n)
 
@@ -163,28 +165,28 @@ class QuestionIndex:
         self,
         match: Match,
         words: Words,
-        found: dict[int, Finding],
+        findings: dict[int, Finding],
         *,
         between: np.ndarray,
         places: Sequence[tuple[str, int, int]],
     ) -> None:
-        finding = found.get(match.question, Finding())
+        finding = findings.get(match.question, Finding())
         bits = ((1 << (match.length - self.gram(match.question) + 1)) - 1) << match.first
         answer = self._answers[match.question]
         if finding.seen & bits == bits and finding.longest >= match.length and (finding.answer or not answer):
             return
         start = int(self._firsts[match.question]) + match.first
-        there = words.between(match.at, match.at + match.length)
-        if there != self._words.between(start, start + match.length):
+        matched_words = words.between(match.at, match.at + match.length)
+        if matched_words != self._words.between(start, start + match.length):
             return
         text = int(between.searchsorted(match.at))
         end = match.at + match.length
         last = int(between[text]) if text < len(between) else len(words.hashes)
         window = words.between(end, min(last, end + _WINDOW + len(answer)))
         follows = bool(answer) and b" %b " % b" ".join(answer) in b" %b " % b" ".join(window)
-        shown = b" ".join(there[:_SHOWN_WORDS]).decode(errors="replace")
+        shown = b" ".join(matched_words[:_SHOWN_WORDS]).decode(errors="replace")
         finding.add(Finding(bits, match.length, places[text], shown, follows))
-        found[match.question] = finding
+        findings[match.question] = finding
 
 
 @cache

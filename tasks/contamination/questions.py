@@ -33,11 +33,11 @@ class AskedQuestion(NamedTuple):
     raw: str = ""
 
 
-def samples_of(found: FoundRecord) -> dict[str, list[Sample]]:
+def samples_of(found_record: FoundRecord) -> dict[str, list[Sample]]:
     """Returns the samples of a record by benchmark, empty if not kept. Raises StorageError if they are unreadable."""
     samples: dict[str, list[Sample]] = {}
     try:
-        for sample in read_samples(storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)):
+        for sample in read_samples(storage.join(found_record.cell_uri, found_record.record.attempt, SAMPLES_NAME)):
             samples.setdefault(sample.benchmark, []).append(sample)
     except FileNotFoundError:
         return {}
@@ -54,10 +54,10 @@ def asked_in(record: Record, samples: Mapping[str, Sequence[Sample]]) -> Iterato
         yield from questions_of(benchmark, list(once.values()), shots=known)
 
 
-def every_question(found: Sequence[FoundRecord]) -> list[AskedQuestion]:
+def every_question(records: Sequence[FoundRecord]) -> list[AskedQuestion]:
     """Returns the questions of some records, without duplicates; reads the newest record of each evaluation."""
     newest: dict[tuple[str, tuple[str, ...]], FoundRecord] = {}
-    for item in sorted(found, key=lambda item: item.record.created):
+    for item in sorted(records, key=lambda item: item.record.created):
         if item.record.succeeded and item.record.samples:
             newest[item.record.evaluation_hash, item.record.benchmarks] = item
     questions = {
@@ -98,12 +98,12 @@ def own_texts(prompts: Sequence[str], *, shots: int | None) -> list[str]:
 
 def words_in(texts: Sequence[str]) -> list[str]:
     """Returns the words of each text, separated by single spaces."""
-    found: list[str] = []
+    words_by_text: list[str] = []
     for batch in _batches(texts):
         words = words_of(batch)
         content = b" ".join(words.between(0, len(words.starts))).decode(errors="replace")
-        found += [part.strip() for part in content.split("\x01")]
-    return found
+        words_by_text += [part.strip() for part in content.split("\x01")]
+    return words_by_text
 
 
 def _digest(text: str) -> str:
@@ -157,8 +157,8 @@ def _cue(texts: Sequence[str]) -> str:
 
 
 def _after_cue(text: str, cue: str) -> str:
-    _, found, example = text[: -len(cue)].rpartition(cue)
-    if not found:
+    _, separator, example = text[: -len(cue)].rpartition(cue)
+    if not separator:
         return text
     for between in _BLOCKS:
         if between in example:
@@ -175,10 +175,10 @@ def _without_labels(texts: Sequence[str]) -> list[str]:
 
 
 def _stem(text: str) -> str:
-    found = _CHOICES.search(text)
-    if found is None:
+    match = _CHOICES.search(text)
+    if match is None:
         return text
-    stem = text[: found.start()]
+    stem = text[: match.start()]
     return stem if len(stem.split()) >= _STEM_WORDS else text
 
 

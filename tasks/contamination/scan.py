@@ -58,7 +58,7 @@ class PartResult:
 
     def as_json(self) -> bytes:
         """Returns the form that is kept until the whole scan is done."""
-        findings = {number: {**asdict(found), "seen": hex(found.seen)} for number, found in self.findings.items()}
+        findings = {number: {**asdict(finding), "seen": hex(finding.seen)} for number, finding in self.findings.items()}
         return json.dumps({"findings": findings, "reading": asdict(self.reading), "words": self.words}).encode()
 
 
@@ -100,7 +100,7 @@ def scan(
         _take(whole, result)
         done, done_bytes = done + 1, done_bytes + part.bytes
         on_progress(Progress(done, len(parts), done_bytes, of_bytes))
-    found = list(_flags(index, whole.findings, threshold=settings.threshold))
+    question_flags = list(_flags(index, whole.findings, threshold=settings.threshold))
     files = {part.uri: part.size for part in parts}
     search = Search(
         name=name,
@@ -115,13 +115,13 @@ def scan(
         n=settings.n,
         shortest=settings.shortest,
         threshold=settings.threshold,
-        too_short=len(questions) - len(found),
+        too_short=len(questions) - len(question_flags),
         not_read=tuple(not_read),
         unreadable=whole.reading.unreadable + whole.reading.without_text,
-        questions=len(found),
-        flagged=sum(flag.flagged for flag in found),
+        questions=len(question_flags),
+        flagged=sum(flag.flagged for flag in question_flags),
     )
-    flags = write_flags(evaluation_path, search, found)
+    flags = write_flags(evaluation_path, search, question_flags)
     for file in storage.list_files(kept):
         storage.delete(file.uri)
     return flags
@@ -146,20 +146,15 @@ def scan_part(index: QuestionIndex, part: Part) -> PartResult:
 
 
 def _results(
-    parts: Sequence[Part],
-    index: QuestionIndex,
-    *,
-    settings: Settings,
-    kept: str,
-    processes: int | None,
+    parts: Sequence[Part], index: QuestionIndex, *, settings: Settings, kept: str, processes: int | None
 ) -> Iterator[tuple[Part, PartResult]]:
     asked = hashlib.sha256(repr([question[2:4] for question in index.questions]).encode()).hexdigest()
     names = {part: storage.join(kept, f"{_key(part, asked, settings)}.json") for part in parts}
-    there = {file.uri for file in storage.list_files(kept)}
+    kept_files = {file.uri for file in storage.list_files(kept)}
     for part in parts:
-        if names[part] in there:
+        if names[part] in kept_files:
             yield part, _parsed(storage.read_bytes(names[part]))
-    left = [part for part in parts if names[part] not in there]
+    left = [part for part in parts if names[part] not in kept_files]
     for part, result in _scanned(left, index, settings=settings, processes=processes or len(os.sched_getaffinity(0))):
         storage.write_bytes(names[part], result.as_json())
         yield part, result
@@ -194,15 +189,15 @@ def _key(part: Part, asked: str, settings: Settings) -> str:
 def _parsed(content: bytes) -> PartResult:
     read = json.loads(content)
     findings = {
-        int(number): Finding(**{**found, "seen": int(found["seen"], 16), "place": tuple(found["place"])})
-        for number, found in read["findings"].items()
+        int(number): Finding(**{**finding, "seen": int(finding["seen"], 16), "place": tuple(finding["place"])})
+        for number, finding in read["findings"].items()
     }
     return PartResult(findings, Reading(**read["reading"]), read["words"])
 
 
 def _take(whole: PartResult, result: PartResult) -> None:
-    for number, found in result.findings.items():
-        whole.findings.setdefault(number, Finding()).add(found)
+    for number, finding in result.findings.items():
+        whole.findings.setdefault(number, Finding()).add(finding)
     whole.words += result.words
     whole.reading.documents += result.reading.documents
     whole.reading.unreadable += result.reading.unreadable
@@ -214,9 +209,9 @@ def _flags(index: QuestionIndex, findings: dict[int, Finding], *, threshold: flo
         grams = index.grams(number)
         if grams == 0:
             continue
-        found = findings.get(number, Finding())
-        score = found.seen.bit_count() / grams
-        file, start, document = found.place
+        finding = findings.get(number, Finding())
+        score = finding.seen.bit_count() / grams
+        file, start, document = finding.place
         place = f"{file}, document {document}" + (f" after byte {start:,}" if start else "")
         yield QuestionFlag(
             benchmark=question.benchmark,
@@ -224,9 +219,9 @@ def _flags(index: QuestionIndex, findings: dict[int, Finding], *, threshold: flo
             text=question.digest,
             flagged=score >= threshold,
             score=round(score, 4),
-            longest=found.longest,
-            answer=found.answer if question.answer and found.longest else None,
-            evidence=Evidence(place=place, text=found.text) if found.longest else None,
+            longest=finding.longest,
+            answer=finding.answer if question.answer and finding.longest else None,
+            evidence=Evidence(place=place, text=finding.text) if finding.longest else None,
         )
 
 

@@ -78,31 +78,31 @@ class Splits:
         self._flags = flags
         self._statuses: dict[str, _Statuses] = {}
 
-    def of(self, found: FoundRecord) -> list[Split]:
+    def of(self, found_record: FoundRecord) -> list[Split]:
         """Returns a record's scores that a search affects; empty if none of its questions was searched for."""
-        if not self._flags or not found.record.succeeded:
+        if not self._flags or not found_record.record.succeeded:
             return []
         try:
-            samples = samples_of(found)
+            samples = samples_of(found_record)
         except StorageError as error:
-            return [Split(metric, reason=f"not split: {error.found}") for metric in found.record.metrics]
-        statuses = self._status(found, samples)
+            return [Split(metric, reason=f"not split: {error.found}") for metric in found_record.record.metrics]
+        statuses = self._status(found_record, samples)
         questions = {part: [question_of(sample) for sample in asked] for part, asked in samples.items()}
         splits = [
-            _split(metric, composition_of(metric, questions, found.record.metrics), statuses)
-            for metric in found.record.metrics
+            _split(metric, composition_of(metric, questions, found_record.record.metrics), statuses)
+            for metric in found_record.record.metrics
         ]
         return [split for split in splits if split is not None]
 
-    def _status(self, found: FoundRecord, samples: Mapping[str, Sequence[Sample]]) -> _Statuses:
-        known = self._statuses.get(found.record.evaluation_hash, {})
+    def _status(self, found_record: FoundRecord, samples: Mapping[str, Sequence[Sample]]) -> _Statuses:
+        known = self._statuses.get(found_record.record.evaluation_hash, {})
         if all((part, sample.id) in known for part, asked in samples.items() for sample in asked):
             return known
-        asked = asked_in(found.record, samples)
+        asked = asked_in(found_record.record, samples)
         statuses: _Statuses = {
             (question.benchmark, question.id): status_of(question, self._flags) for question in asked
         }
-        self._statuses[found.record.evaluation_hash] = statuses
+        self._statuses[found_record.record.evaluation_hash] = statuses
         return statuses
 
 
@@ -120,7 +120,7 @@ def _split(metric: Metric, whole: Composition | str, statuses: _Statuses) -> Spl
         return split._replace(reason=f"no question is {'clean' if clean is None else 'flagged'}")
     both = clean.asked.keys() & flagged.asked.keys()
     if not both:
-        return split._replace(reason="no part has clean questions and flagged ones")
+        return split._replace(reason="no part has both clean and flagged questions")
     compared = [part_of(side, lambda part, _: part in both) for side in (clean, flagged)]
     first, second = (_side(part) for part in compared if part)
     low, high = _difference(first, second)

@@ -66,13 +66,13 @@ class Reading:
 
 def parts_of(sources: Iterable[TextSource]) -> list[Part]:
     """Returns the parts of all files in the sources, without duplicates."""
-    found: dict[tuple[str, str], list[Part]] = {}
+    parts_by_file: dict[tuple[str, str], list[Part]] = {}
     listed: dict[str, dict[str, FileInfo]] = {}
     for source in sources:
         for location in _without_braces(source.location):
             for uri in _files(location):
-                found.setdefault((uri, source.field), _parts(_listed(uri, listed), source.field))
-    return [part for parts in found.values() for part in parts]
+                parts_by_file.setdefault((uri, source.field), _parts(_listed(uri, listed), source.field))
+    return [part for parts in parts_by_file.values() for part in parts]
 
 
 def texts_in(part: Part, reading: Reading) -> Iterator[str]:
@@ -97,7 +97,7 @@ def texts_in(part: Part, reading: Reading) -> Iterator[str]:
     if reading.documents == 0 and reading.unreadable > 0:
         raise BadInput(
             expected=f"a document as JSON in each line of {part.uri}",
-            found=f"{reading.unreadable:,} lines, none of which is one",
+            found=f"{reading.unreadable:,} lines, none of which is a JSON document",
             remedy="write a document a line, in UTF-8; an array of documents is not read",
         )
 
@@ -117,12 +117,12 @@ def _choices(inside: str) -> list[str]:
 
 
 def _files(location: str) -> list[str]:
-    found = storage.matching_files(location)
+    uris = storage.matching_files(location)
     if storage.is_folder(location):
-        found = [uri for uri in found if _ending(uri) is not None and not storage.basename(uri).startswith(".")]
-    if not found:
+        uris = [uri for uri in uris if _ending(uri) is not None and not storage.basename(uri).startswith(".")]
+    if not uris:
         raise BadInput(expected=f"training texts at {location}", found="none", remedy="check the location")
-    return found
+    return uris
 
 
 def _ending(uri: str) -> tuple[Form, str | None] | None:
@@ -148,7 +148,7 @@ def _parts(file: FileInfo, name: str) -> list[Part]:
         raise BadInput(
             expected=f"texts as {', '.join(_FORMS)}, but for Parquet also packed as {', '.join(_PACKED)}",
             found=uri,
-            remedy="name such files; a folder stands for those in it",
+            remedy="name such files, or a folder that holds them",
         )
     form, packed = known
     mark = file.checksum or f"{file.size} {file.modified}"
@@ -210,8 +210,8 @@ def _lines(file: BinaryIO, part: Part) -> Iterator[bytes]:
         if held > _LONGEST_LINE_BYTES:
             raise BadInput(
                 expected=f"lines of JSON of at most {_LONGEST_LINE_BYTES:,} bytes in {part.uri}",
-                found=f"a longer one after byte {at:,}",
-                remedy="write one document a line",
+                found=f"a longer line after byte {at:,}",
+                remedy="write a document per line",
             )
     if begun and held and (part.end is None or at < part.end):
         yield b"".join(rest)

@@ -88,8 +88,8 @@ class ContaminationView(NamedTuple):
 
     rows: list[SplitRow]
     flags: Sequence[Flags]
-    found: list[tuple[Search, QuestionFlag]]
-    found_in_all: int
+    flagged: list[tuple[Search, QuestionFlag]]
+    flagged_in_all: int
 
 
 def contamination_view(
@@ -99,17 +99,17 @@ def contamination_view(
     if not flags:
         return None
     rows = split_rows(records, flags, evaluation_path=evaluation_path)
-    found = [(each.search, flag) for each in flags for flag in each.questions.values() if flag.flagged]
-    found.sort(key=lambda pair: (-(pair[1].score or 0.0), -(pair[1].longest or 0), pair[1].benchmark, pair[1].id))
-    return ContaminationView(rows, flags, found[:_SHOWN_QUESTIONS], len(found))
+    flagged = [(each.search, flag) for each in flags for flag in each.questions.values() if flag.flagged]
+    flagged.sort(key=lambda pair: (-(pair[1].score or 0.0), -(pair[1].longest or 0), pair[1].benchmark, pair[1].id))
+    return ContaminationView(rows, flags, flagged[:_SHOWN_QUESTIONS], len(flagged))
 
 
 def split_rows(records: Iterable[Record], flags: Sequence[Flags], *, evaluation_path: str) -> list[SplitRow]:
     """Returns a row for each score that the searches affect, in the order of the records."""
     splits = Splits(flags)
-    found = [(record, split) for record in records for split in splits.of(found_below(evaluation_path, record))]
-    last = {_column(record, split): record.checkpoint.step for record, split in found}
-    return [SplitRow(record, split, record.checkpoint.step == last[_column(record, split)]) for record, split in found]
+    pairs = [(record, split) for record in records for split in splits.of(found_below(evaluation_path, record))]
+    last = {_column(record, split): record.checkpoint.step for record, split in pairs}
+    return [SplitRow(record, split, record.checkpoint.step == last[_column(record, split)]) for record, split in pairs]
 
 
 def _column(record: Record, split: Split) -> tuple[str, ...]:
@@ -141,10 +141,10 @@ def in_bytes(size: int) -> str:
     return f"{number:,.{0 if units[0] == 'bytes' else 1}f} {units[0]}"
 
 
-def _side(found: Side | None) -> Shown:
-    if found is None:
+def _side(side: Side | None) -> Shown:
+    if side is None:
         return _NOTHING
-    return Shown(_number(found.value), _interval(found.low, found.high), f"n = {found.n:,}")
+    return Shown(_number(side.value), _interval(side.low, side.high), f"n = {side.n:,}")
 
 
 def _interval(low: float | None, high: float | None, *, sign: str = "") -> str:

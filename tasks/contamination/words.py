@@ -103,7 +103,7 @@ def runs_of(hashes: np.ndarray, length: int) -> np.ndarray:
 def _decoded(text: str) -> str:
     if "\\u" in text:  # first, since such escapes can encode an ampersand
         text = _ESCAPES.sub(
-            lambda found: bytes.fromhex(found[0].replace("\\u", "")).decode("utf-16-be", "replace"), text
+            lambda match: bytes.fromhex(match[0].replace("\\u", "")).decode("utf-16-be", "replace"), text
         )
     return html.unescape(text) if "&" in text else text
 
@@ -114,9 +114,9 @@ def _blank_punctuation(text: np.ndarray, beyond: np.ndarray) -> None:
     asian = beyond[(lead == 0xE3) & (second == 0x80)]
     third = text[beyond + 2]
     wide = beyond[(lead == 0xEF) & (second == 0xBC) & ((third <= 0x8F) | ((third >= 0x9A) & (third <= 0x9F)))]
-    for found in (general, asian, wide):
+    for positions in (general, asian, wide):
         for offset in range(3):
-            text[found + offset] = _SPACE
+            text[positions + offset] = _SPACE
     latin = beyond[lead == 0xC2]
     text[latin] = _SPACE
     text[latin + 1] = _SPACE
@@ -128,13 +128,13 @@ def _hashes(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarra
     eight = np.ndarray(len(text) - 7, dtype="<u8", buffer=text, strides=(1,))
     masks = np.array([(1 << (8 * size)) - 1 for size in range(9)], dtype=np.uint64)
     lengths = ends - starts
-    found = eight[starts] & masks[np.minimum(lengths, 8)]
-    found ^= found >> np.uint64(32)
-    found *= np.uint64(_MIX)
+    hashes = eight[starts] & masks[np.minimum(lengths, 8)]
+    hashes ^= hashes >> np.uint64(32)
+    hashes *= np.uint64(_MIX)
     long = np.flatnonzero(lengths > 8)
     if len(long):
         more = eight[starts[long] + 8] & masks[np.minimum(lengths[long] - 8, 8)]
         last = eight[ends[long] - 8]
-        found[long] += (more ^ (last >> np.uint64(7)) ^ lengths[long].astype(np.uint64)) * np.uint64(_FOLD)
-    found ^= found >> np.uint64(29)
-    return found
+        hashes[long] += (more ^ (last >> np.uint64(7)) ^ lengths[long].astype(np.uint64)) * np.uint64(_FOLD)
+    hashes ^= hashes >> np.uint64(29)
+    return hashes

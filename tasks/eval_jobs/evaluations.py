@@ -30,13 +30,13 @@ def evaluation_of(
     entries: Sequence[RunEntry] = (),
     sinks: tuple[Sink, ...] = (),
 ) -> EvaluationConfig | SuiteRequest:
-    """Returns the evaluation of a job; a suite request if `job.wanted` is a suite.
+    """Returns the evaluation of a job; a suite request if `job.request` is a suite.
 
     Args:
         device: the local device if it differs from the job's.
         sinks: sinks in addition to the job's own.
     """
-    wanted, compute = job.wanted, job.compute_config
+    request, compute = job.request, job.compute_config
     resources = ResourceConfig(
         cpu=compute.cpu,
         ram=compute.memory,
@@ -44,32 +44,34 @@ def evaluation_of(
         device=device or compute.device,
         preemptible=compute.spot,
     )
-    own = wanted.model_fields_set - _SET_BY_THE_JOB if not isinstance(wanted, HelmRun) else ()
-    name = getattr(wanted, "model_name", None) or model_name(job.model)
+    own = request.model_fields_set - _SET_BY_THE_JOB if not isinstance(request, HelmRun) else ()
+    name = getattr(request, "model_name", None) or model_name(job.model)
     content: dict[str, Any] = {
-        **{field: getattr(wanted, field) for field in own},
+        **{field: getattr(request, field) for field in own},
         "model_path": model_path,
         "model_name": name,
-        "evaluation_path": wanted.evaluation_path if "evaluation_path" in wanted.model_fields_set else evaluation_path,
+        "evaluation_path": request.evaluation_path
+        if "evaluation_path" in request.model_fields_set
+        else evaluation_path,
         "sinks": (*job.sinks, *sinks),
     }
-    if isinstance(wanted, JobSuite):
-        pool = _pool(wanted.pool_config, resources, name, engine_kwargs={}) if wanted.pool_config else None
+    if isinstance(request, JobSuite):
+        pool = _pool(request.pool_config, resources, name, engine_kwargs={}) if request.pool_config else None
         return build_config(
             {**content, "resource_config": resources, "pool_config": pool}, SuiteRequest, source="the job"
         )
-    if isinstance(wanted, HelmRun):
-        options = wanted.options
+    if isinstance(request, HelmRun):
+        options = request.options
         content |= {
             "evaluator": {"name": "helm", "run_specs_path": helm_config, **options.options},
             "evals": [{"name": name} for name in _scenarios(entries, options.options)],
             "max_eval_instances": options.max_eval_instances,
-            "wandb_tags": (f"helm_suite={wanted.suite}",) if wanted.suite else (),
+            "wandb_tags": (f"helm_suite={request.suite}",) if request.suite else (),
         }
-    if isinstance(wanted, JobEvaluation) and wanted.native:
+    if isinstance(request, JobEvaluation) and request.native:
         return build_config({**content, "resource_config": resources}, EvaluationConfig, source="the job")
-    given = None if isinstance(wanted, HelmRun) else wanted.pool_config
-    pool = _pool(given, resources, name, engine_kwargs=getattr(wanted, "engine_kwargs", {}))
+    given = None if isinstance(request, HelmRun) else request.pool_config
+    pool = _pool(given, resources, name, engine_kwargs=getattr(request, "engine_kwargs", {}))
     return build_config({**content, "pool_config": pool}, EvaluationConfig, source="the job")
 
 
@@ -77,14 +79,14 @@ def _scenarios(entries: Sequence[RunEntry], options: Mapping[str, Any]) -> list[
     if "groups" in options:  # only HELM can resolve groups
         return [ALL_ENTRIES]
     priority = options.get("priority")
-    wanted = [entry for entry in entries if priority is None or (entry.priority or 0) <= priority]
-    if entries and not wanted:
+    selected = [entry for entry in entries if priority is None or (entry.priority or 0) <= priority]
+    if entries and not selected:
         raise BadInput(
             expected=f"run entries with a priority of {priority} or a lower number, as helm.args says",
             found=f"none of {len(entries)}",
             remedy="raise --priority, or leave it out",
         )
-    return list(dict.fromkeys(entry.name for entry in wanted))
+    return list(dict.fromkeys(entry.name for entry in selected))
 
 
 def _pool(

@@ -34,17 +34,17 @@ def helm_arguments(arguments: Sequence[str]) -> HelmArguments:
     for flag in _SERVED:
         parser.add_argument(flag, nargs="+")
     try:
-        found, unknown = parser.parse_known_args(list(arguments))
+        parsed, unknown = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise ValueError(f"args: {error}") from None
     if unknown:
         known = " ".join(parser.format_usage().removeprefix("usage: ").split())
         raise ValueError(f"args: {unknown[0]} of helm-run has no meaning here; {known}")
     options = {
-        "num_threads": found.num_threads,
-        "groups": found.groups_to_run,
-        "exit_on_error": found.exit_on_error,
-        **{name: getattr(found, name) for name in _COUNTS.values()},
+        "num_threads": parsed.num_threads,
+        "groups": parsed.groups_to_run,
+        "exit_on_error": parsed.exit_on_error,
+        **{name: getattr(parsed, name) for name in _COUNTS.values()},
     }
     given = {name: value for name, value in options.items() if value is not None}
-    return HelmArguments(given, found.max_eval_instances)
+    return HelmArguments(given, parsed.max_eval_instances)

@@ -29,9 +29,9 @@ def read_run_entries(uri: str) -> tuple[RunEntry, ...]:
         text = storage.read_bytes(uri).decode()
     except FileNotFoundError:
         raise BadInput(
-            expected="a file of HELM's run entries beside the job's file",
+            expected="a file of HELM's run entries next to the job's file",
             found=f"{uri} is not there",
-            remedy="write one, or name it with --helm-config",
+            remedy="write the file, or name it with --helm-config",
         ) from None
     except UnicodeDecodeError as error:
         raise _no_hocon(uri, f"no text: {error.reason}") from error
@@ -50,13 +50,13 @@ def entries_in(text: str, *, source: str) -> tuple[RunEntry, ...]:
         raise _no_hocon(source, f"line {error.lineno}, column {error.column}: {error.msg}") from error
     except (ConfigException, RecursionError) as error:
         raise _no_hocon(source, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
-    found = parsed.as_plain_ordered_dict() if isinstance(parsed, ConfigTree) else {}
-    entries = found.get("entries")
+    document = parsed.as_plain_ordered_dict() if isinstance(parsed, ConfigTree) else {}
+    entries = document.get("entries")
     if not isinstance(entries, list) or not entries:
         raise BadInput(
             expected=f"entries: [{{description: …, priority: 1}}] in {source}",
-            found=f"the keys {', '.join(found) or 'none'}" if not entries else f"entries: {type(entries).__name__}",
-            remedy="write at least one run entry",
+            found=f"the keys {', '.join(document) or 'none'}" if not entries else f"entries: {type(entries).__name__}",
+            remedy="write a run entry",
         )
     return tuple(_entry(entry, number, source) for number, entry in enumerate(entries, 1))
 

@@ -59,8 +59,8 @@ def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[
         entries=read.entries,
         sinks=(sink,),
     )
-    wanted = read.job.wanted
-    suite = wanted.suite if isinstance(wanted, JobSuite) else None
+    request = read.job.request
+    suite = request.suite if isinstance(request, JobSuite) else None
     return PreparedJob(evaluation=evaluation, suite=suite, origin=origin, sink=sink)
 
 
@@ -89,10 +89,10 @@ def require_tracked(records: Sequence[Record], sink: MlflowSink) -> None:
         )
 
 
-def _device_here(wanted: Device, *, note: Callable[[str], None]) -> Device:
+def _device_here(device: Device, *, note: Callable[[str], None]) -> Device:
     try:
-        local_client().check_resources(ResourceConfig(device=wanted))
+        local_client().check_resources(ResourceConfig(device=device))
     except UnsatisfiableResources as error:
         note(f"this machine has {error.found}: the engine runs on the CPU")
         return CpuConfig()
-    return wanted
+    return device

@@ -127,9 +127,9 @@ class MlflowArtifact(Config):
         return path
 
     @model_validator(mode="after")
-    def _one_tokenizer(self) -> MlflowArtifact:
+    def _check_single_tokenizer(self) -> MlflowArtifact:
         if self.tokenizer_directory is not None and self.tokenizer_hf_repo is not None:
-            raise ValueError("expected one of tokenizer_directory and tokenizer_hf_repo, found both: keep one")
+            raise ValueError("expected one of tokenizer_directory and tokenizer_hf_repo, found both: leave either out")
         return self
 
 
@@ -151,11 +151,11 @@ class ModelSource(Config):
         return uri
 
     @model_validator(mode="after")
-    def _is_one(self) -> ModelSource:
+    def _check_single_source(self) -> ModelSource:
         given = [name for name in ("mlflow_artifact", "gs_uri", "path") if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise ValueError(f"expected one of mlflow_artifact, gs_uri and path, found {found}: name one model")
+            names = " and ".join(given) or "none of them"
+            raise ValueError(f"expected one of mlflow_artifact, gs_uri and path, found {names}: name a single model")
         return self
 
     @property
@@ -331,22 +331,22 @@ class JobFile(Config):
         if given:
             raise ValueError(f"found {' and '.join(given)}: leave it out, model_config names the model")
         if getattr(evaluation, "sinks", ()):
-            raise ValueError("found sinks: name them beside `evaluation`")
+            raise ValueError("found sinks: name them next to `evaluation`")
         return evaluation
 
     @model_validator(mode="after")
-    def _one_evaluation(self) -> JobFile:
+    def _check_single_evaluation(self) -> JobFile:
         if (self.helm is None) == (self.evaluation is None):
-            found = "neither" if self.helm is None else "both"
-            raise ValueError(f"expected one of helm and evaluation, found {found}: keep one")
+            given = "neither" if self.helm is None else "both"
+            raise ValueError(f"expected one of helm and evaluation, found {given}: name a single evaluation")
         return self
 
     @property
-    def wanted(self) -> HelmRun | JobSuite | JobEvaluation:
+    def request(self) -> HelmRun | JobSuite | JobEvaluation:
         """The evaluation: `helm`, or that of `evaluation`."""
-        found = self.helm or self.evaluation
-        assert found is not None
-        return found.helm if isinstance(found, HelmEvaluation) else found
+        evaluation = self.helm or self.evaluation
+        assert evaluation is not None
+        return evaluation.helm if isinstance(evaluation, HelmEvaluation) else evaluation
 
     @property
     def image_reference(self) -> str:
@@ -355,20 +355,20 @@ class JobFile(Config):
 
 def advice(job: JobFile) -> list[str]:
     """Returns warnings about valid settings that are probably mistakes."""
-    found = []
+    warnings = []
     if job.image_tag == "latest":
-        found.append("image_tag: latest is another image tomorrow; name a commit or a digest (sha256:…)")
+        warnings.append("image_tag: latest is another image tomorrow; name a commit or a digest (sha256:…)")
     if (problem := only_here(job)) is not None:
-        found.append(f"{problem}, so the job runs only here: assay eval-job run FILE --local")
+        warnings.append(f"{problem}, so the job runs only here: assay eval-job run FILE --local")
     elif not keeps_records(job):
-        found.append("evaluation_path is unset: records end with the pod, and only MLflow keeps the results")
-    return found
+        warnings.append("evaluation_path is unset: records end with the pod, and only MLflow keeps the results")
+    return warnings
 
 
 def keeps_records(job: JobFile) -> bool:
     """Returns True if the records outlive the pod."""
-    path = job.wanted.evaluation_path
-    return "evaluation_path" in job.wanted.model_fields_set and path is not None and not storage.is_local(path)
+    path = job.request.evaluation_path
+    return "evaluation_path" in job.request.model_fields_set and path is not None and not storage.is_local(path)
 
 
 def only_here(job: JobFile) -> str | None:

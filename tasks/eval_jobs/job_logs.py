@@ -50,9 +50,9 @@ def log_lines(
 
 def write_lines(lines: Iterable[LogLine], output: Path) -> int:
     """Writes lines as a JSON list and returns their number."""
-    found = [line.as_values() for line in lines]
-    output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    return len(found)
+    values = [line.as_values() for line in lines]
+    output.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    return len(values)
 
 
 def moment(since: str, *, now: datetime) -> datetime:

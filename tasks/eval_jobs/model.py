@@ -40,9 +40,9 @@ def fetch_model(source: ModelSource, *, scratch: Path, note: Callable[[str], Non
     """
     if source.is_local:
         return storage.absolute(source.uri)
-    wanted = source.model_dump()
+    description = source.model_dump()
     marker = scratch / _FETCHED
-    if marker.is_file() and (done := json.loads(marker.read_bytes()))["source"] == wanted:
+    if marker.is_file() and (done := json.loads(marker.read_bytes()))["source"] == description:
         note(f"{source.uri} is in {done['folder']}")
         return done["folder"]
     target = _place_below(scratch, source)
@@ -52,7 +52,7 @@ def fetch_model(source: ModelSource, *, scratch: Path, note: Callable[[str], Non
     folder = target
     if (artifact := source.mlflow_artifact) is not None:
         folder = _with_tokenizer(target, artifact, note=note)
-    replace_json(marker, {"source": wanted, "folder": str(folder)})
+    replace_json(marker, {"source": description, "folder": str(folder)})
     return str(folder)
 
 
@@ -67,8 +67,8 @@ def _place_below(scratch: Path, source: ModelSource) -> Path:
 def _with_tokenizer(target: Path, artifact: MlflowArtifact, *, note: Callable[[str], None]) -> Path:
     folder = _within(target, artifact.model_directory, field="model_directory")
     if artifact.tokenizer_directory is not None:
-        beside = _within(target, artifact.tokenizer_directory, field="tokenizer_directory")
-        for file in (beside / name for name in _TOKENIZER_FILES):
+        tokenizer_folder = _within(target, artifact.tokenizer_directory, field="tokenizer_directory")
+        for file in (tokenizer_folder / name for name in _TOKENIZER_FILES):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
     elif artifact.tokenizer_hf_repo is not None:
@@ -81,10 +81,10 @@ def _with_tokenizer(target: Path, artifact: MlflowArtifact, *, note: Callable[[s
 def _within(target: Path, name: str | None, *, field: str) -> Path:
     folder = target / name if name else target
     if not folder.is_dir():
-        there = ", ".join(sorted(path.name for path in target.iterdir() if path.is_dir()))
+        folders = ", ".join(sorted(path.name for path in target.iterdir() if path.is_dir()))
         raise BadInput(
             expected=f"a folder of the artifact as model_config.mlflow_artifact.{field}",
-            found=f"{name}, which it has not; folders there: {there or 'none'}",
+            found=f"{name}, which it has not; folders there: {folders or 'none'}",
             remedy="correct it in the job's file",
         )
     return folder
@@ -92,14 +92,14 @@ def _within(target: Path, name: str | None, *, field: str) -> Path:
 
 def _tokenizer_of(repository: str) -> dict[str, bytes]:
     address = f"{(variable('HF_ENDPOINT') or _HUB).rstrip('/')}/{quote(repository)}/resolve/main/"
-    found = {name: content for name in _TOKENIZER_FILES if (content := _downloaded(address + name)) is not None}
-    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"} & set(found):
+    files = {name: content for name in _TOKENIZER_FILES if (content := _downloaded(address + name)) is not None}
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"} & set(files):
         raise BadInput(
             expected=f"a tokenizer in {repository}, as model_config.mlflow_artifact.tokenizer_hf_repo names it",
             found="no such repository, or none in it, or it needs a token (HF_TOKEN)",
             remedy="correct the name, or log the tokenizer with the model and name tokenizer_directory",
         )
-    return found
+    return files
 
 
 def _downloaded(address: str) -> bytes | None:

@@ -58,37 +58,39 @@ class EvalJob:
 def read_job(file: Path, *, helm_file: Path | None = None) -> EvalJob:
     """Reads the file of a job, and HELM's run entries if it needs them: `run_specs.conf` next to it by default."""
     job = load_config(str(file), JobFile)
-    wanted = job.wanted
-    if not isinstance(wanted, HelmRun):
+    request = job.request
+    if not isinstance(request, HelmRun):
         if helm_file is not None:
             raise BadInput(
-                expected="--helm-config beside a job with helm: {args, suite}",
+                expected="--helm-config with a job that has helm: {args, suite}",
                 found=f"{file} without it",
                 remedy="leave --helm-config out",
             )
-        if isinstance(wanted, JobSuite):
-            load_suite(wanted.suite)
+        if isinstance(request, JobSuite):
+            load_suite(request.suite)
         evaluation_of(job)
         return EvalJob(file=file, helm_file=None, job=job, texts=JobTexts(file.read_text(), None))
-    beside = helm_file or file.parent / HELM_CONFIGURATION
-    entries = read_run_entries(str(beside))
-    evaluation_of(job, helm_config=str(beside), entries=entries)
+    conf = helm_file or file.parent / HELM_CONFIGURATION
+    entries = read_run_entries(str(conf))
+    evaluation_of(job, helm_config=str(conf), entries=entries)
     return EvalJob(
-        file=file, helm_file=beside, job=job, texts=JobTexts(file.read_text(), beside.read_text()), entries=entries
+        file=file, helm_file=conf, job=job, texts=JobTexts(file.read_text(), conf.read_text()), entries=entries
     )
 
 
 def summary(read: EvalJob, state: GitState) -> dict[str, str]:
     """Returns a summary of a job by subject; raises the errors of `render`."""
     job, compute = read.job, read.job.compute_config
-    wanted = job.wanted
-    if isinstance(wanted, HelmRun):
+    request = job.request
+    if isinstance(request, HelmRun):
         names = Counter(entry.name for entry in read.entries)
-        limit = wanted.options.max_eval_instances
+        limit = request.options.max_eval_instances
         asked = "HELM: " + ", ".join(f"{name} × {times}" if times > 1 else name for name, times in names.items())
         asked += f"; {limit} questions each" if limit else ""
     else:
-        asked = f"suite {wanted.suite}" if isinstance(wanted, JobSuite) else f"{wanted.evaluator.name}: {wanted.asked}"
+        asked = (
+            f"suite {request.suite}" if isinstance(request, JobSuite) else f"{request.evaluator.name}: {request.asked}"
+        )
     origin = read.origin(state)
     accelerator = f"{compute.count or ''} {compute.accelerator or 'no accelerator'}".strip()
     return {

@@ -47,19 +47,19 @@ class SubmittedJob:
 def read_manifests(uri: str) -> list[dict[str, Any]]:
     """Returns the manifests in a file that `render` wrote."""
     try:
-        found = load_yaml_documents(storage.read_bytes(uri))
+        documents = load_yaml_documents(storage.read_bytes(uri))
     except FileNotFoundError:
         raise BadInput(expected="a file of manifests", found=f"{uri} is not there", remedy="check the path") from None
     except yaml.YAMLError as error:
         raise BadInput(expected=f"YAML in {uri}", found=str(error), remedy="render it again") from error
-    kinds = [document.get("kind") if isinstance(document, dict) else type(document).__name__ for document in found]
+    kinds = [document.get("kind") if isinstance(document, dict) else type(document).__name__ for document in documents]
     if sorted(map(str, kinds)) != sorted(_RESOURCES):
         raise BadInput(
             expected=f"a Job and a ConfigMap in {uri}",
             found=", ".join(map(str, kinds)) or "nothing",
             remedy="render it again: assay eval-job render FILE --output job.yaml",
         )
-    return found
+    return documents
 
 
 def job_documents(
@@ -120,7 +120,7 @@ def submit_manifests(cluster: Cluster, documents: list[dict[str, Any]], *, again
             found=f"{name} is in {cluster.namespace} already",
             remedy=f"see assay eval-job logs {name}; or submit it once more under another name, with --again",
         )
-    new = next(found for number in range(1, len(used) + 2) if (found := _numbered(name, number)) not in used)
+    new = next(candidate for number in range(1, len(used) + 2) if (candidate := _numbered(name, number)) not in used)
     made: list[Mapping[str, Any]] = []
     try:
         for document in sorted(renamed(documents, name, new), key=lambda document: document["kind"]):
@@ -139,13 +139,13 @@ def submitted_jobs(cluster: Cluster) -> list[SubmittedJob]:
     """
     selector = f"{PART_LABEL}={EVAL_JOB}"
     jobs = {job["metadata"]["name"]: job for job in cluster.list("jobs", selector)}
-    found = [_submitted(job["metadata"], *_status(job)) for job in jobs.values()]
+    submitted = [_submitted(job["metadata"], *_status(job)) for job in jobs.values()]
     for config_map in cluster.list("configmaps", selector):
         name = config_map["metadata"]["name"].removesuffix("-configs")
         if name not in jobs:
             metadata = {**config_map["metadata"], "name": name}
-            found.append(_submitted(metadata, "ended", "its Job was removed; Cloud Logging has its log"))
-    return sorted(found, key=lambda job: (job.submitted_at, job.name), reverse=True)
+            submitted.append(_submitted(metadata, "ended", "its Job was removed; Cloud Logging has its log"))
+    return sorted(submitted, key=lambda job: (job.submitted_at, job.name), reverse=True)
 
 
 def _numbered(name: str, number: int) -> str:

@@ -28,14 +28,14 @@ class Origin:
     """`clean`, or the problems that --allow-dirty accepted."""
 
     def variables(self) -> dict[str, str]:
-        found = {
+        values = {
             "CONFIG_VERSION": self.config_version,
             "CONFIG_PATH_GIT_REPO": self.config_path,
             "HELM_CONFIG_PATH_GIT_REPO": self.helm_config_path,
             GIT_STATE: self.git_state,
             "JOB_NAME": self.job_name,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def origin_in(variables: Mapping[str, str], *, otherwise: Origin) -> Origin:
@@ -64,7 +64,7 @@ def sink_of(job: JobFile, origin: Origin, *, files: Iterable[Path] = ()) -> Mlfl
 
 def job_tags(job: JobFile, origin: Origin) -> dict[str, str]:
     """Returns the tags of a job; `None` for missing values."""
-    artifact, compute, wanted = job.model.mlflow_artifact, job.compute_config, job.wanted
+    artifact, compute, request = job.model.mlflow_artifact, job.compute_config, job.request
     tags: dict[str, Any] = {
         "job_name": origin.job_name,
         "config_version": job.version,
@@ -82,18 +82,18 @@ def job_tags(job: JobFile, origin: Origin) -> dict[str, str]:
         "image": job.image,
         "image_tag": job.image_tag,
     }
-    if isinstance(wanted, HelmRun):
-        tags |= {"helm_args": " ".join(wanted.args), "helm_suite": wanted.suite}
+    if isinstance(request, HelmRun):
+        tags |= {"helm_args": " ".join(request.args), "helm_suite": request.suite}
     return {name: str(value) for name, value in tags.items()}
 
 
 def flat_tags(tags: Mapping[str, Any], *, above: str = "") -> dict[str, str]:
     """Returns tags flattened for MLflow: `{a: {b: [1]}}` becomes `a.b` with `[1]`."""
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for name, value in tags.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping):
-            found |= flat_tags(value, above=f"{key}.")
+            flat |= flat_tags(value, above=f"{key}.")
         else:
-            found[key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return found
+            flat[key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return flat

@@ -149,24 +149,24 @@ def batches_in(content: str) -> Batches:
     return tuple(map(tuple, batches.values()))
 
 
-def scores_decided(answered: Sequence[Answered], wanted: WantedEarly) -> tuple[EarlyScore, ...]:
+def scores_decided(answered: Sequence[Answered], plan: WantedEarly) -> tuple[EarlyScore, ...]:
     """Recomputes the verdicts from the answers, independently of the program."""
-    places = {(question.benchmark, question.id): place for place, question in enumerate(wanted.questions)}
-    asking = early.EarlyAsking(wanted.content)
+    places = {(question.benchmark, question.id): place for place, question in enumerate(plan.questions)}
+    asking = early.EarlyAsking(plan.content)
     try:
         asking.take({places[line.benchmark, line.id]: line.scores for line in answered})
     except (ValueError, KeyError) as error:
         raise _undecided(str(error)) from error
     if not asking.decided:
         raise _undecided(f"no verdict after {len(answered)} of {len(places)}")
-    return tuple(_score(score, decision) for score, decision in zip(wanted.scores, asking.decisions, strict=True))
+    return tuple(_score(score, decision) for score, decision in zip(plan.scores, asking.decisions, strict=True))
 
 
-def _undecided(found: str) -> CountsDisagree:
+def _undecided(problem: str) -> CountsDisagree:
     return CountsDisagree(
         expected="a score of every question that was asked, and a verdict from them",
-        found=found,
-        remedy="There is no verdict. Look into harness.log beside the record, then evaluate again",
+        found=problem,
+        remedy="There is no verdict. Read harness.log next to the record, then evaluate again",
     )
 
 

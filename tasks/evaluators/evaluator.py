@@ -50,11 +50,11 @@ class Progress:
     @classmethod
     def last_in(cls, log: str, lines: re.Pattern[str]) -> Progress | None:
         """Returns the progress in the last match, by its groups `stage`, `done` and `total`; None without a match."""
-        *_, found = None, *lines.finditer(log)
-        if found is None:
+        *_, match = None, *lines.finditer(log)
+        if match is None:
             return None
-        total = int(found["total"])
-        return cls(found["stage"], min(int(found["done"]), total), total)
+        total = int(match["total"])
+        return cls(match["stage"], min(int(match["done"]), total), total)
 
 
 @dataclass(frozen=True)

@@ -181,21 +181,21 @@ def verify_counts(parsed: Parsed) -> None:
     counts = parsed.counts
     if counts.requested == counts.answered == counts.scored and counts.requested > 0:
         return
-    found = f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored"
+    summary = f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored"
     if counts.judge_errors:
-        found += f"; the judge gave no usable verdict on {counts.judge_errors}"
+        summary += f"; the judge gave no usable verdict on {counts.judge_errors}"
     if parsed.endpoint_refusal is not None:
-        found += f"; {parsed.endpoint_refusal}"
+        summary += f"; {parsed.endpoint_refusal}"
     if parsed.endpoint_failure is not None:
         raise EndpointUnusable(
             expected="the endpoint to answer every request within all tries",
-            found=f"{parsed.endpoint_failure}; {found}",
+            found=f"{parsed.endpoint_failure}; {summary}",
             remedy="There is no score. See to the endpoint, and evaluate again",
         )
     raise CountsDisagree(
-        expected="as many answers and scores as questions, and at least one",
-        found=found,
-        remedy="The score is withheld. Look into harness.log and the samples beside the record, then evaluate again",
+        expected="as many answers and scores as questions, and at least 1 question",
+        found=summary,
+        remedy="The score is withheld. Read harness.log and the samples next to the record, then evaluate again",
     )
 
 
@@ -297,7 +297,7 @@ def job_failure(
         evaluator,
         config,
         log=log,
-        found=f"it is {details.status}" + (f": {details.reason}" if details.reason else ""),
+        ending=f"it is {details.status}" + (f": {details.reason}" if details.reason else ""),
         interrupted=details.status is JobStatus.STOPPED or details.preemptions > 0,
         late=late,
         remedy=remedy,
@@ -309,12 +309,12 @@ def failure_of(
     config: EvaluationConfig,
     *,
     log: str,
-    found: str,
+    ending: str,
     interrupted: bool,
     late: bool,
     remedy: str,
 ) -> AssayError:
-    """Returns the error for a harness that ended, as `found`, without results; `remedy` is for an error of its own."""
+    """Returns the error for a harness that ended, as `ending`, without results; `remedy` is for an error of its own."""
     lines = [line[:_SHOWN_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
     last_lines = "\n".join(lines[-_SHOWN_LOG_LINES:])
     expected = f"{evaluator.name} to end with exit code 0 within {config.timeout_seconds:g} s"
@@ -327,10 +327,10 @@ def failure_of(
     if interrupted:
         return HarnessInterrupted(
             expected=expected,
-            found=f"it was ended from outside ({found}). Its last lines:\n{last_lines}",
+            found=f"it was ended from outside ({ending}). Its last lines:\n{last_lines}",
             remedy="Evaluate again; if the machine ran out of memory, give it more",
         )
-    return HarnessFailed(expected=expected, found=f"{found}. Its last lines:\n{last_lines}", remedy=remedy)
+    return HarnessFailed(expected=expected, found=f"{ending}. Its last lines:\n{last_lines}", remedy=remedy)
 
 
 def refusal_in(output: Path) -> AssayError | None:

@@ -166,7 +166,7 @@ def _with_targets(path: Path) -> Iterator[Path]:
 
 
 def _outermost(paths: Iterable[Path | str]) -> list[str]:
-    found = {str(path) for path in paths}
+    names = {str(path) for path in paths}
     return sorted(
-        path for path in found if not any(path != other and Path(path).is_relative_to(other) for other in found)
+        path for path in names if not any(path != other and Path(path).is_relative_to(other) for other in names)
     )

@@ -130,7 +130,7 @@ def output_here(evaluation: NativeEvaluation, copy: Path) -> Path:
         raise HarnessOutputInvalid(
             expected=f"at most {_MOST_READ_BYTES / 2**30:g} GiB of results in {evaluation.output}",
             found=f"{size / 2**30:.1f} GiB",
-            remedy="see what was written there; ask fewer benchmarks in one evaluation",
+            remedy="see what was written there; split the benchmarks over several evaluations",
         )
     storage.copy_to_local(evaluation.output, copy)
     return copy

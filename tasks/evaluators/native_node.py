@@ -88,10 +88,10 @@ def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgr
             if not is_given_up(evaluation):
                 _log.info("%s%s", BEGINS, evaluation.checkpoint.name)
                 try:
-                    with _staged(staged, evaluation) as here:
+                    with _staged(staged, evaluation) as local:
                         if following and following[0].checkpoint.kind == "huggingface":
                             staged.prefetch(following[0].checkpoint.uri, following[0].digests)
-                        ended = runner.evaluate(here, output)
+                        ended = runner.evaluate(local, output)
                     failure = None
                 except AssayError as error:
                     ended, failure = True, error.as_values()
@@ -141,7 +141,7 @@ class _Runner:
         command = evaluator.command(evaluation.checkpoint, config, output, python=python)
         folder = prepare(command, output)
         kept = folder / KEPT_FOLDER
-        with _reported("What was kept of an interrupted evaluation cannot be read"):
+        with _reported("Files kept of an interrupted evaluation cannot be read"):
             if storage.list_files(evaluation.kept):
                 storage.copy_to_local(evaluation.kept, kept)
         deadline = time.monotonic() + config.timeout_seconds
@@ -163,10 +163,10 @@ class _Runner:
                 evaluator,
                 config,
                 log=log,
-                found=f"its process ended with {returncode}",
+                ending=f"its process ended with {returncode}",
                 late=state == "late",
                 interrupted=returncode is not None and returncode < 0,
-                remedy="See harness.log beside the record; work/job.json there says what was asked",
+                remedy="Read harness.log next to the record; work/job.json there has the harness's input",
             )
         return state != "given up"
 
@@ -207,7 +207,7 @@ class _Runner:
                     return "".join(lines), "late"
                 if now >= look_at:
                     look_at = now + _LOOK_SECONDS
-                    with _reported("Nobody can be asked if the evaluation is still wanted"):
+                    with _reported("Cannot check if the evaluation was given up"):
                         if is_given_up(evaluation):
                             return "".join(lines), "given up"
                 try:

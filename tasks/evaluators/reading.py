@@ -82,16 +82,16 @@ def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:
         raise invalid_results(harness, path.parent, f"no readable {path.name} ({error})") from error
     except ValidationError as error:
         first = error.errors()[0]
-        found = f"not what {harness} writes: {'.'.join(map(str, first['loc']))} {first['msg']}"
-        raise invalid_results(harness, path, found) from error
+        problem = f"not what {harness} writes: {'.'.join(map(str, first['loc']))} {first['msg']}"
+        raise invalid_results(harness, path, problem) from error
 
 
 def require_plan_of(planned: Iterable[str], config: EvaluationConfig, *, harness: str, output: Path) -> None:
     """Raises unless a plan has exactly the benchmarks of an evaluation."""
-    found, wanted = set(planned), {task.metric_key for task in config.evals}
-    if found != wanted:
+    planned_keys, expected_keys = set(planned), {task.metric_key for task in config.evals}
+    if planned_keys != expected_keys:
         raise invalid_results(
-            harness, output, f"a plan for {', '.join(sorted(found))}, not {', '.join(sorted(wanted))}"
+            harness, output, f"a plan for {', '.join(sorted(planned_keys))}, not {', '.join(sorted(expected_keys))}"
         )
 
 
@@ -106,10 +106,10 @@ def is_unclosed(text: str) -> bool:
     return "<think>" in text and "</think>" not in text.rpartition("<think>")[2]
 
 
-def invalid_results(harness: str, place: Path, found: str) -> HarnessOutputInvalid:
+def invalid_results(harness: str, place: Path, problem: str) -> HarnessOutputInvalid:
     """Returns the error for unusable results of a harness."""
     return HarnessOutputInvalid(
         expected=f"results of {harness} in {place}",
-        found=found,
-        remedy="Look into harness.log beside the record, then evaluate again",
+        found=problem,
+        remedy="Read harness.log next to the record, then evaluate again",
     )

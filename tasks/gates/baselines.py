@@ -45,7 +45,7 @@ class BaselineScore:
 
     def questions(self, scores: QuestionScores) -> Composition | str:
         """Returns the score of each question, averaged over the checkpoints, or the reason that scores are unknown."""
-        return mean_composition([scores.of(found, metric_in(found, self.key)) for found in self.records])
+        return mean_composition([scores.of(item, metric_in(item, self.key)) for item in self.records])
 
     def value(self, scores: QuestionScores) -> tuple[float, float | None]:
         """Returns value and standard error over the questions common to all its checkpoints, else as recorded."""
@@ -57,7 +57,7 @@ class BaselineScore:
         return value, interval.stderr
 
     def words(self, scores: QuestionScores) -> str:
-        names = [f"{found.record.checkpoint.name} (step {found.record.checkpoint.step:,})" for found in self.records]
+        names = [f"{item.record.checkpoint.name} (step {item.record.checkpoint.step:,})" for item in self.records]
         listed = names[0] if len(names) == 1 else f"the mean of {len(names)}, {names[-1]} to {names[0]}"
         value, stderr = self.value(scores)
         return f"{listed}: {measured(value, stderr)}{'' if stderr is None else ' (standard error)'}{self.note}"
@@ -75,21 +75,21 @@ class Baseline:
     earlier: frozenset[tuple[str, str]] | None = None
 
     def compared(
-        self, rule: BaselineRule, found: Sequence[FoundRecord], *, name: str, scores: QuestionScores
+        self, rule: BaselineRule, records: Sequence[FoundRecord], *, name: str, scores: QuestionScores
     ) -> Comparison:
         """Compares the scores of a checkpoint with the baseline.
 
         Raises:
             BadInput: it has no matching scores, records were changed, or settings differ.
         """
-        mine = by_metric(found, name, wanted_scores(rule))
+        mine = by_metric(records, name, wanted_scores(rule))
         chosen = {
             key: (score.records, _alike(mine[key], {score.records[0].record.evaluation_hash}))
             for key, score in self.scores.items()
             if key in mine
         }
         comparison = compare_chosen(chosen, labels=(self.label, name), anyway=rule.anyway, scores=scores)
-        hashes = {item.record.evaluation_hash for item in found}
+        hashes = {item.record.evaluation_hash for item in records}
         return replace(
             comparison,
             only_first=tuple(
@@ -133,32 +133,32 @@ def baseline_of(
     try:
         match rule.baseline:
             case NamedCheckpoint(text):
-                [found] = records_of_checkpoints([text], evaluation_path=evaluation_path)
-                return _of_one(rule, found, hashes)
+                [records] = records_of_checkpoints([text], evaluation_path=evaluation_path)
+                return _single(rule, records, hashes)
             case OtherRun() as other:
-                found, note = _nearest(rule, other, checkpoint, other.path or evaluation_path, find)
-                return _of_one(rule, found, hashes, note=note)
-            case EarlierCheckpoints() as wanted:
+                records, note = _nearest(rule, other, checkpoint, other.path or evaluation_path, find)
+                return _single(rule, records, hashes, note=note)
+            case EarlierCheckpoints() as selection:
                 earlier = _earlier(checkpoint, find(storage.join(evaluation_path, checkpoint.run)))
                 if not earlier:
                     return Reason(checkpoint.name, rule.words, "first checkpoint, nothing before it", go=True)
-                return _of_earlier(rule, wanted, earlier, hashes)
+                return _of_earlier(rule, selection, earlier, hashes)
     except BadInput as error:
         return Reason(checkpoint.name, rule.words, f"cannot be compared: {error.found}", go=False)
 
 
-def _of_one(rule: BaselineRule, found: Sequence[FoundRecord], hashes: Collection[str], *, note: str = "") -> Baseline:
-    having = by_metric(found, rule.not_worse_than, wanted_scores(rule))
-    scores = {key: BaselineScore(key, (_alike(records, hashes),), note=note) for key, records in having.items()}
+def _single(rule: BaselineRule, records: Sequence[FoundRecord], hashes: Collection[str], *, note: str = "") -> Baseline:
+    having = by_metric(records, rule.not_worse_than, wanted_scores(rule))
+    scores = {key: BaselineScore(key, (_alike(of_key, hashes),), note=note) for key, of_key in having.items()}
     return Baseline(rule.not_worse_than, scores)
 
 
 def _alike(records: Sequence[FoundRecord], hashes: Collection[str]) -> FoundRecord:
-    return next((found for found in records if found.record.evaluation_hash in hashes), records[0])
+    return next((item for item in records if item.record.evaluation_hash in hashes), records[0])
 
 
-def _earlier(checkpoint: CheckpointReference, found: Iterable[FoundRecord]) -> list[FoundRecord]:
-    of_name = [item for item in found if item.record.checkpoint.run == checkpoint.run]
+def _earlier(checkpoint: CheckpointReference, records: Iterable[FoundRecord]) -> list[FoundRecord]:
+    of_name = [item for item in records if item.record.checkpoint.run == checkpoint.run]
     apart = told_apart([checkpoint, *(item.record.checkpoint for item in of_name)])
     run = apart(checkpoint).run
     lower = (item for item in of_name if item.record.checkpoint.step < checkpoint.step)
@@ -166,32 +166,32 @@ def _earlier(checkpoint: CheckpointReference, found: Iterable[FoundRecord]) -> l
 
 
 def _of_earlier(
-    rule: BaselineRule, wanted: EarlierCheckpoints, earlier: Sequence[FoundRecord], hashes: Collection[str]
+    rule: BaselineRule, selection: EarlierCheckpoints, earlier: Sequence[FoundRecord], hashes: Collection[str]
 ) -> Baseline:
     try:
         having = by_metric(earlier, rule.not_worse_than, wanted_scores(rule))
     except BadInput:  # no succeeded record
         having = {}
     asked = {(item.record.evaluator, name) for item in earlier for name in _benchmarks(item)}
-    scores = {key: _among(wanted, key, records, hashes) for key, records in having.items()}
+    scores = {key: _among(selection, key, records, hashes) for key, records in having.items()}
     return Baseline(rule.not_worse_than, scores, frozenset(asked))
 
 
-def _benchmarks(found: FoundRecord) -> set[str]:
-    return {*found.record.benchmarks, *(metric.benchmark for metric in found.record.metrics)}
+def _benchmarks(item: FoundRecord) -> set[str]:
+    return {*item.record.benchmarks, *(metric.benchmark for metric in item.record.metrics)}
 
 
 def _among(
-    wanted: EarlierCheckpoints, key: ScoreKey, records: Sequence[FoundRecord], hashes: Collection[str]
+    selection: EarlierCheckpoints, key: ScoreKey, records: Sequence[FoundRecord], hashes: Collection[str]
 ) -> BaselineScore:
     by_step: dict[int, list[FoundRecord]] = defaultdict(list)
     for item in records:
         by_step[item.record.checkpoint.step].append(item)
     latest_first = [_alike(by_step[step], hashes) for step in sorted(by_step, reverse=True)]
-    if wanted.take == "best" and (best := _best(key, latest_first, hashes)) is not None:
+    if selection.take == "best" and (best := _best(key, latest_first, hashes)) is not None:
         return best
-    taken = tuple(latest_first[: wanted.most])
-    return BaselineScore(key, taken, note=_fewer(wanted.most, len(taken)))
+    taken = tuple(latest_first[: selection.most])
+    return BaselineScore(key, taken, note=_fewer(selection.most, len(taken)))
 
 
 def _fewer(asked: int, taken: int) -> str:
@@ -214,40 +214,40 @@ def _best(key: ScoreKey, latest_first: Sequence[FoundRecord], hashes: Collection
 def _nearest(
     rule: BaselineRule, other: OtherRun, checkpoint: CheckpointReference, path: str, find: Find
 ) -> tuple[list[FoundRecord], str]:
-    found = [item for item in find(storage.join(path, other.run)) if item.record.checkpoint.run == other.run]
+    records = [item for item in find(storage.join(path, other.run)) if item.record.checkpoint.run == other.run]
     kind = merged_by(checkpoint)
-    found = [item for item in found if item.record.succeeded and merged_by(item.record.checkpoint) == kind]
-    meant = {id(record) for record in wanted_scores(rule).select([item.record for item in found])}
+    records = [item for item in records if item.record.succeeded and merged_by(item.record.checkpoint) == kind]
+    meant = {id(record) for record in wanted_scores(rule).select([item.record for item in records])}
     by_step: dict[int, list[FoundRecord]] = defaultdict(list)
-    for item in found:
+    for item in records:
         if id(item.record) in meant:
             by_step[item.record.checkpoint.step].append(item)
-    apart = told_apart([item.record.checkpoint for item in found])
-    if len(runs := {apart(item.record.checkpoint).run for item in found}) > 1:
+    apart = told_apart([item.record.checkpoint for item in records])
+    if len(runs := {apart(item.record.checkpoint).run for item in records}) > 1:
         raise _not_found(rule, f"several runs of that name: {', '.join(sorted(runs))}")
-    there = {step: _reached(rule, other, items[0].record.checkpoint) for step, items in by_step.items()}
-    known = {step: reached for step, reached in there.items() if reached is not None}
+    positions = {step: _reached(rule, other, items[0].record.checkpoint) for step, items in by_step.items()}
+    known = {step: reached for step, reached in positions.items() if reached is not None}
     if not known:
         raise _not_found(
-            rule, f"no succeeded record of {other.run}{kind} below {path}" if not there else _no_tokens(other.run)
+            rule, f"no succeeded record of {other.run}{kind} below {path}" if not positions else _no_tokens(other.run)
         )
-    here = _reached(rule, other, checkpoint)
-    if here is None:
+    position = _reached(rule, other, checkpoint)
+    if position is None:
         raise _not_found(rule, _no_tokens(checkpoint.run))
-    step = min(known, key=lambda step: (abs(known[step] - here), -step))
-    far = abs(known[step] - here)
+    step = min(known, key=lambda step: (abs(known[step] - position), -step))
+    far = abs(known[step] - position)
     unit = "step" if other.at == "step" else "tokens"
-    if far > rule.nearest_within * here:
+    if far > rule.nearest_within * position:
         raise _not_found(
             rule,
-            f"the nearest checkpoint of {other.run} is at {unit} {known[step]:,.0f}, this one at {here:,.0f}: "
-            f"further than nearest_within, {rule.nearest_within:.1%}",
+            f"the nearest checkpoint of {other.run} is at {unit} {known[step]:,.0f}, this checkpoint at "
+            f"{position:,.0f}: further than nearest_within, {rule.nearest_within:.1%}",
         )
-    return by_step[step], "" if far == 0 else f"; at {unit} {known[step]:,.0f}, this one at {here:,.0f}"
+    return by_step[step], "" if far == 0 else f"; at {unit} {known[step]:,.0f}, this checkpoint at {position:,.0f}"
 
 
-def _not_found(rule: BaselineRule, found: str) -> BadInput:
-    return BadInput(expected=f"a baseline {rule.not_worse_than}", found=found, remedy="name another one")
+def _not_found(rule: BaselineRule, problem: str) -> BadInput:
+    return BadInput(expected=f"a baseline {rule.not_worse_than}", found=problem, remedy="name another baseline")
 
 
 def _no_tokens(run: str) -> str:

@@ -25,7 +25,7 @@ def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
     try:
         records = conclude(whole)
     except EvaluationIncomplete:
-        records = [found.record for found in map(standing_record, whole) if found is not None]
+        records = [item.record for item in map(standing_record, whole) if item is not None]
     verdict.raise_unless_go()
     return records
 
@@ -63,6 +63,6 @@ def _show(verdict: Verdict, gate: Gate, *, run: str) -> None:
 
 def _judged(name: str, cells: Sequence[Cell]) -> JudgedCheckpoint:
     early = {cell: verdict for cell in cells if (verdict := unfinished_verdict(cell)) is not None}
-    found = [standing_record(cell) for cell in cells if cell not in early]
-    records = tuple(record for record in found if record is not None)
-    return JudgedCheckpoint(name, cells[0].reference.step, records, found.count(None), early=tuple(early.values()))
+    current = [standing_record(cell) for cell in cells if cell not in early]
+    records = tuple(record for record in current if record is not None)
+    return JudgedCheckpoint(name, cells[0].reference.step, records, current.count(None), early=tuple(early.values()))

@@ -57,17 +57,17 @@ def decided_early(
     sought: dict[Cell, list[_Sought]] = {}
     for cell in (cell for cell in cells if not cell.done):
         try:
-            found = _sought(gate, cell, scores, find)
+            baseline_scores = _sought(gate, cell, scores, find)
         except BadInput as error:
             if unfit is None:
                 raise
             unfit(cell, error)
             continue
-        if found:
-            sought[cell] = found
+        if baseline_scores:
+            sought[cell] = baseline_scores
     checkpoints: dict[str, int] = {}
-    for cell, found in sought.items():
-        checkpoints[cell.reference.name] = checkpoints.get(cell.reference.name, 0) + len(found)
+    for cell, baseline_scores in sought.items():
+        checkpoints[cell.reference.name] = checkpoints.get(cell.reference.name, 0) + len(baseline_scores)
     return [
         _wanting(cell, _wanted(gate, cell, sought[cell], alpha=gate.alpha / checkpoints[cell.reference.name]))
         if cell in sought
@@ -76,21 +76,21 @@ def decided_early(
     ]
 
 
-def _wanting(cell: Cell, wanted: WantedEarly) -> Cell:
-    cell = replace(cell, early=wanted)
+def _wanting(cell: Cell, decisions: WantedEarly) -> Cell:
+    cell = replace(cell, early=decisions)
     return replace(cell, early_verdict=standing_verdict(cell))
 
 
 def standing_verdict(cell: Cell) -> EarlyVerdict | None:
     """Returns the verdict in a cell's folder if it is on exactly the requested early decisions."""
     standing = read_early(cell.uri)
-    wanted = cell.early.digest if cell.early is not None else None
-    return standing if standing is not None and standing.wanted == wanted else None
+    digest = cell.early.digest if cell.early is not None else None
+    return standing if standing is not None and standing.wanted == digest else None
 
 
 def unfinished_verdict(cell: Cell) -> EarlyVerdict | None:
     """Returns a cell's early verdict unless the whole evaluation has succeeded meanwhile."""
-    if cell.early is None or ((found := standing_record(cell)) is not None and found.record.succeeded):
+    if cell.early is None or ((current := standing_record(cell)) is not None and current.record.succeeded):
         return None
     return standing_verdict(cell)
 
@@ -98,7 +98,7 @@ def unfinished_verdict(cell: Cell) -> EarlyVerdict | None:
 def _sought(gate: Gate, cell: Cell, scores: QuestionScores, find: Find) -> list[_Sought]:
     if reason := NOT_EARLY.get(cell.config.evaluator.name):
         raise _refused(cell.config.evaluator.title, reason)
-    found: list[_Sought] = []
+    baseline_scores: list[_Sought] = []
     asked: set[str] = set()
     for rule in gate.rules:
         assert isinstance(rule, BaselineRule), "as gates that decide early are checked"
@@ -115,15 +115,15 @@ def _sought(gate: Gate, cell: Cell, scores: QuestionScores, find: Find) -> list[
                 continue
             _check_alike(rule, cell, score.records, scores)
             metric = mean_metric(score.records, key)
-            found.append(_Sought(rule, metric, score.records, _composition(metric, score.questions(scores))))
+            baseline_scores.append(_Sought(rule, metric, score.records, _composition(metric, score.questions(scores))))
             asked |= {metric.benchmark for metric in score.records[0].record.metrics if not metric.parts}
-    covered = {part for item in found for part in item.composition.asked}
-    missing = sorted(asked - covered) if found else [task.metric_key for task in cell.config.evals]
+    covered = {part for item in baseline_scores for part in item.composition.asked}
+    missing = sorted(asked - covered) if baseline_scores else [task.metric_key for task in cell.config.evals]
     if missing:
         raise _refused(
             ", ".join(missing), f"no rule of the gate {gate.name} is about a score of it that a baseline has"
         )
-    return found
+    return baseline_scores
 
 
 def _is_of(cell: Cell, record: Record) -> bool:
@@ -131,13 +131,13 @@ def _is_of(cell: Cell, record: Record) -> bool:
     return record.evaluator == cell.config.evaluator.name and set(record.benchmarks) == asked
 
 
-def _check_alike(rule: BaselineRule, cell: Cell, found: Sequence[FoundRecord], scores: QuestionScores) -> None:
+def _check_alike(rule: BaselineRule, cell: Cell, records: Sequence[FoundRecord], scores: QuestionScores) -> None:
     if rule.anyway:
         return
-    names = [item.record.checkpoint.name for item in found if item.record.evaluation_hash != cell.evaluation_hash]
+    names = [item.record.checkpoint.name for item in records if item.record.evaluation_hash != cell.evaluation_hash]
     if names:
         raise _refused(rule.words, f"{', '.join(names)} measured with other settings")
-    changed = [result.words for item in found if (result := scores.verified(item)).integrity == "changed"]
+    changed = [result.words for item in records if (result := scores.verified(item)).integrity == "changed"]
     if changed:
         raise _refused(rule.words, "; ".join(changed))
 
@@ -197,7 +197,7 @@ def _score(item: _Sought, places: Mapping[tuple[str, str], int], *, alpha: float
         benchmark=item.metric.benchmark,
         metric=item.metric.name,
         rule=item.rule.words,
-        baseline=", ".join(found.record.checkpoint.name for found in item.baseline),
+        baseline=", ".join(each.record.checkpoint.name for each in item.baseline),
         margin=item.rule.by_more_than,
         higher_is_better=higher,
         alpha=alpha,
@@ -208,14 +208,14 @@ def _score(item: _Sought, places: Mapping[tuple[str, str], int], *, alpha: float
         predictions=tuple(unit_score(value, bound=bound, mirrored=not higher) for _, _, value in ordered),
         builds=()
         if item.rule.anyway
-        else tuple(build_of(found.record, item.metric.benchmark) for found in item.baseline),
+        else tuple(build_of(each.record, item.metric.benchmark) for each in item.baseline),
     )
 
 
 def early_below(evaluation_path: str) -> list[EarlyVerdict]:
     """Returns the early verdicts below a folder for cells without a succeeded record; the newest per checkpoint."""
-    found = [(read_record(cell), verdict) for cell, verdict in find_early(evaluation_path)]
-    left = [verdict for record, verdict in found if record is None or not record.succeeded]
+    verdicts = [(read_record(cell), verdict) for cell, verdict in find_early(evaluation_path)]
+    left = [verdict for record, verdict in verdicts if record is None or not record.succeeded]
     newest = {
         (verdict.checkpoint.name, verdict.evaluator, verdict.evaluation_hash): verdict
         for verdict in sorted(left, key=lambda verdict: verdict.created)
@@ -236,12 +236,12 @@ def require_whole(gate: Gate | None, *, by: str) -> None:
 def early_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
     """Returns an early verdict on a score as text, with its limits."""
     ends = f"{measured(score.low, None)} to {measured(score.high, None)}"
-    found = (
+    text = (
         f"{score.benchmark} · {score.metric}: {decided_words(score, verdict)}: {score.verdict}; "
         f"{measured(score.baseline_value, None)} → {measured(score.estimate, None)} ({ends}); "
         f"speaks of {NOT_COVERED}"
     )
-    return f"{found}; cannot be compared: {', '.join(score.unlike)}" if score.unlike else found
+    return f"{text}; cannot be compared: {', '.join(score.unlike)}" if score.unlike else text
 
 
 def agreement(verdict: EarlyVerdict, record: Record) -> Iterator[tuple[EarlyScore, str]]:

@@ -184,7 +184,7 @@ class Gate(Config):
                 f"found {'; '.join(bounds) or 'none'}"
             )
         if self.whole_every is not None and self.decide == "whole":
-            raise ValueError("expected `decide: early` beside whole_every, found `decide: whole`")
+            raise ValueError("expected `decide: early` with whole_every, found `decide: whole`")
         return self
 
     @property

@@ -64,7 +64,7 @@ def judged_by_margin(
     end = metric.finding.low if metric.higher_is_better else metric.finding.high
     detectable = metric.finding.detectable(false_alarms)
     if end is None or detectable is None:
-        why = "all questions are one cluster" if metric.pairing else "nor are there standard errors of both"
+        why = "all questions are in the same cluster" if metric.pairing else "nor are there standard errors of both"
         return f"{shown}; not tested: {why}", False
     lowest = end if metric.higher_is_better else -end
     shown += f"; worse by {_loss(-lowest)} at most" if lowest < 0 else f"; better by {_loss(lowest)} at least"

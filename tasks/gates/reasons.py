@@ -21,8 +21,8 @@ class Reason:
     """The early verdict on the score, if it was decided early."""
 
     def as_dict(self) -> dict[str, Any]:
-        found = {name: value for name, value in vars(self).items() if name != "early"}
-        return found if self.early is None else {**found, "early": self.early.model_dump()}
+        content = {name: value for name, value in vars(self).items() if name != "early"}
+        return content if self.early is None else {**content, "early": self.early.model_dump()}
 
 
 @dataclass(frozen=True)
@@ -63,5 +63,5 @@ class Verdict:
         raise GateRefused(
             expected=f"the gate {self.gate} to say GO",
             found=f"NO-GO, for {len(lines)} of {max(1, len(self.reasons))} reasons:\n" + "\n".join(lines),
-            remedy="look at these scores; a checkpoint that is meant to pass needs another one, or another gate",
+            remedy="look at these scores; a checkpoint that is meant to pass needs a gate with other rules",
         )

@@ -51,23 +51,23 @@ def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_pat
     return Verdict(gate.name, tuple(dict.fromkeys(reasons)))  # two rules may have the same finding
 
 
-def judged_checkpoints(found: Sequence[FoundRecord], early: Sequence[EarlyVerdict] = ()) -> list[JudgedCheckpoint]:
+def judged_checkpoints(records: Sequence[FoundRecord], early: Sequence[EarlyVerdict] = ()) -> list[JudgedCheckpoint]:
     """Groups the newest records of each benchmark by checkpoint; limited evaluations do not replace full evaluations.
 
     Early verdicts are for cells without a succeeded record, and are dropped if a full evaluation of that checkpoint
     name succeeded since.
     """
     since: dict[tuple[str, str, tuple[str, ...]], datetime] = {}
-    for record in (item.record for item in found if item.record.succeeded and is_full(item.record)):
+    for record in (item.record for item in records if item.record.succeeded and is_full(item.record)):
         since[_asked(record)] = max(record.created, since.get(_asked(record), record.created))
     early = [verdict for verdict in early if (at := since.get(_asked(verdict))) is None or verdict.created > at]
-    current = current_records([item.record for item in found])
+    current = current_records([item.record for item in records])
     judged = {id(record) for record in newest_settings(current)}
     others = {id(record) for record in current} - judged
-    apart = told_apart([item.record.checkpoint for item in found])
+    apart = told_apart([item.record.checkpoint for item in records])
     by_name: dict[str, list[FoundRecord]] = {}
     passed_over: Counter[str] = Counter()
-    for item in found:
+    for item in records:
         name = apart(item.record.checkpoint).name
         passed_over[name] += id(item.record) in others
         if id(item.record) in judged:
@@ -109,8 +109,8 @@ def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str, *, 
     yield from _cells(gate, checkpoint)
     yield from _verified(checkpoint.name, map(verified, checkpoint.records))
     if checkpoint.other_settings:
-        found = f"{how_many(checkpoint.other_settings, 'record')} of these benchmarks with other settings not judged"
-        yield Reason(checkpoint.name, "the newest settings", found, go=True)
+        ignored = f"{how_many(checkpoint.other_settings, 'record')} of these benchmarks with other settings not judged"
+        yield Reason(checkpoint.name, "the newest settings", ignored, go=True)
     yield from _finished(checkpoint)
     compared: list[_Compared] = []
     scores = QuestionScores()
@@ -121,10 +121,10 @@ def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str, *, 
             continue
         if isinstance(rule, BoundRule):
             yield from _bounded(rule, checkpoint)
-        elif isinstance(found := _compared(rule, checkpoint, evaluation_path, find=find, scores=scores), Reason):
-            yield found
+        elif isinstance(comparison := _compared(rule, checkpoint, evaluation_path, find=find, scores=scores), Reason):
+            yield comparison
         else:
-            compared.append(found)
+            compared.append(comparison)
     if not compared:
         return
     decisions = max(1, sum(len(item.comparison.metrics) for item in compared))
@@ -156,9 +156,9 @@ def _judged_by(
         score = baseline.scores[ScoreKey(metric.evaluator, metric.benchmark, metric.metric)]
         shared = false_alarms / score.chosen_from
         left_out = 1.0 if rule.anyway else MOST_LEFT_OUT
-        found, go = judged_by_margin(metric, margin=rule.by_more_than, false_alarms=shared, left_out=left_out)
+        finding, go = judged_by_margin(metric, margin=rule.by_more_than, false_alarms=shared, left_out=left_out)
         against = "" if isinstance(rule.baseline, NamedCheckpoint) else f"against {score.words(scores)}: "
-        yield Reason(name, rule.words, f"{metric.benchmark} · {metric.metric}: {against}{found}", go)
+        yield Reason(name, rule.words, f"{metric.benchmark} · {metric.metric}: {against}{finding}", go)
 
 
 def _decided(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
@@ -171,8 +171,8 @@ def _decided(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> It
 def _finished(checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
     for item in checkpoint.records:
         if item.record.succeeded and (verdict := read_early(item.cell_uri)) is not None:
-            for score, found in agreement(verdict, item.record):
-                yield Reason(checkpoint.name, score.rule, found, go=True)
+            for score, finding in agreement(verdict, item.record):
+                yield Reason(checkpoint.name, score.rule, finding, go=True)
 
 
 def _verified(checkpoint: str, results: Iterable[Verification]) -> Iterator[Reason]:
@@ -208,8 +208,8 @@ def _which(records: Sequence[FoundRecord], *statuses: str) -> str:
     return f" ({'; '.join(named)})" if named else ""
 
 
-def _records(found: Sequence[FoundRecord]) -> list[Record]:
-    return [item.record for item in found]
+def _records(records: Sequence[FoundRecord]) -> list[Record]:
+    return [item.record for item in records]
 
 
 def _bounded(rule: BoundRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
@@ -228,11 +228,11 @@ def _bounded(rule: BoundRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
 
 
 def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> list[tuple[Metric, Record]]:
-    wanted = wanted_scores(rule)
+    selection = wanted_scores(rule)
     newest: dict[tuple[str, str, str], tuple[Metric, Record]] = {}
-    for record in sorted(wanted.select(_records(checkpoint.records)), key=lambda record: record.created):
+    for record in sorted(selection.select(_records(checkpoint.records)), key=lambda record: record.created):
         for metric in record.metrics if record.succeeded else ():
-            if wanted.takes(metric.benchmark, metric.name, smooth=metric.smooth):
+            if selection.takes(metric.benchmark, metric.name, smooth=metric.smooth):
                 newest[metric.benchmark, metric.name, record.evaluation_hash] = (metric, record)
     return list(newest.values())
 

@@ -28,8 +28,8 @@ def verdict_markdown(verdict: Verdict) -> str:
     """Returns the verdict as a Markdown list, since Prefect's UI does not wrap table cells."""
     lines = [f"## {verdict.word}: {verdict.gate}", ""]
     for reason in _ordered(verdict):
-        checkpoint, rule, found = map(as_markdown, (reason.checkpoint, reason.rule, reason.found))
-        lines.append(f"- **{'GO' if reason.go else 'NO-GO'}** {checkpoint}, {rule}: {found}")
+        checkpoint, rule, finding = map(as_markdown, (reason.checkpoint, reason.rule, reason.found))
+        lines.append(f"- **{'GO' if reason.go else 'NO-GO'}** {checkpoint}, {rule}: {finding}")
     return "\n".join(lines) + "\n"
 
 

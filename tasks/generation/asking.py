@@ -125,11 +125,11 @@ class Asker:
         """
         progress = progress or ShardProgress()
         samples = self._sampling.samples
-        found: list[AnswerRow | None] = [None] * (len(rows) * samples)
+        answer_rows: list[AnswerRow | None] = [None] * (len(rows) * samples)
 
         async def answer(place: int, row: Row, prompt: Any, index: int, sample: int) -> None:
             answered = await self._ask(prompt, sample, prefix)
-            found[place] = self._row(row, prompt, index, sample, answered)
+            answer_rows[place] = self._row(row, prompt, index, sample, answered)
             self._count(progress, answered)
 
         try:
@@ -141,7 +141,7 @@ class Asker:
                     except UnusableRow as error:
                         failed = _Answer(error=str(error))
                         for sample in range(samples):
-                            found[number * samples + sample] = self._row(row, None, index, sample, failed)
+                            answer_rows[number * samples + sample] = self._row(row, None, index, sample, failed)
                             self._count(progress, failed)
                         continue
                     for sample in range(samples):
@@ -151,7 +151,7 @@ class Asker:
                 on_all_asked()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [row for row in found if row is not None]
+        return [row for row in answer_rows if row is not None]
 
     def _free(self, asked: asyncio.Task[None]) -> None:
         self._slots.release()
@@ -229,7 +229,7 @@ def _as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _unusable(found: str) -> EndpointUnusable:
+def _unusable(problem: str) -> EndpointUnusable:
     return EndpointUnusable(
-        expected="the pool to answer", found=found, remedy="look at the pool's log; run again to go on"
+        expected="the pool to answer", found=problem, remedy="look at the pool's log; run again to go on"
     )

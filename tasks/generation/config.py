@@ -45,9 +45,9 @@ class PromptsConfig(Config):
         return template
 
     @model_validator(mode="after")
-    def _one_way(self) -> PromptsConfig:
+    def _column_or_template(self) -> PromptsConfig:
         if self.column is not None and self.template is not None:
-            raise ValueError("expected a column or a template, found both: keep one")
+            raise ValueError("expected a column or a template, found both: remove either")
         if self.system is not None and not self.chat:
             raise ValueError("system is for conversations: set chat, or put the text into the template")
         return self
@@ -85,7 +85,7 @@ class SamplingConfig(Config):
     @model_validator(mode="after")
     def _samples_differ(self) -> SamplingConfig:
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(f"temperature 0 gives the same answer {self.samples} times: raise it, or take one sample")
+            raise ValueError(f"temperature 0 gives the same answer {self.samples} times: raise it, or set samples: 1")
         return self
 
     def body(self) -> dict[str, Any]:
@@ -134,15 +134,15 @@ class GenerationConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_way_of_serving(cls, values: Any) -> Any:
+    def _pool_or_kept_pool(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         if values.get("pool_config") and values.get("pool_name"):
-            raise ValueError("expected pool_config or pool_name, found both: keep one")
+            raise ValueError("expected pool_config or pool_name, found both: remove either")
         if values.get("pool_name") or values.get("pool_config"):
             return values
         if not isinstance(path := values.get("model_path"), str):
-            raise ValueError("expected model_path, or the pool_name of a kept pool: name one")
+            raise ValueError("expected model_path, or the pool_name of a kept pool: name either")
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name_of(path)[0]}}}
 
     @model_validator(mode="before")
@@ -158,7 +158,7 @@ class GenerationConfig(Config):
     @model_validator(mode="after")
     def _checkpoints_are_named(self) -> GenerationConfig:
         if self.pool_config is not None and self.model_path is None:
-            raise ValueError("expected model_path beside pool_config: name a run or a checkpoint")
+            raise ValueError("expected model_path with pool_config: name a run or a checkpoint")
         return self
 
     @property

@@ -99,13 +99,11 @@ def _as_served(config: GenerationConfig) -> GenerationConfig:
 
 def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
     if config.model_path is not None:
-        found = discover(config.model_path, config.selection)
-        return [
-            (f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}", checkpoint) for checkpoint in found
-        ]
+        checkpoints = discover(config.model_path, config.selection)
+        return [(f"{config.run_name}{each.name.removeprefix(each.run)}", each) for each in checkpoints]
     assert config.pool_name is not None
     kept = access_of(config.pool_name, config.pool_key_block).checkpoints
-    return [(name, checkpoint) for name, uri in kept.items() for checkpoint in discover(uri, config.selection)]
+    return [(name, each) for name, uri in kept.items() for each in discover(uri, config.selection)]
 
 
 def _target(config: GenerationConfig, plan: Plan, name: str, checkpoint: Checkpoint) -> Target:
@@ -190,7 +188,7 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
             output=target.output,
             session=session,
             client=current_client(),
-            name=lambda what: job_name(what, target.name, flow_run=flow_run.id),
+            name=lambda part: job_name(part, target.name, flow_run=flow_run.id),
             on_state=tell,
             on_event=report_event,
         ).run(running)

@@ -59,8 +59,8 @@ class Output:
     def begin(self, identity: Mapping[str, Any]) -> None:
         """Stores the generation's identity, or raises BadInput if the folder has another."""
         place = storage.join(self.folder, BEGUN)
-        wanted = orjson.loads(orjson.dumps(identity))
-        content = orjson.dumps(wanted, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
+        requested = orjson.loads(orjson.dumps(identity))
+        content = orjson.dumps(requested, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
         # Checked first: not all fake stores honor conditional writes.
         if not storage.exists(place) and storage.create_bytes(place, content):
             return
@@ -68,9 +68,9 @@ class Output:
             standing = orjson.loads(storage.read_bytes(place))
         except ValueError as error:
             raise StorageError(expected=f"JSON in {place}", found=str(error), remedy="delete the folder") from error
-        if differing := list(_differences(wanted, standing)):
+        if differing := list(_differences(requested, standing)):
             raise BadInput(
-                expected=f"the same parameters as those that {self.folder} was begun with",
+                expected=f"the parameters that {self.folder} was started with",
                 found="; ".join(differing),
                 remedy="choose another output folder, or the parameters that are noted there",
             )
@@ -90,8 +90,8 @@ class Output:
 
     def written(self) -> list[int]:
         names = [storage.basename(file.uri) for file in storage.list_files(self.folder)]
-        found = (_PART.fullmatch(name) for name in names)
-        return sorted(int(match[1]) for match in found if match and match[2] == self.form)
+        matches = (_PART.fullmatch(name) for name in names)
+        return sorted(int(match[1]) for match in matches if match and match[2] == self.form)
 
     def summary(self, number: int) -> ShardSummary:
         """Returns the statistics of a written shard; recomputed if its writer was killed before it stored them."""
@@ -109,13 +109,13 @@ class Output:
 
     def conclude(self, identity: Mapping[str, Any], *, shards: int) -> dict[str, Any]:
         """Writes the manifest once all shards are written; returns it."""
-        found = self.summaries(range(shards))
+        summaries = self.summaries(range(shards))
         names = ("rows", "errors", "prompt_tokens", "completion_tokens", "bytes")
         manifest = {
             "schema_version": SCHEMA_VERSION,
             **identity,
-            "totals": {name: sum(getattr(summary, name) for summary in found) for name in names},
-            "shards": [{"file": storage.basename(self.part(each.number)), **asdict(each)} for each in found],
+            "totals": {name: sum(getattr(summary, name) for summary in summaries) for name in names},
+            "shards": [{"file": storage.basename(self.part(each.number)), **asdict(each)} for each in summaries],
         }
         content = orjson.dumps(manifest, option=orjson.OPT_INDENT_2)
         storage.write_bytes(storage.join(self.folder, MANIFEST), content)
@@ -125,12 +125,12 @@ class Output:
         return storage.join(self.folder, SUMMARIES, f"part-{number:05d}.json")
 
 
-def _differences(wanted: Any, standing: Any, place: str = "") -> Iterable[str]:
-    if isinstance(wanted, dict) and isinstance(standing, dict):
-        for name in dict.fromkeys([*wanted, *standing]):
-            yield from _differences(wanted.get(name), standing.get(name), f"{place}.{name}" if place else name)
-    elif wanted != standing:
-        yield f"{place}: {_short(wanted)} now, {_short(standing)} there"
+def _differences(requested: Any, standing: Any, place: str = "") -> Iterable[str]:
+    if isinstance(requested, dict) and isinstance(standing, dict):
+        for name in dict.fromkeys([*requested, *standing]):
+            yield from _differences(requested.get(name), standing.get(name), f"{place}.{name}" if place else name)
+    elif requested != standing:
+        yield f"{place}: {_short(requested)} now, {_short(standing)} there"
 
 
 def _short(value: Any) -> str:

@@ -75,11 +75,7 @@ def plan_prompts(config: PromptsConfig, *, prompts_per_shard: int) -> Plan:
             _check_first(config, shards[first_of_source])
         left = None if left is None else left - prompts
     if not shards:
-        raise BadInput(
-            expected=f"at least one prompt in {', '.join(config.files)}",
-            found="none",
-            remedy="name files with rows",
-        )
+        raise BadInput(expected=f"prompts in {', '.join(config.files)}", found="none", remedy="name files with rows")
     return Plan(tuple(shards), tuple(sources))
 
 

@@ -37,8 +37,8 @@ _BUFFER_BYTES = 1 << 20
 
 def sources_of(files: Iterable[str]) -> list[Source]:
     """Returns the files of paths, patterns and folders without duplicates, in the given order and then by name."""
-    found = [source for file in files for source in _sources(file)]
-    return list(dict.fromkeys(found))
+    sources = [source for file in files for source in _sources(file)]
+    return list(dict.fromkeys(sources))
 
 
 def _sources(place: str) -> list[Source]:
@@ -52,17 +52,17 @@ def _sources(place: str) -> list[Source]:
         splits = json.loads(storage.read_bytes(storage.join(place, _SPLITS)))["splits"]
         if len(splits) == 1:
             return _saved_data_set(storage.join(place, splits[0]))
-        raise _nothing(place, f"a data set with the splits {', '.join(splits)}", f"name one: {place}/{splits[0]}")
-    found = [Source(uri, kind) for uri in storage.matching_files(place) if (kind := _kind_of(uri)) is not None]
-    if not found:
+        raise _nothing(place, f"a data set with the splits {', '.join(splits)}", f"name a split: {place}/{splits[0]}")
+    sources = [Source(uri, kind) for uri in storage.matching_files(place) if (kind := _kind_of(uri)) is not None]
+    if not sources:
         raise _nothing(place, "no such file")
-    return found
+    return sources
 
 
 def _saved_data_set(folder: str) -> list[Source]:
     state = json.loads(storage.read_bytes(storage.join(folder, _STATE)))
     if state.get("_indices_data_files"):
-        raise _nothing(folder, "a data set whose rows are chosen by indices", "save it after flatten_indices()")
+        raise _nothing(folder, "a data set with rows chosen by indices", "save it after flatten_indices()")
     files = [storage.join(storage.absolute(folder), file["filename"]) for file in state["_data_files"]]
     return [Source(uri, "arrow") for uri in files]
 
@@ -71,18 +71,18 @@ def _kind_of(uri: str) -> Kind | None:
     return next((kind for suffix, kind in _KINDS.items() if uri.endswith(suffix)), None)
 
 
-def _nothing(place: str, found: str, remedy: str = "check the path, and what the files are called") -> BadInput:
+def _nothing(place: str, problem: str, remedy: str = "check the path, and what the files are called") -> BadInput:
     return BadInput(
         expected=f"prompts at {place}: {', '.join(_KINDS)}, a folder of such, or a data set saved to disk",
-        found=found,
+        found=problem,
         remedy=remedy,
     )
 
 
-def unreadable(source: Source, place: str, found: str) -> BadInput:
+def unreadable(source: Source, place: str, problem: str) -> BadInput:
     """Returns the error for a source that cannot be read at a place, such as `line 7`."""
     return BadInput(
-        expected=f"rows of a table in {source.uri}", found=f"{place}: {found}", remedy="correct or remove it"
+        expected=f"rows of a table in {source.uri}", found=f"{place}: {problem}", remedy="correct or remove it"
     )
 
 
@@ -162,11 +162,11 @@ def rows_of(shard: Shard) -> Sequence[Row]:
     """Returns the rows of a shard."""
     rows = list(islice(_rows(shard), shard.prompts))
     if len(rows) != shard.prompts:
-        found = f"{len(rows)} from row {shard.first_row} on"
+        available = f"{len(rows)} from row {shard.first_row} on"
         raise BadInput(
             expected=f"{shard.prompts} rows in {shard.source.uri}, as when they were counted",
-            found=found,
-            remedy="leave the prompts as they are while they are answered; begin anew in another output folder",
+            found=available,
+            remedy="leave the prompts as they are while they are answered; start again in another output folder",
         )
     return rows
 

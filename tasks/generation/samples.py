@@ -59,8 +59,8 @@ def shown_prompts(plan: Plan) -> list[int]:
 def write_samples_page(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy]) -> str:
     """Writes the page once all answers are written, and returns its path."""
     numbers = shown_prompts(plan)
-    found = [_rows(checkpoint.output, plan, numbers) for checkpoint in written]
-    prompts = [_shown(number, [rows.get(number, []) for rows in found], chat=config.prompts.chat) for number in numbers]
+    drawn = [_rows(checkpoint.output, plan, numbers) for checkpoint in written]
+    prompts = [_shown(number, [rows.get(number, []) for rows in drawn], chat=config.prompts.chat) for number in numbers]
     uri = samples_uri(config)
     storage.write_bytes(uri, rendered(config, plan, written, prompts).encode())
     return uri
@@ -87,18 +87,18 @@ def rendered(config: GenerationConfig, plan: Plan, written: Sequence[WrittenBy],
 def _rows(output: Output, plan: Plan, numbers: Sequence[int]) -> dict[int, list[Row]]:
     first_prompts = [shard.first_prompt for shard in plan.shards]
     shards = sorted({bisect.bisect_right(first_prompts, number) - 1 for number in numbers})
-    wanted = frozenset(numbers)
+    shown = frozenset(numbers)
 
     def read(shard: int) -> list[Row]:
         rows = decoded(storage.read_bytes(output.part(plan.shards[shard].number)), output.form)
-        return [row for row in rows if row["prompt_index"] in wanted and row["sample"] < _SHOWN_SAMPLES]
+        return [row for row in rows if row["prompt_index"] in shown and row["sample"] < _SHOWN_SAMPLES]
 
-    found: dict[int, list[Row]] = {number: [] for number in numbers}
+    by_number: dict[int, list[Row]] = {number: [] for number in numbers}
     with ThreadPoolExecutor(_READERS) as threads:
         for rows in threads.map(read, shards):
             for row in rows:
-                found[row["prompt_index"]].append(row)
-    return found
+                by_number[row["prompt_index"]].append(row)
+    return by_number
 
 
 def _shown(number: int, answers: Sequence[Sequence[Row]], *, chat: bool) -> ShownPrompt:

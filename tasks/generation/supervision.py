@@ -91,7 +91,7 @@ class Supervision:
                         found=f"it died, {queues.last}: {error.found}",
                         remedy="look at the log of its job; run again to go on",
                     ) from error
-                self.on_event(f"the queue of shards died, and is made anew: {error.found}")
+                self.on_event(f"the queue of shards died and is created again: {error.found}")
 
     def _with_queue(self, running: RunningModel) -> bool:
         written = self._output.written()
@@ -127,7 +127,7 @@ class Supervision:
             if state.dead:
                 raise JobFailed(
                     expected="every shard to be finished by a worker",
-                    found=f"nobody could finish {'; '.join(state.dead)}",
+                    found=f"no worker could finish {'; '.join(state.dead)}",
                     remedy="read the reason; run again to go on",
                 )
             if not state.left:

@@ -47,17 +47,17 @@ class Tree:
             raise StorageError(
                 expected=f"files within {', '.join(self.folders)} in a shared copy",
                 found=f"{relative} {points_to}".strip(),
-                remedy="trust no copy that somebody else made: make one of your own with `assay stage --target`",
+                remedy="trust no copy of other people: make your own with `assay stage --target`",
             )
 
-    def inventory(self, wanted: Callable[[str], bool]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    def inventory(self, is_included: Callable[[str], bool]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Returns size and SHA-256 of the wanted files, and the targets of the wanted links, by name in the copy."""
         files: dict[str, dict[str, Any]] = {}
         links: dict[str, str] = {}
         for top, folder in self.folders.items():
             for path in sorted(folder.rglob("*")):
                 relative = f"{top}/{path.relative_to(folder).as_posix()}"
-                if path.name.endswith(_LEFT_OUT) or "/.locks/" in relative or not wanted(relative):
+                if path.name.endswith(_LEFT_OUT) or "/.locks/" in relative or not is_included(relative):
                     continue
                 if path.is_symlink():
                     links[relative] = path.readlink().as_posix()
@@ -66,9 +66,9 @@ class Tree:
         return files, links
 
 
-def share(tree: Tree, uri: str, staged: dict[str, Any], *, wanted: Callable[[str], bool]) -> int:
+def share(tree: Tree, uri: str, staged: dict[str, Any], *, is_included: Callable[[str], bool]) -> int:
     """Updates a shared copy with locally staged data; returns the number of bytes sent."""
-    files, links = tree.inventory(wanted)
+    files, links = tree.inventory(is_included)
     before = read_manifest(uri) or {}
     known = before.get("files", {})
     missing = [relative for relative, file in files.items() if known.get(relative) != file]
@@ -94,7 +94,7 @@ def share(tree: Tree, uri: str, staged: dict[str, Any], *, wanted: Callable[[str
     return sum(files[relative]["bytes"] for relative in missing)
 
 
-def fill(tree: Tree, uri: str, *, wanted: Callable[[str], bool]) -> int:
+def fill(tree: Tree, uri: str, *, is_included: Callable[[str], bool]) -> int:
     """Copies the wanted files of a shared copy to this machine, resuming an earlier call; returns the byte count."""
     manifest = read_manifest(uri)
     if manifest is None:
@@ -103,17 +103,17 @@ def fill(tree: Tree, uri: str, *, wanted: Callable[[str], bool]) -> int:
             found=f"no {MANIFEST} there",
             remedy="correct the address, or make the copy with `assay stage --target`",
         )
-    files = {relative: file for relative, file in manifest["files"].items() if wanted(relative)}
-    links = {relative: points_to for relative, points_to in manifest["links"].items() if wanted(relative)}
+    files = {relative: file for relative, file in manifest["files"].items() if is_included(relative)}
+    links = {relative: points_to for relative, points_to in manifest["links"].items() if is_included(relative)}
     for relative in files:
         tree.check(relative)
     for relative, points_to in links.items():
         tree.check(relative, points_to=points_to)
     missing = {relative: file for relative, file in files.items() if _size(tree.local(relative)) != file["bytes"]}
-    there = {file.uri: file for file in storage.list_files(uri)} if missing else {}
+    shared = {file.uri: file for file in storage.list_files(uri)} if missing else {}
 
     def fetch(relative: str) -> None:
-        source = there.get(storage.join(uri, relative))
+        source = shared.get(storage.join(uri, relative))
         target = tree.local(relative)
         if source is None:
             raise _damaged(uri, relative, "nothing there")
@@ -147,11 +147,11 @@ def read_manifest(uri: str) -> dict[str, Any] | None:
         return None
 
 
-def _damaged(uri: str, relative: str, found: str) -> StorageError:
+def _damaged(uri: str, relative: str, content: str) -> StorageError:
     return StorageError(
         expected=f"{relative} in {uri} as its manifest says",
-        found=found,
-        remedy="make the shared copy anew with `assay stage --target`",
+        found=content,
+        remedy="make a new shared copy with `assay stage --target`",
     )
 
 

@@ -62,7 +62,7 @@ _STAGERS = (
 
 
 def stage(
-    wanted: Wanted,
+    required: Wanted,
     *,
     benchmarks_path: str | None = None,
     revisions: dict[str, str] | None = None,
@@ -83,7 +83,7 @@ def stage(
     with _alone(on_event):
         manifest = settings().cache_dir / MANIFEST
         staged = read_manifest(str(manifest.parent)) or {}
-        missing = missing_of(wanted, staged, refresh=refresh)
+        missing = missing_of(required, staged, refresh=refresh)
         problems: dict[str, str] = {}
         job = {
             "benchmarks_path": str(storage.local_path(benchmarks_path or str(BUNDLED)).absolute()),
@@ -96,18 +96,18 @@ def stage(
             asked = {part: getattr(missing, part) for part in stager.parts}
             if not any(asked.values()):
                 continue
-            found = _run(stager, "fetch", {**job, **asked}, variables=_FETCH, on_event=on_event)
+            failures = _run(stager, "fetch", {**job, **asked}, variables=_FETCH, on_event=on_event)
             staged = read_manifest(str(manifest.parent)) or {}
             if prove:
                 on_event("loading everything without a network")
-                there = {part: _without(names, found) for part, names in asked.items()}
-                unproved = _run(stager, "prove", {**job, **there}, variables=_PROVE, on_event=on_event)
+                fetched = {part: _without(names, failures) for part, names in asked.items()}
+                unproved = _run(stager, "prove", {**job, **fetched}, variables=_PROVE, on_event=on_event)
                 for part in stager.parts:
                     staged[part] = _without(staged.get(part, {}), unproved)
                 _write(manifest, staged)
-                found |= unproved
-            problems |= found
-        for name in wanted.texts:
+                failures |= unproved
+            problems |= failures
+        for name in required.texts:
             source = text_source(name)
             if texts_from is not None:
                 source = source.model_copy(update={"base": storage.absolute(texts_from)})
@@ -126,35 +126,35 @@ def share_staged(uri: str, *, on_event: Callable[[str], None] = lambda line: Non
     """Updates the shared copy at `uri` with all data staged on this machine; returns the number of bytes sent."""
     with _alone(on_event):
         staged = read_manifest(str(settings().cache_dir)) or {}
-        return share(_tree(), uri, staged, wanted=_files_of(staged))
+        return share(_tree(), uri, staged, is_included=_files_of(staged))
 
 
 def fill_from(
-    uri: str, wanted: Wanted | None = None, *, on_event: Callable[[str], None] = lambda line: None
+    uri: str, required: Wanted | None = None, *, on_event: Callable[[str], None] = lambda line: None
 ) -> tuple[dict[str, Any], int]:
     """Copies wanted data, or all, from the shared copy at `uri`; returns this machine's manifest and the byte count.
 
     Reads nothing but the manifest if this machine has the same data already.
     """
     with _alone(on_event):
-        here = settings().cache_dir
-        staged = read_manifest(str(here)) or {}
+        cache = settings().cache_dir
+        staged = read_manifest(str(cache)) or {}
         copy = read_manifest(uri) or {}
-        lacking = missing_of(wanted or Wanted(), copy, refresh=False)
+        lacking = missing_of(required or Wanted(), copy, refresh=False)
         if copy and lacking.names:
             raise BadInput(
                 expected=f"the shared copy at {uri} to hold what is asked for",
                 found=f"not there: {', '.join(lacking.names)}",
                 remedy="add it with `assay stage … --target` on a machine that reaches the hub",
             )
-        parts = {part: copy.get(part, {}) if wanted is None else chosen_of(part, copy, wanted) for part in PARTS}
+        parts = {part: copy.get(part, {}) if required is None else chosen_of(part, copy, required) for part in PARTS}
         if copy and all(
             staged.get(part, {}).get(name) == entry for part, all_ in parts.items() for name, entry in all_.items()
         ):
             return staged, 0
-        number = fill(_tree(), uri, wanted=_files_of(parts))
+        number = fill(_tree(), uri, is_included=_files_of(parts))
         merged = {part: {**staged.get(part, {}), **parts[part]} for part in PARTS}
-        _write(here / MANIFEST, {**staged, **merged})
+        _write(cache / MANIFEST, {**staged, **merged})
         return {**staged, **merged}, number
 
 

@@ -60,10 +60,10 @@ def text_source(name: str) -> TextSource:
 
 def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], None]) -> dict[str, Any]:
     """Writes a folder of benchmarks and texts atomically, unless it exists; returns revision, documents and bytes."""
-    wanted = source.model_dump(mode="json")
+    content = source.model_dump(mode="json")
     try:
         done = json.loads((folder / _DONE).read_text())
-        if done["source"] == wanted:
+        if done["source"] == content:
             return done["staged"]
     except (OSError, ValueError, KeyError):
         pass
@@ -81,7 +81,7 @@ def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], N
     for benchmark in (SUITE_DATA / source.name).glob("*.yaml"):
         if benchmark.name != _SOURCE:
             shutil.copyfile(benchmark, unfinished / benchmark.name)
-    (unfinished / _DONE).write_text(json.dumps({"source": wanted, "staged": staged}, indent=2))
+    (unfinished / _DONE).write_text(json.dumps({"source": content, "staged": staged}, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     return staged
@@ -97,7 +97,7 @@ def _lines(source: TextSource, file: TextFile, kept: Path) -> list[str]:
         kept.unlink()
         raise BadInput(
             expected=f"the content with Git's id {file.blob} at {uri}",
-            found=f"one with {_blob(content)}",
+            found=f"content with {_blob(content)}",
             remedy="name a source that holds the same revision",
         )
     try:
@@ -151,5 +151,5 @@ def _unreadable(uri: str, error: Exception) -> StorageError:
     return StorageError(
         expected=f"to read {uri}",
         found=f"{type(error).__name__}: {error}",
-        remedy="see that this machine reaches it, or name a mirror; what was read is kept",
+        remedy="see that this machine reaches it, or name a mirror; files that were read are kept",
     )

@@ -57,10 +57,10 @@ def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wan
     )
 
 
-def missing_of(wanted: Wanted, staged: dict[str, Any], *, refresh: bool) -> Wanted:
+def missing_of(required: Wanted, staged: dict[str, Any], *, refresh: bool) -> Wanted:
     """Returns the wanted data that is not staged, including tokenizers of another revision."""
     if refresh:
-        return wanted
+        return required
     tokenizers = staged.get("tokenizers", {})
 
     def is_there(asked: str) -> bool:
@@ -71,28 +71,28 @@ def missing_of(wanted: Wanted, staged: dict[str, Any], *, refresh: bool) -> Want
         return {name: revision for name, revision in names.items() if name not in staged.get(part, {})}
 
     return Wanted(
-        benchmarks=tuple(name for name in wanted.benchmarks if name not in staged.get("benchmarks", {})),
-        tokenizers=tuple(asked for asked in wanted.tokenizers if not is_there(asked)),
-        texts=tuple(name for name in wanted.texts if name not in staged.get("texts", {})),
-        files_of_datasets=lacking("files_of_datasets", wanted.files_of_datasets),
-        helm=lacking("helm", wanted.helm),
+        benchmarks=tuple(name for name in required.benchmarks if name not in staged.get("benchmarks", {})),
+        tokenizers=tuple(asked for asked in required.tokenizers if not is_there(asked)),
+        texts=tuple(name for name in required.texts if name not in staged.get("texts", {})),
+        files_of_datasets=lacking("files_of_datasets", required.files_of_datasets),
+        helm=lacking("helm", required.helm),
     )
 
 
-def chosen_of(part: str, copy: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+def chosen_of(part: str, copy: dict[str, Any], required: Wanted) -> dict[str, Any]:
     """Returns the entries in a part of a manifest that are wanted, or components of wanted data."""
     content: dict[str, Any] = copy.get(part, {})
-    entries = [copy.get("helm", {}).get(name, {}) for name in wanted.helm]
-    used = [copy.get("benchmarks", {}).get(name, {}) for name in wanted.benchmarks]
+    entries = [copy.get("helm", {}).get(name, {}) for name in required.helm]
+    used = [copy.get("benchmarks", {}).get(name, {}) for name in required.benchmarks]
     names = {
-        "benchmarks": set(wanted.benchmarks),
+        "benchmarks": set(required.benchmarks),
         "datasets": {
             path for datasets in (*used, *(entry.get("datasets", {}) for entry in entries)) for path in datasets
         },
-        "tokenizers": {asked.partition("@")[0] for asked in wanted.tokenizers},
-        "texts": set(wanted.texts),
-        "files_of_datasets": set(wanted.files_of_datasets),
-        "helm": set(wanted.helm),
+        "tokenizers": {asked.partition("@")[0] for asked in required.tokenizers},
+        "texts": set(required.texts),
+        "files_of_datasets": set(required.files_of_datasets),
+        "helm": set(required.helm),
         "scenarios": {name for entry in entries for name in entry.get("scenarios", ())},
     }[part]
     return {name: entry for name, entry in content.items() if name in names}

@@ -24,9 +24,9 @@ CANCELLED_BY_COMMAND = "assay cancel"
 _FAILED = ("failed", "retries_exhausted", "backing_off")
 
 
-def chosen(found: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
+def chosen(reconciliation: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
     """Returns the open cells that match any of `CHECKPOINT` or `CHECKPOINT:SUITE`, each a name or a pattern."""
-    every = [*found.work, *found.others]
+    every = [*reconciliation.work, *reconciliation.others]
     taken: dict[int, OpenCell] = {}
     for pattern in patterns:
         name, _, suite = pattern.partition(":")
@@ -46,7 +46,9 @@ def chosen(found: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
     return list(taken.values())
 
 
-def retry(policy: Policy, found: Reconciliation, *, cells: Sequence[OpenCell] | None, failed: bool) -> list[OpenCell]:
+def retry(
+    policy: Policy, reconciliation: Reconciliation, *, cells: Sequence[OpenCell] | None, failed: bool
+) -> list[OpenCell]:
     """Permits another try of cells, by writing overrides; records stay. Returns the cells.
 
     Args:
@@ -54,7 +56,7 @@ def retry(policy: Policy, found: Reconciliation, *, cells: Sequence[OpenCell] | 
         failed: with `cells=None`, leave out cancelled cells.
     """
     states = _FAILED if failed else (*_FAILED, "stopped")
-    meant = [cell for cell in found.others if cell.state in states] if cells is None else list(cells)
+    meant = [cell for cell in reconciliation.others if cell.state in states] if cells is None else list(cells)
     if cells is None and not failed:
         for run in {cell.run for cell in meant if cell.state == "stopped"}:
             write_override(run_folder(policy, run), "retry", None, policy=policy.name)
@@ -79,13 +81,13 @@ def cancel(
     meant = {(cell.run, *_key(cell)) for cell in cells or ()}
     ended: list[SeenClaim] = []
     for listing in listings:
-        wanted = {evaluation.hash for evaluation in listing.wanted}
+        hashes = {evaluation.hash for evaluation in listing.evaluations}
         for claim in listing.claims:
             subject = claim.claim.subject
             if claim.claim.released:
                 continue
             key = (listing.name, subject.checkpoint, subject.evaluation_hash)
-            if key in meant if cells is not None else subject.evaluation_hash in wanted:
+            if key in meant if cells is not None else subject.evaluation_hash in hashes:
                 end_claim(claim)
                 ended.append(claim)
     if cells is not None:
@@ -103,7 +105,7 @@ def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
             with prefect_client() as client:
                 client.set_flow_run_state(flow_run_id, state=Cancelling(message=CANCELLED_BY_COMMAND))
         except (AssayError, PrefectException) as error:
-            report_event(f"flow run {flow_run_id} could not be told: {error}")
+            report_event(f"flow run {flow_run_id} could not be cancelled: {error}")
         else:
             cancelled.append(flow_run_id)
     return cancelled
@@ -120,15 +122,15 @@ def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]
                     client.set_flow_run_state(dispatch.id, Cancelling(message=CANCELLED_BY_COMMAND))
                     cancelled.append(str(dispatch.id))
     except (AssayError, PrefectException) as error:
-        report_event(f"flow runs at work pools could not be told, and find nothing to do: {error}")
+        report_event(f"flow runs at work pools could not be cancelled, and find nothing to do: {error}")
     return cancelled
 
 
 def _by_run(cells: Sequence[OpenCell]) -> dict[str, list[tuple[str, str]]]:
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    keys: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for cell in cells:
-        found[cell.run].append(_key(cell))
-    return found
+        keys[cell.run].append(_key(cell))
+    return keys
 
 
 def _key(cell: OpenCell) -> tuple[str, str]:

@@ -65,7 +65,7 @@ def resources_of(config: EvaluationConfig) -> ResourceConfig:
 
 def batches_of(work: Iterable[OpenCell]) -> list[Batch]:
     """Splits work into groups that are served together on the same resources, of MOST_CELLS_IN_A_RUN cells at most."""
-    found: list[Batch] = []
+    batches: list[Batch] = []
     for group in served_together(work):
         alike: dict[str, list[OpenCell]] = {}
         for cell in group:
@@ -73,8 +73,8 @@ def batches_of(work: Iterable[OpenCell]) -> list[Batch]:
         for cells in alike.values():
             needed = resources_of(cells[0].evaluation.config)
             for start in range(0, len(cells), MOST_CELLS_IN_A_RUN):
-                found.append(Batch(cells[start : start + MOST_CELLS_IN_A_RUN], needed))
-    return found
+                batches.append(Batch(cells[start : start + MOST_CELLS_IN_A_RUN], needed))
+    return batches
 
 
 def placed(
@@ -92,7 +92,7 @@ def placed(
         max_egress_usd: most that reading the checkpoints of a batch from another region may cost.
     """
     now = dict(states)
-    found = []
+    placements = []
     for batch in batches:
         source = source_of(batch.cells)
 
@@ -108,14 +108,14 @@ def placed(
         try:
             choice = choose(now)
         except NoUsableWorkPool as error:
-            found.append(replace(batch, error=error, waits=_would(choose, without_limits(now))))
+            placements.append(replace(batch, error=error, waits=_would(choose, without_limits(now))))
         except AssayError as error:  # not available anywhere; continue with the other batches
-            found.append(replace(batch, error=error))
+            placements.append(replace(batch, error=error))
         else:
             state = now[choice.work_pool]
             now[choice.work_pool] = replace(state, active=state.active + 1)
-            found.append(replace(batch, choice=choice))
-    return found
+            placements.append(replace(batch, choice=choice))
+    return placements
 
 
 def without_limits(states: Mapping[str, WorkPoolState]) -> dict[str, WorkPoolState]:

@@ -56,9 +56,9 @@ def stop_unfinished(policy: Policy, cells: Sequence[OpenCell] = (), *, flow_run_
     listings = take_snapshot(policy)
     taken = {_key(cell) for cell in cells}
     begun = {key for listing in listings for key in _begun(listing, policy, flow_run_id)}
-    found = reconcile(listings, policy, now=time.time())
+    reconciliation = reconcile(listings, policy, now=time.time())
     by_run: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for cell in (*found.work, *found.others):
+    for cell in (*reconciliation.work, *reconciliation.others):
         key = _key(cell)
         ours = key in begun or (key in taken and cell.state != "claimed")
         if ours and cell.state not in ("failed", "stopped", "decided_early"):

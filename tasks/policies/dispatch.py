@@ -62,11 +62,11 @@ class Dispatcher:
         assert batch.choice is not None, "a batch that no work pool takes stays here"
         names = CellNames(names=tuple(sorted(map(name_of_cell, batch.cells), key=lambda name: name.model_dump_json())))
         tries = max(self._sent.tries(name) for name in names.names)
-        there = self._policy.model_copy(update={"runs": (self._runs[batch.cells[0].run],)})
+        policy = self._policy.model_copy(update={"runs": (self._runs[batch.cells[0].run],)})
         run = send_run(
             FLOW,
             batch.choice,
-            parameters={"policy": there.model_dump(mode="json"), "cells": names.model_dump(mode="json")},
+            parameters={"policy": policy.model_dump(mode="json"), "cells": names.model_dump(mode="json")},
             tags=[f"policy={self._policy.name}"],
             name=f"evaluate {self._policy.name} · {names}",
             key=digest_of([self._policy.name, self._policy.evaluation_path, names.model_dump(), tries]),
@@ -75,18 +75,18 @@ class Dispatcher:
         self._states[batch.choice.work_pool] = replace(state, active=state.active + 1)
         return run
 
-    def move_stuck(self, found: Reconciliation) -> list[tuple[Dispatch, Batch]]:
+    def move_stuck(self, reconciliation: Reconciliation) -> list[tuple[Dispatch, Batch]]:
         """Moves the cells of flow runs at paused or workerless pools to other pools, if these would start them now."""
         waiting = {dispatch.id: dispatch for dispatch in self._sent.at_work if not dispatch.begun}
         cells: dict[UUID, list[OpenCell]] = {}
-        for cell in found.others if waiting else ():
+        for cell in reconciliation.others if waiting else ():
             holder = self._sent.holder(name_of_cell(cell)) if cell.state == "scheduled" else None
             if holder is not None and holder.id in waiting:
                 cells.setdefault(holder.id, []).append(cell)
         moved = []
         for id_, of_run in cells.items():
-            here = without_limits(self._states).get(waiting[id_].work_pool)
-            if here is not None and here.obstacle is None:
+            state = without_limits(self._states).get(waiting[id_].work_pool)
+            if state is not None and state.obstacle is None:
                 continue  # it only waits for a free slot
             batches = self.batches(of_run)
             if all(batch.choice is not None for batch in batches) and _taken_back(waiting[id_]):
@@ -139,16 +139,16 @@ def _deployment(client: SyncPrefectClient, flow: str, choice: WorkPoolChoice) ->
     name = f"{flow}/{choice.region.name}"
     remedy = "assay work-pools apply, which makes it"
     try:
-        found = client.read_deployment_by_name(name)
+        deployment = client.read_deployment_by_name(name)
     except ObjectNotFound:
         raise BadInput(expected=f"a deployment {name} on the server", found="none", remedy=remedy) from None
-    if found.work_pool_name != choice.work_pool:
+    if deployment.work_pool_name != choice.work_pool:
         raise BadInput(
             expected=f"the deployment {name} at the work pool {choice.work_pool}",
-            found=f"it belongs to {found.work_pool_name}",
+            found=f"it belongs to {deployment.work_pool_name}",
             remedy=remedy,
         )
-    return found.id
+    return deployment.id
 
 
 def _taken_back(dispatch: Dispatch) -> bool:
@@ -156,6 +156,6 @@ def _taken_back(dispatch: Dispatch) -> bool:
         run = client.read_flow_run(dispatch.id)
         if run.state is None or run.state.type is not StateType.SCHEDULED:
             return False
-        state = Cancelled(name=MOVED, message=f"nobody begins it at {dispatch.work_pool}: its cells went elsewhere")
+        state = Cancelled(name=MOVED, message=f"no worker starts it at {dispatch.work_pool}: its cells were moved")
         client.set_flow_run_state(dispatch.id, state)
         return True

@@ -121,7 +121,7 @@ class Dispatches:
 
 
 def with_dispatches(
-    found: Reconciliation, listings: Sequence[RunListing], sent: Dispatches, policy: Policy, *, now: float
+    reconciliation: Reconciliation, listings: Sequence[RunListing], sent: Dispatches, policy: Policy, *, now: float
 ) -> Reconciliation:
     """Moves work with an active flow run, or with a next try that is not due, from `work` to `others`.
 
@@ -130,21 +130,21 @@ def with_dispatches(
         now: seconds since the epoch.
     """
     if not sent.at_work and not sent.ended:
-        return found
+        return reconciliation
     by_run = {listing.name: listing for listing in listings}
     written = {
         (listing.name, record.checkpoint, record.evaluation_hash): record.created
         for listing in listings
         for record in sorted(listing.records.others, key=lambda record: record.created)
     }
-    work, others = [], list(found.others)
-    for cell in found.work:
+    work, others = [], list(reconciliation.others)
+    for cell in reconciliation.work:
         name, key = name_of_cell(cell), (cell.checkpoint.name, cell.evaluation.hash)
         override = by_run[cell.run].overrides.newest(*key, policy=policy.name)
         since = max(override.at if override is not None else 0.0, written.get((cell.run, *key), 0.0))
         decided = _decided(cell, sent, policy, name=name, since=since, now=now)
         (work if decided.state == "work" else others).append(decided)
-    return replace(found, work=work, others=others)
+    return replace(reconciliation, work=work, others=others)
 
 
 def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, name: CellName, since: float, now: float) -> OpenCell:
@@ -198,7 +198,7 @@ def _page(
 
 
 def _read(runs: Sequence[FlowRun], policy: Policy) -> list[Dispatch]:
-    found = []
+    dispatches = []
     for run in runs:
         try:
             cells = CellNames.model_validate(run.parameters.get("cells"))
@@ -207,7 +207,7 @@ def _read(runs: Sequence[FlowRun], policy: Policy) -> list[Dispatch]:
         of: Any = run.parameters.get("policy") or {}
         if of.get("evaluation_path") != policy.evaluation_path or run.state is None or run.created is None:
             continue
-        found.append(
+        dispatches.append(
             Dispatch(
                 run.id,
                 run.name,
@@ -219,4 +219,4 @@ def _read(runs: Sequence[FlowRun], policy: Policy) -> list[Dispatch]:
                 ended=run.end_time.timestamp() if run.end_time else None,
             )
         )
-    return found
+    return dispatches

@@ -46,14 +46,14 @@ class EarlyDecisions:
     words: Mapping[EarlyKey, str] = field(default_factory=dict)
     alerted: frozenset[str] = frozenset()
 
-    def word(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> str | None:
+    def word(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> str | None:
         """Returns the early verdict on a cell in its current state: not worse, worse, or cannot be compared."""
-        word = self.words.get(EarlyKey(checkpoint.step, wanted.hash, checkpoint.listing))
+        word = self.words.get(EarlyKey(checkpoint.step, evaluation.hash, checkpoint.listing))
         return None if word is None else _shown(word)
 
-    def whole_because(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> str | None:
+    def whole_because(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> str | None:
         """Returns the alarm that makes a cell be evaluated whole, as text; None without an alarm."""
-        word = self.word(checkpoint, wanted)
+        word = self.word(checkpoint, evaluation)
         if word not in (None, NOT_WORSE):
             return f"decided early: {word}; to be evaluated whole"
         return "an alert is open, to be evaluated whole" if checkpoint.name in self.alerted else None
@@ -68,8 +68,8 @@ class EarlyDecisions:
         decided = {key.step for key in self.words if key.evaluation_hash == evaluation_hash}
         return set(sorted({*steps, *decided})[:: self.gate.whole_every or _WHOLE_EVERY])
 
-    def verdict(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> EarlyVerdict | None:
-        key = EarlyKey(checkpoint.step, wanted.hash, checkpoint.listing)
+    def verdict(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> EarlyVerdict | None:
+        key = EarlyKey(checkpoint.step, evaluation.hash, checkpoint.listing)
         if key not in self.words:
             return None
         return EarlyVerdict.model_validate_json(
@@ -88,17 +88,17 @@ def gate_folder(run_folder: str, gate: Gate) -> str:
     return storage.join(run_folder, _GATES, digest_of(gate.model_dump(mode="json")))
 
 
-def early_decisions(policy: Policy, run_folder: str, wanted: Sequence[WantedEvaluation]) -> EarlyDecisions | None:
+def early_decisions(policy: Policy, run_folder: str, evaluations: Sequence[WantedEvaluation]) -> EarlyDecisions | None:
     """Returns the early decisions on a run; None if the policy has no gate that decides early."""
     gate = own_gate(policy)
     if gate is None or gate.decide == "whole":
         return None
     if policy.dispatch == "work_pools":
         raise _refused(gate, "dispatch: work_pools", "a gate with `decide: whole`, or `dispatch: here`")
-    for evaluation in wanted:
+    for evaluation in evaluations:
         if reason := NOT_EARLY.get(evaluation.config.evaluator.name):
-            found = f"{evaluation.title} by {evaluation.config.evaluator.title}: {reason}"
-            raise _refused(gate, found, "a policy of its own for it, or a gate with `decide: whole`")
+            problem = f"{evaluation.title} by {evaluation.config.evaluator.title}: {reason}"
+            raise _refused(gate, problem, "a policy of its own for it, or a gate with `decide: whole`")
     folder = storage.join(gate_folder(run_folder, gate), _FOLDER)
     names = sorted(storage.basename(file.uri) for file in storage.list_files(folder) if file.regular)
     matched = [match for name in names if (match := _NAME.fullmatch(name))]  # of two verdicts the worse comes last
@@ -107,9 +107,9 @@ def early_decisions(policy: Policy, run_folder: str, wanted: Sequence[WantedEval
     return EarlyDecisions(gate, folder, words, frozenset(each.alert.checkpoint for each in known))
 
 
-def _refused(gate: Gate, found: str, remedy: str) -> BadInput:
+def _refused(gate: Gate, problem: str, remedy: str) -> BadInput:
     return BadInput(
-        expected=f"cells that can be decided early, as the policy's gate {gate.name} does", found=found, remedy=remedy
+        expected=f"cells that can be decided early, as the policy's gate {gate.name} does", found=problem, remedy=remedy
     )
 
 

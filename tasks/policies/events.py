@@ -59,13 +59,13 @@ def resources_of(runs: Iterable[str]) -> list[str]:
 
     Prefect supports only a trailing star. A match too many starts a reconciliation that finds no work.
     """
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for run in runs:
         location = storage.absolute(run.rstrip("/"))
         glob = _GLOB.search(location)
         for pattern in [f"{location[: glob.start()]}*"] if glob else [location, f"{location}/*"]:
-            found[f"{_RESOURCE}{pattern}"] = None
-    return list(found)
+            patterns[f"{_RESOURCE}{pattern}"] = None
+    return list(patterns)
 
 
 def send(checkpoints: Sequence[CompleteCheckpoint]) -> None:
@@ -78,13 +78,13 @@ def send(checkpoints: Sequence[CompleteCheckpoint]) -> None:
 def listeners(checkpoint: CompleteCheckpoint) -> list[str]:
     """Returns the names of the server's automations that a checkpoint's event triggers."""
     resource = Resource(checkpoint.labels())
-    there: list[Automation] = []
+    automations: list[Automation] = []
     with prefect_client() as client:
-        while page := client.read_automations(limit=_PAGE, offset=len(there)):
-            there += page
+        while page := client.read_automations(limit=_PAGE, offset=len(automations)):
+            automations += page
     return sorted(
         automation.name
-        for automation in there
+        for automation in automations
         if automation.enabled
         and isinstance(automation.trigger, EventTrigger)
         and CHECKPOINT_COMPLETE in automation.trigger.expect
@@ -132,15 +132,15 @@ class WatchedRuns:
             runs = expand_runs(self._policy.runs)
         except BadInput:  # no run matches the patterns yet
             return []
-        found: list[CompleteCheckpoint] = []
+        checkpoints: list[CompleteCheckpoint] = []
         for run in runs:
             seen = snapshot_run(run, reference=self._policy.native_reference)
             complete = [checkpoint for checkpoint in seen if checkpoint.complete]
             before = self._reported.get(run)
             fresh = [checkpoint for checkpoint in complete if (before or {}).get(checkpoint.uri) != checkpoint.listing]
             self._reported[run] = {checkpoint.uri: checkpoint.listing for checkpoint in complete}
-            found += [self._event_of(run, checkpoint) for checkpoint in (fresh[-1:] if before is None else fresh)]
-        return found
+            checkpoints += [self._event_of(run, checkpoint) for checkpoint in (fresh[-1:] if before is None else fresh)]
+        return checkpoints
 
     def forget(self, checkpoints: Iterable[CompleteCheckpoint]) -> None:
         """Makes `find_new` return checkpoints again, after their events could not be sent."""
@@ -155,6 +155,6 @@ class WatchedRuns:
 def checkpoint_of(uri: str) -> Checkpoint | None:
     """Returns the checkpoint at a location or containing a file; None if there is none or it is incomplete."""
     for folder in (uri.rstrip("/"), storage.parent(uri)):
-        if found := checkpoint_at(folder, kinds=("huggingface", "levanter")):
-            return found
+        if checkpoint := checkpoint_at(folder, kinds=("huggingface", "levanter")):
+            return checkpoint
     return None

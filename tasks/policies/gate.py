@@ -78,11 +78,11 @@ def with_early(early: EarlyDecisions, cells: Sequence[Cell], *, evaluations: int
     The run's `evaluations` share the gate's error equally, as others of a checkpoint may be decided in another pass.
     """
     gate = early.gate.model_copy(update={"alpha": early.gate.alpha / evaluations})
-    found: list[Cell] = []
+    decided: list[Cell] = []
     for hash_ in dict.fromkeys(cell.evaluation_hash for cell in cells):
         same = [cell for cell in cells if cell.evaluation_hash == hash_]
-        found += decided_early(gate, same, unfit=_tell_unfit)
-    return found
+        decided += decided_early(gate, same, unfit=_tell_unfit)
+    return decided
 
 
 def _tell_unfit(cell: Cell, error: BadInput) -> None:
@@ -123,8 +123,8 @@ def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpo
     If a rule compares with earlier checkpoints of the run, all earlier cells must have finished first.
     """
     states: dict[str, set[State]] = defaultdict(set)
-    found = reconcile([listing], policy, now=time.time())
-    for cell in (*found.work, *found.others):
+    reconciliation = reconcile([listing], policy, now=time.time())
+    for cell in (*reconciliation.work, *reconciliation.others):
         states[cell.checkpoint.uri].add(cell.state)
     ready: list[SeenCheckpoint] = []
     for checkpoint in sorted(_wanted_of(policy, listing), key=lambda checkpoint: checkpoint.step):
@@ -133,69 +133,69 @@ def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpo
             ready.append(checkpoint)
         elif gate.looks_back and open_states & ON_ITS_WAY:
             break
-    return ready if gate.checkpoints == "every" else [found for found in ready if found.step == ready[-1].step]
+    return ready if gate.checkpoints == "every" else [each for each in ready if each.step == ready[-1].step]
 
 
 def _not_judged(
     gate: Gate, policy: Policy, listing: RunListing, kept: KeptVerdicts
 ) -> list[tuple[SeenCheckpoint, JudgedCheckpoint, str]]:
-    wanted = _wanted_of(policy, listing)
-    found = []
+    evaluations = _wanted_of(policy, listing)
+    fresh = []
     for checkpoint in settled(gate, policy, listing):
-        state = _state(listing, checkpoint, wanted[checkpoint])
+        state = _state(listing, checkpoint, evaluations[checkpoint])
         if kept.word(checkpoint.step, state) is not None:
             continue
-        judged = _judged(policy, listing, checkpoint, wanted[checkpoint])
+        judged = _judged(policy, listing, checkpoint, evaluations[checkpoint])
         if judged.without_record:  # deleted since the index was built
             continue
         if (before := kept.same_records(checkpoint.step, records_digest(judged))) is not None:
             kept.keep(checkpoint.step, state, before)
             continue
-        found.append((checkpoint, judged, state))
-    return found
+        fresh.append((checkpoint, judged, state))
+    return fresh
 
 
-def _state(listing: RunListing, checkpoint: SeenCheckpoint, wanted: Sequence[WantedEvaluation]) -> str:
-    decided = [(each.hash, listing.early.word(checkpoint, each)) for each in wanted] if listing.early else []
+def _state(listing: RunListing, checkpoint: SeenCheckpoint, evaluations: Sequence[WantedEvaluation]) -> str:
+    words = [(each.hash, listing.early.word(checkpoint, each)) for each in evaluations] if listing.early else []
     return state_of(
-        checkpoint, wanted, listing.records, [f"{hash_} {checkpoint.listing} {word}" for hash_, word in decided if word]
+        checkpoint, evaluations, listing.records, [f"{key} {checkpoint.listing} {word}" for key, word in words if word]
     )
 
 
 def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:
     """Returns the requested checkpoints of a run that a gate judges, with the current records of their cells."""
-    wanted = _wanted_of(policy, listing)
-    highest = max((checkpoint.step for checkpoint in wanted), default=None)
-    chosen = [checkpoint for checkpoint in wanted if gate.checkpoints == "every" or checkpoint.step == highest]
-    return [_judged(policy, listing, checkpoint, wanted[checkpoint]) for checkpoint in chosen]
+    evaluations = _wanted_of(policy, listing)
+    highest = max((checkpoint.step for checkpoint in evaluations), default=None)
+    chosen = [checkpoint for checkpoint in evaluations if gate.checkpoints == "every" or checkpoint.step == highest]
+    return [_judged(policy, listing, checkpoint, evaluations[checkpoint]) for checkpoint in chosen]
 
 
 def _wanted_of(policy: Policy, listing: RunListing) -> dict[SeenCheckpoint, list[WantedEvaluation]]:
-    wanted: dict[SeenCheckpoint, list[WantedEvaluation]] = defaultdict(list)
-    for evaluation in listing.wanted:
+    evaluations: dict[SeenCheckpoint, list[WantedEvaluation]] = defaultdict(list)
+    for evaluation in listing.evaluations:
         taken = listing.taken_by(evaluation.rules, final_step=policy.final_step)
         for checkpoint in listing.checkpoints:
             served = checkpoint.kind == "huggingface" or evaluation.config.native
             if checkpoint.complete and served and checkpoint.inputs in taken:
-                wanted[checkpoint].append(evaluation)
-    return wanted
+                evaluations[checkpoint].append(evaluation)
+    return evaluations
 
 
 def _judged(
-    policy: Policy, listing: RunListing, checkpoint: SeenCheckpoint, wanted: Sequence[WantedEvaluation]
+    policy: Policy, listing: RunListing, checkpoint: SeenCheckpoint, evaluations: Sequence[WantedEvaluation]
 ) -> JudgedCheckpoint:
     folder = storage.join(run_folder(policy, listing.name), f"step-{checkpoint.step}")
     by_hash: dict[str, list[FoundRecord]] = defaultdict(list)
-    of_name = [found for found in find_records(folder) if found.record.checkpoint.name == checkpoint.name]
-    digests = known_digests(checkpoint, (found.record.checkpoint for found in of_name))
-    for found in of_name:
-        if found.record.checkpoint.digest in digests:
-            by_hash[found.record.evaluation_hash].append(found)
+    of_name = [item for item in find_records(folder) if item.record.checkpoint.name == checkpoint.name]
+    digests = known_digests(checkpoint, (item.record.checkpoint for item in of_name))
+    for item in of_name:
+        if item.record.checkpoint.digest in digests:
+            by_hash[item.record.evaluation_hash].append(item)
     standing: list[FoundRecord] = []
     decided: list[EarlyVerdict] = []
-    for evaluation in wanted:
+    for evaluation in evaluations:
         ways = [*by_hash[evaluation.hash], *by_hash[evaluation.native_hash or ""]]
-        newest = sorted(ways, key=lambda found: (found.record.succeeded, found.record.created))[-1:]
+        newest = sorted(ways, key=lambda item: (item.record.succeeded, item.record.created))[-1:]
         early = listing.early.verdict(checkpoint, evaluation) if listing.early else None
         if early is not None and not (newest and newest[0].record.succeeded):
             decided.append(early)
@@ -205,11 +205,11 @@ def _judged(
         checkpoint.name,
         checkpoint.step,
         tuple(standing),
-        without_record=len(wanted) - len(standing) - len(decided),
+        without_record=len(evaluations) - len(standing) - len(decided),
         early=tuple(decided),
     )
 
 
 def _is_unsettled(checkpoint: JudgedCheckpoint) -> bool:
-    missing = [found.record.status for found in checkpoint.records if not found.record.succeeded]
+    missing = [item.record.status for item in checkpoint.records if not item.record.succeeded]
     return set(missing) <= {"infra_failed"} and bool(missing or checkpoint.without_record)

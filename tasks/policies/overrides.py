@@ -49,22 +49,22 @@ class Overrides:
 
     def newest(self, checkpoint: str, evaluation_hash: str, *, policy: str) -> Override | None:
         """Returns the newest override that applies to a cell."""
-        found = (self.by_cell.get((checkpoint, evaluation_hash)), self.by_policy.get(policy))
-        return max(filter(None, found), key=lambda override: override.at, default=None)
+        overrides = (self.by_cell.get((checkpoint, evaluation_hash)), self.by_policy.get(policy))
+        return max(filter(None, overrides), key=lambda override: override.at, default=None)
 
 
 def read_overrides(run_folder: str) -> Overrides:
     """Reads the overrides of a run's cells."""
-    found: list[Override] = []
+    overrides: list[Override] = []
     for file in filter(lambda file: file.regular, storage.list_files(storage.join(run_folder, _FOLDER))):
         with suppress(FileNotFoundError, ValidationError):
             override = Override.model_validate_json(storage.read_bytes(file.uri))
             latest = file.modified or time.time()  # bounded by the store's clock, since the writer's may be wrong
             ahead = override.at > latest + CLOCKS_DIFFER_SECONDS
-            found.append(override.model_copy(update={"at": latest}) if ahead else override)
-    found.sort(key=lambda override: override.at)
-    by_cell = {cell: override for override in found for cell in override.cells or ()}
-    return Overrides(by_cell, {override.policy: override for override in found if override.cells is None})
+            overrides.append(override.model_copy(update={"at": latest}) if ahead else override)
+    overrides.sort(key=lambda override: override.at)
+    by_cell = {cell: override for override in overrides for cell in override.cells or ()}
+    return Overrides(by_cell, {override.policy: override for override in overrides if override.cells is None})
 
 
 def write_override(

@@ -142,7 +142,7 @@ class Policy(PolicyServing):
 
     @field_validator("checkpoints", "runs", mode="before")
     @classmethod
-    def _one_is_a_list(cls, values: Any) -> Any:
+    def _single_is_a_list(cls, values: Any) -> Any:
         return (values,) if isinstance(values, str | dict) else values
 
     @model_validator(mode="after")
@@ -181,7 +181,7 @@ class WantedEvaluation:
 
 def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
     """Returns the evaluations that a policy requests of a run, by priority; duplicates of several suites are merged."""
-    found: dict[str, WantedEvaluation] = {}
+    evaluations: dict[str, WantedEvaluation] = {}
     for asked in policy.suites:
         suite = load_suite(asked.suite)
         for config in map(as_served, suite.evaluations_of(_request(policy, asked, run))):
@@ -195,9 +195,9 @@ def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
                 evaluation_hash(config),
                 fallback and evaluation_hash(fallback),
             )
-            same = found.get(made.hash)
-            found[made.hash] = made if same is None else _merged(same, made)
-    return sorted(found.values(), key=lambda wanted: -wanted.priority)
+            same = evaluations.get(made.hash)
+            evaluations[made.hash] = made if same is None else _merged(same, made)
+    return sorted(evaluations.values(), key=lambda evaluation: -evaluation.priority)
 
 
 def _merged(first: WantedEvaluation, second: WantedEvaluation) -> WantedEvaluation:

@@ -58,7 +58,7 @@ class RunListing:
 
     run: str
     name: str
-    wanted: Sequence[WantedEvaluation]
+    evaluations: Sequence[WantedEvaluation]
     checkpoints: Sequence[SeenCheckpoint]
     records: RunRecords
     claims: Sequence[SeenClaim] = ()
@@ -118,10 +118,10 @@ class Reconciliation:
         return sum(self.done.values())
 
     def by_state(self) -> dict[State, list[OpenCell]]:
-        found: dict[State, list[OpenCell]] = defaultdict(list)
+        cells: dict[State, list[OpenCell]] = defaultdict(list)
         for cell in (*self.work, *self.others):
-            found[cell.state].append(cell)
-        return dict(found)
+            cells[cell.state].append(cell)
+        return dict(cells)
 
 
 def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> Reconciliation:
@@ -168,11 +168,11 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
             if hashes <= recorded:
                 finished[hashes] += 1
                 continue
-            for wanted in evaluations:
-                if wanted.hash in recorded or (wanted.native_hash is not None and wanted.native_hash in recorded):
-                    done[listing.name, wanted.hash] += 1
+            for each in evaluations:
+                if each.hash in recorded or (each.native_hash is not None and each.native_hash in recorded):
+                    done[listing.name, each.hash] += 1
                 else:
-                    open_cells.append(state.open_cell(checkpoint, wanted))
+                    open_cells.append(state.open_cell(checkpoint, each))
     for hashes, times in finished.items():
         for hash_ in hashes:
             done[listing.name, hash_] += times
@@ -192,21 +192,21 @@ def _early_or_whole(
         number = name.removeprefix(f"{listing.name}-")
         for hash_ in frozenset().union(*(state.hashes for state in recorded)) if number.isdecimal() else ():
             steps[hash_].add(int(number))
-    whole_at = {wanted.hash: early.whole_steps(steps[wanted.hash], wanted.hash) for wanted in listing.wanted}
-    found: list[OpenCell] = []
+    whole_at = {each.hash: early.whole_steps(steps[each.hash], each.hash) for each in listing.evaluations}
+    decided: list[OpenCell] = []
     for cell in cells:
         if cell.state in ("waiting", "not_served") or cell.checkpoint.merged:  # merged: few, so evaluated whole
-            found.append(cell)
+            decided.append(cell)
         elif why := early.whole_because(cell.checkpoint, cell.evaluation):
-            found.append(replace(cell, reason=cell.reason or why))
+            decided.append(replace(cell, reason=cell.reason or why))
         elif early.word(cell.checkpoint, cell.evaluation) is not None:
-            found.append(replace(cell, state="decided_early", reason=NOT_WORSE, until=None, early=True))
+            decided.append(replace(cell, state="decided_early", reason=NOT_WORSE, until=None, early=True))
         else:
-            found.append(replace(cell, early=cell.checkpoint.step not in whole_at[cell.evaluation.hash]))
+            decided.append(replace(cell, early=cell.checkpoint.step not in whole_at[cell.evaluation.hash]))
     if not early.gate.looks_back:
-        return found
+        return decided
     first_whole: dict[str, int] = {}
-    for cell in found:
+    for cell in decided:
         if not cell.early and cell.state in ON_ITS_WAY:
             hash_, step = cell.evaluation.hash, cell.checkpoint.step
             first_whole[hash_] = min(step, first_whole.get(hash_, step))
@@ -216,25 +216,25 @@ def _early_or_whole(
         and cell.state == "work"
         and first_whole.get(cell.evaluation.hash, cell.checkpoint.step) < cell.checkpoint.step
         else cell
-        for cell in found
+        for cell in decided
     ]
 
 
 def _wanted_of_each(listing: RunListing, *, final_step: int | None) -> _WantedOf:
     taken = {
         rules: listing.taken_by(rules, final_step=final_step)
-        for rules in dict.fromkeys(evaluation.rules for evaluation in listing.wanted)
+        for rules in dict.fromkeys(evaluation.rules for evaluation in listing.evaluations)
     }
     numbers = {rules: number for number, rules in enumerate(taken)}
     interned: dict[tuple[int, ...], tuple[Sequence[WantedEvaluation], frozenset[str]]] = {}
-    found: _WantedOf = {}
+    wanted_of: _WantedOf = {}
     for inputs in set().union(*taken.values()):
         key = tuple(number for number, taken_by_rules in enumerate(taken.values()) if inputs in taken_by_rules)
         if key not in interned:
-            evaluations = [evaluation for evaluation in listing.wanted if numbers[evaluation.rules] in key]
+            evaluations = [evaluation for evaluation in listing.evaluations if numbers[evaluation.rules] in key]
             interned[key] = evaluations, frozenset(evaluation.hash for evaluation in evaluations)
-        found[inputs] = interned[key]
-    return found
+        wanted_of[inputs] = interned[key]
+    return wanted_of
 
 
 class _RunState:
@@ -281,41 +281,41 @@ class _RunState:
 
     def incomplete(self, checkpoint: SeenCheckpoint, complete: Sequence[int]) -> list[OpenCell]:
         return [
-            self._not_whole(checkpoint, wanted)
-            for wanted in self._listing.wanted
-            if might_be_eligible(wanted.rules, checkpoint.step, complete, final_step=self._policy.final_step)
+            self._not_whole(checkpoint, evaluation)
+            for evaluation in self._listing.evaluations
+            if might_be_eligible(evaluation.rules, checkpoint.step, complete, final_step=self._policy.final_step)
         ]
 
-    def _not_whole(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
+    def _not_whole(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> OpenCell:
         waits = checkpoint.kind in (SERVED if checkpoint.merged else LOADED_NATIVELY)
-        return self._cell(checkpoint, wanted, "waiting" if waits else "not_served", "; ".join(checkpoint.problems))
+        return self._cell(checkpoint, evaluation, "waiting" if waits else "not_served", "; ".join(checkpoint.problems))
 
-    def open_cell(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
+    def open_cell(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> OpenCell:
         if checkpoint.problems:
-            return self._not_whole(checkpoint, wanted)
+            return self._not_whole(checkpoint, evaluation)
         if checkpoint.name in self._twice:
             return self._cell(
-                checkpoint, wanted, "not_served", f"two checkpoints are called {checkpoint.name}: remove one of them"
+                checkpoint, evaluation, "not_served", f"two checkpoints are called {checkpoint.name}: remove either"
             )
-        if checkpoint.kind == "levanter" and not wanted.config.native:
+        if checkpoint.kind == "levanter" and not evaluation.config.native:
             why = "in Levanter's own layout: export it to Hugging Face format, or have Levanter evaluate it"
-            return self._cell(checkpoint, wanted, "not_served", why)
-        key = (checkpoint.name, wanted.hash)
+            return self._cell(checkpoint, evaluation, "not_served", why)
+        key = (checkpoint.name, evaluation.hash)
         override = self._listing.overrides.newest(*key, policy=self._policy.name) if self._has_overrides else None
         if override is not None and override.kind == "stop":
-            return self._cell(checkpoint, wanted, "stopped", f"cancelled {override.by} at {moment(override.at)}")
-        failures = self._failures_of(checkpoint, wanted) if self._failures else []
+            return self._cell(checkpoint, evaluation, "stopped", f"cancelled {override.by} at {moment(override.at)}")
+        failures = self._failures_of(checkpoint, evaluation) if self._failures else []
         claim = self._claims.get(key)
         if claim is not None and claim.claim.subject.listing not in (None, checkpoint.listing):
             claim = None  # the claim is on an earlier state of the checkpoint
         if claim is not None and claim.live(self._now) and claim.holder is not None:
-            who = f"{claim.holder.user} on {claim.holder.process.machine.partition(' ')[0]}"
-            return self._cell(checkpoint, wanted, "claimed", who, claim.until())
+            holder = f"{claim.holder.user} on {claim.holder.process.machine.partition(' ')[0]}"
+            return self._cell(checkpoint, evaluation, "claimed", holder, claim.until())
         last = max(failures, key=lambda record: record.created, default=None)
-        return self._after(checkpoint, wanted, last, claim, since=override.at if override is not None else 0.0)
+        return self._after(checkpoint, evaluation, last, claim, since=override.at if override is not None else 0.0)
 
-    def _failures_of(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> list[IndexedRecord]:
-        hashes = (wanted.hash, *filter(None, [wanted.native_hash]))
+    def _failures_of(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> list[IndexedRecord]:
+        hashes = (evaluation.hash, *filter(None, [evaluation.native_hash]))
         return [
             record
             for hash_ in hashes
@@ -326,7 +326,7 @@ class _RunState:
     def _after(
         self,
         checkpoint: SeenCheckpoint,
-        wanted: WantedEvaluation,
+        evaluation: WantedEvaluation,
         last: IndexedRecord | None,
         claim: SeenClaim | None,
         *,
@@ -335,21 +335,23 @@ class _RunState:
         if last is not None and last.created <= since:
             last = None
         if last is not None and last.status in ("failed", "withheld"):
-            return self._cell(checkpoint, wanted, "failed", last.reason)
+            return self._cell(checkpoint, evaluation, "failed", last.reason)
         at = self._known_time(claim.claim.at) if claim is not None else 0.0
         dead = claim is not None and claim.died(self._now) and at > since
         deaths = claim.claim.deaths + 1 if claim is not None and dead else 0
         failures = deaths + (last.infra_failures if last is not None else 0)
         if failures == 0:
-            return self._cell(checkpoint, wanted, "work")
+            return self._cell(checkpoint, evaluation, "work")
         reason = last.reason if last is not None else "the run that had it died"
         ended = max(last.created if last is not None else 0.0, at if deaths else 0.0)
-        return self._by_budget(checkpoint, wanted, self._policy.retries, failures=failures, ended=ended, reason=reason)
+        return self._by_budget(
+            checkpoint, evaluation, self._policy.retries, failures=failures, ended=ended, reason=reason
+        )
 
     def _by_budget(
         self,
         checkpoint: SeenCheckpoint,
-        wanted: WantedEvaluation,
+        evaluation: WantedEvaluation,
         budget: RetryBudget,
         *,
         failures: int,
@@ -358,22 +360,22 @@ class _RunState:
     ) -> OpenCell:
         if failures > budget.infra_failures:
             return self._cell(
-                checkpoint, wanted, "retries_exhausted", f"{failures} failures in a row; the last: {reason}"
+                checkpoint, evaluation, "retries_exhausted", f"{failures} failures in a row; the last: {reason}"
             )
         due = ended + budget.delay_seconds(failures)
         if self._now < due:
-            return self._cell(checkpoint, wanted, "backing_off", f"failure {failures}: {reason}", due)
-        return self._cell(checkpoint, wanted, "work", f"again after failure {failures}")
+            return self._cell(checkpoint, evaluation, "backing_off", f"failure {failures}: {reason}", due)
+        return self._cell(checkpoint, evaluation, "work", f"again after failure {failures}")
 
     def _cell(
         self,
         checkpoint: SeenCheckpoint,
-        wanted: WantedEvaluation,
+        evaluation: WantedEvaluation,
         state: State,
         reason: str | None = None,
         until: float | None = None,
     ) -> OpenCell:
-        return OpenCell(self._listing.name, checkpoint, wanted, state, reason, until)
+        return OpenCell(self._listing.name, checkpoint, evaluation, state, reason, until)
 
 
 def moment(seconds: float) -> str:

@@ -42,16 +42,16 @@ def take_snapshot(
         folder = run_folder(policy, name)
         claims = read_claims(claims_folder(policy.evaluation_path, name))  # first: those ending meanwhile have records
         records = indexed_records(folder, use_index=use_index)
-        wanted = evaluations_of(policy, run)
+        evaluations = evaluations_of(policy, run)
         listing = RunListing(
             run=run,
             name=name,
-            wanted=wanted,
+            evaluations=evaluations,
             checkpoints=snapshot_run(run, reference=policy.native_reference, evaluated=records.has),
             records=records,
             claims=claims,
             overrides=read_overrides(folder),
-            early=early_decisions(policy, folder, wanted),
+            early=early_decisions(policy, folder, evaluations),
         )
         listing = _with_means(listing, policy)
         if unclear := _undecided(listing):
@@ -67,22 +67,22 @@ def take_snapshot(
 
 
 def _with_means(listing: RunListing, policy: Policy) -> RunListing:
-    merging = {each.rules for each in listing.wanted if any(rule.merged for rule in each.rules)}
-    wanted = [listing.taken_by(rules, final_step=policy.final_step) for rules in merging]
-    return replace(listing, checkpoints=with_means(listing.checkpoints, set().union(*wanted)))
+    merging = {each.rules for each in listing.evaluations if any(rule.merged for rule in each.rules)}
+    taken = [listing.taken_by(rules, final_step=policy.final_step) for rules in merging]
+    return replace(listing, checkpoints=with_means(listing.checkpoints, set().union(*taken)))
 
 
 def _undecided(listing: RunListing) -> list[SeenCheckpoint]:
     recorded: dict[str, set[str | None]] = defaultdict(set)
     for record in listing.records.others:
         recorded[record.checkpoint].add(record.listing)
-    found = []
+    undecided = []
     for checkpoint in listing.checkpoints:
         others, states = recorded.get(checkpoint.name, ()), listing.records.done.get(checkpoint.name, ())
         if not checkpoint.problems and (others or states):
             listed = checkpoint.listing in others or any(state.listing == checkpoint.listing for state in states)
-            found += [] if listed else [checkpoint]
-    return found
+            undecided += [] if listed else [checkpoint]
+    return undecided
 
 
 def run_folder(policy: Policy, run_name: str) -> str:
@@ -132,20 +132,20 @@ class Estimates:
         )
 
     def together(self, cells: Sequence[OpenCell]) -> Expected:
-        found = [self._expected(cell) for cell in cells]
-        whys = [tariff.why_unknown for _, tariff in found if tariff.usd_per_hour is None]
-        return together([predicted for predicted, _ in found], why_unpriced=whys[0] if whys else None)
+        expected = [self._expected(cell) for cell in cells]
+        whys = [tariff.why_unknown for _, tariff in expected if tariff.usd_per_hour is None]
+        return together([predicted for predicted, _ in expected], why_unpriced=whys[0] if whys else None)
 
     def _expected(self, cell: OpenCell) -> tuple[Predicted | None, Tariff]:
-        wanted, batch = cell.evaluation, self._batches.get(id(cell))
+        evaluation, batch = cell.evaluation, self._batches.get(id(cell))
         region = batch.choice.region.name if batch is not None and batch.choice is not None else None
-        if (wanted, region) not in self._found:
+        if (evaluation, region) not in self._found:
             if self._expectations is None:
-                self._expectations = Expectations(wanted.config.evaluation_path, self._records)
-            tariff = self._tariff(wanted.config, batch, region)
-            predicted = self._expectations.of(wanted.config, (wanted.hash, wanted.native_hash), tariff)
-            self._found[wanted, region] = predicted, tariff
-        return self._found[wanted, region]
+                self._expectations = Expectations(evaluation.config.evaluation_path, self._records)
+            tariff = self._tariff(evaluation.config, batch, region)
+            predicted = self._expectations.of(evaluation.config, (evaluation.hash, evaluation.native_hash), tariff)
+            self._found[evaluation, region] = predicted, tariff
+        return self._found[evaluation, region]
 
     def _tariff(self, config: EvaluationConfig, batch: Batch | None, region: str | None) -> Tariff:
         resources = resources_of_replica(config)
@@ -180,9 +180,9 @@ def _place_of(batch: Batch | None) -> str:
     return batch.choice.region.name
 
 
-def _resources(wanted: WantedEvaluation) -> ResourceConfig | None:
-    served_by_others = wanted.config.pool_name is not None and not wanted.config.native
-    return None if served_by_others else resources_of_replica(wanted.config)
+def _resources(evaluation: WantedEvaluation) -> ResourceConfig | None:
+    served_by_others = evaluation.config.pool_name is not None and not evaluation.config.native
+    return None if served_by_others else resources_of_replica(evaluation.config)
 
 
 def policy_spent(policy: Policy, listings: Sequence[RunListing]) -> dict[str, Spent]:
@@ -192,7 +192,7 @@ def policy_spent(policy: Policy, listings: Sequence[RunListing]) -> dict[str, Sp
     """
     months: dict[str, Spent] = {}
     for listing in listings:
-        for found in listing.records.spent:
-            if policy.name in found.policies:
-                months[found.month] = months.get(found.month, Spent()) + found.spent
+        for month_spent in listing.records.spent:
+            if policy.name in month_spent.policies:
+                months[month_spent.month] = months.get(month_spent.month, Spent()) + month_spent.spent
     return dict(sorted(months.items()))

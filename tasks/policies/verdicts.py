@@ -76,13 +76,13 @@ def known_digests(
 
 
 def state_of(
-    checkpoint: SeenCheckpoint, wanted: Iterable[WantedEvaluation], records: RunRecords, early: Iterable[str] = ()
+    checkpoint: SeenCheckpoint, evaluations: Iterable[WantedEvaluation], records: RunRecords, early: Iterable[str] = ()
 ) -> str:
     """Returns a digest of the indexed records of a checkpoint and of its early verdicts.
 
     Records that are not requested change it too: see `KeptVerdicts.same_records`.
     """
-    hashes = {hash_ for evaluation in wanted for hash_ in (evaluation.hash, evaluation.native_hash) if hash_}
+    hashes = {hash_ for evaluation in evaluations for hash_ in (evaluation.hash, evaluation.native_hash) if hash_}
     states = records.done.get(checkpoint.name, ())
     failures = [record for record in records.others if record.checkpoint == checkpoint.name]
     digests = known_digests(checkpoint, (*states, *failures))
@@ -97,7 +97,7 @@ def state_of(
 
 def records_digest(judged: JudgedCheckpoint) -> str:
     """Returns a digest of exactly the records and early verdicts behind a verdict."""
-    records = [(r.evaluation_hash, r.attempt, r.status, r.created) for r in (found.record for found in judged.records)]
+    records = [(r.evaluation_hash, r.attempt, r.status, r.created) for r in (item.record for item in judged.records)]
     early = [(v.evaluation_hash, v.attempt, "decided early", v.created) for v in judged.early]
     return digest_of(sorted((*first, created.isoformat()) for *first, created in (*records, *early)))
 

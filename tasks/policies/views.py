@@ -55,11 +55,11 @@ _VERDICTS = {"GO": Text("GO", "green"), "NO-GO": Text("NO-GO", "red"), None: Tex
 
 
 def plan_json(
-    policy: Policy, found: Reconciliation, estimates: Estimates, batches: Sequence[Batch] = ()
+    policy: Policy, reconciliation: Reconciliation, estimates: Estimates, batches: Sequence[Batch] = ()
 ) -> dict[str, Any]:
     """Returns the cells that would run, in order, with expected costs and with batches for work pools."""
-    cells = [{**_identity(cell), "note": cell.reason, **estimates.of(cell)._asdict()} for cell in found.work]
-    expected = estimates.together(found.work).as_dict()
+    cells = [{**_identity(cell), "note": cell.reason, **estimates.of(cell)._asdict()} for cell in reconciliation.work]
+    expected = estimates.together(reconciliation.work).as_dict()
     chips = expected["chip_seconds"]
     total = {
         "cells": len(cells),
@@ -69,7 +69,7 @@ def plan_json(
         "money": expected["usd"],
         "expected": expected,
     }
-    content = {"policy": policy.name, "done": found.done_count, "total": total, "cells": cells}
+    content = {"policy": policy.name, "done": reconciliation.done_count, "total": total, "cells": cells}
     return {**content, "batches": [_batch(batch) for batch in batches]} if policy.dispatch == "work_pools" else content
 
 
@@ -89,13 +89,13 @@ def _batch(batch: Batch) -> dict[str, Any]:
     }
 
 
-def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> Table:
+def plan_table(policy: Policy, reconciliation: Reconciliation, estimates: Estimates) -> Table:
     """Returns the plan as a table of at most _MOST_ROWS cells."""
-    content = plan_json(policy, found, estimates)
+    content = plan_json(policy, reconciliation, estimates)
     total, cells = content["total"], content["cells"]
     ranked = any(cell["priority"] for cell in cells)
     columns = (
-        *_named("Evaluation", of=found.work),
+        *_named("Evaluation", of=reconciliation.work),
         *(["Priority"] if ranked else []),
         "Where",
         "Seconds",
@@ -122,10 +122,10 @@ def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> T
     return table
 
 
-def cost_json(policy: Policy, listings: Sequence[RunListing], found: Reconciliation) -> dict[str, Any]:
+def cost_json(policy: Policy, listings: Sequence[RunListing], reconciliation: Reconciliation) -> dict[str, Any]:
     """Returns the cost of a policy so far, in total and by month, and the expected cost of the remaining cells."""
     months = policy_spent(policy, listings)
-    left = [*found.work, *(cell for cell in found.others if cell.state in _TO_COME)]
+    left = [*reconciliation.work, *(cell for cell in reconciliation.others if cell.state in _TO_COME)]
     estimates = Estimates(listings, () if policy.dispatch == "work_pools" else None)
     return {
         "spent": _spent(sum_of(months.values())),
@@ -137,9 +137,9 @@ def cost_json(policy: Policy, listings: Sequence[RunListing], found: Reconciliat
 def cost_lines(content: dict[str, Any]) -> list[str]:
     """Formats the result of `cost_json`."""
     spent, expected = content["spent"], content["expected"]
-    lines = [f"Spent so far: {_in_words(spent)}."] if spent["attempts"] else []
+    lines = [f"Spent so far: {_spent_text(spent)}."] if spent["attempts"] else []
     if len(content["months"]) > 1:
-        lines += [f"  {month}: {_in_words(found)}" for month, found in content["months"].items()]
+        lines += [f"  {month}: {_spent_text(of_month)}" for month, of_month in content["months"].items()]
     if expected["cells"]:
         guessed = f", {expected['guessed']:,} of them guessed" if expected["guessed"] else ""
         never = f", {expected['never_measured']:,} never measured" if expected["never_measured"] else ""
@@ -159,7 +159,7 @@ def _spent(spent: Spent) -> dict[str, Any]:
     }
 
 
-def _in_words(spent: dict[str, Any]) -> str:
+def _spent_text(spent: dict[str, Any]) -> str:
     return f"{how_many(spent['attempts'], 'attempt')}, {spent['chip_hours']} chip-hours, {spent['price']}"
 
 
@@ -171,7 +171,7 @@ def _named(*others: str, of: Iterable[OpenCell]) -> list[Column]:
     ]
 
 
-def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
+def gaps_json(policy: Policy, reconciliation: Reconciliation) -> dict[str, Any]:
     """Returns the open cells with their states."""
     cells = [
         {
@@ -180,24 +180,24 @@ def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
             "reason": cell.reason,
             "until": moment(cell.until) if cell.until else None,
         }
-        for cell in (*found.work, *found.others)
+        for cell in (*reconciliation.work, *reconciliation.others)
     ]
     counts = Counter(cell["state"] for cell in cells)
     return {
         "policy": policy.name,
-        "done": found.done_count,
+        "done": reconciliation.done_count,
         "missing": dict(counts),
-        "not_eligible_checkpoints": found.left_out,
+        "not_eligible_checkpoints": reconciliation.left_out,
         "cells": cells,
     }
 
 
-def gaps_table(found: Reconciliation) -> Table:
+def gaps_table(reconciliation: Reconciliation) -> Table:
     """Returns the gaps as a table with a row for each checkpoint and reason."""
-    every = [*found.work, *found.others]
+    every = [*reconciliation.work, *reconciliation.others]
     columns = ("State", *_named("Evaluation", "Why", of=every), "Until, or what to do")
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for state, cells in found.by_state().items():
+    for state, cells in reconciliation.by_state().items():
         word = Text(_WORDS[state], _STYLES[state])
         for number, (cell, evaluations) in enumerate(_together(cells)):
             if number == _MOST_ROWS:
@@ -221,11 +221,11 @@ def _together(cells: Sequence[OpenCell]) -> list[tuple[OpenCell, str]]:
 def status_json(
     policy: Policy,
     listings: Sequence[RunListing],
-    found: Reconciliation,
+    reconciliation: Reconciliation,
     verdicts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Returns the grid: the states of each suite's evaluations and the gate's verdict by run and checkpoint."""
-    states = {(cell.checkpoint.uri, cell.evaluation.hash): cell.state for cell in (*found.work, *found.others)}
+    states = {(c.checkpoint.uri, c.evaluation.hash): c.state for c in (*reconciliation.work, *reconciliation.others)}
     runs = []
     for listing in listings:
         rows = []
@@ -238,19 +238,19 @@ def status_json(
                     if s.listing == checkpoint.listing or s.digest == checkpoint.digest
                 )
             )
-            for wanted in listing.wanted:
-                done = bool({wanted.hash, wanted.native_hash} & recorded)
-                state = states.get((checkpoint.uri, wanted.hash)) or ("done" if done else None)
+            for evaluation in listing.evaluations:
+                done = bool({evaluation.hash, evaluation.native_hash} & recorded)
+                state = states.get((checkpoint.uri, evaluation.hash)) or ("done" if done else None)
                 if state is not None:
-                    suites.setdefault(wanted.suites[0], Counter())[state] += 1
+                    suites.setdefault(evaluation.suites[0], Counter())[state] += 1
             counted = {suite: dict(counts) for suite, counts in suites.items()}
             row = {"checkpoint": checkpoint.name, "step": checkpoint.step, "suites": counted}
             judged = {} if verdicts is None else {"gate": verdicts.get(listing.name, {}).get(checkpoint.name)}
             rows.append(row | judged)
-        names = list(dict.fromkeys(wanted.suites[0] for wanted in listing.wanted))
+        names = list(dict.fromkeys(evaluation.suites[0] for evaluation in listing.evaluations))
         runs.append({"run": listing.name, "uri": listing.run, "suites": names, "checkpoints": rows})
-    counts = {"done": found.done_count, "open": len(found.work) + len(found.others)}
-    return {"policy": policy.name, **counts, "cost": cost_json(policy, listings, found), "runs": runs}
+    counts = {"done": reconciliation.done_count, "open": len(reconciliation.work) + len(reconciliation.others)}
+    return {"policy": policy.name, **counts, "cost": cost_json(policy, listings, reconciliation), "runs": runs}
 
 
 def status_tables(content: dict[str, Any]) -> list[Table]:

@@ -43,8 +43,8 @@ def server_variables() -> dict[str, str]:
     """Returns the Prefect server's address and credentials as variables for remote processes; may be empty."""
     if server_address() is None:
         return {}
-    found = {setting.name: setting.value() for setting in (PREFECT_API_URL, PREFECT_API_KEY, PREFECT_API_AUTH_STRING)}
-    shown = {name: v.get_secret_value() if isinstance(v, SecretStr) else v for name, v in found.items()}
+    values = {setting.name: setting.value() for setting in (PREFECT_API_URL, PREFECT_API_KEY, PREFECT_API_AUTH_STRING)}
+    shown = {name: v.get_secret_value() if isinstance(v, SecretStr) else v for name, v in values.items()}
     return {name: value for name, value in shown.items() if value}
 
 
@@ -65,14 +65,14 @@ def require_server() -> None:
 @contextmanager
 def prefect_client() -> Iterator[SyncPrefectClient]:
     """Yields a client of this process's Prefect server."""
-    with prefect_errors_in_words(), get_client(sync_client=True) as client:
+    with readable_prefect_errors(), get_client(sync_client=True) as client:
         yield client
 
 
 @asynccontextmanager
 async def async_prefect_client() -> AsyncIterator[PrefectClient]:
     """Yields an async client of this process's Prefect server."""
-    with prefect_errors_in_words():
+    with readable_prefect_errors():
         async with get_client() as client:
             yield client
 
@@ -109,7 +109,7 @@ def show(title: str, create: Callable[[], object]) -> None:
         except httpx.HTTPError as error:
             report_event(f"{title} cannot be shown in Prefect's UI: {error}")
     else:
-        report_event(f"{title} cannot be shown in Prefect's UI, whose server is away")
+        report_event(f"{title} cannot be shown in Prefect's UI: its server does not answer")
 
 
 def server_answers(
@@ -138,7 +138,7 @@ def server_answers(
 
 
 @contextmanager
-def prefect_errors_in_words() -> Iterator[None]:
+def readable_prefect_errors() -> Iterator[None]:
     """Converts exceptions of Prefect's server calls to PrefectUnavailable."""
     try:
         yield

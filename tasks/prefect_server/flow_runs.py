@@ -31,7 +31,7 @@ _OVER = [StateType.CRASHED, StateType.CANCELLED]
 _OPEN = [StateType.RUNNING, StateType.PENDING]
 
 
-def collapse_waiting(deployment_id: str, *, beside: str) -> int:
+def collapse_waiting(deployment_id: str, *, current: str) -> int:
     """Cancels waiting runs of a deployment that events and schedules created; returns their number.
 
     The current run does their work. Must be called before it reads any state: everything they would have read exists by
@@ -48,13 +48,13 @@ def collapse_waiting(deployment_id: str, *, beside: str) -> int:
             limit=200,
         )
         for run in runs:
-            if str(run.id) != beside and _waits(run):
+            if str(run.id) != current and _waits(run):
                 with suppress(ObjectNotFound):
-                    state = Cancelled(message=f"the run {beside} looks at everything that this one would have")
+                    state = Cancelled(message=f"the run {current} looks at everything that this run would have")
                     client.set_flow_run_state(run.id, state=state)
                     ended += 1
     if ended:
-        report_event(f"{how_many(ended, 'waiting flow run')} of this policy ended: this one looks at everything")
+        report_event(f"{how_many(ended, 'waiting flow run')} of this policy cancelled: this run looks at everything")
     return ended
 
 
@@ -88,11 +88,11 @@ def end_task_runs(flow_run_id: UUID) -> int:
 
 def _end_task_runs(flow_runs: FlowRunFilter) -> list[UUID]:
     still = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN)))
-    found: list[UUID] = []
+    flow_run_ids: list[UUID] = []
     with suppress(PrefectUnavailable), prefect_client() as client:
         for run in client.read_task_runs(flow_run_filter=flow_runs, task_run_filter=still, limit=200):
             with suppress(ObjectNotFound):
                 state = Crashed(message="it was killed with its flow run")
                 client.set_task_run_state(run.id, state=state, force=True)
-                found += [run.flow_run_id] if run.flow_run_id else []
-    return found
+                flow_run_ids += [run.flow_run_id] if run.flow_run_id else []
+    return flow_run_ids

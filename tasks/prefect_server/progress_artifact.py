@@ -71,10 +71,10 @@ def marked_as(run: str, *, tags: Sequence[str]) -> Iterator[None]:
 
 def tags_of(configs: Sequence[EvaluationConfig]) -> list[str]:
     """Returns tags of run and evaluators, and the records' tags, which name suite and policy."""
-    found = [f"run={configs[0].run_name}"]
-    found += [f"evaluator={config.evaluator.title}" for config in configs]
-    found += [tag for config in configs for tag in config.wandb_tags]
-    return list(dict.fromkeys(found))
+    tags = [f"run={configs[0].run_name}"]
+    tags += [f"evaluator={config.evaluator.title}" for config in configs]
+    tags += [tag for config in configs for tag in config.wandb_tags]
+    return list(dict.fromkeys(tags))
 
 
 def _tag(flow_run: FlowRun, more: Sequence[str]) -> None:
@@ -89,13 +89,13 @@ def _tag(flow_run: FlowRun, more: Sequence[str]) -> None:
 def note_ending(flow_run_id: UUID, ending: str) -> None:
     """Appends how a flow run ended, such as `cancelled`, to its progress artifact, if the server can be reached."""
     with suppress(PrefectUnavailable), prefect_client() as client:
-        found = client.read_artifacts(
+        artifacts = client.read_artifacts(
             artifact_filter=ArtifactFilter(
                 flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]),
                 type=ArtifactFilterType(any_=["progress"]),
             )
         )
-        for artifact in found:
+        for artifact in artifacts:
             client.update_artifact(artifact.id, ArtifactUpdate(description=f"{artifact.description}; {ending}"))
 
 

@@ -81,12 +81,12 @@ async def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = Fal
     async with async_prefect_client() as client:
         present = {spec.name: await _read(client, spec.name) for spec in specs}
         for spec in specs:
-            there = present[spec.name]
-            if there is not None and there.type != spec.type:
+            work_pool = present[spec.name]
+            if work_pool is not None and work_pool.type != spec.type:
                 raise BadInput(
                     expected=f"a work pool {spec.name} of type {spec.type}, or none of that name",
-                    found=f"one of type {there.type}",
-                    remedy=f"name another one in the regions file, or: prefect work-pool delete {spec.name}",
+                    found=f"one of type {work_pool.type}",
+                    remedy=f"name another work pool in the regions file, or: prefect work-pool delete {spec.name}",
                 )
         changes = [_change(spec, present[spec.name]) for spec in specs]
         if not dry_run:
@@ -95,18 +95,18 @@ async def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = Fal
     return changes
 
 
-def _change(spec: WorkPoolSpec, there: WorkPool | None) -> WorkPoolChange:
-    if there is None:
+def _change(spec: WorkPoolSpec, work_pool: WorkPool | None) -> WorkPoolChange:
+    if work_pool is None:
         return WorkPoolChange(spec, "create")
-    differs = tuple(_differing(there.base_job_template, spec.base_job_template))
+    differs = tuple(_differing(work_pool.base_job_template, spec.base_job_template))
     return WorkPoolChange(spec, "update" if differs else "unchanged", differs)
 
 
-def _differing(there: Any, wanted: Any, path: str = "") -> Iterable[str]:
-    if isinstance(there, dict) and isinstance(wanted, dict):
-        for key in sorted({*there, *wanted}):
-            yield from _differing(there.get(key), wanted.get(key), f"{path}.{key}" if path else key)
-    elif there != wanted:
+def _differing(current: Any, specified: Any, path: str = "") -> Iterable[str]:
+    if isinstance(current, dict) and isinstance(specified, dict):
+        for key in sorted({*current, *specified}):
+            yield from _differing(current.get(key), specified.get(key), f"{path}.{key}" if path else key)
+    elif current != specified:
         yield path
 
 
@@ -133,15 +133,15 @@ async def work_pool_states(names: Iterable[str]) -> dict[str, WorkPoolState]:
 
 
 async def _state(client: PrefectClient, name: str) -> WorkPoolState:
-    there = await _read(client, name)
-    if there is None:
+    work_pool = await _read(client, name)
+    if work_pool is None:
         return WorkPoolState(exists=False)
     workers = await client.read_workers_for_work_pool(name)
     return WorkPoolState(
-        paused=there.is_paused,
+        paused=work_pool.is_paused,
         live_workers=sum(worker.status is WorkerStatus.ONLINE for worker in workers),
-        limit=there.concurrency_limit,
-        active=await _active(client, name) if there.concurrency_limit is not None else 0,
+        limit=work_pool.concurrency_limit,
+        active=await _active(client, name) if work_pool.concurrency_limit is not None else 0,
     )
 
 
@@ -160,7 +160,7 @@ async def _active(client: PrefectClient, name: str) -> int:
         return FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
 
     due = FlowRunFilterNextScheduledStartTime.model_validate({"before_": datetime.now(UTC)})
-    found = [
+    pages = [
         await client.read_flow_runs(
             flow_run_filter=flow_runs,
             work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[name])),
@@ -171,7 +171,7 @@ async def _active(client: PrefectClient, name: str) -> int:
             FlowRunFilter(state=among(StateType.SCHEDULED), next_scheduled_start_time=due),
         )
     ]
-    return sum(str(waiting.id) != flow_run.id for page in found for waiting in page)
+    return sum(str(waiting.id) != flow_run.id for page in pages for waiting in page)
 
 
 async def _read(client: PrefectClient, name: str) -> WorkPool | None:

@@ -41,7 +41,7 @@ class Build(Part):
 
     def changes(self, later: Build) -> tuple[str, ...]:
         """Returns the known differences to a later build, formatted; versions missing in either are not compared."""
-        found: list[str] = []
+        changes: list[str] = []
         for title, before, after in (
             ("engine", self.engine, later.engine),
             ("harness", self.harness, later.harness),
@@ -49,10 +49,10 @@ class Build(Part):
         ):
             names = [name for name in before if name in after and before[name] != after[name]]
             named = [name for name in names if name != PACKAGES] or names  # a changed package changes the list too
-            found += [f"{title} {name} {before[name]} → {after[name]}" for name in named]
+            changes += [f"{title} {name} {before[name]} → {after[name]}" for name in named]
         if self.method != later.method:
-            found.append(f"Assay's method {self.method} → {later.method}")
-        return tuple(found)
+            changes.append(f"Assay's method {self.method} → {later.method}")
+        return tuple(changes)
 
     def updated(self, later: Build) -> Build:
         """Returns the later build, its missing versions filled in from this build."""
@@ -156,7 +156,7 @@ def build_of(record: Record, benchmark: str | None = None) -> Build:
             for name, version in record.versions.items()
             if name not in _NOT_THE_HARNESS and " " not in name  # names with spaces are notes of a judge
         },
-        data=data if benchmark is None else {name: found for name, found in data.items() if name in parts},
+        data=data if benchmark is None else {name: revision for name, revision in data.items() if name in parts},
         method=record.versions.get("method", _FIRST_METHOD),
     )
 
@@ -187,26 +187,26 @@ def qualified_steps(
     chain.
     """
     judged = [
-        found
+        step
         for qualification in qualifications
-        for found in qualification.benchmarks
-        if (found.evaluator, found.benchmark) == (evaluator, benchmark)
+        for step in qualification.benchmarks
+        if (step.evaluator, step.benchmark) == (evaluator, benchmark)
     ]
-    refused = [found for found in judged if found.verdict == "different"]
+    refused = [step for step in judged if step.verdict == "different"]
     steps = [
-        (*ends, found)
-        for found in judged
-        if not any(_same_step(found, other) for other in refused)
-        for ends in ((found.before, found.after), (found.after, found.before))
+        (*ends, step)
+        for step in judged
+        if not any(_same_step(step, other) for other in refused)
+        for ends in ((step.before, step.after), (step.after, step.before))
     ]
     reached: list[tuple[Build, tuple[QualifiedBenchmark, ...]]] = [(before, ())]
-    for here, way in reached:
-        if not here.changes(after):
+    for build, way in reached:
+        if not build.changes(after):
             return way
-        for start, end, found in steps:
-            there = here.updated(end)
-            if not here.changes(start) and all(there != other for other, _ in reached):
-                reached.append((there, (*way, found)))
+        for start, end, step in steps:
+            next_build = build.updated(end)
+            if not build.changes(start) and all(next_build != other for other, _ in reached):
+                reached.append((next_build, (*way, step)))
     return None
 
 
@@ -215,7 +215,7 @@ def qualified_words(steps: Sequence[QualifiedBenchmark], metric: str) -> str:
     noisy = [step for step in steps if step.verdict != "identical"]
     if not noisy:
         return "qualified as identical"
-    bounds = [found.bound for step in noisy for found in step.metrics if found.name == metric]
+    bounds = [verdict.bound for step in noisy for verdict in step.metrics if verdict.name == metric]
     known = [bound for bound in bounds if bound is not None]
     if len(known) < len(noisy):
         return f"qualified within noise, but nothing bounds how far {metric} may differ"
@@ -234,18 +234,18 @@ def _same_step(first: QualifiedBenchmark, second: QualifiedBenchmark) -> bool:
 
 def read_qualifications(evaluation_path: str) -> tuple[Qualification, ...]:
     """Returns the readable qualifications below an evaluation path, oldest first."""
-    found: list[Qualification] = []
+    qualifications: list[Qualification] = []
     for file in storage.list_files(storage.join(evaluation_path, QUALIFICATIONS_FOLDER, _VERDICTS)):
         try:
-            found.append(Qualification.model_validate_json(storage.read_bytes(file.uri)))
+            qualifications.append(Qualification.model_validate_json(storage.read_bytes(file.uri)))
         except (FileNotFoundError, IrregularFile, ValidationError):  # written by a newer Assay, or no qualification
             continue
-    return tuple(sorted(found, key=lambda qualification: qualification.created))
+    return tuple(sorted(qualifications, key=lambda qualification: qualification.created))
 
 
-def qualifications_beside(found: Iterable[FoundRecord]) -> tuple[Qualification, ...]:
+def qualifications_of(entries: Iterable[FoundRecord]) -> tuple[Qualification, ...]:
     """Returns the qualifications in the evaluation paths of some records."""
-    paths = dict.fromkeys(_evaluation_path(storage.absolute(item.cell_uri)) for item in found)
+    paths = dict.fromkeys(_evaluation_path(storage.absolute(entry.cell_uri)) for entry in entries)
     return tuple(qualification for path in paths for qualification in read_qualifications(path))
 
 
@@ -288,13 +288,13 @@ def build_changes(
     qualifications: Sequence[Qualification],
 ) -> list[BuildChange]:
     """Returns the changes between neighboring checkpoints of each run; `numbers` is a single series, sorted by step."""
-    found: list[BuildChange] = []
+    changes: list[BuildChange] = []
     builds: dict[str, Build] = {}
     for checkpoint, record in numbers:
         later, build = build_of(record, benchmark), builds.get(checkpoint.run)
         if build is not None and (words := build.changes(later)):
             steps = qualified_steps(build, later, qualifications, evaluator=evaluator, benchmark=benchmark)
             qualified = "" if steps is None else qualified_words(steps, metric)
-            found.append(BuildChange(checkpoint.run, checkpoint.step, words, qualified))
+            changes.append(BuildChange(checkpoint.run, checkpoint.step, words, qualified))
         builds[checkpoint.run] = build.updated(later) if build is not None else later
-    return found
+    return changes

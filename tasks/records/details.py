@@ -33,7 +33,7 @@ _SHAPE = {
 
 def _path_part(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable() or len(name.encode()) > 255:
-        raise ValueError(f"expected a name that is one part of a path, found {name!r:.300}")
+        raise ValueError(f"expected the name of a single file or folder, found {name!r:.300}")
     return name
 
 
@@ -46,7 +46,7 @@ def _inner_path(path: str) -> str:
 def bounded(value: _Value) -> _Value:
     """Raises `ValueError` for numbers too large for readers to add, multiply and store; allows NaN and infinities."""
     if isinstance(value, int | float) and (2**63 if isinstance(value, int) else 1e70) <= abs(value) < math.inf:
-        raise ValueError("expected numbers below 1e70, whose fourth power is a float, and whole ones of 64 bits")
+        raise ValueError("expected numbers below 1e70, so that their fourth power is a float, and integers of 64 bits")
     inner: Any = vars(value) if isinstance(value, BaseModel) else value
     for each in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ():
         bounded(each)
@@ -113,7 +113,7 @@ class MergeReference(Part):
         made = f"{self.kind} of {len(self.inputs)}" + (f", {self.parameter}" if self.parameter else "")
         runs = dict.fromkeys(merged.run for merged in self.inputs)
         steps = {run: [merged.step for merged in self.inputs if merged.run == run] for run in runs}
-        return f"{made}: " + ", ".join(f"{run} {in_steps(found)}" for run, found in steps.items())
+        return f"{made}: " + ", ".join(f"{run} {in_steps(run_steps)}" for run, run_steps in steps.items())
 
 
 class CheckpointReference(Part):
@@ -143,18 +143,18 @@ def cell_place(checkpoint: CheckpointReference, evaluator: str, *, evaluation_ha
     return f"{checkpoint.run}/step-{checkpoint.step}/{evaluator}/{shown}-{identity}"
 
 
-def misplaced(found: Record | EarlyVerdict, cell_uri: str) -> str | None:
+def misplaced(outcome: Record | EarlyVerdict, cell_uri: str) -> str | None:
     """Returns the reason why a record or verdict does not belong to its folder's cell; None if it does.
 
     Compares only the end of the path, `<run>/step-<N>/<evaluator>/<cell>`: all records can be moved together.
     """
-    checkpoint, shown = found.checkpoint, found.cell.rpartition("-")[0]
-    own = f"{checkpoint.run}/step-{checkpoint.step}/{found.evaluator}/{found.cell}"
+    checkpoint, shown = outcome.checkpoint, outcome.cell.rpartition("-")[0]
+    own = f"{checkpoint.run}/step-{checkpoint.step}/{outcome.evaluator}/{outcome.cell}"
     local = storage.is_local(cell_uri)
     parts = storage.local_path(cell_uri).absolute().parts if local else cell_uri.rstrip("/").split("/")
     if "/".join(parts[-4:]) != own:
         return f"record.json is the one of {own}, so it was copied here, or a folder was renamed"
-    if own != cell_place(checkpoint, found.evaluator, evaluation_hash=found.evaluation_hash, shown=shown):
+    if own != cell_place(checkpoint, outcome.evaluator, evaluation_hash=outcome.evaluation_hash, shown=shown):
         return "record.json has another checkpoint's digest or evaluation hash than its folder's name is made of"
     return None
 

@@ -66,8 +66,8 @@ class EarlyScore(Part):
         return self.asked < self.questions
 
     def value_in(self, record: Record) -> float | None:
-        wanted = self.benchmark, self.metric
-        return next((metric.value for metric in record.metrics if (metric.benchmark, metric.name) == wanted), None)
+        key = self.benchmark, self.metric
+        return next((metric.value for metric in record.metrics if (metric.benchmark, metric.name) == key), None)
 
     def agrees_with(self, value: float) -> bool:
         """Returns True if a score of the full evaluation is on the same side of the margin as the verdict."""
@@ -124,19 +124,19 @@ def decided_words(score: EarlyScore, verdict: EarlyVerdict) -> str:
     """Returns the number of questions behind a score's decision and its error probability, formatted."""
     if not score.early:
         return f"all {how_many(score.questions, 'question')} asked"
-    of = "one command and baseline"
+    of = "command and baseline"
     if score.alpha < verdict.alpha:
         of += f", for {how_many(len(verdict.scores), 'score')} together"
-    return f"decided early at {score.asked:,} of {score.questions:,} questions (α = {verdict.alpha:g} of {of})"
+    return f"decided early at {score.asked:,} of {score.questions:,} questions (α = {verdict.alpha:g} per {of})"
 
 
 def read_early(cell_uri: str) -> EarlyVerdict | None:
     """Returns the early verdict in a cell's folder; None if it is missing, unreadable or of another cell."""
     try:
-        found = EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
+        verdict = EarlyVerdict.model_validate_json(storage.read_bytes(storage.join(cell_uri, EARLY_NAME)))
     except (FileNotFoundError, IrregularFile, ValidationError):
         return None
-    return None if misplaced(found, cell_uri) else found
+    return None if misplaced(verdict, cell_uri) else verdict
 
 
 def spent_on_early(verdict: EarlyVerdict | None) -> Spent:
@@ -155,5 +155,5 @@ def write_early(cell_uri: str, verdict: EarlyVerdict) -> None:
 def find_early(evaluation_path: str) -> Iterator[tuple[str, EarlyVerdict]]:
     """Yields folder of the cell and verdict for each readable early verdict below a folder."""
     for file in storage.list_files(evaluation_path):
-        if storage.basename(file.uri) == EARLY_NAME and (found := read_early(storage.parent(file.uri))) is not None:
-            yield storage.parent(file.uri), found
+        if storage.basename(file.uri) == EARLY_NAME and (verdict := read_early(storage.parent(file.uri))) is not None:
+            yield storage.parent(file.uri), verdict

@@ -149,12 +149,12 @@ COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
 def measured_rows(
     records: Iterable[Record],
     *,
-    wanted: RecordFilter,
+    filters: RecordFilter,
     splits_of: Callable[[Record], Mapping[tuple[str, str], Mapping[str, Any]]] = lambda record: {},
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row with the columns in `COLUMNS` for each metric that `wanted` takes.
+    """Yields a row with the columns in `COLUMNS` for each metric that `filters` takes.
 
-    A record without metrics has a row per benchmark with empty metric and value, unless `wanted` filters by metric.
+    A record without metrics has a row per benchmark with empty metric and value, unless `filters` filters by metric.
 
     `splits_of` returns the values of `SPLIT_COLUMNS` by benchmark and metric; without it they are empty.
     """
@@ -163,7 +163,7 @@ def measured_rows(
         rows = [Measured(record, m.benchmark, m, splits.get((m.benchmark, m.name), {})) for m in record.metrics]
         rows = rows or [Measured(record, benchmark, None) for benchmark in record.benchmarks]
         for row in rows:
-            if wanted.takes(row.benchmark, row.metric.name if row.metric else ""):
+            if filters.takes(row.benchmark, row.metric.name if row.metric else ""):
                 yield {name: value_of(row) for name, (_, value_of) in COLUMNS.items()}
 
 

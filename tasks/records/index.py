@@ -147,7 +147,7 @@ def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[]
     if short is not None and use_index and _is_trusted(began - short["compared"], took=short["took"]):
         return _with_news(records, run_folder, since=short["compared"])
     if short is None and storage.is_local(run_folder) and not storage.exists(storage.join(run_folder, FOLDER, _ROWS)):
-        rows, stamps = _read_anew(run_folder)
+        rows, stamps = _read_local(run_folder)
         signature, summary = _signature(stamps), _summary(rows)
     else:
         stamps = dict(record_stamps(run_folder))
@@ -167,7 +167,7 @@ def _signature(stamps: Mapping[str, Stamp]) -> str:
     return hashlib.blake2b(marshal.dumps(list(stamps.items()), 2), digest_size=16).hexdigest()
 
 
-def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
+def _read_local(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
     root = str(storage.local_path(run_folder).absolute())
     rows: list[IndexedRecord] = []
     stamps: dict[str, Stamp] = {}
@@ -271,7 +271,7 @@ def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
             others.append(row)
     return {
         "hashes": list(numbers),
-        "done": [(*key, sorted(found), newest[key]) for key, found in done.items()],
+        "done": [(*key, sorted(hash_numbers), newest[key]) for key, hash_numbers in done.items()],
         "others": others,
         **summed(costed),
     }
@@ -339,10 +339,10 @@ def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
     objects = storage.bucket_objects(run_folder)
     if objects is not None:  # half the time of full listings at 200,000 objects
         start = len(run_folder.rstrip("/").split("://", 1)[-1].partition("/")[2]) + 1
-        for found in objects:
-            if found["name"].endswith(f"/{RECORD_NAME}"):
-                checksum = found.get("md5Hash") or found.get("crc32c") or found.get("updated")
-                yield found["name"][start:].removesuffix(f"/{RECORD_NAME}"), (int(found["size"]), 0.0, checksum)
+        for blob in objects:
+            if blob["name"].endswith(f"/{RECORD_NAME}"):
+                checksum = blob.get("md5Hash") or blob.get("crc32c") or blob.get("updated")
+                yield blob["name"][start:].removesuffix(f"/{RECORD_NAME}"), (int(blob["size"]), 0.0, checksum)
         return
     start = len(run_folder.rstrip("/")) + 1
     for file in storage.list_files(run_folder):

@@ -20,11 +20,11 @@ METHOD = "2"
 @cache
 def git_state() -> tuple[str | None, bool | None]:
     """Returns commit and dirty flag of this code's repository; outside of it, the commit in the settings and None."""
-    here = Path(__file__).parent
-    if git_output(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+    folder = Path(__file__).parent
+    if git_output(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return settings().commit or None, None  # perhaps installed inside an unrelated repository
-    commit = git_output(here, "rev-parse", "HEAD")
-    changes = git_output(here, "status", "--porcelain")
+    commit = git_output(folder, "rev-parse", "HEAD")
+    changes = git_output(folder, "status", "--porcelain")
     return commit, (bool(changes) if changes is not None else None)
 
 

@@ -201,8 +201,8 @@ def record_uri(cell_uri: str) -> str:
 
 def read_record(cell_uri: str) -> Record | None:
     """Returns the record of a cell, or None if there is none that counts: see `record_or_reason`."""
-    found = record_or_reason(cell_uri)
-    return found if isinstance(found, Record) else None
+    record = record_or_reason(cell_uri)
+    return record if isinstance(record, Record) else None
 
 
 def record_or_reason(cell_uri: str) -> Record | str | None:
@@ -241,11 +241,11 @@ def _replaceable(uri: str, content: bytes) -> Record | None:
         record = Record.model_validate_json(content)
         return None if misplaced(record, storage.parent(uri)) else record
     except ValidationError as error:
-        newer = {"extra_forbidden", "literal_error"} & {found["type"] for found in error.errors()}
+        newer = {"extra_forbidden", "literal_error"} & {problem["type"] for problem in error.errors()}
     if newer and json.loads(content).get("status") == "succeeded":
         raise StorageError(
             expected=f"a record of version {Record.model_fields['schema_version'].default} or earlier at {uri}",
-            found="the success of a newer Assay, with fields that this one does not know",
+            found="the success of a newer Assay, with unknown fields",
             remedy="evaluate with the newer Assay, or write to another evaluation_path",
         )
     return None
@@ -253,8 +253,8 @@ def _replaceable(uri: str, content: bytes) -> Record | None:
 
 def parsed_record(content: bytes, cell_uri: str) -> Record | None:
     """Parses the content of a cell's record; None if it is no record, or another cell's."""
-    found = _read_in(content, cell_uri)
-    return found if isinstance(found, Record) else None
+    record = _read_in(content, cell_uri)
+    return record if isinstance(record, Record) else None
 
 
 def failures_in_a_row(recorded: int | None) -> int:
@@ -364,14 +364,14 @@ def find_records(evaluation_path: str, *, rejected: dict[str, str] | None = None
         with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
             read = list(threads.map(record_or_reason, cells))
     both = list(zip(cells, read, strict=True))
-    found = [FoundRecord(cell, record) for cell, record in both if isinstance(record, Record)]
+    entries = [FoundRecord(cell, record) for cell, record in both if isinstance(record, Record)]
     if rejected is not None:
         rejected |= {cell: reason for cell, reason in both if isinstance(reason, str)}
     return sorted(
-        found, key=lambda item: (item.record.checkpoint.run, item.record.checkpoint.step, item.record.created)
+        entries, key=lambda entry: (entry.record.checkpoint.run, entry.record.checkpoint.step, entry.record.created)
     )
 
 
 def read_records(evaluation_path: str) -> list[Record]:
     """Returns all readable records below a folder, in the order of `find_records`."""
-    return [found.record for found in find_records(evaluation_path)]
+    return [entry.record for entry in find_records(evaluation_path)]

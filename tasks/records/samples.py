@@ -123,10 +123,10 @@ def sample_lines(content: bytes, *, uri: str) -> Iterator[bytes]:
         raise damaged_samples(uri, str(error)) from error
 
 
-def damaged_samples(uri: str, found: str) -> StorageError:
+def damaged_samples(uri: str, problem: str) -> StorageError:
     """Returns the error for a damaged samples file."""
     return StorageError(
-        expected=f"samples, one line of JSON each, in {uri}",
-        found=found.partition("\n")[0],
+        expected=f"samples, a line of JSON each, in {uri}",
+        found=problem.partition("\n")[0],
         remedy="evaluate the cell again: delete its record.json first",
     )

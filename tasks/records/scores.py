@@ -52,9 +52,9 @@ class KeptSamples(NamedTuple):
     questions: Questions
 
 
-def kept_samples(found: FoundRecord) -> KeptSamples | None:
+def kept_samples(entry: FoundRecord) -> KeptSamples | None:
     """Returns a record's samples without texts, or None; raises `StorageError` if they are damaged or unreadable."""
-    uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
+    uri = storage.join(entry.cell_uri, entry.record.attempt, SAMPLES_NAME)
     questions: dict[str, list[Question]] = {}
     try:
         content = samples_content(uri)
@@ -106,9 +106,9 @@ def given(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> li
 def agrees(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> bool:
     """Returns True if samples, or a group's parts, reproduce the published value; see `given`."""
     values = zip(given(metric, questions, metrics), _SCALES, strict=False)
-    return any(is_close(found, metric.value, scale=scale) for found, scale in values)
+    return any(is_close(value, metric.value, scale=scale) for value, scale in values)
 
 
-def is_close(found: float, value: float, *, scale: float = 1.0) -> bool:
+def is_close(computed: float, value: float, *, scale: float = 1.0) -> bool:
     """Returns True if a value equals the published value up to the rounding of harnesses."""
-    return math.isclose(found, value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
+    return math.isclose(computed, value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)

@@ -93,8 +93,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_evaluator(name: str, wanted: Sequence[str]) -> bool:
-    return not wanted or bool({name, evaluator_title(name).lower()} & {text.lower() for text in wanted})
+def _is_evaluator(name: str, evaluators: Sequence[str]) -> bool:
+    return not evaluators or bool({name, evaluator_title(name).lower()} & {text.lower() for text in evaluators})
 
 
 def found_below(evaluation_path: str, record: Record) -> FoundRecord:
@@ -172,20 +172,20 @@ def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], lis
     folder, name = evaluation_path, text
     if merge_of(text) is None and (elsewhere := _ELSEWHERE.fullmatch(text)):
         folder, name = filter(None, elsewhere.groups())
-    found = find(folder)
-    meant = _meant_by(name, [entry.record.checkpoint for entry in found])
-    same = [entry for entry in found if entry.record.checkpoint in meant]
+    entries = find(folder)
+    meant = _meant_by(name, [entry.record.checkpoint for entry in entries])
+    same = [entry for entry in entries if entry.record.checkpoint in meant]
     apart = told_apart([entry.record.checkpoint for entry in same])
     places = {apart(entry.record.checkpoint).run: entry.record.checkpoint.uri for entry in same}
     if len(places) > 1:
         raise BadInput(
-            expected=f"one checkpoint called {name} below {folder}",
+            expected=f"a single checkpoint called {name} below {folder}",
             found=" and ".join(sorted(places.values())),
-            remedy="name the folder of a record of the one that is meant",
+            remedy="name the folder of a record of the intended checkpoint",
         )
     if same:
         return same
-    names = list(dict.fromkeys(entry.record.checkpoint.name for entry in found))
+    names = list(dict.fromkeys(entry.record.checkpoint.name for entry in entries))
     close = difflib.get_close_matches(name, names, n=_SHOWN_NAMES, cutoff=0.5) or names[:_SHOWN_NAMES]
     raise BadInput(
         expected=f"a checkpoint with records below {folder}, as NAME, RUN@STEP, mean(RUN@STEPS), "

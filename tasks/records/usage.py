@@ -164,7 +164,7 @@ class Sums(NamedTuple):
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Sums:
         """Parses the JSON output of `summed`; raises `ValueError` or `TypeError` if it is something else."""
-        spent = [month_spent(*found) for found in content["spent"]]
+        spent = [month_spent(*entry) for entry in content["spent"]]
         return _SUMS.validate_python((content["typical"], content["work"], spent))
 
 
@@ -179,7 +179,7 @@ def summed(records: Sequence[Costed]) -> dict[str, Any]:
         cost = (record.seconds, record.chip_seconds, record.usage.replica_seconds)
         costs.setdefault(record.evaluation_hash, []).append(cost)
     return {
-        "typical": {key: tuple(typical_of(found)) for key, found in costs.items()},
+        "typical": {key: tuple(typical_of(group)) for key, group in costs.items()},
         "work": [tuple(work) for work in worked(record.usage for record in succeeded)],
         "spent": spent_by_month((record.usage, record.created) for record in records),
     }
@@ -203,16 +203,16 @@ def worked(usages: Iterable[Usage]) -> list[Work]:
         if usage.engine is not None and usage.questions:
             key = (usage.engine, usage.evaluator, tuple(usage.asked), usage.limit)
             groups.setdefault(key, []).append(usage)
-    return [_together(found, *key) for key, found in groups.items()]
+    return [_together(group, *key) for key, group in groups.items()]
 
 
-def _together(found: Sequence[Usage], engine: str, evaluator: str, asked: tuple[str, ...], limit: int | None) -> Work:
+def _together(usages: Sequence[Usage], engine: str, evaluator: str, asked: tuple[str, ...], limit: int | None) -> Work:
     sizes: dict[str, int] = {}
-    for usage in found:
+    for usage in usages:
         for name, questions in usage.questions.items():
             sizes[name] = max(questions, sizes.get(name, 0))
     # Answers from the journal have no token counts: extrapolate from the other answers of the record.
-    fresh = [(usage, usage.requests / max(1, usage.requests - usage.replayed)) for usage in found]
+    fresh = [(usage, usage.requests / max(1, usage.requests - usage.replayed)) for usage in usages]
     fresh = [(usage, scale) for usage, scale in fresh if usage.requests > usage.replayed or not usage.requests]
     by_engine = [usage for usage, _ in fresh if usage.replica_seconds]
     mostly = [usage for usage in by_engine if usage.replayed <= usage.requests * _REPLAYED]
@@ -240,8 +240,8 @@ def spent_by_month(rows: Iterable[tuple[Usage, float]]) -> list[tuple[list[str],
     for usage, created in rows:
         groups.setdefault((tuple(usage.policies), month_of(created)), []).append(usage.spent)
     return [
-        (list(policies), month, [round(fsum(numbers), 8) for numbers in zip(*found, strict=True)])
-        for (policies, month), found in groups.items()
+        (list(policies), month, [round(fsum(numbers), 8) for numbers in zip(*group, strict=True)])
+        for (policies, month), group in groups.items()
     ]
 
 

@@ -20,14 +20,14 @@ from tasks.records.seals import Integrity, broken_seal
 class Verification:
     """Result for a record: `findings` are its defects or, without defects, the reasons why it cannot be verified."""
 
-    found: FoundRecord
+    entry: FoundRecord
     integrity: Integrity
     findings: tuple[str, ...]
 
     def as_row(self) -> dict[str, Any]:
-        record = self.found.record
+        record = self.entry.record
         return {
-            "cell": self.found.cell_uri,
+            "cell": self.entry.cell_uri,
             "checkpoint": record.checkpoint.name,
             "evaluator": record.evaluator,
             "benchmarks": list(record.benchmarks),
@@ -37,27 +37,27 @@ class Verification:
 
     @property
     def words(self) -> str:
-        record = self.found.record
+        record = self.entry.record
         return f"{record.checkpoint.name}, {', '.join(record.benchmarks)}: {'; '.join(self.findings)}"
 
 
-def verified(found: FoundRecord) -> Verification:
+def verified(entry: FoundRecord) -> Verification:
     """Verifies a record, its samples and its values; reads the samples."""
     try:
-        return verified_with(found, kept_samples(found))
+        return verified_with(entry, kept_samples(entry))
     except StorageError as error:
-        return verified_with(found, error)
+        return verified_with(entry, error)
 
 
-def verified_with(found: FoundRecord, kept: KeptSamples | StorageError | None) -> Verification:
+def verified_with(entry: FoundRecord, kept: KeptSamples | StorageError | None) -> Verification:
     """Verifies a record against its samples: their content, the error of reading them, or None if it has none."""
     if isinstance(kept, StorageError):
-        return Verification(found, "changed", (f"its samples cannot be read: {kept.found}",))
-    wrong = list(_wrong(found, kept))
+        return Verification(entry, "changed", (f"its samples cannot be read: {kept.found}",))
+    wrong = list(_wrong(entry, kept))
     if wrong:
-        return Verification(found, "changed", tuple(wrong))
-    unknown = list(_unknown(found, kept))
-    return Verification(found, "unknown" if unknown else "intact", tuple(unknown))
+        return Verification(entry, "changed", tuple(wrong))
+    unknown = list(_unknown(entry, kept))
+    return Verification(entry, "unknown" if unknown else "intact", tuple(unknown))
 
 
 def lost_cells(evaluation_path: str) -> dict[str, str]:
@@ -79,8 +79,8 @@ def lost_cells(evaluation_path: str) -> dict[str, str]:
     return {cell: f"record.json is gone, but {why}" for cell, why in known.items() if cell not in has_outcome}
 
 
-def _wrong(found: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
-    record = found.record
+def _wrong(entry: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
+    record = entry.record
     if seal := broken_seal(record):
         yield seal
     if kept is None:
@@ -95,8 +95,8 @@ def _wrong(found: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
             yield f"{metric.benchmark} · {metric.name} is {metric.value:.6g}, and {source} {shown}"
 
 
-def _unknown(found: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
-    record = found.record
+def _unknown(entry: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
+    record = entry.record
     if record.digests.record is None:
         yield "not verifiable: it is from before records had digests"
     if record.digests.samples is not None and kept is None:

@@ -91,8 +91,8 @@ def alert_lines(results: Results, column: Column) -> list[str]:
 
 def _numbers(alert: Alert) -> str:
     sign = "−" if alert.found < alert.expected else "+"
-    expected, found = measured(alert.expected, None), measured(alert.found, None)
-    return f"expected {expected}, found {found} ({sign}{measured(abs(alert.found - alert.expected), None)})"
+    expected, value = measured(alert.expected, None), measured(alert.found, None)
+    return f"expected {expected}, found {value} ({sign}{measured(abs(alert.found - alert.expected), None)})"
 
 
 def _lost(alert: Alert, results: Results, scores: QuestionScores, records_at: str | None) -> LostQuestions | str:
@@ -118,11 +118,11 @@ def _record_at(alert: Alert, results: Results, step: int, records_at: str) -> Fo
     return found_below(records_at, outcome.record)
 
 
-def _with_prompts(names: Sequence[QuestionName], found: FoundRecord) -> tuple[tuple[str, str], ...]:
-    wanted = dict.fromkeys(names, "")
-    uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
+def _with_prompts(names: Sequence[QuestionName], entry: FoundRecord) -> tuple[tuple[str, str], ...]:
+    prompts = dict.fromkeys(names, "")
+    uri = storage.join(entry.cell_uri, entry.record.attempt, SAMPLES_NAME)
     for sample in read_samples(uri) if names else ():
-        if (sample.benchmark, sample.id) in wanted:
+        if (sample.benchmark, sample.id) in prompts:
             own = sample.prompt.strip().rpartition("\n\n")[2].strip()
-            wanted[sample.benchmark, sample.id] = own.partition("\n")[0][:_PROMPT_CHARACTERS]
-    return tuple((name, text) for (_, name), text in wanted.items())
+            prompts[sample.benchmark, sample.id] = own.partition("\n")[0][:_PROMPT_CHARACTERS]
+    return tuple((name, text) for (_, name), text in prompts.items())

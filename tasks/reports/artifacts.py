@@ -162,5 +162,5 @@ def _short(value: float | None) -> float | None:
 
 
 def _in_a_line(reason: str | None) -> str:
-    found = [line.removeprefix("Found:") for line in (reason or "").splitlines() if line.startswith("Found:")]
-    return found[0].strip()[:_REASON_CHARACTERS] if found else (reason or "")[:_REASON_CHARACTERS]
+    findings = [line.removeprefix("Found:") for line in (reason or "").splitlines() if line.startswith("Found:")]
+    return findings[0].strip()[:_REASON_CHARACTERS] if findings else (reason or "")[:_REASON_CHARACTERS]

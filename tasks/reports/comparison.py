@@ -14,7 +14,7 @@ from resources.errors import AssayError, BadInput
 from tasks.records.builds import (
     Qualification,
     build_of,
-    qualifications_beside,
+    qualifications_of,
     qualified_steps,
     qualified_words,
     unqualified_changes,
@@ -109,16 +109,16 @@ def compare(
     second: Sequence[FoundRecord],
     *,
     labels: tuple[str, str],
-    wanted: RecordFilter,
+    filters: RecordFilter,
     adjustment: Adjustment = "bh",
     anyway: bool = False,
 ) -> Comparison:
     """Tests all metrics with a success on both sides; `anyway` accepts changed records and differing measurements.
 
-    Parts of a benchmark are compared only if named in `wanted`. Raises `BadInput` without a common metric, or for
+    Parts of a benchmark are compared only if named in `filters`. Raises `BadInput` without a common metric, or for
     changed records and differing measurements without `anyway`.
     """
-    sides = [by_metric(found, label, wanted) for found, label in zip((first, second), labels, strict=True)]
+    sides = [by_metric(entries, label, filters) for entries, label in zip((first, second), labels, strict=True)]
     shared = sorted((key for key in sides[0] if key in sides[1]), key=lambda key: evaluator_place(key.evaluator))
     if not shared:
         raise BadInput(
@@ -127,14 +127,14 @@ def compare(
             remedy="evaluate both on the same benchmarks",
         )
     pairs = {key: _alike(sides[0][key], sides[1][key]) for key in shared}
-    found = compare_chosen(
+    comparison = compare_chosen(
         {key: ((before,), after) for key, (before, after) in pairs.items()},
         labels=labels,
         adjustment=adjustment,
         anyway=anyway,
     )
     return replace(
-        found,
+        comparison,
         only_first=tuple(key for key in sides[0] if key not in sides[1]),
         only_second=tuple(key for key in sides[1] if key not in sides[0]),
     )
@@ -151,16 +151,16 @@ def compare_chosen(
     """Tests metrics of given records as `compare` does; several records on the first side are averaged."""
     scores = scores or QuestionScores()
     unverified = _unverified(
-        (item for firsts, second in chosen.values() for item in (*firsts, second)), scores=scores, anyway=anyway
+        (entry for firsts, second in chosen.values() for entry in (*firsts, second)), scores=scores, anyway=anyway
     )
     metrics = [_compared(key, *chosen[key], scores=scores) for key in chosen]
-    qualifications = qualifications_beside(item for firsts, second in chosen.values() for item in (*firsts, second))
+    qualifications = qualifications_of(entry for firsts, second in chosen.values() for entry in (*firsts, second))
     differences: dict[str, tuple[str, ...]] = {}
     qualified: dict[str, tuple[str, ...]] = {}
     for metric, (firsts, second) in zip(metrics, chosen.values(), strict=True):
         pairs = [(first.record, second.record) for first in firsts]
-        if found := [d for pair in pairs for d in _not_measured_alike(*pair, metric, qualifications)]:
-            differences[metric.benchmark] = tuple(dict.fromkeys(found))
+        if reasons := [d for pair in pairs for d in _not_measured_alike(*pair, metric, qualifications)]:
+            differences[metric.benchmark] = tuple(dict.fromkeys(reasons))
         elif changes := [change for pair in pairs for change in _changes(*pair, metric.benchmark)]:
             changes = [*qualified.get(metric.benchmark, ()), *changes]
             changes += [
@@ -183,7 +183,7 @@ def compare_chosen(
 
 
 def _unverified(chosen: Iterable[FoundRecord], *, scores: QuestionScores, anyway: bool) -> tuple[Verification, ...]:
-    records = {(found.cell_uri, found.record.attempt): found for found in chosen}
+    records = {(entry.cell_uri, entry.record.attempt): entry for entry in chosen}
     unverified = tuple(result for result in map(scores.verified, records.values()) if result.findings)
     changed = [result.words for result in unverified if result.integrity == "changed"]
     if changed and not anyway:
@@ -195,12 +195,12 @@ def _unverified(chosen: Iterable[FoundRecord], *, scores: QuestionScores, anyway
     return unverified
 
 
-def by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) -> dict[ScoreKey, list[FoundRecord]]:
+def by_metric(side: Sequence[FoundRecord], label: str, filters: RecordFilter) -> dict[ScoreKey, list[FoundRecord]]:
     """Returns succeeded records by metric, full evaluations first, then newest; raises `BadInput` if none matches."""
-    meant = {id(record) for record in replace(wanted, latest=False).select([item.record for item in found])}
-    usable = [item for item in found if id(item.record) in meant and item.record.succeeded]
+    meant = {id(record) for record in replace(filters, latest=False).select([item.record for item in side])}
+    usable = [item for item in side if id(item.record) in meant and item.record.succeeded]
     if not usable:
-        statuses = ", ".join(sorted({f"{item.record.evaluator} {item.record.status}" for item in found})) or "no record"
+        statuses = ", ".join(sorted({f"{item.record.evaluator} {item.record.status}" for item in side})) or "no record"
         raise BadInput(
             expected=f"a succeeded record of {label} that is wanted here",
             found=statuses,
@@ -210,8 +210,8 @@ def by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) ->
     having: dict[ScoreKey, list[FoundRecord]] = {}
     for item in usable:
         for metric in item.record.metrics:
-            whole = metric.benchmark in item.record.benchmarks or bool(wanted.benchmarks)
-            if whole and wanted.takes(metric.benchmark, metric.name, smooth=metric.smooth):
+            whole = metric.benchmark in item.record.benchmarks or bool(filters.benchmarks)
+            if whole and filters.takes(metric.benchmark, metric.name, smooth=metric.smooth):
                 key = ScoreKey(item.record.evaluator, metric.benchmark, metric.name)
                 having.setdefault(key, []).append(item)
     return having
@@ -226,7 +226,7 @@ def _alike(first: Sequence[FoundRecord], second: Sequence[FoundRecord]) -> tuple
 
 
 def _not_alike(differences: dict[str, tuple[str, ...]], labels: tuple[str, str]) -> BadInput:
-    lines = [f"{benchmark}: {difference}" for benchmark, found in differences.items() for difference in found]
+    lines = [f"{benchmark}: {difference}" for benchmark, reasons in differences.items() for difference in reasons]
     more = len(lines) - _SHOWN_DIFFERENCES
     return BadInput(
         expected=f"{labels[0]} and {labels[1]} to be measured in the same way",
@@ -279,15 +279,15 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else json.dumps(value, default=str)
 
 
-def metric_in(found: FoundRecord, key: ScoreKey) -> Metric:
+def metric_in(entry: FoundRecord, key: ScoreKey) -> Metric:
     """Returns the metric in a record that has it."""
-    wanted = (key.benchmark, key.metric)
-    return next(metric for metric in found.record.metrics if (metric.benchmark, metric.name) == wanted)
+    names = (key.benchmark, key.metric)
+    return next(metric for metric in entry.record.metrics if (metric.benchmark, metric.name) == names)
 
 
-def mean_metric(found: Sequence[FoundRecord], key: ScoreKey) -> Metric:
+def mean_metric(entries: Sequence[FoundRecord], key: ScoreKey) -> Metric:
     """Averages a metric over records with the same questions; its standard error is the mean of theirs."""
-    metrics = [metric_in(item, key) for item in found]
+    metrics = [metric_in(entry, key) for entry in entries]
     errors = [metric.stderr for metric in metrics if metric.stderr is not None]
     value = math.fsum(metric.value for metric in metrics) / len(metrics)
     stderr = math.fsum(errors) / len(errors) if len(errors) == len(metrics) else None
@@ -298,11 +298,11 @@ def _compared(
     key: ScoreKey, firsts: Sequence[FoundRecord], after: FoundRecord, *, scores: QuestionScores
 ) -> ComparedMetric:
     first, second = mean_metric(firsts, key), metric_in(after, key)
-    base = mean_composition([scores.of(found, metric_in(found, key)) for found in firsts])
+    base = mean_composition([scores.of(entry, metric_in(entry, key)) for entry in firsts])
     mine = scores.of(after, second)
     recorded = (first.value, second.value)
-    found = base if isinstance(base, str) else mine if isinstance(mine, str) else compare_compositions(base, mine)
-    why, paired = (found, None) if isinstance(found, str) else (None, found)
+    tested = base if isinstance(base, str) else mine if isinstance(mine, str) else compare_compositions(base, mine)
+    why, paired = (tested, None) if isinstance(tested, str) else (None, tested)
     return ComparedMetric(
         evaluator=key.evaluator,
         benchmark=key.benchmark,

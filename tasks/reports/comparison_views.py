@@ -41,7 +41,7 @@ _EXPLAINED: dict[TestName, str] = {
 _ADJUSTMENTS: dict[Adjustment, str] = {
     "bh": "Benjamini–Hochberg: of the differences called so, 1 in 20 is false at most, on average",
     "holm": "Holm: the chance that any difference called so is false is 1 in 20 at most",
-    "none": "not adjusted: one test in 20 finds a difference where there is none",
+    "none": "not adjusted: 1 test in 20 finds a difference where there is none",
 }
 _NAME_CHARACTERS = 14  # smallest width of the first column
 
@@ -92,10 +92,10 @@ def _notes(comparison: Comparison) -> list[str]:
                 f"{metric.benchmark} · {metric.metric}: {how_many(alone.only_first, 'question')} only in "
                 f"{comparison.first}, {alone.only_second:,} only in {comparison.second}, left out."
             )
-    for benchmark, found in comparison.differences.items():
-        notes += [f"Not measured alike, {benchmark}: {difference}." for difference in found]
-    for benchmark, found in comparison.qualified.items():
-        notes.append(f"{benchmark}: {', '.join(found)}.")
+    for benchmark, differences in comparison.differences.items():
+        notes += [f"Not measured alike, {benchmark}: {difference}." for difference in differences]
+    for benchmark, changes in comparison.qualified.items():
+        notes.append(f"{benchmark}: {', '.join(changes)}.")
     notes += [f"{result.words}." for result in comparison.unverified]
     for label, only in ((comparison.first, comparison.only_first), (comparison.second, comparison.only_second)):
         if only:
@@ -114,9 +114,9 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "metrics": [_metric_json(metric) for metric in comparison.metrics],
         "only_first": list(map(str, comparison.only_first)),
         "only_second": list(map(str, comparison.only_second)),
-        "qualified": {benchmark: list(found) for benchmark, found in comparison.qualified.items()},
+        "qualified": {benchmark: list(changes) for benchmark, changes in comparison.qualified.items()},
         "unverified": [result.words for result in comparison.unverified],
-        "measured_differently": {benchmark: list(found) for benchmark, found in comparison.differences.items()},
+        "measured_differently": {benchmark: list(reasons) for benchmark, reasons in comparison.differences.items()},
     }
 
 

@@ -59,7 +59,7 @@ def _rows(records: Sequence[Record], title_of: Callable[[Record], str]) -> tuple
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(title_of(record), []).append(record)
-    return tuple(_row(title, found) for title, found in groups.items())
+    return tuple(_row(title, group) for title, group in groups.items())
 
 
 def _evaluation(record: Record) -> str:

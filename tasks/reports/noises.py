@@ -28,15 +28,15 @@ def wavering(results: Results, column: Column) -> dict[str, Wavering]:
     merge.
     """
     pieces = {run: _pieces(results, column, run) for run in results.runs}
-    found: dict[str, Wavering] = {}
+    noises: dict[str, Wavering] = {}
     for run, own in pieces.items():
         alike = [other for other in pieces if other != run and results.merged_by(other) == results.merged_by(run)]
         noise, siblings = training_noise(own), [piece for other in alike for piece in pieces[other]]
         if noise is None and (noise := training_noise(siblings)) is not None:
-            found[run] = Wavering(noise, siblings=True)
+            noises[run] = Wavering(noise, siblings=True)
         elif noise is not None:
-            found[run] = Wavering(noise, siblings=False)
-    return found
+            noises[run] = Wavering(noise, siblings=False)
+    return noises
 
 
 def last_means(
@@ -79,8 +79,8 @@ def _pieces(results: Results, column: Column, run: str) -> list[list[Point]]:
 
 def outcomes_of(results: Results, column: Column, run: str) -> list[tuple[int, ColumnResult]]:
     """Returns the outcomes of a run in a column, by step."""
-    found = ((c.step, results.outcome(c, column)) for c in results.checkpoints if c.run == run)
-    return [(step, outcome) for step, outcome in found if outcome is not None]
+    outcomes = ((c.step, results.outcome(c, column)) for c in results.checkpoints if c.run == run)
+    return [(step, outcome) for step, outcome in outcomes if outcome is not None]
 
 
 class Summary(NamedTuple):
@@ -105,17 +105,17 @@ def summary(results: Results, column: Column, run: str) -> Summary:
 
 def summary_rows(results: Results, columns: Sequence[Column], run: str) -> list[tuple[str, list[str]]]:
     """Returns rows about the whole curves of a run, aligned with some columns; leaves out empty rows."""
-    found = [summary(results, column, run) for column in columns]
+    summaries = [summary(results, column, run) for column in columns]
     rows = [
-        (f"mean of the last {LAST}, ± standard error", [each.last for each in found]),
-        ("wavers by, ± standard deviation", [each.noise for each in found]),
+        (f"mean of the last {LAST}, ± standard error", [each.last for each in summaries]),
+        ("wavers by, ± standard deviation", [each.noise for each in summaries]),
     ]
     return [(name, texts) for name, texts in rows if any(texts)]
 
 
 def noise_note(results: Results, columns: Sequence[Column]) -> list[str]:
     """Returns a line with the noise of scores between checkpoints; no line if it is unknown."""
-    found = [
+    summaries = [
         (column, run, text)
         for column in columns
         for run in results.runs
@@ -125,8 +125,8 @@ def noise_note(results: Results, columns: Sequence[Column]) -> list[str]:
     lines = [
         f"{results.named(column)}{f' of {run}' if several else ''} {text.noise}"
         + (f", mean of the last {LAST} {text.last}" if text.last else "")
-        for column, run, text in found[:_SHOWN]
+        for column, run, text in summaries[:_SHOWN]
     ]
-    more = [f"{len(found) - _SHOWN} more in the report"] if len(found) > _SHOWN else []
+    more = [f"{len(summaries) - _SHOWN} more in the report"] if len(summaries) > _SHOWN else []
     measures = "± standard deviation (means: ± standard error)"
     return [f"From checkpoint to checkpoint, {measures}: {'; '.join(lines + more)}"] if lines else []

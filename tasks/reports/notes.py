@@ -28,19 +28,19 @@ def mark(results: Results, checkpoint: CheckpointReference, column: Column) -> s
 
 def remarks_on(outcome: ColumnResult) -> list[str]:
     """Returns short facts about the questions and answers behind a number."""
-    found = outcome.metric and outcome.record.noticed(outcome.metric.benchmark)
-    if not found or outcome.metric is None:
+    details = outcome.metric and outcome.record.noticed(outcome.metric.benchmark)
+    if not details or outcome.metric is None:
         return []
-    words = [text.format(count=f"{value:,}") for text, value_of in _COUNTED.items() if (value := value_of(found))]
-    completed = found.completed.get(outcome.metric.name)
+    words = [text.format(count=f"{value:,}") for text, value_of in _COUNTED.items() if (value := value_of(details))]
+    completed = details.completed.get(outcome.metric.name)
     return words + ([f"{measured(completed, None)} over the completed"] if completed is not None else [])
 
 
 _COUNTED: dict[str, Callable[[BenchmarkDetails], int | None]] = {
-    "{count} prompts cut": lambda found: found.truncated,
-    "{count} left out": lambda found: found.skipped,
-    "{count} at the length limit": lambda found: found.at_limit,
-    "{count} with reasoning that never closed": lambda found: found.unclosed,
+    "{count} prompts cut": lambda details: details.truncated,
+    "{count} left out": lambda details: details.skipped,
+    "{count} at the length limit": lambda details: details.at_limit,
+    "{count} with reasoning that never closed": lambda details: details.unclosed,
 }
 
 
@@ -59,12 +59,12 @@ def _named(record: Record) -> str:
 
 
 def _by_change(results: Results, columns: Sequence[Column]) -> dict[BuildChange, list[str]]:
-    found: dict[BuildChange, list[str]] = {}
+    by_change: dict[BuildChange, list[str]] = {}
     for column in columns:
         for change in results.build_changes(column):
-            names = found.setdefault(change, [])
+            names = by_change.setdefault(change, [])
             names += [column.benchmark] if column.benchmark not in names else []
-    return found
+    return by_change
 
 
 def _on(results: Results, column: Column) -> Iterator[str]:
@@ -76,17 +76,17 @@ def _on(results: Results, column: Column) -> Iterator[str]:
     ]
     title = f"{column.benchmark} ({column.settings})" if column.settings else column.benchmark
     for text, value_of in _COUNTED.items():
-        concerned = [(value, checkpoint, found) for checkpoint, found in shown if (value := value_of(found))]
+        concerned = [(value, checkpoint, details) for checkpoint, details in shown if (value := value_of(details))]
         if not concerned:
             continue
-        value, checkpoint, found = max(concerned, key=lambda item: item[0])
+        value, checkpoint, details = max(concerned, key=lambda item: item[0])
         others = how_many(len(concerned) - 1, "other checkpoint")
-        of = f"{text.format(count=f'{value:,}')} of {found.questions:,}"
+        of = f"{text.format(count=f'{value:,}')} of {details.questions:,}"
         yield f"{title}: {of} at {checkpoint.name}" + (f", fewer at {others}" if len(concerned) > 1 else "")
-    for checkpoint, found in shown[::-1]:
+    for checkpoint, detail in shown[::-1]:
         outcome = results.outcome(checkpoint, column)
-        if column.metric in found.completed and outcome and outcome.metric:
-            both = f"{measured(found.completed[column.metric], None)}, over all {measured(outcome.metric.value, None)}"
+        if column.metric in detail.completed and outcome and outcome.metric:
+            both = f"{measured(detail.completed[column.metric], None)}, over all {measured(outcome.metric.value, None)}"
             yield f"{title} · {column.metric}: over completed answers {both} at {checkpoint.name}"
             break
 

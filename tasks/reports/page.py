@@ -83,16 +83,16 @@ def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 def results_table(
     records: Sequence[Record],
     *,
-    wanted: RecordFilter = RecordFilter(),  # noqa: B008 - it is frozen
+    filters: RecordFilter = RecordFilter(),  # noqa: B008 - it is frozen
     parts: bool = False,
     qualifications: Sequence[Qualification] = (),
 ) -> RenderableType:
     """Returns a terminal table of checkpoints × metrics: value and uncertainty, else the status, and notes.
 
     Uses the newest record of each cell. Metrics that do not fit side by side in 80 characters get a row each. `parts`
-    adds parts of benchmarks; smooth scores are shown only if `wanted` names metrics.
+    adds parts of benchmarks; smooth scores are shown only if `filters` names metrics.
     """
-    results = Results(records, wanted=wanted, qualifications=qualifications)
+    results = Results(records, filters=filters, qualifications=qualifications)
     if not results.records:
         return Text("No records yet")
     columns = [column for column in results.columns if parts or not column.part]
@@ -283,15 +283,15 @@ def write_report(
     `records_at` is the folder of the records, `run` limits early verdicts to a run, and `questions_page` is a page in
     the same folder to link.
     """
-    beside = read_qualifications(records_at) if records_at is not None else ()
+    qualifications = read_qualifications(records_at) if records_at is not None else ()
     flags = read_flags(records_at) if records_at is not None else ()
     words = words_of_acknowledgements(records, records_at=records_at) if records_at else {}
     below = storage.join(records_at, run) if records_at and run else records_at
     early = [verdict for _, verdict in find_early(below)] if below else []
-    beside_records = [each.digest for each in flags] + [repr(word) for word in sorted(words.items())]
-    beside_records += [*(verdict.model_dump_json() for verdict in early), *filter(None, [questions_page])]
+    others = [each.digest for each in flags] + [repr(word) for word in sorted(words.items())]
+    others += [*(verdict.model_dump_json() for verdict in early), *filter(None, [questions_page])]
     made_from = fingerprint(
-        records, title=title, records_at=records_at, page=uri, qualifications=beside, others=beside_records
+        records, title=title, records_at=records_at, page=uri, qualifications=qualifications, others=others
     )
     if not is_fresh(uri, made_from):
         page = render_report(
@@ -299,7 +299,7 @@ def write_report(
             title=title,
             records_at=records_at,
             page=uri,
-            qualifications=beside,
+            qualifications=qualifications,
             flags=flags,
             acknowledged=words,
             early=early,

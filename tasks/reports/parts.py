@@ -38,7 +38,7 @@ class Group:
     """A value shared by some records, and a text that names the records, empty for all."""
 
     value: Any
-    who: str
+    record_names: str
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,10 @@ def same(records: Sequence[Record], value_of: Callable[[Record], Any]) -> list[G
         groups.setdefault(json.dumps(value, sort_keys=True, default=str), (value, []))[1].append(record)
     alone = len(groups) == 1
     several = len(_evaluators(records)) > 1
-    return [Group(value, "" if alone else _who(found, several=several)) for value, found in groups.values()]
+    return [Group(value, "" if alone else _record_names(group, several=several)) for value, group in groups.values()]
 
 
-def _who(records: Sequence[Record], *, several: bool) -> str:
+def _record_names(records: Sequence[Record], *, several: bool) -> str:
     texts = []
     for evaluator in _evaluators(records):
         names = list(dict.fromkeys(record.checkpoint.name for record in records if record.evaluator == evaluator))

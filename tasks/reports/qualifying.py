@@ -46,10 +46,10 @@ class _Question:
 
     @property
     def words(self) -> str:
-        found = [*self.scores, *(["another output"] if self.output else [])]
-        found += ["another prompt"] if self.prompt else []
-        found += [f"log-likelihoods by {self.shift:.2g}"] if self.shift else []
-        return f"{self.name}: {', '.join(found)}"
+        differences = [*self.scores, *(["another output"] if self.output else [])]
+        differences += ["another prompt"] if self.prompt else []
+        differences += [f"log-likelihoods by {self.shift:.2g}"] if self.shift else []
+        return f"{self.name}: {', '.join(differences)}"
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ def qualify(
     """
     pairs = _pairs(before, after, compared)
     tested = [
-        (pair, compare([pair[0]], [pair[1]], labels=compared, wanted=_EVERYTHING, adjustment="none", anyway=True))
+        (pair, compare([pair[0]], [pair[1]], labels=compared, filters=_EVERYTHING, adjustment="none", anyway=True))
         for pair in pairs
     ]
     _refuse_changed(result for _, comparison in tested for result in comparison.unverified)
     every = [metric for _, comparison in tested for metric in comparison.metrics]
-    found = iter(adjusted([metric.finding.p for metric in every], by="holm"))
+    p_values = iter(adjusted([metric.finding.p for metric in every], by="holm"))
     benchmarks: list[QualifiedBenchmark] = []
     for pair, comparison in tested:
         by_benchmark: dict[str, list[ComparedMetric]] = defaultdict(list)
         for metric in comparison.metrics:
-            by_benchmark[metric.benchmark].append(replace(metric, adjusted_p=next(found)))
+            by_benchmark[metric.benchmark].append(replace(metric, adjusted_p=next(p_values)))
         samples = [_samples(side) for side in pair]
         for benchmark, metrics in by_benchmark.items():
             differences = _differences(_parts(pair[0].record, benchmark), *samples)
@@ -106,13 +106,13 @@ def _pairs(
     before: Sequence[FoundRecord], after: Sequence[FoundRecord], compared: tuple[str, str]
 ) -> list[tuple[FoundRecord, FoundRecord]]:
     sides: list[dict[tuple[str, tuple[str, ...], object], FoundRecord]] = []
-    for found in (before, after):
-        ordered = sorted((item for item in found if item.record.succeeded), key=lambda item: item.record.created)
-        sides.append({_asked(item.record): item for item in ordered})
+    for entries in (before, after):
+        ordered = sorted((entry for entry in entries if entry.record.succeeded), key=lambda entry: entry.record.created)
+        sides.append({_asked(entry.record): entry for entry in ordered})
     pairs = [(sides[0][key], sides[1][key]) for key in sides[0] if key in sides[1]]
     if not pairs or len({record.record.checkpoint.digest for pair in pairs for record in pair}) > 1:
         raise BadInput(
-            expected="one checkpoint with succeeded records of the same evaluations on both sides",
+            expected="succeeded records of the same evaluations of a single checkpoint on both sides",
             found="; ".join(f"{label}: {_listed(side.values())}" for label, side in zip(compared, sides, strict=True)),
             remedy="ask the same checkpoint with both: name a pinned list in place of a folder of records",
         )
@@ -132,16 +132,16 @@ def _asked(record: Record) -> tuple[str, tuple[str, ...], object]:
     return record.evaluator, record.benchmarks, record.evaluation.get("max_eval_instances")
 
 
-def _listed(found: Iterable[FoundRecord]) -> str:
-    names = {f"{item.record.checkpoint.name} on {', '.join(item.record.benchmarks)}" for item in found}
+def _listed(entries: Iterable[FoundRecord]) -> str:
+    names = {f"{entry.record.checkpoint.name} on {', '.join(entry.record.benchmarks)}" for entry in entries}
     return ", ".join(sorted(names)) or "nothing"
 
 
-def _samples(found: FoundRecord) -> dict[str, dict[str, list[Sample]]]:
+def _samples(entry: FoundRecord) -> dict[str, dict[str, list[Sample]]]:
     samples: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
-    smooth = {metric.name for metric in found.record.metrics if metric.smooth}
+    smooth = {metric.name for metric in entry.record.metrics if metric.smooth}
     try:
-        for sample in read_samples(storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)):
+        for sample in read_samples(storage.join(entry.cell_uri, entry.record.attempt, SAMPLES_NAME)):
             scores = {name: score for name, score in sample.scores.items() if name not in smooth}
             samples[sample.benchmark][sample.id].append(sample.model_copy(update={"scores": scores}))
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def _question(name: str, before: Sequence[Sample], after: Sequence[Sample]) -> _
             if values[0] != values[1]:
                 scores.append(f"{metric} {_shown(values[0])} → {_shown(values[1])}")
         both = zip_longest(first.log_likelihoods, second.log_likelihoods, fillvalue=0.0)
-        shifts += [abs(one - other) for one, other in both]
+        shifts += [abs(likelihood - other) for likelihood, other in both]
     return _Question(name, prompt, output, tuple(dict.fromkeys(scores)), max(shifts, default=None))
 
 

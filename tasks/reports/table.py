@@ -125,7 +125,7 @@ class Results:
         self,
         records: Sequence[Record],
         *,
-        wanted: RecordFilter | None = None,
+        filters: RecordFilter | None = None,
         qualifications: Sequence[Qualification] = (),
     ) -> None:
         self.records = current_records(list(records))
@@ -139,8 +139,8 @@ class Results:
             column
             for column in _columns(self.records)
             if (
-                wanted.takes(column.benchmark, column.metric, smooth=column.smooth)
-                if wanted is not None
+                filters.takes(column.benchmark, column.metric, smooth=column.smooth)
+                if filters is not None
                 else not (column.smooth and column.part)
             )
         ]
@@ -232,20 +232,20 @@ class Results:
 
 def _columns(records: Sequence[Record]) -> list[Column]:
     asked = {(record.evaluator, benchmark): None for record in records for benchmark in record.benchmarks}
-    found: dict[tuple[str, str, str, str], tuple[bool | None, set[tuple[str, ...]]]] = {}
+    facts: dict[tuple[str, str, str, str], tuple[bool | None, set[tuple[str, ...]]]] = {}
     metrics: dict[tuple[str, str, str], bool] = {}
     for record in records:
         for metric in record.metrics:
             key = (record.evaluator, metric.benchmark, metric.name)
             metrics[key] = metric.smooth
-            found.setdefault((*key, record.evaluation_hash), (metric.higher_is_better, set()))[1].add(record.benchmarks)
-    numbered = {(evaluator, benchmark, hash_) for evaluator, benchmark, _, hash_ in found}
-    parents = {(e, name, hash_) for (e, _, _, hash_), (_, sets) in found.items() for names in sets for name in names}
+            facts.setdefault((*key, record.evaluation_hash), (metric.higher_is_better, set()))[1].add(record.benchmarks)
+    numbered = {(evaluator, benchmark, hash_) for evaluator, benchmark, _, hash_ in facts}
+    parents = {(e, name, hash_) for (e, _, _, hash_), (_, sets) in facts.items() for names in sets for name in names}
     for record in records:
         for benchmark in record.benchmarks:
             key = (record.evaluator, benchmark, record.evaluation_hash)
             if key not in numbered | parents:
-                found[record.evaluator, benchmark, "", record.evaluation_hash] = (True, set())
+                facts[record.evaluator, benchmark, "", record.evaluation_hash] = (True, set())
                 metrics[record.evaluator, benchmark, ""] = False
     hashes = {
         evaluator: newest_of_each_hash(record for record in records if record.evaluator == evaluator)
@@ -254,9 +254,9 @@ def _columns(records: Sequence[Record]) -> list[Column]:
     order = {key: place for place, key in enumerate(asked)}
     columns = []
     for key in sorted(metrics, key=lambda key: (evaluator_place(key[0]), order.get(key[:2], len(order)))):
-        series = [record for record in hashes[key[0]] if (*key, record.evaluation_hash) in found]
+        series = [record for record in hashes[key[0]] if (*key, record.evaluation_hash) in facts]
         for hash_, settings in words_of_settings(series, key[1]).items():
-            higher_is_better, sets = found[(*key, hash_)]
+            higher_is_better, sets = facts[(*key, hash_)]
             part = key[:2] not in asked
             columns.append(Column(*key, higher_is_better, part, frozenset(sets), hash_, settings, metrics[key]))
     return columns

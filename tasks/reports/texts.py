@@ -101,10 +101,10 @@ def asked_so(record: Record) -> dict[str, Any]:
         "first token": asking.bos,
         "choices": asking.loglikelihood and asking.loglikelihood.model_dump(exclude_none=True),
         "chat template": asking.chat_template and asking.chat_template[:12],
-        "data": {name: found.data[:12] for name, found in details if found.data},
-        "prompts": {name: found.prompts[:12] for name, found in details if found.prompts},
-        "known answers": {name: found.control for name, found in details if found.control},
-        "ends of answers": {name: found.finish_reasons for name, found in details if found.finish_reasons},
+        "data": {name: benchmark.data[:12] for name, benchmark in details if benchmark.data},
+        "prompts": {name: benchmark.prompts[:12] for name, benchmark in details if benchmark.prompts},
+        "known answers": {name: benchmark.control for name, benchmark in details if benchmark.control},
+        "ends of answers": {name: benchmark.finish_reasons for name, benchmark in details if benchmark.finish_reasons},
     }
     return {name: value for name, value in facts.items() if value}
 

@@ -44,13 +44,13 @@ def raise_alerts(cells: Sequence[Cell], *, since: datetime) -> None:
     folder = storage.join(evaluation_path, run)
     try:
         news = find_news(folder, since=since)
-        for found in news:
-            report_event(f"Alert: {sentence(found.known.alert)}", Raised)
+        for item in news:
+            report_event(f"Alert: {sentence(item.known.alert)}", Raised)
         tell_server(news, run_folder=folder, report=browser_address(report_uri(evaluation_path, run)))
     except AssayError as error:
-        report_event(f"alerts of {run} could not be looked for, or told: {error.found}")
+        report_event(f"alerts of {run} could not be searched or reported: {error.found}")
     except Exception as error:  # noqa: BLE001 - the boundary: the records are written already
-        report_event(f"alerts of {run} could not be looked for, or told: {type(error).__name__}: {error}")
+        report_event(f"alerts of {run} could not be searched or reported: {type(error).__name__}: {error}")
 
 
 @task(task_run_name="tell the sinks", cache_policy=NO_CACHE, persist_result=False)
@@ -64,45 +64,45 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
     series: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
     with Senders() as senders:
         for cell in cells:
-            found = standing_record(cell) if cell.config.sinks else None
-            if found is None:
+            item = standing_record(cell) if cell.config.sinks else None
+            if item is None:
                 continue
             if cell.done:
-                found = _caught_up(found, cell.config.sinks, senders)
-            record = found.record
+                item = _caught_up(item, cell.config.sinks, senders)
+            record = item.record
             for sink in cell.config.sinks:
                 state = record.sinks.get(sink.name)
                 if state is not None and state.at >= since:
                     if state.status == "published":
-                        reports[record.evaluator, sink.name] = (found, sink)
-                        series[Announcement.of(record, found.cell_uri).series.id, sink.name] = (found, sink)
+                        reports[record.evaluator, sink.name] = (item, sink)
+                        series[Announcement.of(record, item.cell_uri).series.id, sink.name] = (item, sink)
                     else:
                         reason = " ".join((state.reason or "").split())
                         report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")
         alerts = _raised(cells[0], since=since) if series else []
-        for found, sink in series.values():
-            states = publish_alerts(found.record, found.cell_uri, (sink,), alerts, senders=senders)
+        for item, sink in series.values():
+            states = publish_alerts(item.record, item.cell_uri, (sink,), alerts, senders=senders)
             _report_failures("alerts", states)
-        for found, sink in reports.values():
-            _report_failures("the report", publish_report(found.record, found.cell_uri, (sink,), senders=senders))
+        for item, sink in reports.values():
+            _report_failures("the report", publish_report(item.record, item.cell_uri, (sink,), senders=senders))
 
 
 def _raised(cell: Cell, *, since: datetime) -> list[KnownAlert]:
     try:
         known = read_alerts(storage.join(cell.config.evaluation_path, cell.reference.run)).values()
     except StorageError as error:
-        report_event(f"alerts cannot be told to sinks: {error.found}")
+        report_event(f"alerts cannot be sent to sinks: {error.found}")
         return []
     return [alert for alert in known if alert.announced and alert.found_at >= since.timestamp()]
 
 
-def _report_failures(what: str, states: Mapping[str, SinkState]) -> None:
+def _report_failures(content: str, states: Mapping[str, SinkState]) -> None:
     for name, state in states.items():
         if state.status == "failed":
-            report_event(f"{name} does not have {what}: {state.reason}")
+            report_event(f"{name} does not have {content}: {state.reason}")
 
 
-def _caught_up(found: FoundRecord, sinks: Sequence[Sink], senders: Senders) -> FoundRecord:
-    missing = missing_sinks(found.record, sinks)
-    states = publish_record(found.record, found.cell_uri, missing, senders=senders)
-    return replace(found, record=note_sinks(found.cell_uri, states) or found.record)
+def _caught_up(item: FoundRecord, sinks: Sequence[Sink], senders: Senders) -> FoundRecord:
+    missing = missing_sinks(item.record, sinks)
+    states = publish_record(item.record, item.cell_uri, missing, senders=senders)
+    return replace(item, record=note_sinks(item.cell_uri, states) or item.record)

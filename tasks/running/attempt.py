@@ -44,7 +44,7 @@ class Interruption:
         if self._interrupted.is_set():
             raise EvaluationInterrupted(
                 expected="the run to go on until the cell has its record",
-                found="it was told to end",
+                found="the run was interrupted",
                 remedy="run it again: what was answered is in the journal",
             )
 

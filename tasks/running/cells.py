@@ -114,8 +114,8 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
     _check_names(cells)
     done = sum(cell.done for cell in cells)
     if cells:
-        wanted = how_many(len(cells), "cell")
-        report_event(f"{wanted} wanted, {done} recorded already, {len(cells) - done} to evaluate")
+        count = how_many(len(cells), "cell")
+        report_event(f"{count} wanted, {done} recorded already, {len(cells) - done} to evaluate")
     return cells
 
 
@@ -128,7 +128,7 @@ def _look_at_request(config: EvaluationConfig) -> None:
 
 def _check_together(configs: Sequence[EvaluationConfig]) -> None:
     if not configs:
-        raise BadInput(expected="at least one evaluation", found="none", remedy="name a benchmark or a suite")
+        raise BadInput(expected="an evaluation", found="none", remedy="name a benchmark or a suite")
     for field, values in {
         "run": {config.run_name for config in configs},
         "evaluation_path": {config.evaluation_path for config in configs},
@@ -136,9 +136,9 @@ def _check_together(configs: Sequence[EvaluationConfig]) -> None:
     }.items():
         if len(values) > 1:
             raise BadInput(
-                expected=f"one {field} for evaluations that are made together",
+                expected=f"the same {field} in evaluations that are made together",
                 found=", ".join(sorted(values)),
-                remedy="make them one after the other, or set model_name in each",
+                remedy="make them separately, or set model_name in each",
             )
     twice = [key for key, times in Counter(_identity(config) for config in configs).items() if times > 1]
     if twice:
@@ -158,15 +158,15 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
         name for name, times in Counter(_name(config, checkpoint) for checkpoint in checkpoints).items() if times > 1
     ]
     if twice:
-        places = ", ".join(found.uri for found in checkpoints if _name(config, found) == twice[0])
+        places = ", ".join(checkpoint.uri for checkpoint in checkpoints if _name(config, checkpoint) == twice[0])
         raise BadInput(
-            expected=f"one checkpoint of each name below {config.model_path}",
+            expected=f"a single checkpoint of each name below {config.model_path}",
             found=f"{twice[0]} at {places}",
-            remedy="evaluate one run at a time: name its folder as model_path",
+            remedy="evaluate the runs separately: name the folder of each as model_path",
         )
     if config.served_model_name is not None and len(checkpoints) > 1:
         raise BadInput(
-            expected="one checkpoint for served_model_name",
+            expected="a single checkpoint for served_model_name",
             found=f"{len(checkpoints)} checkpoints",
             remedy="name one of them as model_path",
         )
@@ -187,13 +187,13 @@ def _check_names(cells: Sequence[Cell]) -> None:
     rejected: dict[str, str] = {}
     for cell in planned.values():
         own, path = cell.reference, cell.config.evaluation_path
-        for found in find_records(storage.join(path, own.run, f"step-{own.step}"), rejected=rejected):
-            other = found.record.checkpoint
+        for item in find_records(storage.join(path, own.run, f"step-{own.step}"), rejected=rejected):
+            other = item.record.checkpoint
             elsewhere = place_of(other.uri) != place_of(own.uri)
             if elsewhere and other.name == own.name and other.digest != own.digest:
                 raise BadInput(
-                    expected=f"one checkpoint called {own.name} with records in {cell.config.evaluation_path}",
-                    found=f"records of the one at {other.uri}, which differs from {own.uri}",
+                    expected=f"a single checkpoint called {own.name} with records in {cell.config.evaluation_path}",
+                    found=f"records of the checkpoint at {other.uri}, which differs from {own.uri}",
                     remedy="give its run a name of its own (model_name, --name), or choose another evaluation_path",
                 )
     for uri, reason in rejected.items():
@@ -210,13 +210,13 @@ def _check_names(cells: Sequence[Cell]) -> None:
 
 def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
     pool = config.pool_config if config.pool_name is None else None
-    wanted = config.resource_config if config.native else pool.resource_config if pool else None
-    if wanted is not None:
-        current_client().check_resources(wanted.by_machine())
-    behind = [found for found in checkpoints if config.native and any(map(is_behind_server, locations_of(found.uri)))]
+    resources = config.resource_config if config.native else pool.resource_config if pool else None
+    if resources is not None:
+        current_client().check_resources(resources.by_machine())
+    behind = [each for each in checkpoints if config.native and any(map(is_behind_server, locations_of(each.uri)))]
     if behind and (not current_client().is_local or behind[0].kind == "levanter"):
         raise BadInput(
-            expected="a checkpoint in Hugging Face layout and jobs on this machine, or one in a store that "
+            expected="a checkpoint in Hugging Face layout and jobs on this machine, or a checkpoint in a store that "
             f"{config.evaluator.title} reads itself",
             found=f"{behind[0].uri}, which is read through MLflow's server",
             remedy="download it first (mlflow artifacts download), or evaluate it with an evaluator that asks a pool",
@@ -272,7 +272,7 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
         EvaluationIncomplete, EvaluationInterrupted: not every cell has a succeeded record.
     """
     standing = {cell: standing_record(cell) for cell in cells}
-    records = {cell: found.record if found else None for cell, found in standing.items()}
+    records = {cell: item.record if item else None for cell, item in standing.items()}
     missing = {
         cell.title: record.status if record else "infra_failed"
         for cell, record in records.items()
@@ -293,5 +293,5 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
 
 def standing_record(cell: Cell) -> FoundRecord | None:
     """Returns the record that counts for a cell and its fallback: the newest success, else the newest record."""
-    found = [FoundRecord(way.uri, record) for way in cell.ways if (record := read_record(way.uri)) is not None]
-    return max(found, key=lambda item: (item.record.succeeded, item.record.created), default=None)
+    records = [FoundRecord(way.uri, record) for way in cell.ways if (record := read_record(way.uri)) is not None]
+    return max(records, key=lambda item: (item.record.succeeded, item.record.created), default=None)

@@ -50,7 +50,7 @@ class ClaimedCells:
         if self._claims is not None:
             self._claims.__enter__()
             if not self._claims.exclusive:
-                report_event("this store lets two writers create one file: claims of cells are a best effort here")
+                report_event("this store lets two writers create the same file: claims of cells are a best effort here")
         return self
 
     def __exit__(
@@ -74,9 +74,9 @@ class ClaimedCells:
             StorageError: claims cannot be read or written.
         """
         while self._left:
-            wanted = self.take()
-            if wanted or not self._wait:
-                return wanted
+            claimed = self.take()
+            if claimed or not self._wait:
+                return claimed
             if self._left:
                 self._sleep(_CLAIMS_POLL_SECONDS)
         return []
@@ -89,17 +89,17 @@ class ClaimedCells:
         acquired = claims.acquire([subject_of(cell) for cell in self._left.values()])
         ours = [cell for key, cell in self._left.items() if key in acquired.ours]
         try:
-            wanted = [cell for cell in ours if not self._has_outcome(cell)]
+            open_cells = [cell for cell in ours if not self._has_outcome(cell)]
         except BaseException:
             self.release(*ours)
             raise
         for cell in ours:
             del self._left[key_of(cell)]
-            if cell not in wanted:
+            if cell not in open_cells:
                 claims.release(key_of(cell))
-        if not wanted:
+        if not open_cells:
             self._tell(acquired.others)
-        return wanted
+        return open_cells
 
     def raise_if_lost(self, cell: Cell) -> None:
         """Raises ClaimLost if the loss is known locally; sends no request."""
@@ -128,10 +128,10 @@ class ClaimedCells:
 
     def _tell(self, others: Sequence[SeenClaim]) -> None:
         for seen in others:
-            who = seen.claim.holder if seen.readable else seen.uri
-            if who not in self._reported:
-                self._reported.add(who)
-                number = sum(other.claim.holder == who for other in others) if seen.readable else 1
+            holder = seen.claim.holder if seen.readable else seen.uri
+            if holder not in self._reported:
+                self._reported.add(holder)
+                number = sum(other.claim.holder == holder for other in others) if seen.readable else 1
                 report_event(f"waiting for {how_many(number, 'cell')} that {described(seen)} evaluates")
 
 
@@ -173,8 +173,8 @@ def subject_of(cell: Cell) -> Subject:
 def described(seen: SeenClaim) -> str:
     """Returns the holder of a claim as display text."""
     if not seen.readable:
-        return f"somebody whose claim cannot be read ({seen.uri}): it ends {LEASE_SECONDS:g} s after it was written"
+        return f"a run with a claim that cannot be read ({seen.uri}): it ends {LEASE_SECONDS:g} s after it was written"
     if seen.holder is None:
-        return "somebody who is gone"
+        return "a run that is gone"
     machine = seen.holder.process.machine.partition(" ")[0]
     return f"{seen.holder.user} on {machine} (process {seen.holder.process.pid})"

@@ -40,8 +40,8 @@ def early_verdict(attempt: Attempt) -> EarlyVerdict:
         gate=cell.early.gate,
         alpha=cell.early.alpha,
         scores=tuple(
-            score.model_copy(update={"unlike": tuple(_unlike(wanted, build, record.evaluator, qualifications))})
-            for score, wanted in zip(parsed.early, cell.early.scores, strict=True)
+            score.model_copy(update={"unlike": tuple(_unlike(planned, build, record.evaluator, qualifications))})
+            for score, planned in zip(parsed.early, cell.early.scores, strict=True)
         ),
         asked=parsed.counts.answered,
         questions=parsed.counts.requested,
@@ -57,8 +57,8 @@ def early_verdict(attempt: Attempt) -> EarlyVerdict:
 
 
 def _unlike(
-    wanted: WantedScore, build: Build, evaluator: str, qualifications: Sequence[Qualification]
+    planned: WantedScore, build: Build, evaluator: str, qualifications: Sequence[Qualification]
 ) -> Iterator[str]:
-    for before in wanted.builds:
-        if not is_qualified(before, build, qualifications, evaluator=evaluator, benchmark=wanted.benchmark):
+    for before in planned.builds:
+        if not is_qualified(before, build, qualifications, evaluator=evaluator, benchmark=planned.benchmark):
             yield from before.changes(build)

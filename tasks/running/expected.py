@@ -59,7 +59,7 @@ class Expected:
         ways = {"measured": self.measured, "guess": self.guessed, "never measured": self.cells - known}
         counted = ", ".join(f"{number:,} {way}" for way, number in ways.items() if number)
         way = "a guess" if not self.measured else "partly a guess" if self.guessed else "as measured before"
-        took = _duration(self.seconds) + (" one after the other" if known > 1 else "")
+        took = _duration(self.seconds) + (" in sequence" if known > 1 else "")
         numbers = f"{took}, {self.cost.chip_hours} chip-hours, {self.price}"
         why = f" ({self.why_unpriced})" if self.why_unpriced else ""
         lines = [f"expected for {how_many(self.cells, 'cell')}: {numbers}{why}; {way} ({counted})"]
@@ -94,7 +94,7 @@ def check_budget(expected: Expected, max_usd: float | None) -> None:
     if cost.usd > max_usd:
         raise OverBudget(
             expected=bound,
-            found=f"{cost.price} expected for {how_many(expected.cells, 'cell')}, of which nothing was begun",
+            found=f"{cost.price} expected for {how_many(expected.cells, 'cell')}; no cell was started",
             remedy="ask fewer checkpoints, benchmarks or questions (--which, --eval, --limit), or allow more: "
             "--max-usd, or max_usd of the policy",
         )
@@ -102,10 +102,10 @@ def check_budget(expected: Expected, max_usd: float | None) -> None:
         why = f": {expected.why_unpriced}" if expected.why_unpriced else ""
         raise OverBudget(
             expected=bound,
-            found=f"{cost.price} for {how_many(expected.cells, 'cell')}{why}; nothing was begun",
-            remedy="evaluate one checkpoint first without --max-usd, so that there is something to expect from; "
+            found=f"{cost.price} for {how_many(expected.cells, 'cell')}{why}; no cell was started",
+            remedy="evaluate a single checkpoint first without --max-usd, so that there is something to expect from; "
             "where the price is missing, name the region (ASSAY_REGION) and its prices (ASSAY_REGIONS); for "
-            "an endpoint of others and a judge elsewhere, whose price is never known, leave out --max-usd",
+            "an endpoint of another owner and a judge elsewhere, with prices never known, leave out --max-usd",
         )
 
 
@@ -176,12 +176,12 @@ def guess(config: EvaluationConfig, work: Sequence[Work]) -> tuple[float, str] |
     engine = engine_of(hardware(config), config.evaluator.name if config.native else "pool")
     if engine is None:
         return None
-    mine = [found for found in work if found.evaluator == config.evaluator.name]
+    mine = [item for item in work if item.evaluator == config.evaluator.name]
     asked = tuple(asked_of(task.model_dump() for task in config.evals))
     parts = [asked] if _like(mine, asked) or len(asked) == 1 else [(name,) for name in asked]
-    found = [_guessed(_like(mine, part), work, engine=engine, limit=config.max_eval_instances) for part in parts]
-    known = [part for part in found if part is not None]
-    if len(known) < len(found):
+    guesses = [_guessed(_like(mine, part), work, engine=engine, limit=config.max_eval_instances) for part in parts]
+    known = [part for part in guesses if part is not None]
+    if len(known) < len(guesses):
         return None
     return round(sum(seconds for seconds, _ in known), 1), "; ".join(dict.fromkeys(basis for _, basis in known))
 
@@ -197,7 +197,7 @@ def guess_of_tokens(
     seconds, bases = 0.0, list[str]()
     for generates in sorted({part.generates for part in asked}):
         parts = [part for part in asked if part.generates is generates]
-        alike = [found for found in work if found.engine == engine and found.generates is generates]
+        alike = [item for item in work if item.engine == engine and item.generates is generates]
         if (rated := _rate(alike) or _rate(alike, journaled=True)) is None:
             return None
         rate, measured = rated
@@ -205,7 +205,7 @@ def guess_of_tokens(
         prompts, answers = sum(part.prompt_tokens for part in parts), sum(part.answer_tokens for part in parts)
         words = "of answers"
         if generates:
-            each = sum(found.completion_tokens for found in alike) / sum(found.asked_questions for found in alike)
+            each = sum(item.completion_tokens for item in alike) / sum(item.asked_questions for item in alike)
             usual = round(each * sum(part.questions for part in parts))
             words = "of answers, their limit" if answers <= usual else f"of answers, {each:,.0f} a question as there"
             answers = min(answers, usual)
@@ -217,26 +217,26 @@ def guess_of_tokens(
 
 
 def _like(work: Sequence[Work], asked: tuple[str, ...]) -> list[Work]:
-    same = [found for found in work if found.asked == asked and found.asked_questions]
+    same = [item for item in work if item.asked == asked and item.asked_questions]
     names = [name.partition(":")[0] for name in asked]
-    others = [found for found in work if [name.partition(":")[0] for name in found.asked] == names]
-    return same or [found for found in others if found.asked_questions]
+    others = [item for item in work if [name.partition(":")[0] for name in item.asked] == names]
+    return same or [item for item in others if item.asked_questions]
 
 
 def _guessed(like: Sequence[Work], work: Sequence[Work], *, engine: str, limit: int | None) -> tuple[float, str] | None:
     if not like or (questions := _questions(like, limit)) is None:
         return None
-    asked, records = sum(found.asked_questions for found in like), sum(found.records for found in like)
-    tokens = sum(found.prompt_tokens + found.completion_tokens for found in like) / asked
+    asked, records = sum(item.asked_questions for item in like), sum(item.records for item in like)
+    tokens = sum(item.prompt_tokens + item.completion_tokens for item in like) / asked
     source = f"{how_many(records, 'record')} of {', '.join(like[0].asked)}"
-    here = [found for found in like if found.engine == engine]
+    same = [item for item in like if item.engine == engine]
     if not tokens:  # an evaluator that loads the checkpoint itself counts no tokens
-        if not any(found.engine_seconds for found in here):
+        if not any(item.engine_seconds for item in same):
             return None
-        each = sum(found.engine_seconds for found in here) / sum(found.asked_questions for found in here)
+        each = sum(item.engine_seconds for item in same) / sum(item.asked_questions for item in same)
         return questions * each, f"{questions:,} questions × {each:.2g} s ({source} on {engine})"
-    alike = [found for found in work if found.engine == engine and found.generates == like[0].generates]
-    if (rated := _rate(here) or _rate(alike) or _rate(here, journaled=True) or _rate(alike, journaled=True)) is None:
+    alike = [item for item in work if item.engine == engine and item.generates == like[0].generates]
+    if (rated := _rate(same) or _rate(alike) or _rate(same, journaled=True) or _rate(alike, journaled=True)) is None:
         return None
     rate, measured = rated
     return questions * tokens / rate, (
@@ -246,21 +246,21 @@ def _guessed(like: Sequence[Work], work: Sequence[Work], *, engine: str, limit: 
 
 
 def _rate(work: Sequence[Work], *, journaled: bool = False) -> tuple[float, int] | None:
-    found = [
+    counts = [
         (each.all_tokens, each.all_seconds) if journaled else (each.engine_tokens, each.engine_seconds) for each in work
     ]
-    tokens, seconds = sum(tokens for tokens, _ in found), sum(seconds for _, seconds in found)
-    records = sum(each.records for each, (counted, _) in zip(work, found, strict=True) if counted)
+    tokens, seconds = sum(tokens for tokens, _ in counts), sum(seconds for _, seconds in counts)
+    records = sum(each.records for each, (counted, _) in zip(work, counts, strict=True) if counted)
     return (tokens / seconds, records) if tokens and seconds else None
 
 
 def _questions(like: Sequence[Work], limit: int | None) -> int | None:
     total = 0
-    for name in {name for found in like for name in found.questions}:
-        seen = [(found, found.questions[name]) for found in like if name in found.questions]
+    for name in {name for item in like for name in item.questions}:
+        seen = [(item, item.questions[name]) for item in like if name in item.questions]
         parts = len(like[0].asked) if not name else 1  # all tasks together, if the record has no counts per task
         most = max(count for _, count in seen)
-        whole = any(found.limit is None or count < found.limit * parts for found, count in seen)
+        whole = any(item.limit is None or count < item.limit * parts for item, count in seen)
         if limit is None:
             if not whole:
                 return None
@@ -315,14 +315,14 @@ def with_expectations(
             by_config[id(cell.config)] = tariff, expectations.of(cell.config, [cell.evaluation_hash], tariff)
         return replace(cell, predicted=by_config[id(cell.config)][1])
 
-    found: dict[int, Cell] = {}
+    expected_cells: dict[int, Cell] = {}
     for cell in open_cells:
         fallback = expecting(cell.levanter_fallback) if cell.levanter_fallback is not None else None
-        found[id(cell)] = replace(expecting(cell), levanter_fallback=fallback)
+        expected_cells[id(cell)] = replace(expecting(cell), levanter_fallback=fallback)
     tariffs = (by_config[id(cell.config)][0] for cell in open_cells)
     whys = [tariff.why_unknown for tariff in tariffs if tariff.usd_per_hour is None]
-    expected = together([cell.predicted for cell in found.values()], why_unpriced=whys[0] if whys else None)
-    return [found.get(id(cell), cell) for cell in cells], expected
+    expected = together([cell.predicted for cell in expected_cells.values()], why_unpriced=whys[0] if whys else None)
+    return [expected_cells.get(id(cell), cell) for cell in cells], expected
 
 
 def expected_by_plan(cell: Cell, asked: Sequence[TokensToAsk]) -> Predicted | None:

@@ -49,7 +49,7 @@ _KEPT_LOG_LINES = 100_000
 
 
 @dataclass(eq=False)
-class _Wanted:
+class _Queued:
     evaluation: NativeEvaluation
     program: NativeProgram
     name: str
@@ -73,7 +73,7 @@ class NativeJobs:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: list[_Wanted] = []
+        self._waiting: list[_Queued] = []
         self._expected: set[int] = set()
         self._thread: threading.Thread | None = None
 
@@ -116,32 +116,32 @@ class NativeJobs:
             on_progress: called on each change of the progress.
             check: called at each poll; its exceptions end the evaluation and are raised from here.
         """
-        wanted, last = _Wanted(evaluation, program, name), None
+        queued, last = _Queued(evaluation, program, name), None
         with self._changed:
-            self._waiting.append(wanted)
+            self._waiting.append(queued)
         self.forget(position)
         try:
             ended = False
             while not ended:
                 self._start()
-                ended = wanted.ended.wait(_POLL_SECONDS)
-                if wanted.progress is not None and wanted.progress != last:
-                    last = wanted.progress
+                ended = queued.ended.wait(_POLL_SECONDS)
+                if queued.progress is not None and queued.progress != last:
+                    last = queued.progress
                     on_progress(last)
                 if not ended:
                     check()
         except BaseException:
             with self._changed:
-                wanted.abandoned = True
-                if wanted in self._waiting:
-                    self._waiting.remove(wanted)
-                    wanted.ended.set()
-            wanted.ended.wait()  # until its job goes on without it, or has ended
+                queued.abandoned = True
+                if queued in self._waiting:
+                    self._waiting.remove(queued)
+                    queued.ended.set()
+            queued.ended.wait()  # until its job goes on without it, or has ended
             raise
-        if wanted.error is not None:
-            raise wanted.error
-        assert wanted.outcome is not None, "it has ended one way or the other"
-        return wanted.outcome
+        if queued.error is not None:
+            raise queued.error
+        assert queued.outcome is not None, "it has ended with an outcome or an error"
+        return queued.outcome
 
     def _start(self) -> None:
         with self._changed:
@@ -165,13 +165,13 @@ class NativeJobs:
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: each waiting cell gets the error
                 _fail(self._taken(first), error)
 
-    def _taken(self, first: _Wanted) -> list[_Wanted]:
+    def _taken(self, first: _Queued) -> list[_Queued]:
         with self._changed:
-            taken = [wanted for wanted in self._waiting if wanted.kind == first.kind][:MOST_IN_A_JOB]
-            self._waiting = [wanted for wanted in self._waiting if wanted not in taken]
+            taken = [queued for queued in self._waiting if queued.kind == first.kind][:MOST_IN_A_JOB]
+            self._waiting = [queued for queued in self._waiting if queued not in taken]
             return taken
 
-    def _run_job(self, together: Sequence[_Wanted]) -> None:
+    def _run_job(self, together: Sequence[_Queued]) -> None:
         if not together:
             return
         try:
@@ -181,16 +181,16 @@ class NativeJobs:
                 self._follow(job, together)
             finally:
                 job.terminate()
-            for wanted in together:
-                if not (wanted.ended.is_set() or wanted.abandoned):
-                    wanted.error = _failure(job, wanted)
+            for queued in together:
+                if not (queued.ended.is_set() or queued.abandoned):
+                    queued.error = _failure(job, queued)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: each cell of the job gets the error
             _fail(together, error)
         finally:
-            for wanted in together:
-                wanted.ended.set()
+            for queued in together:
+                queued.ended.set()
 
-    def _follow(self, job: JobHandle, together: Sequence[_Wanted]) -> None:
+    def _follow(self, job: JobHandle, together: Sequence[_Queued]) -> None:
         heard_at = time.monotonic()
         while True:
             try:
@@ -205,26 +205,26 @@ class NativeJobs:
                 time.sleep(_LOOK_AGAIN_SECONDS)
                 continue
             together[at].progress = together[at].program.evaluator.progress(log.rpartition(BEGINS)[2])
-            for wanted in together[:done]:
-                if not wanted.ended.is_set() and (outcome := read_outcome(wanted.evaluation)) is not None:
-                    wanted.outcome = outcome
-                    wanted.ended.set()
-            abandoned = [wanted for wanted in together if wanted.abandoned and not wanted.ended.is_set()]
+            for queued in together[:done]:
+                if not queued.ended.is_set() and (outcome := read_outcome(queued.evaluation)) is not None:
+                    queued.outcome = outcome
+                    queued.ended.set()
+            abandoned = [queued for queued in together if queued.abandoned and not queued.ended.is_set()]
             if finished:
                 return
-            for wanted in abandoned:
+            for queued in abandoned:
                 try:
-                    give_up(wanted.evaluation)
+                    give_up(queued.evaluation)
                 except StorageError as error:
-                    report_event(f"{wanted.evaluation.checkpoint.name} is evaluated though nobody waits: {error.found}")
-            if abandoned and all(wanted.abandoned or wanted.ended.is_set() for wanted in together):
+                    report_event(f"{queued.evaluation.checkpoint.name} is evaluated, but no cell waits: {error.found}")
+            if abandoned and all(queued.abandoned or queued.ended.is_set() for queued in together):
                 return
-            for wanted in abandoned:
-                wanted.ended.set()
+            for queued in abandoned:
+                queued.ended.set()
 
 
-def _request(together: Sequence[_Wanted], client: Client) -> JobRequest:
-    evaluations = [wanted.evaluation for wanted in together]
+def _request(together: Sequence[_Queued], client: Client) -> JobRequest:
+    evaluations = [queued.evaluation for queued in together]
     if not client.is_local:
         evaluations = [with_benchmarks_there(evaluation) for evaluation in evaluations]
     first = together[0]
@@ -258,18 +258,18 @@ def _announced(job: JobHandle) -> tuple[int, int]:
     return int(done), int(at)
 
 
-def _failure(job: JobHandle, wanted: _Wanted) -> AssayError:
+def _failure(job: JobHandle, queued: _Queued) -> AssayError:
     log = job.logs(_KEPT_LOG_LINES)
-    output = wanted.evaluation.output
+    output = queued.evaluation.output
     with suppress(StorageError):  # a failed write must not hide how the job ended
         storage.write_bytes(storage.join(output, LOG_NAME), log.encode())
-    remedy = "See harness.log beside the record, then evaluate again"
-    return job_failure(job, wanted.program.evaluator, wanted.evaluation.config, log=log, remedy=remedy)
+    remedy = "See harness.log next to the record, then evaluate again"
+    return job_failure(job, queued.program.evaluator, queued.evaluation.config, log=log, remedy=remedy)
 
 
-def _fail(waiting: Sequence[_Wanted], error: Exception) -> None:
+def _fail(waiting: Sequence[_Queued], error: Exception) -> None:
     cause = error if isinstance(error, AssayError) else UnexpectedError.of(error, expected="a job that runs")
-    for wanted in waiting:
-        if not wanted.ended.is_set():
-            wanted.error = cause
-            wanted.ended.set()
+    for queued in waiting:
+        if not queued.ended.is_set():
+            queued.error = cause
+            queued.ended.set()

@@ -25,7 +25,7 @@ def tariff_of_cell(config: EvaluationConfig) -> Tariff:
     """Returns the tariff of the replica that a locally started evaluation would get; `config` is from `as_served`."""
     resources = resources_of_replica(config)
     if resources is None:
-        return Tariff(why_unknown="an endpoint of others answers, which has no price here")
+        return Tariff(why_unknown="an endpoint of another owner answers, which has no price here")
     try:
         if config.native or config.pool_name is None:
             client = current_client()
@@ -59,7 +59,7 @@ def cost_of(
     if tariff.usd_per_hour is not None and replica_seconds is not None:
         usd = round(tariff.usd_per_hour * replica_seconds / 3600, 8)
     elif why is None:
-        why = "nobody counted the seconds of its replica"
+        why = "the seconds of its replica were not counted"
     known = None
     if judged and usd is not None and (judge := judge_elsewhere(config)) is not None:
         usd, known, why = None, usd, f"the share of the judge, {judge}, is not known"

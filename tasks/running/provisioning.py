@@ -85,7 +85,7 @@ def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
             if getattr(config, name) != getattr(first, name):
                 raise BadInput(
                     expected=f"the same {name} in evaluations that are made together",
-                    found="different ones",
+                    found="different values",
                     remedy="give all of them the same; apply_chat_template and sampling can be set in each evaluation",
                 )
     return first

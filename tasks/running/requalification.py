@@ -64,7 +64,7 @@ def _environment(name: str) -> str:
     fitting = [environment for environment in known if name.startswith(environment)]
     if not fitting:
         raise BadInput(
-            expected=f"a pinned list whose name begins with its environment's: {', '.join(sorted(known))}",
+            expected=f"a pinned list with a name that begins with its environment: {', '.join(sorted(known))}",
             found=name,
             remedy="rename it, for example to lm-eval-0.4.12.txt",
         )
@@ -73,8 +73,8 @@ def _environment(name: str) -> str:
 
 def recorded_successes(evaluation_path: str, *, digest: str) -> list[FoundRecord]:
     """Returns all succeeded records of a checkpoint below a folder."""
-    found = find_records(evaluation_path)
-    return [item for item in found if item.record.checkpoint.digest == digest and item.record.succeeded]
+    records = find_records(evaluation_path)
+    return [item for item in records if item.record.checkpoint.digest == digest and item.record.succeeded]
 
 
 def asked_again(records: Sequence[Record], evaluation_path: str) -> list[list[EvaluationConfig]]:

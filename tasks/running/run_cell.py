@@ -108,7 +108,7 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
         output = _output_folder(attempt, Path(scratch))
         if attempt.failure is None:
             with attempt.noting_failure():
-                _evaluate(attempt, serving, context, output, wanted=cell)
+                _evaluate(attempt, serving, context, output, claimed=cell)
             with attempt.noting_failure():
                 _let_go(attempt)
         with attempt.noting_failure(), attempt.timed("publish"):
@@ -124,7 +124,7 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
             _close(attempt, finished=False)  # the remaining requests may be sent later
         report(done("decided early", time.monotonic() - began))
         return None
-    record = _write(attempt, context, wanted=cell)
+    record = _write(attempt, context, claimed=cell)
     _tell(attempt, record)
     report(done(record.status, time.monotonic() - began))
     if attempt.failure is not None and not record.succeeded:
@@ -144,7 +144,7 @@ def _output_folder(attempt: Attempt, scratch: Path) -> Path:
     return (storage.local_path(uri).absolute() if storage.is_local(uri) else scratch) / attempt.name
 
 
-def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, output: Path, *, wanted: Cell) -> None:
+def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, output: Path, *, claimed: Cell) -> None:
     cell = attempt.cell
     place = (context.position, context.cells)
     harness = context.harness_of(cell.config)
@@ -155,7 +155,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
 
     def check() -> None:
         if context.claimed is not None:
-            context.claimed.raise_if_lost(wanted)
+            context.claimed.raise_if_lost(claimed)
         context.interruption.raise_if_interrupted()
         if attempt.opened is not None:
             attempt.opened.check()
@@ -164,11 +164,11 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
     context.interruption.raise_if_interrupted()
     model, judge = (None, None) if cell.config.native else _open(attempt, serving, context)
     report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
-    with _as_planned(cell), _by_one_model(attempt):
+    with _as_planned(cell), _by_same_model(attempt):
         if model is None:
             attempt.parsed = _evaluate_natively(attempt, context, output, on_progress=on_progress, check=check)
         else:
-            assert harness.python is not None, "what asks an endpoint runs here"
+            assert harness.python is not None, "evaluators that ask an endpoint run here"
             with attempt.timed("evaluate"):
                 attempt.parsed = run_harness(
                     harness.evaluator,
@@ -200,7 +200,7 @@ def _as_planned(cell: Cell) -> Iterator[None]:
 
 
 @contextmanager
-def _by_one_model(attempt: Attempt) -> Iterator[None]:
+def _by_same_model(attempt: Attempt) -> Iterator[None]:
     interrupted = False
     try:
         yield
@@ -221,7 +221,7 @@ def _require_planned(cell: Cell) -> None:
         raise BenchmarksChanged(
             expected=f"the benchmarks in {benchmarks_uri(cell.config)}, and files that they name, as they were planned",
             found="other contents",
-            remedy="let nothing write there while they are evaluated, and run again: the plan is made anew",
+            remedy="let nothing write there while they are evaluated, and run again: this makes a new plan",
         )
     if cell.config.native:  # pools check the files that they serve
         require_planned(cell.folder.uri, digest_model_folder(inspect_again(cell.folder)), cell.digests)
@@ -274,7 +274,7 @@ def _evaluate_natively(
 
 def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tuple[RunningModel, RunningModel | None]:
     cell = attempt.cell
-    assert serving is not None, "cells that need an endpoint are given one"
+    assert serving is not None, "cells that need an endpoint get an endpoint"
     report(CellProgress(cell.title, context.position, context.cells, "asking for the checkpoint", 0, 0))
     with attempt.timed("open"):
         attempt.opened = serving.open(
@@ -284,12 +284,12 @@ def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tu
             mirror=storage.absolute(storage.join(cell.uri, JOURNAL_FOLDER)),
             in_chat=cell.config.asks_in_chat,
         )
-        _begin_anew_for_another_model(attempt)
+        _begin_again_for_another_model(attempt)
         context.on_open()
         return attempt.opened.running, judge_of(cell.config, attempt.opened.running)
 
 
-def _begin_anew_for_another_model(attempt: Attempt) -> None:
+def _begin_again_for_another_model(attempt: Attempt) -> None:
     weighed, uri = attempt.opened.weighed if attempt.opened else (), attempt.cell.uri
     if weighed and not same_model(weighed, weighed_at_first(uri, weighed)):
         end_scope(uri)
@@ -302,16 +302,16 @@ def _let_go(attempt: Attempt) -> None:
         attempt.requests, attempt.served = attempt.opened.counts(), attempt.opened.asked_all()
 
 
-def _write(attempt: Attempt, context: CellContext, *, wanted: Cell) -> Record:
+def _write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
     try:
         try:
-            return _prove_and_write(attempt, context, wanted=wanted)
+            return _prove_and_write(attempt, context, claimed=claimed)
         except AssayError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary: at least the failure must be recorded
             attempt.failure = attempt.failure or attempt.failure_of(error)
             attempt.parsed, attempt.served, attempt.requests = None, {}, {}
-            return _prove_and_write(attempt, context, wanted=wanted)
+            return _prove_and_write(attempt, context, claimed=claimed)
     except Exception as error:
         _close(attempt, finished=False)
         if isinstance(error, ClaimLost):
@@ -322,10 +322,10 @@ def _write(attempt: Attempt, context: CellContext, *, wanted: Cell) -> Record:
         ) from error
 
 
-def _prove_and_write(attempt: Attempt, context: CellContext, *, wanted: Cell) -> Record:
+def _prove_and_write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
     record = attempt.record()
     if context.claimed is not None:
-        context.claimed.prove(wanted)
+        context.claimed.prove(claimed)
     with attempt.timed("record"):
         return write_record(attempt.cell.uri, record)
 
@@ -339,7 +339,7 @@ def _tell(attempt: Attempt, record: Record) -> None:
         if cell.config.sinks:
             note_sinks(cell.uri, publish_record(record, cell.uri, cell.config.sinks))
     except Exception as error:  # noqa: BLE001 - the boundary: the record is written, and the next run reports it
-        report_event(f"{cell.title}: not everyone was told of its record: {attempt.failure_of(error).found}")
+        report_event(f"{cell.title}: its record was not reported everywhere: {attempt.failure_of(error).found}")
 
 
 def _close(attempt: Attempt, *, finished: bool) -> None:

@@ -277,7 +277,7 @@ class _EndpointCell:
             if same_model(now, self.weighed):
                 return
         raise EndpointUnusable(
-            expected=f"{running.model} at {running.base_url} to be one model from the first question to the last",
+            expected=f"{running.model} at {running.base_url} to be the same model from the first question to the last",
             found="fixed texts are weighed otherwise at the end than before the first question",
             remedy="change nothing of what the endpoint serves meanwhile, and evaluate again",
         )

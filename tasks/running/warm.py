@@ -66,8 +66,8 @@ class WarmPrograms:
 
     def _harness(self, configs: Sequence[EvaluationConfig]) -> Harness:
         with self._preparing:
-            if (found := self._harnesses.get(_kind(configs[0]))) is not None:
-                return found
+            if (harness := self._harnesses.get(_kind(configs[0]))) is not None:
+                return harness
             evaluator = evaluator_of(configs[0])
             python, server = None, None
             if runs_here(configs[0]):

@@ -125,14 +125,14 @@ class Announcement(BaseModel):
         each = -(-limit // max(len(benchmarks), 1))
         taken: dict[str, int] = {}
 
-        def wanted() -> Iterator[Sample]:
+        def first_of_each() -> Iterator[Sample]:
             for sample in read_samples(storage.join(self.attempt_uri, SAMPLES_NAME)):
                 taken[sample.benchmark] = taken.get(sample.benchmark, 0) + 1
                 if taken[sample.benchmark] <= each:
                     yield sample
 
         try:
-            yield from islice(wanted(), limit)
+            yield from islice(first_of_each(), limit)
         except FileNotFoundError:
             return
 
@@ -182,7 +182,7 @@ def alert_values(known: KnownAlert) -> dict[str, float]:
 def build_mark(record: Record) -> tuple[str, str]:
     """Returns a key for a record's versions, and the versions as a line of text; a new key means changed versions."""
     build = build_of(record)
-    named = {**build.engine, **build.harness, **{f"data of {name}": found for name, found in build.data.items()}}
+    named = {**build.engine, **build.harness, **{f"data of {name}": data for name, data in build.data.items()}}
     text = ", ".join(f"{name} {version}" for name, version in sorted(named.items())) + f", method {build.method}"
     return f"build/{hashlib.sha256(text.encode()).hexdigest()[:8]}", text
 

@@ -48,14 +48,14 @@ def sinks_in(sink: str | None, config: str | None) -> tuple[Sink, ...] | None:
         raise BadInput(expected="--sink or --config", found="both", remedy="leave one of them out")
     if sink is None and config is None:
         return None
-    found = load_config(config, EvaluationConfig).sinks if config is not None else _sinks_of_file(str(sink))
-    if not found:
+    sinks = load_config(config, EvaluationConfig).sinks if config is not None else _sinks_of_file(str(sink))
+    if not sinks:
         raise BadInput(
-            expected=f"at least one sink in {config or sink}",
+            expected=f"a sink in {config or sink}",
             found="none",
             remedy="start from an example in docs/how-to/publish-results.md",
         )
-    return found
+    return sinks
 
 
 def _sinks_of_file(uri: str) -> tuple[Sink, ...]:
@@ -88,13 +88,13 @@ def publish_missing(
         rejected: filled with invalid records by cell, and the reason.
     """
     every = find_records(path, rejected=rejected)
-    found = sorted(((e.cell_uri, e.record) for e in every if e.record.succeeded), key=lambda pair: pair[1].created)
-    wanted = {cell: sinks if sinks is not None else _own_sinks(record, cell) for cell, record in found}
-    if not any(wanted.values()):
+    records = sorted(((e.cell_uri, e.record) for e in every if e.record.succeeded), key=lambda pair: pair[1].created)
+    sinks_by_cell = {cell: sinks if sinks is not None else _own_sinks(record, cell) for cell, record in records}
+    if not any(sinks_by_cell.values()):
         raise BadInput(
             expected=f"succeeded records below {path}, and sinks for them",
-            found=f"{how_many(len(found), 'record')}, none of which names a sink" if found else "no succeeded record",
-            remedy="name the sinks: assay publish PATH --sink FILE" if found else "evaluate something first",
+            found=f"{how_many(len(records), 'record')}, none with a sink" if records else "no succeeded record",
+            remedy="name the sinks: assay publish PATH --sink FILE" if records else "evaluate something first",
         )
     outcomes: list[Published] = []
 
@@ -106,8 +106,8 @@ def publish_missing(
     changed: dict[tuple[str, str], tuple[str, Record, Sink]] = {}
     series: dict[tuple[str, str], tuple[str, Record, Sink]] = {}
     with Senders() as senders:
-        for cell, record in found:
-            due = tuple(wanted[cell]) if again else missing_sinks(record, wanted[cell])
+        for cell, record in records:
+            due = tuple(sinks_by_cell[cell]) if again else missing_sinks(record, sinks_by_cell[cell])
             states = publish_record(record, cell, due, senders=senders)
             note_sinks(cell, states)
             note(f"{record.checkpoint.name} {record.evaluator}", states)

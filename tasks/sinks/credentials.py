@@ -48,8 +48,8 @@ class Credentials(BaseModel):
 def credentials_of(sink: Sink) -> Credentials:
     """Returns the credentials of a sink."""
     names = (*inheritance.SENDER, *sink.variables, *sink.secret_variables)
-    found = process_environment(inherited=names)
-    inherited = {name: value for name, value in found.items() if not _NOT_OURS.fullmatch(name)}
+    environment = process_environment(inherited=names)
+    inherited = {name: value for name, value in environment.items() if not _NOT_OURS.fullmatch(name)}
     access = sink.access()
     variables = {**_DEFAULTS, **inherited, **access.variables}
     keys = [variables.get(name) for kind in sink_kinds() for name in kind.secret_variables]
@@ -88,5 +88,5 @@ def loaded_block(kind: Any, name: str) -> Any:
         raise SinkFailed(
             expected=f"the Prefect block {name} of type {kind.__name__}",
             found=scrub(message, ()),
-            remedy="create it on the server that PREFECT_API_URL names, or name another one",
+            remedy="create it on the server that PREFECT_API_URL names, or name another block",
         ) from None

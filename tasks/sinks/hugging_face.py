@@ -108,7 +108,7 @@ def _made_of(checkpoint: CheckpointReference) -> str:
         f"- {each.run}, step {each.step:,}: weight {each.weight:.6g}, digest `{each.digest[:16]}`"
         for each in checkpoint.merge.inputs
     ]
-    sentence = f"Its weights are an average of others ({checkpoint.merge}); training wrote no such checkpoint:"
+    sentence = f"Its weights are an average of checkpoints ({checkpoint.merge}); training wrote no such checkpoint:"
     return "\n".join(["", sentence, "", *inputs, ""])
 
 
@@ -138,11 +138,11 @@ def _result(record: Record, announcement: Announcement, benchmark: str, task_typ
 
 
 def _noticed(record: Record, metric: Metric) -> dict[str, float | None]:
-    found = record.noticed(metric.benchmark)
-    if found is None:
+    details = record.noticed(metric.benchmark)
+    if details is None:
         return {}
-    counts = {"truncated": found.truncated or None, "at_limit": found.at_limit or None}
-    return {**counts, "completed": found.completed.get(metric.name)}
+    counts = {"truncated": details.truncated or None, "at_limit": details.at_limit or None}
+    return {**counts, "completed": details.completed.get(metric.name)}
 
 
 def _identity(result: Any) -> tuple[str, str, str]:

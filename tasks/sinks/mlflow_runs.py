@@ -104,8 +104,8 @@ class MlflowSink(SinkConfig):
     def folder(self) -> str | None:
         """Folder of a local store, relative if it lies in the working folder."""
         folder = local_folder(self.tracking_uri)
-        here = f"{Path.cwd()}{os.sep}"
-        return folder.removeprefix(here) if folder is not None else None
+        working_folder = f"{Path.cwd()}{os.sep}"
+        return folder.removeprefix(working_folder) if folder is not None else None
 
     @property
     def shown_by(self) -> str:
@@ -169,8 +169,8 @@ def _one_at_a_time(folder: str | None) -> Iterator[None]:
 def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(sink.experiment)
-    if found is None:
+    experiment = client.get_experiment_by_name(sink.experiment)
+    if experiment is None:
         folder = local_folder(sink.tracking_uri)
         artifacts = None if folder is None else storage.join(folder, "artifacts")
         try:
@@ -178,26 +178,26 @@ def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-            found = client.get_experiment_by_name(sink.experiment)  # created by another process meanwhile
-    if found is None or found.lifecycle_stage != "active":
+            experiment = client.get_experiment_by_name(sink.experiment)  # created by another process meanwhile
+    if experiment is None or experiment.lifecycle_stage != "active":
         raise SinkFailed(
             expected=f"the experiment {sink.experiment} of {sink.tracking_uri}",
             found="it was deleted there",
-            remedy="restore it, or name another one",
+            remedy="restore it, or name another experiment",
         )
-    return found.experiment_id
+    return experiment.experiment_id
 
 
 def _parent(client: MlflowClient, experiment: str, announcement: Announcement, sink: MlflowSink) -> Run:
     series = announcement.series
     tags = {SERIES_TAG: series.id, **series_tags(announcement), **_described(sink)}
-    found = client.search_runs([experiment], f"tags.`{SERIES_TAG}` = '{series.id}'", max_results=1)
-    if not found:
+    runs = client.search_runs([experiment], f"tags.`{SERIES_TAG}` = '{series.id}'", max_results=1)
+    if not runs:
         return client.create_run(experiment, run_name=sink.run_name or series.name, tags=_cut(tags))
     if announcement.record is not None:
-        for name in (run_tags(announcement).keys() & found[0].data.tags.keys()) - tags.keys():
-            client.delete_tag(found[0].info.run_id, name)
-    return found[0]
+        for name in (run_tags(announcement).keys() & runs[0].data.tags.keys()) - tags.keys():
+            client.delete_tag(runs[0].info.run_id, name)
+    return runs[0]
 
 
 def _child(client: MlflowClient, parent: Run, announcement: Announcement) -> Run:
@@ -205,10 +205,10 @@ def _child(client: MlflowClient, parent: Run, announcement: Announcement) -> Run
     # A digest, since MLflow's filters cannot quote.
     cell = hashlib.sha256(announcement.place.encode()).hexdigest()[:16]
     tags = {_PARENT_TAG: parent.info.run_id, CELL_TAG: cell}
-    wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-    found = client.search_runs([parent.info.experiment_id], wanted, max_results=1)
-    if found:
-        return found[0]
+    query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+    runs = client.search_runs([parent.info.experiment_id], query, max_results=1)
+    if runs:
+        return runs[0]
     began = _milliseconds(announcement) - int(1000 * sum(record.seconds.values()))
     return client.create_run(parent.info.experiment_id, began, tags, record.checkpoint.name)
 

@@ -67,8 +67,8 @@ def check_reachable(place: str, name: str) -> None:
         storage.check_writable(folder)
         return
     try:
-        found = httpx.get(f"{place}/health", timeout=_REACH_SECONDS, follow_redirects=True)
-        problem = f"HTTP status {found.status_code}" if found.status_code >= 500 else None
+        response = httpx.get(f"{place}/health", timeout=_REACH_SECONDS, follow_redirects=True)
+        problem = f"HTTP status {response.status_code}" if response.status_code >= 500 else None
     except httpx.HTTPError as error:
         problem = str(error) or type(error).__name__
     if problem is not None:

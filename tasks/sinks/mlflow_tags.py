@@ -93,28 +93,28 @@ def _artifact(record: Record) -> tuple[str | None, str | None]:
     asked = str(record.evaluation.get("model_path") or "")
     if not asked.startswith(("runs:/", "models:/", "mlflow-artifacts:/")):
         return None, None
-    found = _IN_A_RUN.search(record.checkpoint.uri)
-    return (found[1], found[2]) if found else (None, None)
+    match = _IN_A_RUN.search(record.checkpoint.uri)
+    return (match[1], match[2]) if match else (None, None)
 
 
 def _harness_arguments(record: Record) -> dict[str, Any]:
-    wanted = ("evals", "max_eval_instances", "evaluator")
-    return {name: record.evaluation[name] for name in wanted if name in record.evaluation}
+    names = ("evals", "max_eval_instances", "evaluator")
+    return {name: record.evaluation[name] for name in names if name in record.evaluation}
 
 
 def datasets(record: Record) -> dict[str, dict[str, str]]:
     """Returns the data set of each benchmark that has questions of its own, in MLflow's form. Its digest is the
     revision, or that of its rows; if neither is known, that of the prompts."""
-    found: dict[str, dict[str, str]] = {}
+    by_benchmark: dict[str, dict[str, str]] = {}
     for benchmark, details in record.details.items():
         place, at, revision = (details.data or "").partition("@")
         digest = revision if at else place.rpartition(":")[2]
         source = {"data": details.data, "prompts": details.prompts, "asked by": record.evaluator}
-        found[benchmark] = {
+        by_benchmark[benchmark] = {
             "name": place if at else benchmark,
             "digest": (digest or details.prompts or "unknown")[:_DIGEST_CHARACTERS],
             "source_type": "hugging_face_hub" if at else record.evaluator,
             "source": json.dumps({key: value for key, value in source.items() if value is not None}),
             "profile": json.dumps({"num_rows": details.questions}),
         }
-    return found
+    return by_benchmark

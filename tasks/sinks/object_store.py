@@ -49,7 +49,7 @@ class ObjectStoreSink(SinkConfig):
     """Time limit of a record (wall clock); files that arrived by then are not sent again."""
 
     @model_validator(mode="after")
-    def _one_place(self) -> ObjectStoreSink:
+    def _has_single_place(self) -> ObjectStoreSink:
         if (self.url is None) == (self.block is None):
             raise ValueError("expected either url or block, found " + ("both" if self.url else "neither"))
         return self
@@ -115,18 +115,18 @@ def _local_files(announcement: Announcement, sink: ObjectStoreSink) -> Iterator[
     with tempfile.TemporaryDirectory(prefix="assay-sink-") as scratch:
         folder = Path(scratch) / "attempt"
         storage.copy_to_local(announcement.attempt_uri, folder)  # local files too: without links that lead out
-        found = sorted(path for path in folder.rglob("*") if path.is_file())
-        yield {posixpath.join(record.attempt, path.relative_to(folder).as_posix()): path for path in found}
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        yield {posixpath.join(record.attempt, path.relative_to(folder).as_posix()): path for path in paths}
 
 
 def _copy_missing(store: Any, files: dict[str, Path], folder: str) -> None:
     try:
-        there = store.find(folder, detail=True)
+        copies = store.find(folder, detail=True)
     except FileNotFoundError:
-        there = {}
+        copies = {}
     for name, path in files.items():
         target = posixpath.join(folder, name)
-        if not _is_there(there.get(target.lstrip("/")) or there.get(target), path):
+        if not _is_there(copies.get(target.lstrip("/")) or copies.get(target), path):
             store.makedirs(posixpath.dirname(target), exist_ok=True)
             store.put_file(str(path), target)
 
@@ -182,5 +182,5 @@ def _explained(url: str) -> Iterator[None]:
             remedy = "check the part before ://, and that the file system for it is installed"
         else:
             remedy = "check the network and the account; then: assay publish"
-        found = f"{code}: {message}" if code and str(code) not in message else message
-        raise SinkFailed(expected=f"to write to {url}", found=found, remedy=remedy) from error
+        problem = f"{code}: {message}" if code and str(code) not in message else message
+        raise SinkFailed(expected=f"to write to {url}", found=problem, remedy=remedy) from error

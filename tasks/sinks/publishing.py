@@ -108,7 +108,7 @@ def _state(announcement: Announcement, sink: Sink, senders: Senders, stop: Event
         return SinkState(status="published", where=scrubbed(answer.where) if answer.where else None, at=now())
     except AssayError as error:
         reason = scrubbed(str(error))
-    except Exception as error:  # noqa: BLE001 - the boundary: whatever a sink does, the cell has its record
+    except Exception as error:  # noqa: BLE001 - the boundary: however a sink fails, the cell has its record
         reason = scrubbed(f"{type(error).__name__}: {error}")
     return SinkState(status="failed", reason=reason[:_REASON_CHARACTERS], at=now())
 
@@ -133,7 +133,7 @@ def _turn(sending: Sending) -> Iterator[None]:
                     raise SinkFailed(
                         expected=f"a turn at {sink.name} within {sink.timeout_seconds:g} s",
                         found="other records of the same run are still being sent",
-                        remedy="send this one later: assay publish",
+                        remedy="send this record later: assay publish",
                     ) from None
                 time.sleep(POLL_SECONDS)
         yield

@@ -247,14 +247,14 @@ def _sent_offline(folder: Path) -> set[str]:
 def _add_alerts(run: wandb.Run, announcement: Announcement, *, known: Collection[str]) -> None:
     before: dict[str, Any] = dict(run.summary)
     latest = int(before.get(STEP_METRIC, -1))
-    for found in announcement.alerts:
-        key = f"alert/{found.alert.id}"
-        if found.alert.id in known or key in run.config:
+    for known_alert in announcement.alerts:
+        key = f"alert/{known_alert.alert.id}"
+        if known_alert.alert.id in known or key in run.config:
             continue
-        run.log({STEP_METRIC: found.alert.step, **alert_values(found)})
-        run.alert(title(found.alert)[:_TITLE_CHARACTERS], sentence(found.alert), level="WARN")
-        run.config.update({key: sentence(found.alert)})
-        latest = max(latest, found.alert.step)
+        run.log({STEP_METRIC: known_alert.alert.step, **alert_values(known_alert)})
+        run.alert(title(known_alert.alert)[:_TITLE_CHARACTERS], sentence(known_alert.alert), level="WARN")
+        run.config.update({key: sentence(known_alert.alert)})
+        latest = max(latest, known_alert.alert.step)
     run.summary.update({STEP_METRIC: latest})
     run.tags = (*(run.tags or ()), ALERT)
 

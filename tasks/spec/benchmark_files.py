@@ -51,7 +51,7 @@ def files_elsewhere(root: str, names: Iterable[str], *, arguments: Any, all_is_d
     files = sorted(names)
     # lm-eval uses the folder of the loaded benchmark or group as working directory; HELM also reads its own.
     bases = {posixpath.dirname(name) for name in files if name.endswith((".yaml", ".json"))} or {""}
-    described, found = _described(root, [name for name in files if name.endswith(".yaml")])
+    described, elsewhere = _described(root, [name for name in files if name.endswith(".yaml")])
     texts = [*_texts(arguments, is_data=all_is_data)]
     texts += [text for content in described for text in _texts(content, is_data=False)]
     if all_is_data:
@@ -62,8 +62,8 @@ def files_elsewhere(root: str, names: Iterable[str], *, arguments: Any, all_is_d
         for part in text.split("::") if is_data else (text,):
             for place in {_outside(root, base, part) for base in bases} - {None}:
                 assert place is not None
-                found.update(_files_at(place, is_data=is_data))
-    return found
+                elsewhere.update(_files_at(place, is_data=is_data))
+    return elsewhere
 
 
 def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
@@ -71,7 +71,7 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
     elsewhere: set[str] = set()
     seen: set[str] = set()
     pending = list(names)
-    here = storage.resolved(root)
+    resolved_root = storage.resolved(root)
     while pending:
         name = pending.pop()
         if name in seen:
@@ -94,7 +94,7 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
         folder = posixpath.dirname(name)
         included = content.get("include") if isinstance(content, dict) else None
         pending += [
-            _normal(here, posixpath.join(folder, text))
+            _normal(resolved_root, posixpath.join(folder, text))
             for text in (included if isinstance(included, list) else [included])
             if isinstance(text, str)
         ]
@@ -133,18 +133,18 @@ def _outside(root: str, base: str, text: str) -> str | None:
         return None
     if not posixpath.isabs(path) and not storage.is_local(root):
         return None  # the folder is copied first, without its neighbours
-    here = storage.resolved(root)
-    place = posixpath.normpath(posixpath.join(here, _normal(here, path)))
+    resolved_root = storage.resolved(root)
+    place = posixpath.normpath(posixpath.join(resolved_root, _normal(resolved_root, path)))
     real = f"{storage.resolved(place)}/"
-    inside = real.startswith(f"{here}/") and not is_hidden(real[len(here) + 1 : -1])
+    inside = real.startswith(f"{resolved_root}/") and not is_hidden(real[len(resolved_root) + 1 : -1])
     return None if place.strip("/") == "" or inside else place
 
 
-def _normal(here: str, path: str) -> str:
-    if ".." not in path.split("/") or not storage.is_local(here):
+def _normal(resolved_root: str, path: str) -> str:
+    if ".." not in path.split("/") or not storage.is_local(resolved_root):
         return posixpath.normpath(path)
-    folder, name = posixpath.split(posixpath.join(here, path))
-    return os.path.relpath(posixpath.join(storage.resolved(folder), name), here)
+    folder, name = posixpath.split(posixpath.join(resolved_root, path))
+    return os.path.relpath(posixpath.join(storage.resolved(folder), name), resolved_root)
 
 
 def _files_at(place: str, *, is_data: bool) -> list[str]:

@@ -19,7 +19,7 @@ COPIED = "benchmarks"
 
 
 def benchmarks_uri(config: EvaluationConfig) -> str:
-    """Returns the folder of an evaluation's benchmarks; the bundled ones by default."""
+    """Returns the folder of an evaluation's benchmarks; the bundled benchmarks by default."""
     return config.benchmarks_path or str(BUNDLED)
 
 
@@ -82,7 +82,7 @@ def _refuse_linked_folders(root: Path) -> None:
         for path in (Path(folder, name) for name in below):
             if path.is_symlink():
                 raise BadInput(
-                    expected="a benchmarks folder without links to other folders, whose files would not count",
+                    expected="a benchmarks folder without links to other folders; linked files would not count",
                     found=f"{path}, a link to {path.resolve()}",
                     remedy="Let benchmarks name that folder itself, or copy its files",
                 )

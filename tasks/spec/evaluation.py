@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
-from resources.tpu import largest_of_one_vm
+from resources.tpu import largest_single_vm_slice
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
 from tasks.spec.merges import MergeOptions, with_merge_named
 from tasks.spec.names import in_few_words, name_of
@@ -43,7 +43,7 @@ class EvalTaskConfig(Config):
     @model_validator(mode="after")
     def _examples_to_force(self) -> EvalTaskConfig:
         if self.force_fewshot and self.num_fewshot is None:
-            raise ValueError("expected num_fewshot beside force_fewshot, found none: say how many examples")
+            raise ValueError("expected num_fewshot with force_fewshot, found none: say how many examples")
         return self
 
     @property
@@ -77,12 +77,12 @@ class CheckpointSelection(Config):
         return "" if self.which == "all" else f", {self.which}"
 
     @model_validator(mode="after")
-    def _one_rule(self) -> CheckpointSelection:
+    def _single_rule(self) -> CheckpointSelection:
         rules = [f"which={self.which!r}"] if self.which != "all" else []
         rules += ["every_n_steps"] if self.every_n_steps is not None else []
         rules += ["steps"] if self.steps else []
         if len(rules) > 1:
-            raise ValueError(f"expected one rule that selects checkpoints, found {' and '.join(rules)}: keep one")
+            raise ValueError(f"expected a single rule for checkpoints, found {' and '.join(rules)}: remove others")
         return self
 
 
@@ -135,12 +135,12 @@ class EvaluationConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_way_of_serving(cls, values: Any) -> Any:
+    def _single_way_of_serving(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         ways = [name for name in ("pool_config", "pool_name", "base_url") if values.get(name)]
         if len(ways) > 1:
-            raise ValueError(f"expected one of pool_config, pool_name and base_url, found {', '.join(ways)}: keep one")
+            raise ValueError(f"expected pool_config, pool_name or base_url, found {', '.join(ways)}: remove others")
         if ways or is_native(values.get("evaluator")) or not isinstance(values.get("model_path"), str):
             return values
         name, _, _ = name_of(values["model_path"])
@@ -152,7 +152,7 @@ class EvaluationConfig(Config):
         return with_merge_named(values)
 
     @model_validator(mode="after")
-    def _endpoint_is_one(self) -> EvaluationConfig:
+    def _endpoint_is_valid(self) -> EvaluationConfig:
         if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):
             raise ValueError(f"expected a base_url that ends in /v1, found {self.base_url!r}")
         if self.served_model_name is not None and self.base_url is None:
@@ -160,7 +160,7 @@ class EvaluationConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _one_path(self) -> EvaluationConfig:
+    def _single_path(self) -> EvaluationConfig:
         served = self.pool_config.model.path if self.pool_config else None
         if served is not None and served.rstrip("/") != self.model_path.rstrip("/"):
             raise ValueError(
@@ -258,7 +258,7 @@ class EvaluationConfig(Config):
         resources = self.resource_config or (self.pool_config.resource_config if self.pool_config else None)
         changed = {
             "evaluator": options,
-            "resource_config": _of_one_machine(resources) if resources else None,
+            "resource_config": _of_single_machine(resources) if resources else None,
             "apply_chat_template": self.asks_in_chat,
             "model_name": self.run_name,
         }
@@ -266,10 +266,10 @@ class EvaluationConfig(Config):
         return EvaluationConfig.model_validate({**self.model_dump(exclude={*served, "evaluator"}), **changed})
 
 
-def _of_one_machine(resources: ResourceConfig) -> ResourceConfig:
+def _of_single_machine(resources: ResourceConfig) -> ResourceConfig:
     device = resources.device
     if isinstance(device, TpuConfig) and device.slice.vms > 1:
-        device = TpuConfig(variant=largest_of_one_vm(device.variant))
+        device = TpuConfig(variant=largest_single_vm_slice(device.variant))
     return resources.model_copy(update={"replicas": 1, "device": device})
 
 

@@ -106,9 +106,9 @@ class JudgeEndpoint(Config):
     judges."""
 
     @model_validator(mode="after")
-    def _one_judge(self) -> JudgeEndpoint:
+    def _single_judge(self) -> JudgeEndpoint:
         if self.base_url is not None and self.pool_name is not None:
-            raise ValueError("expected one of base_url and pool_name, found both: keep one")
+            raise ValueError("expected one of base_url and pool_name, found both: remove either")
         if self.model is None and (self.base_url is not None or self.pool_name is not None):
             raise ValueError("a judge at base_url or pool_name needs model, its name there")
         if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):

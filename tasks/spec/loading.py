@@ -41,7 +41,7 @@ def build_config(content: dict[str, Any], kind: type[_Model], *, source: str, te
     except RecursionError as error:
         raise BadInput(
             expected=f"a valid {kind.__name__} in {source}",
-            found="values nested too deep, or an alias within what it stands for",
+            found="values nested too deep, or an alias within the value that it refers to",
             remedy="correct them",
         ) from error
     except ValidationError as error:
@@ -63,14 +63,14 @@ def _line(location: tuple[int | str, ...], node: yaml.Node | None) -> str:
     for part in location:
         match node:
             case yaml.MappingNode():
-                found = next((pair for pair in node.value if pair[0].value == str(part)), None)
+                entry = next((pair for pair in node.value if pair[0].value == str(part)), None)
             case yaml.SequenceNode() if isinstance(part, int) and part < len(node.value):
-                found = (node.value[part], node.value[part])
+                entry = (node.value[part], node.value[part])
             case _:
-                found = None
+                entry = None
         # Tags of a union (cpu, gpu, tpu) and missing fields have no line in the document.
-        if found is not None:
-            line, node = found[0].start_mark.line + 1, found[1]
+        if entry is not None:
+            line, node = entry[0].start_mark.line + 1, entry[1]
     return f"line {line}: " if line is not None else ""
 
 

@@ -35,9 +35,9 @@ class MergeOptions(Config):
             case number:
                 parameter = _decimal(number)
         merge = Merge(self.kind, (Source(path, steps),), parameter)
-        found = merge_of(str(merge))  # rejects merges that have no valid name
-        assert found is not None, "it was written as one"
-        return found
+        parsed = merge_of(str(merge))  # rejects merges that have no valid name
+        assert parsed is not None, "a written merge can be parsed"
+        return parsed
 
 
 def with_merge_named(values: Any) -> Any:
@@ -45,7 +45,7 @@ def with_merge_named(values: Any) -> Any:
     if not isinstance(values, dict) or values.get("merge") is None:
         return values
     if not isinstance(path := values.get("model_path"), str) or merge_of(path) is not None:
-        raise ValueError("expected the run in model_path beside merge: name a run that holds checkpoints")
+        raise ValueError("expected the run in model_path with merge: name a run that holds checkpoints")
     merge = MergeOptions.model_validate(values["merge"]).merge(path)
     return {name: value for name, value in values.items() if name != "merge"} | {"model_path": str(merge)}
 

@@ -93,8 +93,8 @@ class SinkConfig(Config):
             if str(name) not in cls.model_fields and _KEY_FIELD.search(str(name)):
                 raise BadInput(expected=f"a {cls.__name__} without keys", found=f"the field {name}", remedy=_REMEDY)
             if any(_KEY_VALUE.search(text) for text in _texts(value)):
-                found = f"what looks like a key or a password in {name}"
-                raise BadInput(expected=f"a {cls.__name__} without keys", found=found, remedy=_REMEDY)
+                problem = f"a text that looks like a key or a password in {name}"
+                raise BadInput(expected=f"a {cls.__name__} without keys", found=problem, remedy=_REMEDY)
         return values
 
 

@@ -139,9 +139,9 @@ class Suite(Config):
     def evaluations_of(self, request: SuiteRequest) -> tuple[EvaluationConfig, ...]:
         """Returns the evaluations of a model, all served by the same pool or endpoint. If Levanter may run benchmarks,
         unsupported benchmarks become a separate evaluation."""
-        wanted = self._chosen(request)
+        evaluations = self._chosen(request)
         served = _serving(self, request)
-        return tuple(_config(asked, request, served, suite=self.name) for part in wanted for asked in _parts(part))
+        return tuple(_config(asked, request, served, suite=self.name) for part in evaluations for asked in _parts(part))
 
     def _chosen(self, request: SuiteRequest) -> tuple[SuiteEvaluation, ...]:
         labels = [evaluation.label for evaluation in self.evaluations]
@@ -246,7 +246,7 @@ def built_in_suite(name: str) -> Suite:
         near = difflib.get_close_matches(name, _contents(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there: {', '.join(_contents())}"
         raise BadInput(
-            expected="the name of a suite, or a YAML file with one",
+            expected="the name of a suite, or a YAML file with a suite",
             found=f"{name!r}; {hint}",
             remedy="correct the name; `assay suites` lists them",
         )

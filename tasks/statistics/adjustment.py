@@ -24,8 +24,8 @@ def adjusted(p_values: Sequence[float | None], *, by: Adjustment) -> list[float 
     known = [p for p in p_values if p is not None]
     if not known or by == "none":
         return list(p_values)
-    found = iter(stats.false_discovery_control(known, method="bh") if by == "bh" else _holm(known))
-    return [None if p is None else float(next(found)) for p in p_values]
+    adjusted_values = iter(stats.false_discovery_control(known, method="bh") if by == "bh" else _holm(known))
+    return [None if p is None else float(next(adjusted_values)) for p in p_values]
 
 
 def spent(number: int) -> float:

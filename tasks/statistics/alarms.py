@@ -86,23 +86,23 @@ def alarms(
     """
     watched = [_Series() for _ in series]
     limit = threshold(distance * len(series)) if series else 0.0
-    found: list[list[Alarm]] = [[] for _ in series]
+    raised: list[list[Alarm]] = [[] for _ in series]
     for at in range(max(map(len, series), default=0)):
-        here = [
+        scored = [
             (state, score, alarms)
-            for state, scores, alarms in zip(watched, series, found, strict=True)
+            for state, scores, alarms in zip(watched, series, raised, strict=True)
             if (score := scores[at] if at < len(scores) else None) is not None
         ]
-        states = [state for state, _, _ in here]
+        states = [state for state, _, _ in scored]
         by_path = [_correlations([state.paths[number] for state in states]) for number in range(len(_SLOPES))]
         for state, correlations in zip(states, zip(*by_path, strict=True), strict=True):
             state.follow(correlations)
         grown = _growth([[error / state.noise.spread for error in state.path.errors] for state in states])
         noises = _moderated([_Noise(state.noise.spread * grown, state.noise.freedom) for state in states])
-        for (state, score, alarms), noise in zip(here, noises, strict=True):
+        for (state, score, alarms), noise in zip(scored, noises, strict=True):
             if alarm := state.takes(at, score, noise=noise, limit=limit):
                 alarms.append(alarm)
-    return found
+    return raised
 
 
 def threshold(distance: float) -> float:
@@ -280,12 +280,12 @@ def _normal(deviation: float, noise: _Noise) -> float:
 def _correlations(paths: Sequence[_Path]) -> list[float]:
     weight, none = _COMMON
     common = max(0.0, sum(path.lagged[0] for path in paths) / (none + sum(path.lagged[1] for path in paths)))
-    found = []
+    correlations = []
     for path in paths:
         own = (path.lagged[0] + weight * common) / (path.lagged[1] + weight)
         hidden = (1 + 3 * own) / len(path.errors) if path.errors else 0.0  # Kendall 1954
-        found.append(max(0.0, min(_MOST_ALIKE, own + hidden)))
-    return found
+        correlations.append(max(0.0, min(_MOST_ALIKE, own + hidden)))
+    return correlations
 
 
 def _growth(series: Sequence[Sequence[float]]) -> float:

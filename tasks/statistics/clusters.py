@@ -56,7 +56,7 @@ def estimate(strata: Sequence[Stratum]) -> Estimate:
     import numpy as np
 
     value, clusters = 0.0, 0
-    found: list[_Moments] = []
+    moments: list[_Moments] = []
     constant: list[tuple[float, float, int]] = []
     alone: list[tuple[float, float]] = []
     for stratum in strata:
@@ -70,21 +70,21 @@ def estimate(strata: Sequence[Stratum]) -> Estimate:
         if number == 1:
             alone.append((mean, stratum.weight))
         else:
-            found.append(_moments(np.bincount(codes, values), np.bincount(codes, sizes), stratum.weight))
-            if found[-1].variance == 0.0:
+            moments.append(_moments(np.bincount(codes, values), np.bincount(codes, sizes), stratum.weight))
+            if moments[-1].variance == 0.0:
                 constant.append((stratum.weight, mean, number))
     if len(alone) > 1:
         means, weights = np.array(alone).T
-        found.append(_moments(means * weights, weights, float(weights.sum())))
-        if found[-1].variance == 0.0:
+        moments.append(_moments(means * weights, weights, float(weights.sum())))
+        if moments[-1].variance == 0.0:
             constant.append((float(weights.sum()), alone[0][0], len(alone)))
     elif alone:
         return Estimate(value, None, 0.0, 0.0, clusters)
-    variance = math.fsum(part.variance for part in found)
+    variance = math.fsum(part.variance for part in moments)
     if variance == 0.0:
         return Estimate(value, 0.0, math.inf, 0.0, clusters, tuple(constant))
-    freedom = variance**2 / math.fsum(part.variance**2 / part.freedom for part in found)
-    third = math.fsum(part.third for part in found)
+    freedom = variance**2 / math.fsum(part.variance**2 / part.freedom for part in moments)
+    third = math.fsum(part.third for part in moments)
     return Estimate(value, math.sqrt(variance), freedom, third / variance**1.5, clusters, tuple(constant))
 
 
@@ -112,5 +112,5 @@ def _freedom(shares: np.ndarray) -> float:
     common = float((pulled * shares).sum())
     sums = [float((spread * pulled**power).sum()) for power in range(3)]
     trace = float((spread * (weights + common - 2 * pulled)).sum())
-    beside = common**2 * sums[0] ** 2 + 2 * sums[0] * sums[2] - 4 * common * sums[0] * sums[1] + 2 * sums[1] ** 2
-    return trace**2 / (float((spread**2 * weights * (weights + 2 * common - 4 * pulled)).sum()) + beside)
+    cross_terms = common**2 * sums[0] ** 2 + 2 * sums[0] * sums[2] - 4 * common * sums[0] * sums[1] + 2 * sums[1] ** 2
+    return trace**2 / (float((spread**2 * weights * (weights + 2 * common - 4 * pulled)).sum()) + cross_terms)

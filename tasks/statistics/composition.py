@@ -75,20 +75,20 @@ def composition_of(metric: Metric, questions: Questions, metrics: Iterable[Metri
             return "its value is not the mean over single questions"
         return Composition({metric.benchmark: _asked(metric.name, own)}, {metric.benchmark: 1.0}, scale)
     for weights in _weights(metric, questions, {m.benchmark: m for m in metrics if m.name == metric.name}):
-        if found := _group(metric, questions, weights):
-            return found
+        if composition := _group(metric, questions, weights):
+            return composition
     return "single questions have no score in it"
 
 
-def mean_composition(found: Sequence[Composition | str]) -> Composition | str:
+def mean_composition(values: Sequence[Composition | str]) -> Composition | str:
     """Returns the mean of several values over the questions common to all, or the reason why there is none.
 
     Questions with differing prompts keep no prompt digest. For ratios, the sums are averaged: the mean of perplexities
     is geometric.
     """
-    compositions = [each for each in found if not isinstance(each, str)]
-    if len(compositions) < len(found):
-        return next(each for each in found if isinstance(each, str))
+    compositions = [each for each in values if not isinstance(each, str)]
+    if len(compositions) < len(values):
+        return next(each for each in values if isinstance(each, str))
     first, *others = compositions
     if not others:
         return first
@@ -117,32 +117,32 @@ def _mean_asked(each: Sequence[Asked]) -> Asked:
     )
 
 
-def composed(found: Composition) -> tuple[float, Interval]:
+def composed(whole: Composition) -> tuple[float, Interval]:
     """Returns the value computed from the questions, and its interval."""
-    return _value(found, {part: list(asked.values()) for part, asked in found.asked.items()}), _interval(found)
+    return _value(whole, {part: list(asked.values()) for part, asked in whole.asked.items()}), _interval(whole)
 
 
-def part_of(found: Composition, wanted: Callable[[str, str], bool]) -> Composition | None:
-    """Restricts a composition to the questions for which `wanted(benchmark, name)` is True; None if there are none.
+def part_of(whole: Composition, includes: Callable[[str, str], bool]) -> Composition | None:
+    """Restricts a composition to the questions for which `includes(benchmark, name)` is True; None if there are none.
 
     The weights of benchmarks without questions go to the others in proportion.
     """
-    kept = {part: {name: q for name, q in asked.items() if wanted(part, name)} for part, asked in found.asked.items()}
+    kept = {part: {name: q for name, q in asked.items() if includes(part, name)} for part, asked in whole.asked.items()}
     kept = {part: asked for part, asked in kept.items() if asked}
-    whole = math.fsum(found.weights[part] for part in kept)
-    if not kept or whole <= 0.0:
+    weight = math.fsum(whole.weights[part] for part in kept)
+    if not kept or weight <= 0.0:
         return None
-    return replace(found, asked=kept, weights={part: found.weights[part] / whole for part in kept})
+    return replace(whole, asked=kept, weights={part: whole.weights[part] / weight for part in kept})
 
 
 def with_interval(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> Metric:
     """Returns a metric with 95 % interval, and the standard error given by clusters, weights or ratios."""
-    found = composition_of(metric, questions, metrics)
-    if isinstance(found, str):
+    composition = composition_of(metric, questions, metrics)
+    if isinstance(composition, str):
         interval = normal_interval(metric.value, metric.stderr or None)
         return metric.model_copy(update={"low": interval.low, "high": interval.high})
-    interval = _interval(found)
-    keeps = found.is_plain and metric.stderr is not None
+    interval = _interval(composition)
+    keeps = composition.is_plain and metric.stderr is not None
     stderr = metric.stderr if keeps or interval.stderr is None else interval.stderr
     low, high = (None if end is None or not math.isfinite(end) else end for end in (interval.low, interval.high))
     return metric.model_copy(update={"stderr": stderr, "low": low, "high": high})
@@ -154,11 +154,11 @@ def compare_compositions(first: Composition, second: Composition) -> Paired | st
         return "they are made of other parts"
     names = {part: sorted(asked.keys() & second.asked[part].keys()) for part, asked in first.asked.items()}
     pairs = sum(map(len, names.values()))
-    if apart := [part for part, found in names.items() if not found]:
+    if apart := [part for part, common in names.items() if not common]:
         return f"they have no question of {apart[0]} in common"
     if pairs < 2:
-        return "they have one question in common, which shows nothing of others"
-    both = {part: [(first.asked[part][n], second.asked[part][n]) for n in found] for part, found in names.items()}
+        return "they have a single question in common, which is too few for a test"
+    both = {part: [(first.asked[part][n], second.asked[part][n]) for n in common] for part, common in names.items()}
     clusters = {part: [pair[1].cluster for pair in matched] for part, matched in both.items()}
     sides = [{part: [pair[side] for pair in matched] for part, matched in both.items()} for side in (0, 1)]
     if first.form is not None:
@@ -176,26 +176,26 @@ def compare_compositions(first: Composition, second: Composition) -> Paired | st
         pairs=pairs,
         only_first=sum(map(len, first.asked.values())) - pairs + first.left_out,
         only_second=sum(map(len, second.asked.values())) - pairs,
-        other_prompts=sum(one.prompt != other.prompt for one, other in matches),
+        other_prompts=sum(question.prompt != other.prompt for question, other in matches),
     )
 
 
 def _value(like: Composition, asked: Mapping[str, Sequence[Asked]]) -> float:
-    means = {part: math.fsum(q.sum for q in found) / math.fsum(q.size for q in found) for part, found in asked.items()}
+    means = {part: math.fsum(q.sum for q in group) / math.fsum(q.size for q in group) for part, group in asked.items()}
     mean = math.fsum(like.weights[part] * mean for part, mean in means.items())
     return like.scale * mean if like.form is None else ratio_value(mean, like.form)
 
 
-def _interval(found: Composition) -> Interval:
-    if found.form is not None:
-        [asked] = found.asked.values()
+def _interval(composition: Composition) -> Interval:
+    if composition.form is not None:
+        [asked] = composition.asked.values()
         sums = [(question.sum, question.size) for question in asked.values()]
-        return ratio_interval(sums, [question.cluster for question in asked.values()], form=found.form)
+        return ratio_interval(sums, [question.cluster for question in asked.values()], form=composition.form)
     strata = [
-        Stratum([q.sum for q in asked.values()], [q.cluster for q in asked.values()], found.weights[part])
-        for part, asked in found.asked.items()
+        Stratum([q.sum for q in asked.values()], [q.cluster for q in asked.values()], composition.weights[part])
+        for part, asked in composition.asked.items()
     ]
-    return mean_interval(strata).scaled(found.scale)
+    return mean_interval(strata).scaled(composition.scale)
 
 
 def _asked(name: str, questions: Sequence[Question]) -> dict[str, Asked]:
@@ -239,6 +239,6 @@ def _group(metric: Metric, questions: Questions, weights: Mapping[str, float]) -
     asked = {part: _asked(metric.name, questions.get(part, ())) for part in weights}
     if not asked or not all(asked.values()) or any(q.size != 1.0 for part in asked.values() for q in part.values()):
         return None
-    mean = _value(Composition(asked, weights), {part: list(found.values()) for part, found in asked.items()})
+    mean = _value(Composition(asked, weights), {part: list(by_name.values()) for part, by_name in asked.items()})
     scale = next((scale for scale in _SCALES if is_close(mean * scale, metric.value)), None)
     return None if scale is None else Composition(asked, weights, scale)

@@ -107,11 +107,11 @@ class EarlyDecision:
         return np.stack([course <= rest[0], course > rest[1]])
 
     def _paths(self, course: np.ndarray, added: np.ndarray, *, first: int) -> np.ndarray:
-        here = slice(first, first + len(added))
+        span = slice(first, first + len(added))
         left = len(self._starts) - 1 - first - np.arange(len(added))
         means = course[:-1] / left
-        above = (added - means) / np.maximum(means - self._least[here], _LEAST_ROOM)
-        below = (means - added) / np.maximum(self._most[here] - means, _LEAST_ROOM)
+        above = (added - means) / np.maximum(means - self._least[span], _LEAST_ROOM)
+        below = (means - added) / np.maximum(self._most[span] - means, _LEAST_ROOM)
         gains = np.log1p(np.maximum(np.stack([above, below]), -1.0)[:, :, None] * BETS)
         return np.concatenate([np.zeros((2, 1, len(BETS))), np.cumsum(gains, axis=1)], axis=1)
 
@@ -153,14 +153,14 @@ class EarlyAsking:
     """Decides several scores over the same request order; questions needed only by decided scores are skipped.
 
     Args:
-        wanted: `draws` has the draw of each question in request order; `scores` has for each score the indices of its
+        plan: `draws` has the draw of each question in request order; `scores` has for each score the indices of its
             `questions`, their `shares` and `predictions`, its `metric`, `threshold` and `alpha`, and `bound` and
             `mirrored` as in `unit_score`.
     """
 
-    def __init__(self, wanted: Mapping[str, Any]) -> None:
-        self._draws: Sequence[int] = wanted["draws"]
-        self._scores: Sequence[Mapping[str, Any]] = wanted["scores"]
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        self._draws: Sequence[int] = plan["draws"]
+        self._scores: Sequence[Mapping[str, Any]] = plan["scores"]
         self.decisions = [
             EarlyDecision(
                 draws=[self._draws[place] for place in score["questions"]],
@@ -177,9 +177,9 @@ class EarlyAsking:
     def next(self, number: int) -> list[int]:
         """Returns the next `number` question indices of undecided scores, more to complete a draw, none at the end."""
         pairs = zip(self._scores, self.decisions, strict=True)
-        open_ones = {place for score, decision in pairs if not decision.word for place in score["questions"]}
+        open_places = {place for score, decision in pairs if not decision.word for place in score["questions"]}
         places: list[int] = []
-        for place in sorted(open_ones - self._answered.keys()):
+        for place in sorted(open_places - self._answered.keys()):
             if len(places) >= number and self._draws[place] != self._draws[places[-1]]:
                 break
             places.append(place)
@@ -191,15 +191,15 @@ class EarlyAsking:
         for score, decision in zip(self._scores, self.decisions, strict=True):
             if decision.word:
                 continue
-            found: list[float] = []
+            unit_scores: list[float] = []
             for place in score["questions"][decision.asked :]:
                 if place not in self._answered:
                     break
                 value = self._answered[place].get(score["metric"])
                 if value is None:
                     raise ValueError(f"no score in {score['metric']}")
-                found.append(unit_score(value, bound=score["bound"], mirrored=score["mirrored"]))
-            decision.add(found)
+                unit_scores.append(unit_score(value, bound=score["bound"], mirrored=score["mirrored"]))
+            decision.add(unit_scores)
 
 
 def unit_score(value: float, *, bound: float, mirrored: bool) -> float:

@@ -38,18 +38,18 @@ def mean_interval(strata: Sequence[Stratum]) -> Interval:
     """
     import numpy as np
 
-    found = estimate(strata)
+    mean = estimate(strata)
     values = np.concatenate([np.asarray(stratum.values, dtype=float) for stratum in strata])
     if np.isin(values, (0.0, 1.0)).all():
-        alone = len(strata) == 1 and found.clusters == len(values)
-        ends = _share(int(values.sum()), len(values)) if alone else _clustered_share(found, len(values))
-    elif not found.stderr:
-        return Interval(found.stderr, None, None)
+        alone = len(strata) == 1 and mean.clusters == len(values)
+        ends = _share(int(values.sum()), len(values)) if alone else _clustered_share(mean, len(values))
+    elif not mean.stderr:
+        return Interval(mean.stderr, None, None)
     else:
-        ends = _mean(found, found.stderr)
-    if len(strata) > 1 and found.constant:
-        ends = _with_constant(found, ends, least=min(0.0, values.min()), most=max(1.0, values.max()))
-    return Interval(found.stderr, *ends)
+        ends = _mean(mean, mean.stderr)
+    if len(strata) > 1 and mean.constant:
+        ends = _with_constant(mean, ends, least=min(0.0, values.min()), most=max(1.0, values.max()))
+    return Interval(mean.stderr, *ends)
 
 
 def unseen_reach(parts: Sequence[tuple[float, int]]) -> float:
@@ -68,13 +68,13 @@ def unseen_reach(parts: Sequence[tuple[float, int]]) -> float:
 
 def ratio_interval(sums: Sequence[tuple[float, float]], clusters: Sequence[Hashable], *, form: RatioForm) -> Interval:
     """Returns the interval of a ratio of log-likelihoods to units, such as a perplexity, computed in nats."""
-    found = estimate([Stratum([pair[0] for pair in sums], clusters, sizes=[pair[1] for pair in sums])])
-    value = ratio_value(found.value, form)
-    if found.stderr is None:
+    mean = estimate([Stratum([pair[0] for pair in sums], clusters, sizes=[pair[1] for pair in sums])])
+    value = ratio_value(mean.value, form)
+    if mean.stderr is None:
         return Interval(None, None, None)
-    reach = quantile(found.freedom) * found.stderr
-    ends = (ratio_value(found.value + reach, form), ratio_value(found.value - reach, form))
-    return Interval(found.stderr * abs(ratio_slope(value, form)), *ends, "t interval of a ratio of sums, taken in nats")
+    reach = quantile(mean.freedom) * mean.stderr
+    ends = (ratio_value(mean.value + reach, form), ratio_value(mean.value - reach, form))
+    return Interval(mean.stderr * abs(ratio_slope(value, form)), *ends, "t interval of a ratio of sums, taken in nats")
 
 
 def normal_interval(value: float, stderr: float | None) -> Interval:
@@ -129,12 +129,12 @@ def _share(right: int, questions: int) -> tuple[float, float, str]:
     return middle - half, middle + half, "Wilson"
 
 
-def _clustered_share(found: Estimate, questions: int) -> tuple[float | None, float | None, str]:
-    share, variance = min(1.0, max(0.0, found.value)), (found.stderr or 0.0) ** 2
-    if found.stderr is None and found.clusters < 2:
+def _clustered_share(mean: Estimate, questions: int) -> tuple[float | None, float | None, str]:
+    share, variance = min(1.0, max(0.0, mean.value)), (mean.stderr or 0.0) ** 2
+    if mean.stderr is None and mean.clusters < 2:
         return None, None, ""
-    effective = min(questions, share * (1 - share) / variance) if variance else found.clusters
-    reach = quantile(found.freedom if variance else found.clusters - 1)
+    effective = min(questions, share * (1 - share) / variance) if variance else mean.clusters
+    reach = quantile(mean.freedom if variance else mean.clusters - 1)
     spread = reach**2 / effective
     middle = (share + spread / 2) / (1 + spread)
     half = reach / (1 + spread) * math.sqrt(share * (1 - share) / effective + spread / (4 * effective))
@@ -142,24 +142,24 @@ def _clustered_share(found: Estimate, questions: int) -> tuple[float | None, flo
 
 
 def _with_constant(
-    found: Estimate, ends: tuple[float | None, float | None, str], *, least: float, most: float
+    whole: Estimate, ends: tuple[float | None, float | None, str], *, least: float, most: float
 ) -> tuple[float | None, float | None, str]:
     low, high, method = ends
     if low is None or high is None:
         return ends
-    if not found.stderr:
-        low = high = found.value
-    down = unseen_reach([(weight * (mean - least), number) for weight, mean, number in found.constant])
-    up = unseen_reach([(weight * (most - mean), number) for weight, mean, number in found.constant])
-    reached = found.value - math.hypot(found.value - low, down), found.value + math.hypot(high - found.value, up)
+    if not whole.stderr:
+        low = high = whole.value
+    down = unseen_reach([(weight * (mean - least), number) for weight, mean, number in whole.constant])
+    up = unseen_reach([(weight * (most - mean), number) for weight, mean, number in whole.constant])
+    reached = whole.value - math.hypot(whole.value - low, down), whole.value + math.hypot(high - whole.value, up)
     return max(least, reached[0]), min(most, reached[1]), f"MOVER: {method}; parts that are all the same by clusters"
 
 
-def _mean(found: Estimate, stderr: float) -> tuple[float, float, str]:
-    reach, third = quantile(found.freedom), found.skewness / 3
+def _mean(mean: Estimate, stderr: float) -> tuple[float, float, str]:
+    reach, third = quantile(mean.freedom), mean.skewness / 3
 
     def end(reach: float) -> float:
-        bent = (math.cbrt(1 + 3 * third * (reach - found.skewness / 6)) - 1) / third if abs(third) > 1e-6 else reach
-        return found.value - bent * stderr
+        bent = (math.cbrt(1 + 3 * third * (reach - mean.skewness / 6)) - 1) / third if abs(third) > 1e-6 else reach
+        return mean.value - bent * stderr
 
     return end(reach), end(-reach), "t interval, corrected for skewness"

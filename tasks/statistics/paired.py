@@ -140,19 +140,19 @@ def paired_ratio(
     """Compares two ratios of log-likelihoods to units over the same documents, by each document's influence on both."""
     import numpy as np
 
-    one, other = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-    ratios = [float(side[:, 0].sum() / side[:, 1].sum()) for side in (one, other)]
+    before, after = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
+    ratios = [float(side[:, 0].sum() / side[:, 1].sum()) for side in (before, after)]
     values = [ratio_value(ratio, form) for ratio in ratios]
     slopes = [ratio_slope(value, form) for value in values]
-    units = one[:, 1] + other[:, 1]
+    units = before[:, 1] + after[:, 1]
     added = [
         slope * (side[:, 0] - ratio * side[:, 1]) / side[:, 1].sum()
-        for side, ratio, slope in zip((one, other), ratios, slopes, strict=True)
+        for side, ratio, slope in zip((before, after), ratios, slopes, strict=True)
     ]
     difference = values[1] - values[0]
     influence = (added[1] - added[0]) * units.sum() + difference * units
-    found = _paired_t([Stratum(influence, clusters, sizes=units)], largest=math.nan)
-    return replace(found, test="paired ratio" if found.p is not None else "none", difference=difference)
+    finding = _paired_t([Stratum(influence, clusters, sizes=units)], largest=math.nan)
+    return replace(finding, test="paired ratio" if finding.p is not None else "none", difference=difference)
 
 
 def compare_means(first: float, second: float, *, stderrs: tuple[float | None, float | None]) -> Finding:
@@ -168,20 +168,20 @@ def compare_means(first: float, second: float, *, stderrs: tuple[float | None, f
 
 
 def _paired_t(differences: Sequence[Stratum], *, largest: float) -> Finding:
-    found = estimate(differences)
-    if found.stderr is None:
-        return Finding("none", found.value, None, None, None)
-    if math.isnan(largest) and found.stderr == 0.0:  # equal likelihoods, as only the same weights give
-        p = 1.0 if found.value == 0.0 else None
-        return Finding("paired t", found.value, found.value, found.value, p, 0.0, clusters=found.clusters)
+    change = estimate(differences)
+    if change.stderr is None:
+        return Finding("none", change.value, None, None, None)
+    if math.isnan(largest) and change.stderr == 0.0:  # equal likelihoods, as only the same weights give
+        p = 1.0 if change.value == 0.0 else None
+        return Finding("paired t", change.value, change.value, change.value, p, 0.0, clusters=change.clusters)
     # Limits the share of unseen clusters with other values: with more of them, some would have been seen.
-    hidden = found.constant if found.stderr == 0.0 or len(differences) > 1 else ()
+    hidden = change.constant if change.stderr == 0.0 or len(differences) > 1 else ()
     unseen = unseen_reach([(weight * (largest + abs(mean)), number) for weight, mean, number in hidden])
-    errors = quantile(found.freedom)
-    stderr = math.hypot(found.stderr, unseen / errors)
-    if found.stderr > 0.0:
-        p = 2 * tail_beyond(abs(found.value) / stderr, found.freedom)
+    errors = quantile(change.freedom)
+    stderr = math.hypot(change.stderr, unseen / errors)
+    if change.stderr > 0.0:
+        p = 2 * tail_beyond(abs(change.value) / stderr, change.freedom)
     else:
-        p = 2.0 ** (1 - min((number for _, mean, number in hidden if mean != 0.0 != found.value), default=1))
-    ends = found.value - errors * stderr, found.value + errors * stderr
-    return Finding("paired t", found.value, *ends, p, stderr, found.freedom, found.clusters)
+        p = 2.0 ** (1 - min((number for _, mean, number in hidden if mean != 0.0 != change.value), default=1))
+    ends = change.value - errors * stderr, change.value + errors * stderr
+    return Finding("paired t", change.value, *ends, p, stderr, change.freedom, change.clusters)

@@ -15,24 +15,24 @@ class QuestionScores:
     def __init__(self) -> None:
         self._read: dict[tuple[str, str], KeptSamples | StorageError | None] = {}
 
-    def of(self, found: FoundRecord, metric: Metric) -> Composition | str:
+    def of(self, entry: FoundRecord, metric: Metric) -> Composition | str:
         """Returns the questions behind a metric, or the reason why they are unknown."""
-        kept = self._kept(found)
+        kept = self._kept(entry)
         if kept is None:
             return "no samples were kept"
         if isinstance(kept, StorageError):
             return f"its samples cannot be read: {kept.found}"
-        return composition_of(metric, kept.questions, found.record.metrics)
+        return composition_of(metric, kept.questions, entry.record.metrics)
 
-    def verified(self, found: FoundRecord) -> Verification:
+    def verified(self, entry: FoundRecord) -> Verification:
         """Verifies a record by its own digests and its samples."""
-        return verified_with(found, self._kept(found))
+        return verified_with(entry, self._kept(entry))
 
-    def _kept(self, found: FoundRecord) -> KeptSamples | StorageError | None:
-        place = found.cell_uri, found.record.attempt
+    def _kept(self, entry: FoundRecord) -> KeptSamples | StorageError | None:
+        place = entry.cell_uri, entry.record.attempt
         if place not in self._read:
             try:
-                self._read[place] = kept_samples(found)
+                self._read[place] = kept_samples(entry)
             except StorageError as error:
                 self._read[place] = error
         return self._read[place]

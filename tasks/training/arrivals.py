@@ -67,12 +67,12 @@ class ArrivingCheckpoints:
         for folder in settled:
             if self._looked_into.get(folder) == now[folder]:
                 continue
-            found = checkpoint_at(folder)
+            checkpoint = checkpoint_at(folder)
             looked_into[folder] = now[folder]
-            if found is not None and found.complete:
-                arrived.append(found)
-            elif found is not None and last:
-                report_event(f"left out {found.uri}: {'; '.join(found.problems)}")
+            if checkpoint is not None and checkpoint.complete:
+                arrived.append(checkpoint)
+            elif checkpoint is not None and last:
+                report_event(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
         self._looked_into |= looked_into  # only now: an unreadable checkpoint must not mark the others as returned
         self._complete |= {checkpoint.step for checkpoint in arrived}
         if self._every is not None:
@@ -146,36 +146,36 @@ class ArrivingCells:
     def _look(self) -> None:
         # before listing, so that the last checkpoints are found
         ended = self._training is None or self._training.has_ended()
-        found: list[Checkpoint] = []
+        new_checkpoints: list[Checkpoint] = []
         ours: list[Cell] = []
         try:
-            found = self._exports.find_new(last=ended)
-            self._claimed.add(self._plan(found))
+            new_checkpoints = self._exports.find_new(last=ended)
+            self._claimed.add(self._plan(new_checkpoints))
             ours = self._taken()
         except (StorageError, CheckpointError) as error:
             if ended:
                 raise
             report_event(f"looking again for checkpoints: {error.found}")
-            self._exports.forget(checkpoint.uri for checkpoint in found)
+            self._exports.forget(checkpoint.uri for checkpoint in new_checkpoints)
         self.wanted += ours
         self._ended = ended
         if not ours and not ended:
             self._sleep(self._poll_seconds)
 
-    def _plan(self, found: Sequence[Checkpoint]) -> list[Cell]:
-        if not found:
+    def _plan(self, new_checkpoints: Sequence[Checkpoint]) -> list[Cell]:
+        if not new_checkpoints:
             return []
         fresh: list[Cell] = []
-        for cell in self._plan_cells(self._configs, found):
+        for cell in self._plan_cells(self._configs, new_checkpoints):
             self.planned[cell.reference.name, cell.evaluation_hash] = cell
-            if not cell.done and cell.uri not in self._asked and self._is_the_one_begun(cell):
+            if not cell.done and cell.uri not in self._asked and self._is_unchanged(cell):
                 fresh.append(cell)
         self._asked |= {cell.uri for cell in fresh}
         return fresh
 
     def _taken(self) -> list[Cell]:
         ours = self._claimed.take()
-        others = [cell for cell in ours if not self._is_the_one_begun(cell)]
+        others = [cell for cell in ours if not self._is_unchanged(cell)]
         self._claimed.release(*others)
         ours = [cell for cell in ours if cell not in others]
         try:
@@ -189,10 +189,10 @@ class ArrivingCells:
         self._digests |= {cell.reference.name: cell.reference.digest for cell in ours}
         return ours
 
-    def _is_the_one_begun(self, cell: Cell) -> bool:
+    def _is_unchanged(self, cell: Cell) -> bool:
         same = self._digests.get(cell.reference.name, cell.reference.digest) == cell.reference.digest
         if not same:  # requests in flight use its name, and would be answered by other weights
-            report_event(f"{cell.reference.name} was written again and is another one now: evaluate it afterwards")
+            report_event(f"{cell.reference.name} was written again, with other weights: evaluate it afterwards")
         return same
 
 

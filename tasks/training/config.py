@@ -69,8 +69,8 @@ class TrainLmOnPodConfig(Config):
     def _replicas_train_together(self) -> TrainLmOnPodConfig:
         if self.resources.replicas > 1 and not isinstance(self.resources.device, TpuConfig):
             raise ValueError(
-                f"expected one replica, found {self.resources.replicas}: only TPU slices find each other; these would "
-                "train apart and write into one folder"
+                f"expected a single replica, found {self.resources.replicas}: only TPU slices find each other; these "
+                "would train apart and write into the same folder"
             )
         return self
 

@@ -118,7 +118,7 @@ def plan_training(config: TrainLmOnPodConfig) -> Training:
 def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
     """Returns the job of a training; preempted attempts are retried, failed attempts are not."""
     workspace = Path.cwd()
-    resources = _of_one_type_where_variables_differ(config.resources, workspace)
+    resources = _of_single_type_where_variables_differ(config.resources, workspace)
     variables = variables_of(
         planned,
         config.env_vars,
@@ -138,7 +138,7 @@ def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
     )
 
 
-def _of_one_type_where_variables_differ(resources: ResourceConfig, workspace: Path) -> ResourceConfig:
+def _of_single_type_where_variables_differ(resources: ResourceConfig, workspace: Path) -> ResourceConfig:
     first, *others = (accelerator_defaults(workspace, choice.device) for choice in resources.choices)
     return resources if all(other == first for other in others) else resources.choices[0]
 

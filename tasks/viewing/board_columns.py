@@ -41,11 +41,11 @@ class BoardColumns:
         self.board = board
         self._kept = kept
         self._unreadable = unreadable
-        places = [place_of(found) for found in board.records]
+        places = [place_of(entry) for entry in board.records]
         self._unread = [number for number in board.with_samples if places[number] not in read]
-        there = set(board.with_samples).difference(self._unread)
+        loaded = set(board.with_samples).difference(self._unread)
         self._columns: list[HeldColumn | None] = [
-            kept.column(place, board.shown.benchmark) if number in there else None
+            kept.column(place, board.shown.benchmark) if number in loaded else None
             for number, place in enumerate(places)
         ]
         self._names, self._places = _aligned(self._columns, kept)
@@ -74,13 +74,13 @@ class BoardColumns:
     @cached_property
     def scales(self) -> list[Scale]:
         """Metrics of single questions, published first; the scale is [0, 1], or the range of scores beyond that."""
-        found: dict[str, list[float]] = {}
+        ends: dict[str, list[float]] = {}
         for column in filter(None, self._columns):
             for metric in column.metrics:
-                found.setdefault(metric.name, []).extend((metric.low, metric.high))
+                ends.setdefault(metric.name, []).extend((metric.low, metric.high))
         published = self.board.metrics
-        names = [*(name for name in published if name in found), *(name for name in found if name not in published)]
-        return [_scale(name, found[name], self.board) for name in names]
+        names = [*(name for name in published if name in ends), *(name for name in ends if name not in published)]
+        return [_scale(name, ends[name], self.board) for name in names]
 
     def scores(self, metric: int) -> np.ndarray:
         """Returns the bytes of a metric, checkpoints × questions."""
@@ -103,13 +103,13 @@ class BoardColumns:
         """Returns the flags, checkpoints × questions; 0 for questions missing at a checkpoint."""
         import numpy as np
 
-        found = np.zeros((len(self._columns), len(self._names)), dtype=np.uint8)
+        all_flags = np.zeros((len(self._columns), len(self._names)), dtype=np.uint8)
         for number, column in enumerate(self._columns):
             if column is not None:
                 withheld = UNSCORED if self.board.shown.checkpoints[number].status == "withheld" else 0
                 flags = np.frombuffer(column.flags, dtype=np.uint8) | withheld
-                found[number] = self._spread(number, flags, absent=0)
-        return found
+                all_flags[number] = self._spread(number, flags, absent=0)
+        return all_flags
 
     def question(self, number: int) -> ViewedQuestion:
         asked: _Texts | None = None
@@ -133,8 +133,8 @@ class BoardColumns:
 
     def search(self, text: str, *, is_over: Callable[[], bool]) -> Found:
         """Searches prompts and answers for a text, ignoring case, until `is_over` returns True."""
-        wanted = text.casefold()
-        escaped = orjson.dumps(wanted)[1:-1].decode()
+        folded = text.casefold()
+        escaped = orjson.dumps(folded)[1:-1].decode()
         in_questions: set[int] = set()
         in_answers: set[int] = set()
         seen: set[tuple[int, bytes]] = set()
@@ -148,10 +148,10 @@ class BoardColumns:
                 if (numbers[block * BLOCK], digest) not in seen:
                     seen.add((numbers[block * BLOCK], digest))
                     for row, texts in _rows_with(self._kept.texts(digest), escaped):
-                        if any(wanted in part.casefold() for part in _flat(texts)):
+                        if any(folded in part.casefold() for part in _flat(texts)):
                             in_questions.add(numbers[block * BLOCK + row])
-                for row, found in _rows_with(self._kept.answers(column, block), escaped):
-                    if any(wanted in answer["output"].casefold() for answer in found):
+                for row, answers in _rows_with(self._kept.answers(column, block), escaped):
+                    if any(folded in answer["output"].casefold() for answer in answers):
                         in_answers.add(numbers[block * BLOCK + row])
         return Found(sorted(in_questions), sorted(in_answers), complete=True)
 
@@ -159,13 +159,13 @@ class BoardColumns:
         import numpy as np
 
         places = self._places[checkpoint]
-        found = np.full(len(self._names), absent, dtype=np.uint8)
+        spread = np.full(len(self._names), absent, dtype=np.uint8)
         if places is None:
-            found[: len(values)] = values
+            spread[: len(values)] = values
         else:
-            there = places != _ABSENT
-            found[there] = values[places[there]]
-        return found
+            present = places != _ABSENT
+            spread[present] = values[places[present]]
+        return spread
 
     def _place(self, checkpoint: int, number: int) -> int:
         places, column = self._places[checkpoint], self._columns[checkpoint]
@@ -180,8 +180,8 @@ class BoardColumns:
         if places is None:
             return range(column.size)
         numbers = np.empty(column.size, dtype=np.int64)
-        there = np.flatnonzero(places != _ABSENT)
-        numbers[places[there]] = there
+        present = np.flatnonzero(places != _ABSENT)
+        numbers[places[present]] = present
         return numbers.tolist()
 
     def _texts(self, column: HeldColumn, place: int) -> _Texts:
@@ -194,11 +194,11 @@ def _aligned(
 ) -> tuple[dict[tuple[str, str], str | None], list[np.ndarray | None]]:
     import numpy as np
 
-    there = [column for column in columns if column is not None]
-    if not there:
+    loaded = [column for column in columns if column is not None]
+    if not loaded:
         return {}, [None] * len(columns)
-    fullest = max(there, key=lambda column: column.size)
-    questions = dict.fromkeys([fullest.questions, *(column.questions for column in there)])
+    fullest = max(loaded, key=lambda column: column.size)
+    questions = dict.fromkeys([fullest.questions, *(column.questions for column in loaded)])
     read = {digest: named_questions(kept.texts(digest)) for digest in questions}
     clusters: dict[tuple[str, str], str | None] = {}
     for part, name, cluster in chain.from_iterable(read.values()):

@@ -33,12 +33,12 @@ class Board:
         return [number for number, checkpoint in enumerate(self.shown.checkpoints) if checkpoint.samples]
 
 
-def boards_of(found: Sequence[FoundRecord]) -> list[Board]:
+def boards_of(entries: Sequence[FoundRecord]) -> list[Board]:
     """Returns a board per requested benchmark, evaluator and settings, with the current record of each checkpoint."""
-    places = {id(item.record): item for item in found}
-    apart = told_apart([item.record.checkpoint for item in found])
+    places = {id(entry.record): entry for entry in entries}
+    apart = told_apart([entry.record.checkpoint for entry in entries])
     held: dict[tuple[str, str, str], dict[str, Record]] = {}
-    for record in sorted(current_records([item.record for item in found]), key=_counts):
+    for record in sorted(current_records([entry.record for entry in entries]), key=_counts):
         for benchmark in record.benchmarks:
             same = held.setdefault((record.evaluator, benchmark, record.evaluation_hash), {})
             same[apart(record.checkpoint).name] = record
@@ -94,10 +94,10 @@ def _settings(held: Mapping[tuple[str, str, str], Mapping[str, Record]]) -> dict
 
 
 def _metrics(records: Sequence[Record], benchmark: str) -> dict[str, Metric]:
-    found = {
+    metrics = {
         metric.name: metric for record in records for metric in record.metrics if metric.benchmark == benchmark
     }  # fmt: skip
-    return dict(sorted(found.items(), key=lambda item: item[1].smooth))
+    return dict(sorted(metrics.items(), key=lambda item: item[1].smooth))
 
 
 def _key(evaluator: str, benchmark: str, evaluation_hash: str, *, taken: set[str]) -> str:

@@ -65,11 +65,11 @@ def kept_at(location: str) -> Path | None:
     return path
 
 
-def place_of(found: FoundRecord) -> str:
+def place_of(entry: FoundRecord) -> str:
     """Returns the key of a record's samples; it changes with their content."""
-    record = found.record
+    record = entry.record
     state = record.digests.samples or record.created.isoformat()
-    return hashlib.sha256("\n".join((found.cell_uri, record.attempt, state)).encode()).hexdigest()
+    return hashlib.sha256("\n".join((entry.cell_uri, record.attempt, state)).encode()).hexdigest()
 
 
 class HeldColumn:
@@ -140,10 +140,10 @@ class KeptColumns:
         """Returns the scores of a column in a metric, as float32 bytes."""
         with self._lock:
             start, length = 4 * metric * column.size + 1, 4 * column.size
-            found = self._connection.execute(
+            cursor = self._connection.execute(
                 "select substr(scores, ?, ?) from held where number = ?", (start, length, column.number)
             )
-            return found.fetchone()[0]
+            return cursor.fetchone()[0]
 
     def texts(self, digest: bytes) -> bytes:
         return self._block("select content from texts where digest = ?", (digest,))

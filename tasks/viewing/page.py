@@ -30,9 +30,9 @@ MOST_ANSWERS = IN_MEMORY
 """Largest number of answers in a file, about 30 MB if they are short."""
 MOST_BYTES = 128 * 2**20
 """Largest size of the sample files for a page, as stored (compressed); about 400 MB of text."""
-BESIDE_A_REPORT = 20_000
+MOST_ANSWERS_NEXT_TO_A_REPORT = 20_000
 """Largest number of answers at which a report gets this page without a request: takes 1 s and about 5 MB."""
-BYTES_BESIDE_A_REPORT = 16 * 2**20
+MOST_BYTES_NEXT_TO_A_REPORT = 16 * 2**20
 """Largest size of the sample files for such a page: 20,000 short answers have 2 MB, answers of 30 kB 200 MB."""
 _QUESTIONS_PER_PART = 32
 _STYLE = re.compile(r'^[ \t]*<link rel="stylesheet" href="([\w-]+\.css)">[ \t]*$', re.MULTILINE)
@@ -49,38 +49,38 @@ def page_files() -> Mapping[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in CONTENT_TYPES}
 
 
-def answers_of(found: Sequence[FoundRecord]) -> int:
+def answers_of(entries: Sequence[FoundRecord]) -> int:
     """Returns the number of answers stored with records."""
-    return sum(item.record.samples or 0 for item in found)
+    return sum(entry.record.samples or 0 for entry in entries)
 
 
-def bytes_of(found: Sequence[FoundRecord]) -> int:
+def bytes_of(entries: Sequence[FoundRecord]) -> int:
     """Returns the size of the sample files of records in bytes, as stored."""
-    folders = [storage.join(item.cell_uri, item.record.attempt) for item in found if item.record.samples]
+    folders = [storage.join(entry.cell_uri, entry.record.attempt) for entry in entries if entry.record.samples]
     files = (file for folder in folders for file in storage.list_files(folder))
     return sum(file.size for file in files if storage.basename(file.uri) == SAMPLES_NAME)
 
 
 def write_page(
-    found: Sequence[FoundRecord], uri: str, *, title: str, location: str, wanted: RecordFilter | None = None
+    entries: Sequence[FoundRecord], uri: str, *, title: str, location: str, filters: RecordFilter | None = None
 ) -> str:
     """Writes the page of some records with all its data as a single file and returns its URI.
 
-    `location` is the folder or store of the records; `wanted` filters benchmarks.
+    `location` is the folder or store of the records; `filters` selects benchmarks.
     """
-    with closing(View(found, title=title, location=location, wanted=wanted)) as view:
-        storage.write_bytes(uri, one_file(view.contents(questions_per_part=_QUESTIONS_PER_PART)))
+    with closing(View(entries, title=title, location=location, filters=filters)) as view:
+        storage.write_bytes(uri, single_file(view.contents(questions_per_part=_QUESTIONS_PER_PART)))
     return uri
 
 
-def write_beside_report(found: Sequence[FoundRecord], report: str, *, title: str, location: str) -> str | None:
+def write_next_to_report(entries: Sequence[FoundRecord], report: str, *, title: str, location: str) -> str | None:
     """Writes the page next to a report and returns its URI; None without answers, or with too many."""
-    if not 0 < answers_of(found) <= BESIDE_A_REPORT or bytes_of(found) > BYTES_BESIDE_A_REPORT:
+    if not 0 < answers_of(entries) <= MOST_ANSWERS_NEXT_TO_A_REPORT or bytes_of(entries) > MOST_BYTES_NEXT_TO_A_REPORT:
         return None
-    return write_page(found, f"{report.removesuffix('.html')}-questions.html", title=title, location=location)
+    return write_page(entries, f"{report.removesuffix('.html')}-questions.html", title=title, location=location)
 
 
-def one_file(contents: Mapping[str, bytes]) -> bytes:
+def single_file(contents: Mapping[str, bytes]) -> bytes:
     """Returns the page as a single file with the contents, by the names of `columns`, embedded."""
     parts = {name: content.decode() for name, content in page_files().items()}
     styles: list[str] = []

@@ -26,17 +26,17 @@ def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samp
     scale = columns.scales[metric]
     before, after = (columns.scores_at(number, metric) for number in (first, second))
     won, lost, both, neither = _sorted(before, after, scale)
-    found = [columns.board.records[number] for number in (first, second)]
+    entries = [columns.board.records[number] for number in (first, second)]
     benchmark = columns.board.shown.benchmark
-    builds = [build_of(item.record, benchmark) for item in found]
+    builds = [build_of(entry.record, benchmark) for entry in entries]
     counted = Pair(won, lost, both, neither, changes=builds[0].changes(builds[1]))
     compositions = []
-    for item, number in zip(found, (first, second), strict=True):
-        published = _published(item, benchmark, scale.name)
+    for entry, number in zip(entries, (first, second), strict=True):
+        published = _published(entry, benchmark, scale.name)
         samples = samples_of(number)
         if published is None or samples is None:
             return replace(counted, reason="it has no published value" if samples else "its samples cannot be read")
-        composition = composition_of(published, samples.questions, item.record.metrics)
+        composition = composition_of(published, samples.questions, entry.record.metrics)
         if isinstance(composition, str):
             return replace(counted, reason=composition)
         compositions.append(composition)
@@ -59,12 +59,12 @@ def pair_of(columns: BoardColumns, metric: int, first: int, second: int, *, samp
 def _sorted(before: np.ndarray, after: np.ndarray, scale: Scale) -> list[list[int]]:
     import numpy as np
 
-    there = (before != NO_SCORE) & (after != NO_SCORE)
+    common = (before != NO_SCORE) & (after != NO_SCORE)
     more = (after.astype(int) - before) * (-1 if scale.higher_is_better is False else 1)
     right = is_right(after, scale)
     kinds = (more > 0, more < 0, (more == 0) & right, (more == 0) & ~right)
-    return [np.flatnonzero(there & kind).tolist() for kind in kinds]
+    return [np.flatnonzero(common & kind).tolist() for kind in kinds]
 
 
-def _published(found: FoundRecord, benchmark: str, name: str) -> Metric | None:
-    return next((m for m in found.record.metrics if (m.benchmark, m.name) == (benchmark, name)), None)
+def _published(entry: FoundRecord, benchmark: str, name: str) -> Metric | None:
+    return next((m for m in entry.record.metrics if (m.benchmark, m.name) == (benchmark, name)), None)

@@ -103,7 +103,7 @@ class _Reading:
         if self.texts:
             self._end_block()
         names = [[*name, cluster] for name, cluster in zip(self.numbers, self.clusters, strict=True)]
-        columns = {metric: _mean_scores(found, len(self.numbers)) for metric, found in self.scores.items()}
+        columns = {metric: _mean_scores(by_number, len(self.numbers)) for metric, by_number in self.scores.items()}
         return Column(
             questions=self.keep(orjson.dumps(names)),
             size=len(self.numbers),
@@ -127,16 +127,16 @@ def columns_in(
     `shown_by` returns the benchmarks that show a sample's own benchmark, which may be part of groups; `keep` stores
     names and texts and returns their digest.
     """
-    found: dict[str, _Reading] = {}
+    readings: dict[str, _Reading] = {}
     try:
         for sample in map(orjson.loads, sample_lines(content, uri=uri)):
             for benchmark in shown_by(sample["benchmark"]):
-                if benchmark not in found:
-                    found[benchmark] = _Reading(keep)
-                found[benchmark].add(sample)
+                if benchmark not in readings:
+                    readings[benchmark] = _Reading(keep)
+                readings[benchmark].add(sample)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged_samples(uri, str(error)) from error
-    return {benchmark: reading.column() for benchmark, reading in found.items()}
+    return {benchmark: reading.column() for benchmark, reading in readings.items()}
 
 
 def digest_of(content: bytes) -> bytes:
@@ -150,11 +150,11 @@ def _blocks(lines: list[bytes]) -> Iterator[list[bytes]]:
         yield block
 
 
-def _mean_scores(found: Mapping[int, list[float]], size: int) -> np.ndarray:
+def _mean_scores(by_number: Mapping[int, list[float]], size: int) -> np.ndarray:
     import numpy as np
 
     column = np.full(size, np.nan, dtype=np.float32)
-    for number, scores in found.items():
+    for number, scores in by_number.items():
         column[number] = scores[0] if len(scores) == 1 else math.fsum(scores) / len(scores)
     return column
 

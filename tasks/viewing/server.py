@@ -109,8 +109,8 @@ def application(view: View, *, token: str, host: str) -> web.Application:
             if progress is not None and not (begun or (early and await asyncio.to_thread(view.has_scores, key))):
                 return web.Response(body=as_json(progress), status=202, content_type="application/json")
         if key in view.boards and asked == "search.json":
-            found = await asyncio.to_thread(view.search, key, request.query.get("text", ""))
-            return _response(request, as_json(found), "application/json")
+            matches = await asyncio.to_thread(view.search, key, request.query.get("text", ""))
+            return _response(request, as_json(matches), "application/json")
         unread = request.query.get("unread", "")
         content = await asyncio.to_thread(view.answer, name, unread=int(unread) if _NUMBER.fullmatch(unread) else None)
         if content is None:
@@ -133,7 +133,7 @@ def application(view: View, *, token: str, host: str) -> web.Application:
                 raise StorageError(
                     expected=f"to read the samples of {view.boards[key].shown.benchmark}",
                     found=f"{type(error).__name__}: {error}" if error else "some that are still not read",
-                    remedy="load the page again, which reads those that are missing",
+                    remedy="load the page again, which reads the missing samples",
                 ) from error
         return progress
 

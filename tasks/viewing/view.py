@@ -40,18 +40,18 @@ _NAME = re.compile(
 class View:
     """Records as shown by the page. The samples of a benchmark are read at its first request.
 
-    `location` is the folder of the records; above `IN_MEMORY` samples, its columns are stored in a file. `wanted`
-    filters benchmarks.
+    `location` is the folder of the records; above `IN_MEMORY` samples, its columns are stored in a file. `filters`
+    selects benchmarks.
     """
 
     def __init__(
-        self, found: Sequence[FoundRecord], *, title: str, location: str, wanted: RecordFilter | None = None
+        self, entries: Sequence[FoundRecord], *, title: str, location: str, filters: RecordFilter | None = None
     ) -> None:
-        takes = (wanted or RecordFilter()).takes
-        boards = (board for board in boards_of(found) if takes(board.shown.benchmark, ""))
+        takes = (filters or RecordFilter()).takes
+        boards = (board for board in boards_of(entries) if takes(board.shown.benchmark, ""))
         self.boards = {board.shown.key: board for board in boards}
         self.title = title
-        samples = sum(item.record.samples or 0 for item in found)
+        samples = sum(entry.record.samples or 0 for entry in entries)
         self._path = kept_at(location) if samples > IN_MEMORY else None
         if self._path is not None:
             make_room(self._path)
@@ -74,16 +74,16 @@ class View:
 
     def read(self, key: str) -> None:
         """Reads the unread samples of a benchmark: newest first, then spread over the run. Skips unreadable files."""
-        wanted, missing = self._missing(key)
+        entries, missing = self._missing(key)
         missing = _spread(missing)
         if self._path is None or len(missing) < 2:
             for place in missing:
                 if self._ended.is_set():
                     return
-                self._take(place, partial(_read, wanted[place], self._kept))
+                self._take(place, partial(_read, entries[place], self._kept))
             return
         self._take(
-            missing[0], partial(_read, wanted[missing[0]], self._kept)
+            missing[0], partial(_read, entries[missing[0]], self._kept)
         )  # first and alone, as the fastest way to show something
         workers = ProcessPoolExecutor(
             max_workers=min(len(os.sched_getaffinity(0)), len(missing) - 1),
@@ -92,7 +92,7 @@ class View:
             initargs=(self._path,),
         )
         try:
-            futures = {workers.submit(_work, wanted[place]): place for place in missing[1:]}
+            futures = {workers.submit(_work, entries[place]): place for place in missing[1:]}
             for future in as_completed(futures):
                 self._take(futures[future], future.result)
                 if self._ended.is_set():
@@ -106,8 +106,8 @@ class View:
 
     def _missing(self, key: str) -> tuple[dict[str, FoundRecord], list[str]]:
         board = self.boards[key]
-        wanted = {place_of(board.records[number]): board.records[number] for number in board.with_samples}
-        return wanted, [place for place in self._kept.missing(list(wanted)) if place not in self._unreadable]
+        entries = {place_of(board.records[number]): board.records[number] for number in board.with_samples}
+        return entries, [place for place in self._kept.missing(list(entries)) if place not in self._unreadable]
 
     def _take(self, place: str, read: Callable[[], None]) -> None:
         try:
@@ -167,31 +167,31 @@ class View:
 
     def contents(self, *, questions_per_part: int) -> dict[str, bytes]:
         """Returns the content of every name, for a file; reads unread samples first."""
-        found = {"index.json": as_json(self.index(searches=False))}
+        contents = {"index.json": as_json(self.index(searches=False))}
         for key, board in self.boards.items():
             self.read(key)
             questions = replace(self.columns(key).questions, questions_per_part=questions_per_part)
-            found[f"{key}/questions.json"] = as_json(questions)
-            found[f"{key}/flags.bin"] = self._bytes_of(key, None)
-            there = [number for number in board.with_samples if str(number) not in questions.unreadable]
-            pairs = dict.fromkeys([*pairwise(there), (there[0], there[-1])] if len(there) > 1 else [])
+            contents[f"{key}/questions.json"] = as_json(questions)
+            contents[f"{key}/flags.bin"] = self._bytes_of(key, None)
+            readable = [number for number in board.with_samples if str(number) not in questions.unreadable]
+            pairs = dict.fromkeys([*pairwise(readable), (readable[0], readable[-1])] if len(readable) > 1 else [])
             for metric in range(len(questions.metrics)):
-                found[f"{key}/scores/{metric}.bin"] = self._bytes_of(key, metric)
+                contents[f"{key}/scores/{metric}.bin"] = self._bytes_of(key, metric)
             for ends, metric in product(pairs, range(len(questions.metrics))):
-                found[f"{key}/pairs/{metric}-{ends[0]}-{ends[1]}.json"] = as_json(self.pair(key, metric, *ends))
+                contents[f"{key}/pairs/{metric}-{ends[0]}-{ends[1]}.json"] = as_json(self.pair(key, metric, *ends))
             for number in range(math.ceil(len(questions.ids) / questions_per_part)):
                 part = self.part(key, number, questions=questions_per_part)
-                found[f"{key}/part/{number}.json"] = as_json(part)
-        return found
+                contents[f"{key}/part/{number}.json"] = as_json(part)
+        return contents
 
     def columns(self, key: str, *, unread: int | None = None) -> BoardColumns:
         """Returns the columns of a benchmark as far as read; concurrent requests share them."""
         with self._joining:
-            wanted, unread_places = self._missing(key)
+            entries, unread_places = self._missing(key)
             missing = set(unread_places)
             so_far = self._so_far.setdefault(key, {})
-            so_far.update(dict.fromkeys(place for place in wanted if place not in missing))
-            most = len(wanted) if unread is None else max(0, len(wanted) - unread)
+            so_far.update(dict.fromkeys(place for place in entries if place not in missing))
+            most = len(entries) if unread is None else max(0, len(entries) - unread)
             return self._joined(key, min(len(so_far), most))
 
     def _join(self, key: str, count: int) -> BoardColumns:
@@ -215,8 +215,8 @@ def _spread(places: Sequence[str]) -> list[str]:
     return [places[-1 - number] for number in sorted(range(len(places)), key=lambda n: f"{n:0{width}b}"[::-1])]
 
 
-def _read(found: FoundRecord, kept: KeptColumns) -> None:
-    uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
+def _read(entry: FoundRecord, kept: KeptColumns) -> None:
+    uri = storage.join(entry.cell_uri, entry.record.attempt, SAMPLES_NAME)
     keep = TextKeeper(kept)
     try:
         content = samples_content(uri)
@@ -226,8 +226,8 @@ def _read(found: FoundRecord, kept: KeptColumns) -> None:
             found="no such file",
             remedy="evaluate the cell again: delete its record.json first",
         ) from error
-    columns = columns_in(content, uri=uri, shown_by=cache(partial(boards_of_sample, found.record)), keep=keep)
-    kept.take(place_of(found), columns, keep.new)
+    columns = columns_in(content, uri=uri, shown_by=cache(partial(boards_of_sample, entry.record)), keep=keep)
+    kept.take(place_of(entry), columns, keep.new)
 
 
 _kept: list[KeptColumns] = []
@@ -241,5 +241,5 @@ def _begin(path: Path) -> None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def _work(found: FoundRecord) -> None:
-    _read(found, _kept[0])
+def _work(entry: FoundRecord) -> None:
+    _read(entry, _kept[0])

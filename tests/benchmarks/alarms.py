@@ -76,11 +76,11 @@ def _kept(share: float) -> Draw:
     # so many questions keep their answer from a checkpoint to the next, and the others are answered by chance
     def draw(random: np.random.Generator, benchmarks: int, checkpoints: int) -> np.ndarray:
         right = random.binomial(QUESTIONS, 0.5, size=benchmarks)
-        found = [right]
+        right_counts = [right]
         for _ in range(1, checkpoints):
             kept, wrong = random.binomial(right, share), random.binomial(QUESTIONS - right, share)
-            found.append(right := kept + random.binomial(QUESTIONS - kept - wrong, 0.5))
-        return np.array(found).T / QUESTIONS - 0.5
+            right_counts.append(right := kept + random.binomial(QUESTIONS - kept - wrong, 0.5))
+        return np.array(right_counts).T / QUESTIONS - 0.5
 
     return draw
 
@@ -119,8 +119,10 @@ KINDS: dict[str, Draw] = {
 
 def false_alarms(kind: str, *, runs: int, seed: int, benchmarks: int = BENCHMARKS) -> FalseAlarms:
     random = np.random.default_rng([seed, list(KINDS).index(kind), benchmarks])
-    found = [sum(map(len, alarms(_scores(0.5 + KINDS[kind](random, benchmarks, CHECKPOINTS))))) for _ in range(runs)]
-    return FalseAlarms(float(np.mean(np.array(found) > 0)), 1_000 * sum(found) / (runs * CHECKPOINTS))
+    alarm_counts = [
+        sum(map(len, alarms(_scores(0.5 + KINDS[kind](random, benchmarks, CHECKPOINTS))))) for _ in range(runs)
+    ]
+    return FalseAlarms(float(np.mean(np.array(alarm_counts) > 0)), 1_000 * sum(alarm_counts) / (runs * CHECKPOINTS))
 
 
 def compared_with_neighbours(*, runs: int, seed: int) -> float:
@@ -134,19 +136,19 @@ def compared_with_neighbours(*, runs: int, seed: int) -> float:
 def distance(*, stated: int, checkpoints: int, seed: int) -> float:
     """Returns the mean number of checkpoints between 2 false alarms of a series."""
     random = np.random.default_rng([seed, stated])
-    [found] = alarms(_scores(0.5 + JITTER * random.normal(size=(1, checkpoints))), distance=stated)
-    return checkpoints / max(1, len(found))
+    [raised] = alarms(_scores(0.5 + JITTER * random.normal(size=(1, checkpoints))), distance=stated)
+    return checkpoints / max(1, len(raised))
 
 
 def found_drops(*, after: int, runs: int, seed: int, kind: str = "independent") -> float:
     """Returns the share of drops in 1 of a run's benchmarks with an alarm at the first or second checkpoint."""
     random = np.random.default_rng([seed, after, list(KINDS).index(kind)])
-    found = 0
+    detected = 0
     for _ in range(runs):
         values = 0.5 + KINDS[kind](random, BENCHMARKS, after + 2)
         values[0, after:] -= DROP
-        found += any(alarm.at >= after for alarm in alarms(_scores(values))[0])
-    return found / runs
+        detected += any(alarm.at >= after for alarm in alarms(_scores(values))[0])
+    return detected / runs
 
 
 def _scores(values: np.ndarray) -> list[Sequence[Score | None]]:
@@ -167,9 +169,9 @@ def everything(*, runs: int, seed: int) -> Iterator[dict[str, Any]]:
     for benchmarks in (BENCHMARKS, 1):
         for kind in KINDS:
             drawn = runs if benchmarks > 1 else 4 * runs
-            found = false_alarms(kind, runs=drawn, seed=seed, benchmarks=benchmarks)
+            rates = false_alarms(kind, runs=drawn, seed=seed, benchmarks=benchmarks)
             facts = {"kind": kind, "benchmarks": benchmarks, "runs": drawn}
-            yield row("alarms.false", found.runs, **facts, per_thousand=round(found.per_thousand, 2))
+            yield row("alarms.false", rates.runs, **facts, per_thousand=round(rates.per_thousand, 2))
     yield row("alarms.neighbours", compared_with_neighbours(runs=runs, seed=seed), runs=runs)
     yield row("alarms.distance", distance(stated=200, checkpoints=50 * runs, seed=seed), stated=200)
     for after in (15, 20, 30, 40):

@@ -47,7 +47,7 @@ _COMPLETIONS: dict[str, str] = {
     "generation": _completion(stop=["\n\n", "Q:"], temperature=0.0, seed=1234),
     "token ids": _completion(prompt=[1, 2, 3, 250]).replace("250", "25@"),
     "batch of token ids": _completion(prompt=[[1, 2, 3], [4, 250]]).replace("250", "25@"),
-    "batch of texts": _completion(prompt=["one @", "two @", ""]),
+    "batch of texts": _completion(prompt=["first @", "second @", ""]),
     "logprobs null": _completion(logprobs=None),
     "logprobs zero": _completion(logprobs=0),
     "stop null": _completion(stop=None),

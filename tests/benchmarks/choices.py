@@ -38,9 +38,9 @@ class Kind:
     choice: tuple[int, int]
 
 
-ONE_TOKEN = Kind("one_token", choice=(1, 1))
+SINGLE_TOKEN = Kind("one_token", choice=(1, 1))
 LONG = Kind("long", choice=(8, 20))
-KINDS = (ONE_TOKEN, LONG)
+KINDS = (SINGLE_TOKEN, LONG)
 
 
 @cache
@@ -192,7 +192,7 @@ def _text(draw: random.Random, number: int) -> str:
 def _questions(kind: Kind, draw: random.Random) -> Iterator[dict[str, Any]]:
     while True:
         question = f"Question: {_text(draw, _WORDS)} ?"
-        if kind is ONE_TOKEN:
+        if kind is SINGLE_TOKEN:
             choices = list(_LETTERS)
             question += "".join(f"\n{letter}. {_text(draw, 2)}" for letter in _LETTERS)
         else:

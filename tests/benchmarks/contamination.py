@@ -73,8 +73,10 @@ def make_questions(path: Path, *, seed: int = 1) -> list[AskedQuestion]:
     for number in range(QUESTIONS):
         text = source.choice([text for text in first_texts[:500] if len(text) > _QUESTION_WORDS])
         first = source.randrange(len(text) - _QUESTION_WORDS)
-        stands = number % _FOUND_EVERY == 0
-        texts.append(text[first : first + _QUESTION_WORDS] if stands else source.choices(words, k=_QUESTION_WORDS))
+        is_contained = number % _FOUND_EVERY == 0
+        texts.append(
+            text[first : first + _QUESTION_WORDS] if is_contained else source.choices(words, k=_QUESTION_WORDS)
+        )
     own = words_in([" ".join(text) for text in texts])
     return [AskedQuestion("made", str(number), text, "", f"{number:016x}") for number, text in enumerate(own)]
 
@@ -82,20 +84,20 @@ def make_questions(path: Path, *, seed: int = 1) -> list[AskedQuestion]:
 def plain_search(path: Path, questions: Sequence[AskedQuestion], *, n: int) -> set[int]:
     """Returns questions with at least half of their n-grams in the texts, by a set of tuples."""
     own = [question.text.split() for question in questions]
-    wanted: dict[tuple[str, ...], set[int]] = {}
+    numbers_by_gram: dict[tuple[str, ...], set[int]] = {}
     for number, words in enumerate(own):
         for at in range(len(words) - n + 1):
-            wanted.setdefault(tuple(words[at : at + n]), set()).add(number)
+            numbers_by_gram.setdefault(tuple(words[at : at + n]), set()).add(number)
     seen: dict[int, set[tuple[str, ...]]] = {}
     for text in documents(path):
         words = _NOT_WORDS.sub(" ", text.lower()).split()
         for at in range(len(words) - n + 1):
             gram = tuple(words[at : at + n])
-            if gram in wanted:
-                for number in wanted[gram]:
+            if gram in numbers_by_gram:
+                for number in numbers_by_gram[gram]:
                     seen.setdefault(number, set()).add(gram)
     grams = [{tuple(words[at : at + n]) for at in range(len(words) - n + 1)} for words in own]
-    return {number for number, found in seen.items() if len(found) >= len(grams[number]) / 2}
+    return {number for number, shared in seen.items() if len(shared) >= len(grams[number]) / 2}
 
 
 def compared(path: Path, questions: Sequence[AskedQuestion]) -> tuple[float, float]:
@@ -105,7 +107,7 @@ def compared(path: Path, questions: Sequence[AskedQuestion]) -> tuple[float, flo
     index = QuestionIndex(questions, n=settings.n, shortest=settings.shortest)
     findings = [scan_part(index, part).findings for part in parts_of([TextSource(str(path))])]
     ours = time.process_time() - began
-    found = {
+    contaminated = {
         number
         for part in findings
         for number, finding in part.items()
@@ -114,8 +116,8 @@ def compared(path: Path, questions: Sequence[AskedQuestion]) -> tuple[float, flo
     began = time.process_time()
     plainly = plain_search(path, questions, n=settings.n)
     theirs = time.process_time() - began
-    assert found == plainly, f"{len(found ^ plainly)} questions were found by one alone"
-    assert len(found) >= QUESTIONS / _FOUND_EVERY, f"only {len(found)} were found"
+    assert contaminated == plainly, f"{len(contaminated ^ plainly)} questions were found by only one of the searches"
+    assert len(contaminated) >= QUESTIONS / _FOUND_EVERY, f"only {len(contaminated)} were found"
     return ours, theirs
 
 
@@ -168,7 +170,7 @@ def main() -> None:
             facts |= {f"cpu_seconds_{share:g}": round(spent.cpu, 1)}
             facts |= {f"process_mebibytes_{share:g}": round(spent.mebibytes)}
     size = options.plain_megabytes
-    print(f"{size:,.0f} MB in one process: ours {size / ours:.1f} MB/s, plain {size / theirs:.1f} MB/s")
+    print(f"{size:,.0f} MB in a single process: ours {size / ours:.1f} MB/s, plain {size / theirs:.1f} MB/s")
     print(Comparison("contamination", "s of a processor", ours, theirs, better="less", facts=facts).as_json())
 
 

@@ -115,12 +115,12 @@ def unchanged() -> Comparison:
             metric = make_metric("made", mean, name="exact_match", n=QUESTIONS)
             fields: dict[str, Any] = {"run": "run", "place": str(WORK), "evaluation_hash": cell.evaluation_hash}
             publish(WORK / "evaluations", make_record(step=1, metrics=(metric,), **fields), before)
-            [wanted] = decided_early(gate, [replace(cell, uri=f"{cell.uri}-{number}")])
-            found, parsed = requests(f"early-{number}", wanted.early)
+            [decided] = decided_early(gate, [replace(cell, uri=f"{cell.uri}-{number}")])
+            sent, parsed = requests(f"early-{number}", decided.early)
             if [score.verdict for score in parsed.early] != ["not worse"]:
                 give_up(f"a verdict that the whole contradicts: {parsed.early}")
-            asked.append(found)
-            say(f"{found} requests of {whole}: {parsed.early[0].asked:,} of {QUESTIONS:,} questions")
+            asked.append(sent)
+            say(f"{sent} requests of {whole}: {parsed.early[0].asked:,} of {QUESTIONS:,} questions")
     facts = {"questions": QUESTIONS, "margin": MARGIN, "flipped": FLIPPED, "rounds": asked}
     versions = {"lm_eval": installed_version(LM_EVAL.name, "lm_eval")}
     return Comparison(
@@ -143,14 +143,14 @@ def demo(folder: str) -> Comparison:
     """Returns questions until all pairs of a run's checkpoints are decided, against those of the whole records."""
     scores = QuestionScores()
     by_metric: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-    for found in (item for item in find_records(folder) if item.record.succeeded):
-        for metric in found.record.metrics:
-            composition = scores.of(found, metric)
+    for entry in (item for item in find_records(folder) if item.record.succeeded):
+        for metric in entry.record.metrics:
+            composition = scores.of(entry, metric)
             if isinstance(composition, str) or len(composition.asked) != 1:
                 continue
             [asked] = composition.asked.values()
             values = {name: question.sum for name, question in asked.items()}
-            by_metric.setdefault((metric.benchmark, metric.name), {})[found.record.checkpoint.step] = values
+            by_metric.setdefault((metric.benchmark, metric.name), {})[entry.record.checkpoint.step] = values
     random, rows, asked_all, all_questions = np.random.default_rng(0), [], 0, 0
     for (benchmark, name), checkpoints in sorted(by_metric.items()):
         for margin in MARGINS:
@@ -182,7 +182,7 @@ def demo(folder: str) -> Comparison:
             )
             rows.append((f"{benchmark} · {name}, margin {margin:g}", len(questions), *facts))
     columns = ("score", "questions", "pairs", "contradicted", "asked, median", "asked, 90 %")
-    print_table("each checkpoint against each other one", columns, rows)
+    print_table("each checkpoint against each other checkpoint", columns, rows)
     return Comparison("early.demo", "questions", asked_all, all_questions, better="less", facts={"rows": rows})
 
 
@@ -216,12 +216,12 @@ def main() -> None:
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--decisions", type=int, default=100)
-    parser.add_argument("--demo", help="folder of records of one run")
+    parser.add_argument("--demo", help="folder with the records of a run")
     options = parser.parse_args()
     simulations = simulate(options.decisions)
-    found = [unchanged(), *([demo(options.demo)] if options.demo else [])]
+    comparisons = [unchanged(), *([demo(options.demo)] if options.demo else [])]
     print(json.dumps({"name": "early.simulations", **simulations}))
-    for comparison in found:
+    for comparison in comparisons:
         print_comparison(comparison)
 
 

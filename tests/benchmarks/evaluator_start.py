@@ -70,11 +70,11 @@ _POLL_SECONDS = 0.05
 
 @dataclass
 class NotingEngine(FakeEngine):
-    """Records when the first completion request after `listen_anew` arrives."""
+    """Records when the first completion request after `forget_first_request` arrives."""
 
     first_at: float | None = None
 
-    def listen_anew(self) -> None:
+    def forget_first_request(self) -> None:
         self.first_at = None
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -110,7 +110,7 @@ def engine_in_a_thread() -> Iterator[NotingEngine]:
 
 
 def timed(engine: NotingEngine, run: Callable[[], Scores]) -> Start:
-    engine.listen_anew()
+    engine.forget_first_request()
     began = time.monotonic()
     scores = run()
     whole = time.monotonic() - began

@@ -151,8 +151,8 @@ def measure_theirs(checkpoint: Path, step: int, name: str, *, limit: int | None 
         stopping = time.monotonic()
     ended = time.monotonic()
     scores = their_scores(folder, step) | {(step, *key): value for key, value in their_other_scores(folder).items()}
-    found = Found(scores, outputs_in(folder / "alpaca_eval" / "annotations.json", step))
-    return Theirs(step, {**phases, "stop": ended - stopping}, ended - began), found
+    findings = Found(scores, outputs_in(folder / "alpaca_eval" / "annotations.json", step))
+    return Theirs(step, {**phases, "stop": ended - stopping}, ended - began), findings
 
 
 def variables_of_theirs(folder: Path) -> dict[str, str]:
@@ -295,11 +295,11 @@ def main() -> None:
 
     def take(batch: Sequence[int]) -> None:
         for step in batch:
-            timing, found = measure_theirs(run / "hf" / f"step-{step}", step, f"theirs-{step}")
+            timing, findings = measure_theirs(run / "hf" / f"step-{step}", step, f"theirs-{step}")
             say(f"theirs: step {step} in {timing.total:.1f} s")
             theirs.append(timing)
-            their_findings.scores.update(found.scores)
-            their_findings.outputs.update(found.outputs)
+            their_findings.scores.update(findings.scores)
+            their_findings.outputs.update(findings.outputs)
 
     take(chosen[: len(chosen) // 2])
     cache.forget_answers()
@@ -334,8 +334,8 @@ def report(series: Series, theirs: Sequence[Theirs], *, compared: Mapping[str, A
         ("", "seconds"),
         [
             ("series", whole.total),
-            ("whatever the number of checkpoints", whole.fixed),
-            ("each checkpoint: its last record to the next one's", whole.between_records),
+            ("for any number of checkpoints", whole.fixed),
+            ("each checkpoint: its last record to that of the next", whole.between_records),
             *((f"  {label}, from its start to its scores", seconds) for label, seconds in harnesses.items()),
         ],
     )

@@ -251,8 +251,8 @@ def measured(
         if turn >= len(SIDES):  # before that, everything warms up
             rates[side].append(requests / seconds)
             say(f"{name}, {side}: {requests / seconds:.1f}/s")
-    medians = {side: statistics.median(found) for side, found in rates.items()}
-    best = {side: max(found) for side, found in rates.items()}
+    medians = {side: statistics.median(side_rates) for side, side_rates in rates.items()}
+    best = {side: max(side_rates) for side, side_rates in rates.items()}
     print_table(
         f"{name}: {in_flight} in flight, {requests} requests a round",
         ("side", "requests/s", "best round"),
@@ -264,7 +264,7 @@ def measured(
         "workers_own_call": round(medians["asker"], 1),
         "ratio_to_workers_own_call": round(medians["ours"] / medians["asker"], 3),
         "share_of_best_rounds": round(best["ours"] / best["direct"], 3),
-        "rounds": {side: [round(rate, 1) for rate in found] for side, found in rates.items()},
+        "rounds": {side: [round(rate, 1) for rate in side_rates] for side, side_rates in rates.items()},
         **facts,
     }
     return Comparison(name, "requests/s", medians["ours"], medians["direct"], better="more", facts=more)
@@ -295,7 +295,7 @@ def on_engine(*, rounds: int, requests: int) -> Comparison:
         )
 
 
-def beside_another(*, requests: int) -> Comparison:
+def two_generations(*, requests: int) -> Comparison:
     """Returns the rate of a worker while another generation uses the same pool, and half of its rate alone."""
     with (
         stub_engine(WORK, delay_ms=STUB_DELAY_MS, capacity=SHARED_CAPACITY) as stub,
@@ -312,13 +312,13 @@ def beside_another(*, requests: int) -> Comparison:
         before = rate("alone")
         both = list(threads.map(rate, ("first", "second")))
         alone = statistics.mean([before, rate("alone-again")])
-    say(f"alone {alone:.1f}/s, beside another {both[0]:.1f} and {both[1]:.1f}/s")
+    say(f"alone {alone:.1f}/s, two at once {both[0]:.1f} and {both[1]:.1f}/s")
     facts = {"alone": round(alone, 1), "second": round(both[1], 1), "engine": f"{SHARED_CAPACITY} at once, 50 ms each"}
     return Comparison("generate.two", "requests/s", min(both), alone / 2, better="more", facts=facts)
 
 
 @contextmanager
-def watching(found: dict[str, int]) -> Iterator[None]:
+def watching(peaks: dict[str, int]) -> Iterator[None]:
     """Records the largest resident size in bytes of each kind of process below this process, during the block."""
     done = threading.Event()
 
@@ -327,7 +327,7 @@ def watching(found: dict[str, int]) -> Iterator[None]:
             tree = Tree.below(os.getpid())
             for role in ("command", "queue", "worker"):
                 for pid in ROLES[role](tree):
-                    found[role] = max(found.get(role, 0), peak_bytes(pid))
+                    peaks[role] = max(peaks.get(role, 0), peak_bytes(pid))
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -358,17 +358,17 @@ def memory(numbers: Sequence[int]) -> list[Comparison]:
     keep_up("bench", config, [checkpoint], idle_seconds=1e6, launcher=FakeLauncher(WORK))
     try:
         for number in numbers:
-            folder, found = WORK / f"memory-{number}", dict[str, int]()
+            folder, peaks = WORK / f"memory-{number}", dict[str, int]()
             prompts = write_prompts(folder, number)
             command = [ASSAY, "generate", "--pool", "bench", "--prompts", prompts, "--output", folder / "generated"]
             began = time.monotonic()
             log = folder / "assay.log"
-            with watching(found), background(command, log=log, env=cache.variables) as process:
+            with watching(peaks), background(command, log=log, env=cache.variables) as process:
                 if process.wait() != 0:
                     give_up("the command failed", log)
-            sizes.append(found)
+            sizes.append(peaks)
             per_second = number / (time.monotonic() - began)
-            shown = ", ".join(f"{role} {size / 2**20:.0f} MiB" for role, size in found.items())
+            shown = ", ".join(f"{role} {size / 2**20:.0f} MiB" for role, size in peaks.items())
             say(f"{number} prompts, {per_second:.0f}/s: {shown}")
             shutil.rmtree(folder)
     finally:
@@ -380,7 +380,7 @@ def memory(numbers: Sequence[int]) -> list[Comparison]:
             sizes[-1][role] / 2**20,
             sizes[0][role] / 2**20,
             better="less",
-            facts={"prompts": list(numbers), "mib": [round(found[role] / 2**20, 1) for found in sizes]},
+            facts={"prompts": list(numbers), "mib": [round(by_role[role] / 2**20, 1) for by_role in sizes]},
         )
         for role in ("command", "queue", "worker")
     ]
@@ -394,7 +394,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("stub", "engine"), help="one of the engines")
     parser.add_argument("--memory", action="store_true", help="measure memory instead")
     parser.add_argument("--prompts", type=int, nargs="+", default=(100_000, 1_000_000), help="of --memory")
-    parser.add_argument("--two", action="store_true", help="measure two generations on one pool instead")
+    parser.add_argument("--two", action="store_true", help="measure two generations on the same pool instead")
     given = parser.parse_args()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
@@ -403,7 +403,7 @@ def main() -> None:
     if given.memory:
         comparisons += memory(given.prompts)
     elif given.two:
-        comparisons.append(beside_another(requests=given.requests or 2000))
+        comparisons.append(two_generations(requests=given.requests or 2000))
     else:
         if given.only != "engine":
             comparisons.append(on_stub(rounds=given.rounds, requests=given.requests or 20 * STUB_IN_FLIGHT))

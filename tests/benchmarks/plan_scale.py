@@ -166,21 +166,21 @@ def records(run: str, out: str, evaluations: Sequence[WantedEvaluation]) -> Iter
     for checkpoint in snapshot_run(run)[:-NEWEST]:
         reference = {"uri": checkpoint.uri, "run": "run", "name": checkpoint.name, "step": checkpoint.step}
         reference |= {"digest": digest_of(checkpoint.uri), "weights_digest": "w", "listing": checkpoint.listing}
-        for wanted in evaluations:
-            folder = cell_folder(out, checkpoint.uri, checkpoint.step, wanted)
+        for evaluation in evaluations:
+            folder = cell_folder(out, checkpoint.uri, checkpoint.step, evaluation)
             cell = storage.basename(folder)
-            yield folder, {**content, "checkpoint": reference, "evaluation_hash": wanted.hash, "cell": cell}
+            yield folder, {**content, "checkpoint": reference, "evaluation_hash": evaluation.hash, "cell": cell}
 
 
-def record_files(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, bytes]]:
-    return ((f"{folder}/record.json", json.dumps(record).encode()) for folder, record in found)
+def record_files(entries: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, bytes]]:
+    return ((f"{folder}/record.json", json.dumps(record).encode()) for folder, record in entries)
 
 
-def keep_index(out: str, found: Iterable[tuple[str, dict[str, Any]]]) -> None:
+def keep_index(out: str, entries: Iterable[tuple[str, dict[str, Any]]]) -> None:
     """Writes the index as plans leave it that added few records each: 200,000 reads from a store take minutes."""
     start = len(f"{out}/run/")
     rows, row = [], None
-    for folder, record in found:
+    for folder, record in entries:
         row = row if row is not None else row_of("", Record.model_validate(record))
         checkpoint = record["checkpoint"]
         changes = {"cell": folder[start:], "checkpoint": checkpoint["name"], "digest": checkpoint["digest"]}
@@ -188,8 +188,8 @@ def keep_index(out: str, found: Iterable[tuple[str, dict[str, Any]]]) -> None:
     keep_rows(f"{out}/run", rows, dict(record_stamps(f"{out}/run")))
 
 
-def cell_folder(out: str, uri: str, step: int, wanted: WantedEvaluation) -> str:
-    return f"{out}/run/step-{step}/lm_evaluation_harness/demo_facts-{digest_of([wanted.hash, digest_of(uri)])[:10]}"
+def cell_folder(out: str, uri: str, step: int, evaluation: WantedEvaluation) -> str:
+    return f"{out}/run/step-{step}/lm_evaluation_harness/demo_facts-{digest_of([evaluation.hash, digest_of(uri)])[:10]}"
 
 
 def evaluations(run: str, number: int) -> list[WantedEvaluation]:
@@ -213,13 +213,13 @@ def timed(place: Place, action: Callable[[], Any]) -> tuple[Spent, Any]:
     return Spent(round(wall, 3), round(cpu, 3), place.requests()), outcome
 
 
-def naively(run: str, out: str, wanted: Sequence[WantedEvaluation]) -> int:
+def naively(run: str, out: str, evaluations: Sequence[WantedEvaluation]) -> int:
     """Returns the number of missing cells, by a look at each checkpoint and a read for each cell."""
     open_cells = 0
     for checkpoint in find_checkpoints(run):
         if checkpoint.folder is not None and checkpoint.complete:
             digest_model_folder(checkpoint.folder)
-            for evaluation in wanted:
+            for evaluation in evaluations:
                 record = read_record(cell_folder(out, checkpoint.uri, checkpoint.step, evaluation))
                 open_cells += record is None or not record.succeeded
     return open_cells
@@ -232,45 +232,49 @@ def bare_listing(run: str) -> int:
     return len(filesystem.find(path, detail=True))
 
 
-def measured(place: Place, cache: Path, wanted: Sequence[WantedEvaluation], *, checkpoints: int) -> dict[str, Spent]:
+def measured(
+    place: Place, cache: Path, evaluations: Sequence[WantedEvaluation], *, checkpoints: int
+) -> dict[str, Spent]:
     """Measures every case, for a run of that size."""
-    run, out, suites = f"{place.root}/run", f"{place.root}/out", len(wanted)
+    run, out, suites = f"{place.root}/run", f"{place.root}/out", len(evaluations)
     place.put(checkpoint_files(run, checkpoints))
     content = {"name": "scale", "runs": [run], "suites": ["demo"], "evaluation_path": out}
     policy = Policy.model_validate(content)
 
     def plan(*, use_index: bool = True) -> Reconciliation:
         return reconcile(
-            take_snapshot(policy, use_index=use_index, evaluations_of=lambda _, __: wanted), policy, now=time.time()
+            take_snapshot(policy, use_index=use_index, evaluations_of=lambda _, __: evaluations),
+            policy,
+            now=time.time(),
         )
 
     figures: dict[str, Spent] = {}
-    figures["nothing_recorded"], found = timed(place, plan)
-    assert len(found.work) == checkpoints * suites
-    place.put(record_files(records(run, out, wanted)))
+    figures["nothing_recorded"], planned = timed(place, plan)
+    assert len(planned.work) == checkpoints * suites
+    place.put(record_files(records(run, out, evaluations)))
     if storage.is_local(out):
-        figures["index_lost"], found = timed(place, plan)
+        figures["index_lost"], planned = timed(place, plan)
     else:
-        keep_index(out, records(run, out, wanted))
-        figures["summary_lost"], found = timed(place, plan)
-    assert len(found.work) == NEWEST * suites
+        keep_index(out, records(run, out, evaluations))
+        figures["summary_lost"], planned = timed(place, plan)
+    assert len(planned.work) == NEWEST * suites
     shutil.rmtree(cache)
-    figures["cold"], found = timed(place, plan)
+    figures["cold"], planned = timed(place, plan)
     shutil.rmtree(cache)
-    figures["compared"], found = timed(place, lambda: plan(use_index=False))
+    figures["compared"], planned = timed(place, lambda: plan(use_index=False))
     figures["unchanged"] = min(timed(place, plan)[0] for _ in range(5))
-    assert (found.done_count, len(found.work)) == ((checkpoints - NEWEST) * suites, NEWEST * suites)
+    assert (planned.done_count, len(planned.work)) == ((checkpoints - NEWEST) * suites, NEWEST * suites)
     figures["bare_listing"], number = timed(place, lambda: bare_listing(run))
     assert number == checkpoints * 4
     return figures
 
 
-def measured_naively(place: Place, wanted: Sequence[WantedEvaluation], *, checkpoints: int) -> Spent:
+def measured_naively(place: Place, evaluations: Sequence[WantedEvaluation], *, checkpoints: int) -> Spent:
     run, out = f"{place.root}/few/run", f"{place.root}/few-out"
     place.put(checkpoint_files(run, checkpoints))
-    place.put(record_files(records(run, out, wanted)))
-    took, left = timed(place, lambda: naively(run, out, wanted))
-    assert left == NEWEST * len(wanted)
+    place.put(record_files(records(run, out, evaluations)))
+    took, left = timed(place, lambda: naively(run, out, evaluations))
+    assert left == NEWEST * len(evaluations)
     return took
 
 
@@ -301,9 +305,9 @@ def main() -> None:
         settings.cache_clear()
 
         def measure(place: Place, naive: int) -> None:
-            wanted = evaluations(f"{place.root}/run", options.suites)
-            figures = measured(place, root / "cache", wanted, checkpoints=options.checkpoints)
-            took = measured_naively(place, wanted, checkpoints=naive)
+            all_evaluations = evaluations(f"{place.root}/run", options.suites)
+            figures = measured(place, root / "cache", all_evaluations, checkpoints=options.checkpoints)
+            took = measured_naively(place, all_evaluations, checkpoints=naive)
             facts = {"checkpoints": options.checkpoints, "suites": options.suites, "naive_checkpoints": naive}
             report(place, figures, took, **facts)
 

@@ -86,7 +86,7 @@ def by_its_own_client(backend: Backend, checkpoint: Path, hosts: int) -> Phases:
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
     started = [
-        backend.starts(line, variables if hosts == 1 else {**variables, **on_one_core(rank)})
+        backend.starts(line, variables if hosts == 1 else {**variables, **core_variables(rank)})
         for rank, line in enumerate(commands)
     ]
     seconds_until(lambda: answers(f"{url}/health"), began, at_most=_ANSWER_SECONDS, event="a start of vLLM")
@@ -108,7 +108,7 @@ def ranks_of(command: Sequence[str | Path], hosts: int) -> list[list[str | Path]
     return [[*shared, "--node-rank", str(rank), *(["--headless"] if rank else [])] for rank in range(hosts)]
 
 
-def on_one_core(rank: int) -> dict[str, str]:
+def core_variables(rank: int) -> dict[str, str]:
     """Returns variables that keep the ranks of a machine apart."""
     return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(rank % (os.cpu_count() or 1))}
 
@@ -129,7 +129,7 @@ def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     checkpoint = max(steps_of(demo_model(4)).items())[1]
-    found: list[Comparison] = []
+    compared: list[Comparison] = []
     for name in given.backends:
         with BACKENDS[name](WORK) as backend:
             for hosts in given.hosts:
@@ -139,8 +139,8 @@ def main() -> None:
                     partial(by_its_own_client, backend, checkpoint, hosts),
                     backend.facts,
                 )
-                found += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=given.warm_up_rounds))
-    print_comparisons("Median seconds of a start to the first answer, and of an end", found)
+                compared += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=given.warm_up_rounds))
+    print_comparisons("Median seconds of a start to the first answer, and of an end", compared)
 
 
 if __name__ == "__main__":

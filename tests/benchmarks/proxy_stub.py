@@ -48,7 +48,7 @@ from side_by_side import (
     Comparison,
     end_children_on_sigterm,
     interleaved,
-    on_one_core,
+    on_a_single_core,
     print_comparison,
     print_table,
     requirement_pin,
@@ -141,31 +141,31 @@ def send_many(port: int, stub: Stub, *, tag: str) -> Arrived:
 
 def check_bodies(*, keeps_journal: bool) -> dict[str, dict[str, Arrived]]:
     """Returns the outcome of both checks for all sides: side → check → outcome."""
-    found: dict[str, dict[str, Arrived]] = {}
+    by_side: dict[str, dict[str, Arrived]] = {}
     with all_sides(WORK / "bodies", keeps_journal=keeps_journal, checks=True) as (stub, ports):
         for place, (side, port) in enumerate(ports.items()):
             each = send_each_kind(port, stub, first_number=place * len(KINDS))
             many = send_many(port, stub, tag=f"check-{side}")
-            found[side] = {"kinds": each, "many": many}
+            by_side[side] = {"kinds": each, "many": many}
     rows = []
-    for side, checks in found.items():
+    for side, checks in by_side.items():
         each, many = checks["kinds"], checks["many"]
         counts = (f"{each.identical}/{each.sent}", f"{each.answers_identical}/{each.sent}", len(each.refused))
         rows.append((side, *counts, f"{many.identical}/{many.sent}"))
     columns = ("side", "kinds as sent", "answers as sent", "kinds refused", f"as sent, {_CHECKED_AT_ONCE} at once")
     print_table("bodies that arrived byte for byte", columns, rows)
-    for side, checks in found.items():
+    for side, checks in by_side.items():
         if checks["kinds"].refused:
             say(f"{side} refused: {checks['kinds'].refused}")
         if side != "theirs" and checks["kinds"].altered:
             say(f"{side} altered or did not pass on: {checks['kinds'].altered}")
-    return found
+    return by_side
 
 
 def measure(figure: Figure, *, rounds: int, seconds: float, keeps_journal: bool) -> dict[str, list[LoadResult]]:
     results: dict[str, list[LoadResult]] = {side: [] for side in SIDES}
     with (
-        on_one_core() if figure.concurrency == 1 else nullcontext(),
+        on_a_single_core() if figure.concurrency == 1 else nullcontext(),
         all_sides(WORK / figure.name, keeps_journal=keeps_journal, delay_ms=figure.delay_ms) as (_, ports),
     ):
         plan = LoadPlan(0, figure.concurrency, seconds=seconds, key=CLIENT_KEY)
@@ -228,9 +228,9 @@ def main() -> None:
     chosen = given.only or ["bodies", *names]
     facts: dict[str, object] = {"journal": not given.no_journal}
     if "bodies" in chosen:
-        found = check_bodies(keeps_journal=not given.no_journal)
+        by_side = check_bodies(keeps_journal=not given.no_journal)
         for side in ("ours", "theirs"):
-            counts = {name: f"{check.identical}/{check.sent}" for name, check in found[side].items()}
+            counts = {name: f"{check.identical}/{check.sent}" for name, check in by_side[side].items()}
             facts[f"bodies_identical_{side}"] = counts
     for figure in FIGURES:
         if figure.name in chosen:

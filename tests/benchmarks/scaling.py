@@ -86,8 +86,8 @@ def got_since(before: Sequence[int], stub: Stub, replicas: int) -> tuple[int, ..
 
 def report(alone: float, steps: Sequence[Step], *, per_replica: int, journal: bool) -> list[Comparison]:
     print_table(
-        f"{per_replica} requests at once for each replica; one replica without the proxy: {alone:.1f}/s",
-        ("replicas", "requests/s", "share of N times one", "fewest", "most", "p50 ms", "p99 ms"),
+        f"{per_replica} requests at once for each replica; a single replica without the proxy: {alone:.1f}/s",
+        ("replicas", "requests/s", "share of N single replicas", "fewest", "most", "p50 ms", "p99 ms"),
         [
             (
                 str(step.replicas),

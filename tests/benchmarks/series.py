@@ -104,10 +104,10 @@ class Ours:
 
 
 def _number_at(record: dict[str, Any], path: Sequence[str]) -> float:
-    found: Any = record
+    value: Any = record
     for name in path:
-        found = found.get(name, 0.0)
-    return float(found)
+        value = value.get(name, 0.0)
+    return float(value)
 
 
 def demo_model(checkpoints: int) -> Path:
@@ -133,8 +133,8 @@ def demo_model(checkpoints: int) -> Path:
 
 
 def steps_of(run: Path) -> dict[int, Path]:
-    found = {int(folder.name.removeprefix("step-")): folder for folder in (run / "hf").glob("step-*")}
-    return dict(sorted(found.items()))
+    folders = {int(folder.name.removeprefix("step-")): folder for folder in (run / "hf").glob("step-*")}
+    return dict(sorted(folders.items()))
 
 
 def copied(run: Path, steps: Sequence[int], destination: Path) -> Path:
@@ -343,8 +343,8 @@ def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, po
         ("", *sides),
         [
             ("series", *(series.total for series in sides.values())),
-            ("whatever the number of checkpoints", *(series.fixed for series in sides.values())),
-            ("each checkpoint: one record to the next", *(series.between_records for series in sides.values())),
+            ("for any number of checkpoints", *(series.fixed for series in sides.values())),
+            ("each checkpoint: its record to the next record", *(series.between_records for series in sides.values())),
             ("  engine given to it", *(series.median("served", "replica_seconds") for series in sides.values())),
             ("  loading it", *(series.median("served", "seconds") for series in sides.values())),
             (

@@ -89,7 +89,7 @@ class Contest:
 
     def measured(self, rounds: int, *, warm_up_rounds: int = 1) -> dict[Side, list[Phases]]:
         """Returns the phases of each side, in turns; warm-up rounds come first and are not counted."""
-        found: defaultdict[Side, list[Phases]] = defaultdict(list)
+        by_side: defaultdict[Side, list[Phases]] = defaultdict(list)
         sides: dict[str, tuple[Side, Callable[[], Phases]]] = {
             "ours": ("ours", self.ours),
             "theirs": ("theirs", self.theirs),
@@ -99,18 +99,18 @@ class Contest:
             phases = tried()
             say(f"{self.name}, {side}: " + ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in phases.items()))
             if turn >= warm_up_rounds * len(sides):
-                found[side].append(phases)
-        return dict(found)
+                by_side[side].append(phases)
+        return dict(by_side)
 
 
 def comparisons(
-    contest: Contest, found: Mapping[Side, Sequence[Phases]], *, unit: Literal["s", "ms"] = "s"
+    contest: Contest, by_side: Mapping[Side, Sequence[Phases]], *, unit: Literal["s", "ms"] = "s"
 ) -> list[Comparison]:
     """Returns a comparison for each phase, of the medians of both sides."""
     scale = {"s": 1, "ms": 1000}[unit]
     made = []
-    for phase in found["ours"][0]:
-        ours, theirs = ([scale * phases[phase] for phases in found[side]] for side in ("ours", "theirs"))
+    for phase in by_side["ours"][0]:
+        ours, theirs = ([scale * phases[phase] for phases in by_side[side]] for side in ("ours", "theirs"))
         slowest = {"ours_slowest": round(max(ours), 3), "theirs_slowest": round(max(theirs), 3)}
         made.append(
             Comparison(
@@ -211,7 +211,7 @@ def end_children_on_sigterm() -> None:
 
 
 @contextmanager
-def on_one_core() -> Iterator[None]:
+def on_a_single_core() -> Iterator[None]:
     """Keeps this process and its children on a single core if the system supports it.
 
     For processes that run in turn: a message between them takes 10 to 80 microseconds, depending on if they share a
@@ -250,7 +250,7 @@ def wait_until(condition: Callable[[], bool], *, process: subprocess.Popen[bytes
     deadline = time.monotonic() + _READY_SECONDS
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            give_up("what the comparison needs did not start", log)
+            give_up("a program of the comparison did not start", log)
         time.sleep(_POLL_SECONDS)
 
 
@@ -273,10 +273,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     Console().print(table)
 
 
-def print_comparisons(title: str, found: Sequence[Comparison]) -> None:
-    rows = [(line.name, line.ours, line.theirs, f"{line.ratio:.2f}" if line.ratio else "-") for line in found]
+def print_comparisons(title: str, compared: Sequence[Comparison]) -> None:
+    rows = [(line.name, line.ours, line.theirs, f"{line.ratio:.2f}" if line.ratio else "-") for line in compared]
     print_table(title, ("", "ours", "theirs", "times better"), rows)
-    for line in found:
+    for line in compared:
         print_comparison(line)
 
 

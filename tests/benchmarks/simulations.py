@@ -31,14 +31,14 @@ _MANY = 2_000  # questions, above which a fourth of the trials is enough for min
 def alarms(kind: Kind, questions: int, size: int, *, trials: int, seed: int, unequal: bool = False) -> float:
     """Returns the share of pairs of equal checkpoints that differ by p < 0.05, with clusters of a mean size."""
     random = np.random.default_rng([seed, questions, size, KINDS.index(kind), unequal])
-    found = 0
+    significant = 0
     for _ in range(trials):
         clusters = _clusters(random, questions, size, unequal=unequal)
         difficulty = random.normal(size=len(clusters))
         pair = [_scores(random, kind, difficulty, clusters, size).tolist() for _ in range(2)]
         p = compare_pairs([PairedStratum(pair[0], pair[1], clusters.tolist())]).p
-        found += p is not None and p < 0.05
-    return found / trials
+        significant += p is not None and p < 0.05
+    return significant / trials
 
 
 def ratio_alarms(documents: int, *, trials: int, seed: int) -> tuple[float, float]:
@@ -91,7 +91,7 @@ def power(questions: int, *, points: float, alike: float, trials: int, seed: int
     """
     random = np.random.default_rng([seed, questions, round(100 * alike)])
     subjects, each = 20, questions // 20
-    found = [0, 0]
+    significant = [0, 0]
     for _ in range(trials):
         paired: list[PairedStratum] = []
         for share in np.linspace(0.35, 0.85, subjects):
@@ -108,8 +108,8 @@ def power(questions: int, *, points: float, alike: float, trials: int, seed: int
         ]
         unpaired = compare_means(whole[0].value, whole[1].value, stderrs=(whole[0].stderr, whole[1].stderr))
         for place, finding in enumerate((compare_pairs(paired), unpaired)):
-            found[place] += finding.p is not None and finding.p < 0.05
-    return found[0] / trials, found[1] / trials
+            significant[place] += finding.p is not None and finding.p < 0.05
+    return significant[0] / trials, significant[1] / trials
 
 
 def refused_runs(

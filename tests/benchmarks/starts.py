@@ -45,7 +45,7 @@ def figures_of(script: str, backend: str, *options: str) -> dict[str, dict[str, 
     return {line["name"]: line for line in lines}
 
 
-def in_words(seconds: float) -> str:
+def formatted(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < _MS_BELOW_SECONDS else f"{seconds:.1f} s"
 
 
@@ -54,7 +54,7 @@ def cell(figure: Mapping[str, Any] | None) -> str:
     if figure is None or figure["ratio"] is None:
         return _EMPTY
     scale = {"s": 1, "ms": 0.001}[figure["unit"]]
-    ours, theirs = (in_words(scale * figure[side]) for side in ("ours", "theirs"))
+    ours, theirs = (formatted(scale * figure[side]) for side in ("ours", "theirs"))
     return f"{ours} / {theirs}, {figure['ratio']:.2g}"
 
 
@@ -81,10 +81,10 @@ def main() -> None:
             "levanter_jobs": (*rounds, "--checkpoints", "1"),
         }
         for script in options:
-            found = figures_of(script, backend, *options[script])
-            for figure in found.values():
+            script_figures = figures_of(script, backend, *options[script])
+            for figure in script_figures.values():
                 print(json.dumps(figure), flush=True)
-            figures |= found
+            figures |= script_figures
     print("\n".join(table(figures, given.backends)))
 
 

@@ -186,12 +186,12 @@ def answered(folder: Path, cache: Path, *, part: int) -> dict[str, float]:
             "pair_again": f"pairs/0-0-{last}.json",
             "search": "search.json?text=vector%20acid%20planet",
         }
-        found = {}
+        times = {}
         for name, asked in names.items():
             began = time.perf_counter()
             _sent(of + asked)
-            found[f"{name}_ms"] = round(1000 * (time.perf_counter() - began), 1)
-    return found
+            times[f"{name}_ms"] = round(1000 * (time.perf_counter() - began), 1)
+    return times
 
 
 def _cpu_of_children() -> float:
@@ -256,12 +256,12 @@ def main() -> None:
         "kept_megabytes": round(kept / 1e6),
         "plain_seconds": round(plain_seconds, 1),
     }
-    for name, found in (("first", first), ("again", again)):
-        own_facts = {"picture_seconds": round(found.picture, 2), "address_seconds": round(found.address, 2)}
-        own_facts |= {"whole_seconds": round(found.whole, 2), "mebibytes": round(found.mebibytes), **facts}
+    for name, opening in (("first", first), ("again", again)):
+        own_facts = {"picture_seconds": round(opening.picture, 2), "address_seconds": round(opening.address, 2)}
+        own_facts |= {"whole_seconds": round(opening.whole, 2), "mebibytes": round(opening.mebibytes), **facts}
         own_facts |= requests if name == "again" else {}
         print(
-            Comparison(f"view.{name}", "s of a processor", found.cpu, plain, better="less", facts=own_facts).as_json()
+            Comparison(f"view.{name}", "s of a processor", opening.cpu, plain, better="less", facts=own_facts).as_json()
         )
 
 

@@ -143,7 +143,7 @@ def kit(client: Client) -> ActorHandle:
     return create_actor(client, Kit, 10, name="kit", step=2, max_concurrency=AT_ONCE)
 
 
-def test_calls_reach_one_object_that_remembers_and_lives_elsewhere(kit: ActorHandle) -> None:
+def test_calls_reach_a_single_remembering_object_that_lives_elsewhere(kit: ActorHandle) -> None:
     first = kit.add()
     future = kit.add.remote(times=5)
     assert future.result(ANSWER_SECONDS) == first + 10
@@ -201,7 +201,7 @@ def test_result_that_takes_too_long_is_a_timeout_and_can_still_come(kit: ActorHa
     assert futures[0].result(ANSWER_SECONDS) == AT_ONCE
 
 
-def test_call_that_has_not_begun_is_cancelled_and_one_that_runs_goes_on(client: Client, tmp_path: Path) -> None:
+def test_call_that_has_not_begun_is_cancelled_and_running_calls_continue(client: Client, tmp_path: Path) -> None:
     actor = create_actor(client, Kit, 0, name="busy")
     early = actor.add.remote(100)
     assert early.cancel() or early.result(ANSWER_SECONDS) == 100  # before the actor has an address, or just after
@@ -220,7 +220,7 @@ def test_call_that_has_not_begun_is_cancelled_and_one_that_runs_goes_on(client: 
     actor.job.terminate()
 
 
-def test_names_of_living_actors_are_taken_and_unknown_ones_are_refused(client: Client, kit: ActorHandle) -> None:
+def test_names_of_living_actors_are_taken_and_unknown_names_are_refused(client: Client, kit: ActorHandle) -> None:
     kit.pid()
     assert get_actor(client, "kit").pid() == kit.pid()
     with pytest.raises(JobAlreadyExists):
@@ -229,7 +229,7 @@ def test_names_of_living_actors_are_taken_and_unknown_ones_are_refused(client: C
         get_actor(client, "nobody")
 
 
-def test_calls_on_their_way_and_later_ones_end_when_the_actor_dies(client: Client, tmp_path: Path) -> None:
+def test_calls_under_way_and_later_calls_end_when_the_actor_dies(client: Client, tmp_path: Path) -> None:
     mortal = create_actor(client, Kit, name="mortal", max_concurrency=2)
     mortal.say("my last words")
     hanging = mortal.touch_and_hang.remote(tmp_path / "hangs")
@@ -252,10 +252,10 @@ def test_calls_end_when_the_job_of_the_actor_is_terminated_and_its_name_is_free_
     for future in (hanging, waiting):
         with pytest.raises(ActorDied, match="stopped"):
             future.result(ANSWER_SECONDS)
-    _begins_anew_as_often_as_allowed(client, tmp_path / "hangs-again")
+    _restarts_as_often_as_allowed(client, tmp_path / "hangs-again")
 
 
-def _begins_anew_as_often_as_allowed(client: Client, hangs: Path) -> None:
+def _restarts_as_often_as_allowed(client: Client, hangs: Path) -> None:
     # an actor ended from outside, until its restarts are used up
     phoenix = create_actor(client, Kit, 5, name="phoenix", max_concurrency=2, max_restarts=1)
     assert phoenix.add() == 6
@@ -275,8 +275,8 @@ def test_job_calls_actors_it_was_sent_or_looked_up_and_those_it_creates_die_with
     client: Client, kit: ActorHandle, tmp_path: Path
 ) -> None:
     def create(sent: ActorHandle, folder: Path) -> None:
-        found = get_actor(current_client(), "kit")
-        (folder / "pids").write_text(f"{sent.pid()} {found.pid()}")
+        actor = get_actor(current_client(), "kit")
+        (folder / "pids").write_text(f"{sent.pid()} {actor.pid()}")
         inner = create_actor(current_client(), Kit, name="inner", max_concurrency=2)
         inner.add()
         (folder / "created").touch()
@@ -296,7 +296,7 @@ def test_job_calls_actors_it_was_sent_or_looked_up_and_those_it_creates_die_with
         hanging.result(ANSWER_SECONDS)
 
 
-def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_path: Path) -> None:
+def test_group_becomes_ready_one_at_a_time_and_ends_together(client: Client, tmp_path: Path) -> None:
     group = create_actor_group(client, Gated, tmp_path, name="gated", count=3)
     assert [actor.name for actor in group] == ["gated-0", "gated-1", "gated-2"]
     assert group.ready_count == 0
@@ -317,7 +317,7 @@ def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_pa
     assert group.ready_count == 0
 
 
-def test_actors_that_cannot_be_made_tell_why_their_callers_and_who_waits_for_enough_of_them(client: Client) -> None:
+def test_actors_that_cannot_be_made_give_callers_and_waiters_the_reason(client: Client) -> None:
     group = create_actor_group(client, Broken, name="hopeless", count=2, max_restarts=5)
     with pytest.raises(ActorDied, match="cannot make the unmakeable"):
         group.wait_ready(1, timeout=ANSWER_SECONDS)

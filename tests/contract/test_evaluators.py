@@ -71,7 +71,7 @@ def test_evaluator_is_registered_under_its_own_name(name: str, evaluator: Evalua
     assert evaluator.needs_endpoint != is_native(name)
 
 
-def test_evaluator_environment_is_one_of_its_own_whose_lists_exist(evaluator: Evaluator, config: EvaluationConfig):
+def test_evaluator_environment_is_its_own_and_its_lists_exist(evaluator: Evaluator, config: EvaluationConfig):
     assert evaluator.environment(config) in evaluator.environments
     for spec in evaluator.environments:
         assert harness_environments()[spec.name] == spec and spec.name not in ENVIRONMENTS
@@ -87,7 +87,7 @@ def test_command_touches_nothing_and_is_the_same_twice(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_has_the_key_in_one_variable_only(
+def test_command_has_the_key_in_a_single_variable_only(
     evaluator: Evaluator, model: EvaluatedModel, config: EvaluationConfig, tmp_path: Path
 ):
     command = evaluator.command(model, config, tmp_path, python=PYTHON)

@@ -158,7 +158,7 @@ def test_command_that_does_not_exist_fails_and_says_so(client: Client) -> None:
         client.submit(job(Entrypoint.from_binary("no-such-program"))).wait(30)
 
 
-def test_running_job_is_waited_for_in_vain_and_read_and_ended_by_whoever_attaches_to_it(client: Client) -> None:
+def test_wait_for_a_running_job_times_out_and_attached_clients_control_it(client: Client) -> None:
     handle = client.submit(job(shell(f"seq 1 5000; {FOR_EVER}")))
     with pytest.raises(JobTimeout):
         handle.wait(0.1)
@@ -298,7 +298,7 @@ def test_shutdown_ends_running_jobs(client: Client, tmp_path: Path) -> None:
     assert not is_alive(pid)
 
 
-def test_current_client_is_the_one_set_for_the_context(client: Client) -> None:
+def test_current_client_is_the_client_set_for_the_context(client: Client) -> None:
     default = current_client()
     with set_current_client(client):
         assert current_client() is client

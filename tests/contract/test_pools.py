@@ -95,7 +95,7 @@ def models(target: Target) -> set[str | None]:
 
 
 @pytest.mark.parametrize(("replicas", "hosts"), [(2, 1), (1, 2)])
-def test_pool_on_two_machines_serves_swaps_survives_the_loss_of_one_and_leaves_nothing(
+def test_pool_on_two_machines_survives_the_loss_of_a_machine(
     place: Place, tmp_path: Path, replicas: int, hosts: int
 ) -> None:
     label = f"contract-{secrets.token_hex(4)}"

@@ -142,8 +142,8 @@ def mlflow_place(address: str, experiment: str, refusing: str) -> Place:
     client = MlflowClient(address)
 
     def runs() -> list[Any]:
-        found = client.get_experiment_by_name(experiment)
-        return list(client.search_runs([found.experiment_id])) if found else []
+        mlflow_experiment = client.get_experiment_by_name(experiment)
+        return list(client.search_runs([mlflow_experiment.experiment_id])) if mlflow_experiment else []
 
     def history() -> list[Any]:
         return [
@@ -154,10 +154,10 @@ def mlflow_place(address: str, experiment: str, refusing: str) -> Place:
         ]
 
     def numbers() -> dict[int, dict[str, float]]:
-        found: dict[int, dict[str, float]] = {}
+        by_step: dict[int, dict[str, float]] = {}
         for metric in history():
-            found.setdefault(metric.step, {})[metric.key] = metric.value
-        return found
+            by_step.setdefault(metric.step, {})[metric.key] = metric.value
+        return by_step
 
     return Place(
         MlflowSink(tracking_uri=address, experiment=experiment),
@@ -177,7 +177,7 @@ def hugging_face_place(folder: Path, in_the_way: Path) -> Place:
     in_the_way.write_text("a file where a folder should be")
 
     def numbers() -> dict[int, dict[str, float]]:
-        found = {}
+        by_step = {}
         for path in folder.rglob("README.md"):
             metadata = yaml.safe_load(path.read_text().split("---")[1])
             named = {}
@@ -186,8 +186,8 @@ def hugging_face_place(folder: Path, in_the_way: Path) -> Place:
                     {**metric, "benchmark": result["dataset"]["name"], **metric["args"]} for metric in result["metrics"]
                 ]
                 named |= of_metrics(metrics)
-            found[int(path.parent.name.removeprefix("step-"))] = named
-        return found
+            by_step[int(path.parent.name.removeprefix("step-"))] = named
+        return by_step
 
     return Place(
         HuggingFaceSink(path=str(folder)),
@@ -258,9 +258,7 @@ def test_sink_publishes_no_file_behind_a_link(
 
 
 @pytest.mark.parametrize("place", ["wandb", "mlflow"], indirect=True)
-def test_tracker_shows_the_price_with_its_list_and_no_number_for_an_unknown_one(
-    place: Place, senders: Senders, tmp_path: Path
-):
+def test_tracker_shows_the_price_with_its_list_and_no_unknown_number(place: Place, senders: Senders, tmp_path: Path):
     predicted = Predicted(how="guess", basis="a record", seconds=90.0, usd=0.1)
     known = Cost(usd=0.12, replica_seconds=100.0, source="the contract of March", predicted=predicted)
     unknown = Cost(why_unknown="the judge has no price", replica_seconds=5.0)
@@ -268,19 +266,17 @@ def test_tracker_shows_the_price_with_its_list_and_no_number_for_an_unknown_one(
         record, cell = make_cell(tmp_path / "evaluations", step=step, cost=cost, chip_seconds=800.0)
         states = publish_record(record, str(cell), (place.sink,), senders=senders)
         assert states[place.sink.name].status == "published"
-    found = {
+    costs = {
         step: {name: number for name, number in numbers.items() if name.startswith("cost/")}
         for step, numbers in place.numbers().items()
     }
     seconds = {"cost/chip_seconds": 800.0, "cost/seconds": pytest.approx(9.85)}
     expected = {"cost/predicted_usd": 0.1, "cost/predicted_seconds": 90.0}
-    assert found == {100: {"cost/usd": 0.12, **seconds, **expected}, 200: seconds}
+    assert costs == {100: {"cost/usd": 0.12, **seconds, **expected}, 200: seconds}
     assert "the contract of March" in (shown := str(place.everything())) and "the judge has no price" in shown
 
 
-def test_cells_that_finish_at_once_and_out_of_order_stand_at_their_steps(
-    place: Place, senders: Senders, tmp_path: Path
-):
+def test_cells_finishing_at_once_and_out_of_order_keep_their_steps(place: Place, senders: Senders, tmp_path: Path):
     def publish(written: tuple[Record, Path]) -> dict[str, SinkState]:
         record, cell = written
         return publish_record(record, str(cell), (place.sink,), senders=senders)
@@ -292,14 +288,14 @@ def test_cells_that_finish_at_once_and_out_of_order_stand_at_their_steps(
     with ThreadPoolExecutor(2) as threads:
         states = list(threads.map(publish, cells))
     assert {state[place.sink.name].status for state in states} == {"published"}
-    assert {step: found["demo_facts/acc"] for step, found in place.numbers().items()} == {100: 0.1, 200: 0.2}
+    assert {step: numbers["demo_facts/acc"] for step, numbers in place.numbers().items()} == {100: 0.1, 200: 0.2}
 
 
-def test_alert_stands_beside_its_curve_once_at_sinks_that_have_curves(place: Place, senders: Senders, tmp_path: Path):
+def test_alert_appears_next_to_its_curve_once_at_sinks_with_curves(place: Place, senders: Senders, tmp_path: Path):
     record, cell = make_cell(tmp_path / "evaluations")
-    found = known_alert(record)
+    known = known_alert(record)
     elsewhere = known_alert(record.model_copy(update={"evaluation_hash": "another"}))
-    assert write_first(str(tmp_path / "evaluations" / "run-a"), found)
+    assert write_first(str(tmp_path / "evaluations" / "run-a"), known)
     publish_missing(str(tmp_path / "evaluations"), [place.sink])
     before = place.everything()
 
@@ -308,15 +304,15 @@ def test_alert_stands_beside_its_curve_once_at_sinks_that_have_curves(place: Pla
         return {state.status for state in states.values()}
 
     if not place.sink.takes_alerts:
-        assert publish(found) == set() and place.everything() == before
+        assert publish(known) == set() and place.everything() == before
         return
     assert publish(elsewhere) == set() and place.everything() == before
     for _ in range(2):
-        assert publish(found, elsewhere) == {"published"}
-        assert place.alerts() == [(100, -0.25, sentence(found.alert))]
+        assert publish(known, elsewhere) == {"published"}
+        assert place.alerts() == [(100, -0.25, sentence(known.alert))]
     assert place.numbers()[100].items() >= NUMBERS.items()
     later = known_alert(record.model_copy(update={"checkpoint": record.checkpoint.model_copy(update={"step": 200})}))
-    assert publish(found, later) == {"published"}
+    assert publish(known, later) == {"published"}
     assert sorted(step for step, _, _ in place.alerts()) == [100, 200]
 
 
@@ -343,7 +339,7 @@ def test_sink_that_fails_says_why_raises_nothing_and_stops_no_other(place: Place
 
 
 @pytest.mark.harness
-def test_model_card_is_one_for_the_hub_s_own_parser(tmp_path: Path):
+def test_model_card_is_valid_for_the_parser_of_the_hub(tmp_path: Path):
     record, cell = make_cell(tmp_path / "evaluations")
     sink = HuggingFaceSink()
     where = publish_record(record, str(cell), (sink,))[sink.name].where

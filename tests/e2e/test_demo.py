@@ -68,7 +68,7 @@ QUESTIONS = {"lm_evaluation_harness": 220, "helm": 120, "alpaca_eval": 24}
 
 def records_of(demo: Demo) -> dict[tuple[int, str], Record]:
     """Returns the records of the checkpoints that training wrote, without merged checkpoints."""
-    records = [found for found in read_records(str(demo.folder / "evaluations")) if found.checkpoint.merge is None]
+    records = [record for record in read_records(str(demo.folder / "evaluations")) if record.checkpoint.merge is None]
     return {(record.checkpoint.step, record.evaluator): record for record in records}
 
 
@@ -94,7 +94,7 @@ def test_demo_evaluates_every_checkpoint_by_every_evaluator(demo: Demo) -> None:
 
 
 def test_demo_evaluates_the_mean_of_the_last_three_checkpoints_and_shows_it_apart(demo: Demo) -> None:
-    [record] = [found for found in read_records(str(demo.folder / "evaluations")) if found.checkpoint.merge]
+    [record] = [each for each in read_records(str(demo.folder / "evaluations")) if each.checkpoint.merge]
     last = sorted({step for step, _ in records_of(demo)})[-3:]
     merge = record.checkpoint.merge
     assert merge is not None and [each.step for each in merge.inputs] == last
@@ -107,8 +107,12 @@ def test_demo_evaluates_the_mean_of_the_last_three_checkpoints_and_shows_it_apar
 def test_scores_of_every_evaluator_improve_over_the_checkpoints(demo: Demo) -> None:
     records = records_of(demo)
     first, last = min(step for step, _ in records), max(step for step, _ in records)
-    wanted = {"lm_evaluation_harness": {"acc", "exact_match"}, "helm": {"exact_match"}, "alpaca_eval": {"win_rate"}}
-    for evaluator, names in wanted.items():
+    metric_names = {
+        "lm_evaluation_harness": {"acc", "exact_match"},
+        "helm": {"exact_match"},
+        "alpaca_eval": {"win_rate"},
+    }
+    for evaluator, names in metric_names.items():
         before = {
             (metric.benchmark, metric.name): metric
             for metric in records[first, evaluator].metrics
@@ -132,7 +136,7 @@ def test_scores_of_every_evaluator_improve_over_the_checkpoints(demo: Demo) -> N
 def test_demo_shows_a_table_and_writes_a_page_that_needs_nothing_else(demo: Demo) -> None:
     assert "demo_facts" in demo.output
     assert re.search(r"\[\d\.\d+, \d\.\d+\]", demo.output), "no interval"
-    assert "What to try next" in demo.output
+    assert "Next steps" in demo.output
     page = (demo.folder / "report.html").read_text()
     assert "<svg" in page and 'href="report-questions.html"' in page
     assert "report-questions.html" in demo.output
@@ -198,15 +202,15 @@ def test_everything_the_demo_makes_lies_in_its_folder(demo: Demo) -> None:
 @pytest.fixture(scope="module")
 def checkpoints(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Servable]:
     """The demo's first, middle and last checkpoint, and a checkpoint of NaN weights."""
-    found = find_checkpoints(str(demo.folder / "checkpoints"))
+    saved = find_checkpoints(str(demo.folder / "checkpoints"))
     useless = tmp_path_factory.mktemp("useless") / "step-9999"
-    shutil.copytree(found[-1].uri, useless)
+    shutil.copytree(saved[-1].uri, useless)
     weights = useless / "model.safetensors"
     content = weights.read_bytes()
     (header_bytes,) = struct.unpack("<Q", content[:8])
     data = 8 + header_bytes
     weights.write_bytes(content[:data] + struct.pack("<f", float("nan")) * ((len(content) - data) // 4))
-    uris = {"first": found[0].uri, "middle": found[2].uri, "last": found[-1].uri, "useless": str(useless)}
+    uris = {"first": saved[0].uri, "middle": saved[2].uri, "last": saved[-1].uri, "useless": str(useless)}
     return {name: Servable.from_uri(name, uri) for name, uri in uris.items()}
 
 
@@ -307,12 +311,21 @@ def test_texts_are_written_in_bulk_with_a_schema_and_an_error_for_what_does_not_
     lines = [{"prompt": "Spell a city." + "x" * (600 if number == 2 else 0)} for number in range(4)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     city = {"type": "object", "properties": {"a": {"enum": ["Rome", "Oslo"]}}, "required": ["a"]}
-    wanted = {"type": "json_schema", "json_schema": {"name": "city", "schema": {**city, "additionalProperties": False}}}
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "city", "schema": {**city, "additionalProperties": False}},
+    }
     config = GenerationConfig.model_validate(
         {
             "model_path": "first",
             "prompts": {"files": [str(tmp_path / "prompts.jsonl")]},
-            "sampling": {"samples": 2, "seed": 1, "temperature": 1, "max_tokens": 100, "response_format": wanted},
+            "sampling": {
+                "samples": 2,
+                "seed": 1,
+                "temperature": 1,
+                "max_tokens": 100,
+                "response_format": response_format,
+            },
             "output_path": str(tmp_path),
             "prompts_per_shard": 2,
             "max_errors": 2,

@@ -32,7 +32,7 @@ from tasks.evaluators.helm.environment import HELM
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
 ASSAY = Path(sys.executable).with_name("assay")
-EXPERIMENT = "a job from one file"
+EXPERIMENT = "a job from a single file"
 ENTRIES = """
 entries: [
   {description: "simple_mcqa:model=huggingface/model", priority: 1}
@@ -111,7 +111,7 @@ def story(mlflow_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         tracking_config={
             "experiment_name": EXPERIMENT,
             "run_name": "nano",
-            "description": "A tiny one.",
+            "description": "A tiny evaluation.",
             "tags": {"creator": "a test", "data": {"sets": ["a", "b"]}},
         },
     )
@@ -122,11 +122,11 @@ def story(mlflow_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     # Engine sockets are on the scratch volume, and socket paths are limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="k8s-") as cluster:
         server = KubernetesServer(Path(cluster), entrypoint=(str(ASSAY),), variables=variables)
-        found = Story(file.parents[1], server.kubeconfig, home, run_id)
-        found.commit = push(found.repository)
+        new_story = Story(file.parents[1], server.kubeconfig, home, run_id)
+        new_story.commit = push(new_story.repository)
         try:
-            tell(found)
-            yield found
+            tell(new_story)
+            yield new_story
         finally:
             server.close()
 
@@ -210,6 +210,6 @@ def test_same_file_runs_on_this_machine_where_it_finds_what_the_container_record
     local = story.seen["local"]
     assert local.returncode == 0, local.stderr
     assert "fetching runs:/" in local.stderr
-    found = json.loads(local.stdout)
-    [record] = found["records"]
-    assert (found["evaluated"], found["already_recorded"], record["counts"]["requested"]) == (0, 1, 3)
+    summary = json.loads(local.stdout)
+    [record] = summary["records"]
+    assert (summary["evaluated"], summary["already_recorded"], record["counts"]["requested"]) == (0, 1, 3)

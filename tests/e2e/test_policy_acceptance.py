@@ -136,13 +136,13 @@ class Story:
         return [f"{_cell(path.parents[2].name, path.parent.name)}/{path.name}" for path in folders]
 
     def records(self) -> dict[str, Record]:
-        found = read_records(str(self.out)) if self.out.is_dir() else []
-        assert len(found) == len(list(self.out.rglob("record.json")))
-        return {_cell(f"step-{record.checkpoint.step}", record.cell): record for record in found}
+        published = read_records(str(self.out)) if self.out.is_dir() else []
+        assert len(published) == len(list(self.out.rglob("record.json")))
+        return {_cell(f"step-{record.checkpoint.step}", record.cell): record for record in published}
 
     def claims(self) -> dict[str, Claim]:
-        found = [seen.claim for seen in read_claims(claims_folder(str(self.out), RUN))]
-        return {_cell(*claim.subject.key.split(".")): claim for claim in found}
+        held = [seen.claim for seen in read_claims(claims_folder(str(self.out), RUN))]
+        return {_cell(*claim.subject.key.split(".")): claim for claim in held}
 
     def flow_runs(self) -> list[dict[str, Any]]:
         """Returns flow runs that have started or will start soon, without runs planned by a schedule."""
@@ -154,8 +154,8 @@ class Story:
         eventually(lambda: not busy & {run["state"]["name"] for run in self.flow_runs()})
 
     def events(self) -> list[dict[str, Any]]:
-        wanted = {"filter": {"event": {"name": [CHECKPOINT_COMPLETE]}, "order": "ASC"}, "limit": 50}
-        return self.prefect.ask("/events/filter", wanted)["events"]
+        query = {"filter": {"event": {"name": [CHECKPOINT_COMPLETE]}, "order": "ASC"}, "limit": 50}
+        return self.prefect.ask("/events/filter", query)["events"]
 
     def number_of_events(self, checkpoint: str) -> int:
         named = {"labels": {"prefect.resource.name": [checkpoint]}}
@@ -195,12 +195,12 @@ def unfinished_jobs() -> list[str]:
 
 def processes_of(flow_runs: Collection[str]) -> list[int]:
     """Returns the processes that flow runs started on this machine, and the processes of the flow runs themselves."""
-    marks, found = {f"PREFECT__FLOW_RUN_ID={flow_run}".encode() for flow_run in flow_runs}, []
+    marks, pids = {f"PREFECT__FLOW_RUN_ID={flow_run}".encode() for flow_run in flow_runs}, []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if marks & set((path / "environ").read_bytes().split(b"\0")):
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
 def seconds_of(moment: str) -> float:
@@ -267,7 +267,7 @@ def be_evaluated(story: Story) -> None:
     story.look("being evaluated")
     story.until_missing("failed")
     story.until_calm()
-    story.look("one failed")
+    story.look("a cell failed")
     story.observed["status"] = story.prefect.assay("status", story.policy)
     story.observed["page"] = (story.out / RUN / "report.html").read_text()
     story.observed["artifacts"] = {artifact["key"] for artifact in story.prefect.ask("/artifacts/latest/filter", {})}
@@ -301,7 +301,7 @@ def be_wanted_by_everybody_at_once(story: Story) -> None:
     """Adds a checkpoint; a new worker, 52 triggers of the deployment and a manual command request the same cells."""
     begun = {run["id"] for run in story.flow_runs()}
     arrive(story, 30)
-    story.look("nobody is there")
+    story.look("no worker runs")
     story.observed["retry"] = story.prefect.assay("retry", story.policy, "--failed")
     story.look("to be retried")
     before = story.number_of_events(f"{RUN}-10")
@@ -369,7 +369,7 @@ def test_nothing_begins_before_the_last_byte_of_a_checkpoint_is_there(story: Sto
     assert min(claim.at for claim in story.claims().values()) >= story.whole_at
 
 
-def test_records_and_curves_appear_with_nobody_doing_anything(story: Story) -> None:
+def test_records_and_curves_appear_without_manual_steps(story: Story) -> None:
     assert story.observed["records"][f"{RUN}-10:facts"].succeeded
     assert "<svg" in story.observed["page"] and "demo_facts" in story.observed["page"]
     assert {f"{RUN}-{kind}" for kind in ("curves", "results", "report", "records")} <= story.observed["artifacts"]
@@ -403,7 +403,7 @@ def test_fifty_events_and_two_reconcilers_at_once_evaluate_each_cell_once(story:
     assert sorted(attempt.partition("/")[0] for attempt in after - before) == sorted(missing)
 
 
-def test_suite_added_later_is_asked_of_earlier_checkpoints_whose_records_stay(story: Story) -> None:
+def test_suite_added_later_is_evaluated_on_earlier_checkpoints(story: Story) -> None:
     assert set(story.observed["deployed"].values()) == {"update", "unchanged"}
     assert story.records()[f"{RUN}-10:later"].succeeded
     assert story.records()[f"{RUN}-10:facts"] == story.observed["records"][f"{RUN}-10:facts"]
@@ -419,17 +419,17 @@ def test_gaps_are_right_at_every_moment(story: Story) -> None:
         "after a flow run has looked": dict.fromkeys(first, "waiting"),
         "whole": dict.fromkeys(first, "work"),
         "being evaluated": dict.fromkeys(first, "claimed"),
-        "one failed": failed,
+        "a cell failed": failed,
         "a suite was added": failed | dict.fromkeys(added, "work"),
         "another checkpoint": failed | dict.fromkeys(added | second, "work"),
         "being evaluated again": failed | dict.fromkeys(added | second, "claimed"),
         "the worker is gone": failed | dict.fromkeys(added | second, "work"),
-        "nobody is there": failed | dict.fromkeys(added | second | third, "work"),
+        "no worker runs": failed | dict.fromkeys(added | second | third, "work"),
         "to be retried": dict.fromkeys({*failed} | added | second | third, "work"),
         "the end": {},
     }
     assert {name: moment.missing for name, moment in story.moments.items()} == expected
-    done = {"one failed": 1, "to be retried": 1, "the end": 9}
+    done = {"a cell failed": 1, "to be retried": 1, "the end": 9}
     assert {name: story.moments[name].done for name in done} == done
     for name, lacks in LACKS.items():
         assert story.moments[f"with {name}"].why == dict.fromkeys(first, lacks)
@@ -437,8 +437,8 @@ def test_gaps_are_right_at_every_moment(story: Story) -> None:
     assert {why[cell] for cell in added | second} == {"again after failure 1"}
 
 
-def test_worker_killed_in_mid_evaluation_costs_one_attempt_and_leaves_nothing(story: Story) -> None:
-    died = story.moments["the worker is gone"].attempts - story.moments["one failed"].attempts
+def test_worker_killed_in_mid_evaluation_costs_a_single_attempt(story: Story) -> None:
+    died = story.moments["the worker is gone"].attempts - story.moments["a cell failed"].attempts
     records, lost = story.records(), {attempt.partition("/")[0] for attempt in died}
     assert {record.status for record in records.values()} == {"succeeded"}
     assert f"{RUN}-10:later" in lost and len(lost) == len(died)

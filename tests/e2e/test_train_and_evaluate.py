@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_training_data(tmp_path_factory.mktemp("data"))
 
 
-def wanted(data: Path, output: Path, *, steps: int = STEPS, **trainer: Any) -> dict[str, Any]:
+def nano_config(data: Path, output: Path, *, steps: int = STEPS, **trainer: Any) -> dict[str, Any]:
     engine = {"max_model_len": CONTEXT, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
     evaluation = {
         "evals": [{"name": "demo_facts"}],
@@ -62,16 +62,18 @@ def evaluate(config: dict[str, Any]) -> tuple[list[Record], list[CellDone]]:
 @pytest.fixture(scope="module")
 def trained(prefect_api: str, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
     run = tmp_path_factory.mktemp("e2e") / RUN
-    records, evaluated = evaluate(wanted(data, run))
+    records, evaluated = evaluate(nano_config(data, run))
     assert len(evaluated) == len(records)
     return run, records
 
 
-def test_checkpoints_are_evaluated_on_one_warm_pool_while_the_run_is_trained(
+def test_checkpoints_are_evaluated_on_a_warm_pool_during_training(
     trained: tuple[Path, list[Record]],
 ) -> None:
     run, records = trained
-    assert [record.checkpoint.name for record in records] == [f"{RUN}-40", f"{RUN}-60"], "multiples, and the last one"
+    assert [record.checkpoint.name for record in records] == [f"{RUN}-40", f"{RUN}-60"], (
+        "multiples, and the last checkpoint"
+    )
     assert {int(folder.name.removeprefix("step-")) for folder in (run / "hf").iterdir()} == {20, 40, 60}
     for record in records:
         assert record.succeeded and record.samples == QUESTIONS
@@ -87,11 +89,11 @@ def test_checkpoints_are_evaluated_on_one_warm_pool_while_the_run_is_trained(
 def test_run_that_is_trained_and_evaluated_costs_nothing_more(trained: tuple[Path, list[Record]], data: Path) -> None:
     run, records = trained
     written = (run / "trained.json").stat().st_mtime_ns
-    again, evaluated = evaluate(wanted(data, run))
+    again, evaluated = evaluate(nano_config(data, run))
     assert again == records and evaluated == []
     gate = Gate.model_validate({"rules": [{"benchmark": "demo_facts", "metric": "acc", "at_least": 1.5}]})
     with pytest.raises(GateRefused, match=f"{RUN}-60: demo_facts"):
-        train_and_evaluate(TrainAndEvaluateConfig.model_validate(wanted(data, run)), gate)
+        train_and_evaluate(TrainAndEvaluateConfig.model_validate(nano_config(data, run)), gate)
     assert (run / "trained.json").stat().st_mtime_ns == written
 
 
@@ -99,7 +101,7 @@ def test_training_that_fails_fails_the_flow_after_what_there_is_was_evaluated(
     trained: tuple[Path, list[Record]], data: Path
 ) -> None:
     run, records = trained
-    broken = wanted(data, run, steps=STEPS + 1)
+    broken = nano_config(data, run, steps=STEPS + 1)
     broken["training"]["train_config"]["data"]["components"]["texts"]["source"]["train_urls"] = ["/nowhere.jsonl"]
     broken["training"]["train_config"]["data"]["cache_dir"] = str(run.parent / "other-cache")
     with pytest.raises(JobFailed, match="nowhere"):
@@ -109,7 +111,7 @@ def test_training_that_fails_fails_the_flow_after_what_there_is_was_evaluated(
 
 def test_command_that_is_ended_ends_the_training(prefect_api: str, data: Path, tmp_path: Path) -> None:
     file = tmp_path / "endless.yaml"
-    file.write_text(yaml.safe_dump(json.loads(json.dumps(wanted(data, tmp_path / "endless", steps=10**6)))))
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(nano_config(data, tmp_path / "endless", steps=10**6)))))
     environment = process_environment({"PREFECT_API_URL": prefect_api})
     command = [str(ASSAY), "train-and-evaluate", str(file)]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:

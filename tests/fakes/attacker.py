@@ -33,7 +33,7 @@ def asked(host: str, port: int) -> str:
         return connection.makefile().readline()
 
 
-def variables_of_others() -> str:
+def variables_of_all_processes() -> str:
     return "".join(
         str(attempt((folder / "environ").read_text)) for folder in Path("/proc").iterdir() if folder.name.isdigit()
     )
@@ -57,12 +57,12 @@ def rights() -> list[bool]:
 def main(output: str, host: str, port: str, other_port: str, owner: str, secret: str, *paths: str) -> None:
     memory, file_size = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE))
     subprocess.Popen(["sleep", f"6000{owner}"], start_new_session=True)
-    found = {
+    outcomes = {
         "endpoint": attempt(lambda: asked(host, int(port))),
         "other port": attempt(lambda: asked("127.0.0.1", int(other_port))),
         "network": attempt(lambda: socket.create_connection(("192.0.2.1", 80), timeout=10).fileno()),
         "variables": sorted(os.environ),
-        "secret in variables": secret in variables_of_others(),
+        "secret in variables": secret in variables_of_all_processes(),
         "files": {path: attempt(Path(path).read_text) for path in paths},
         "signal": attempt(lambda: (os.kill(int(owner), 0), "sent")[1]),
         "rights": rights(),
@@ -71,7 +71,7 @@ def main(output: str, host: str, port: str, other_port: str, owner: str, secret:
     }
     for path in paths:
         attempt(lambda path=path: Path(path).write_text("overwritten"))
-    Path(output, "attempts.json").write_text(json.dumps(found))
+    Path(output, "attempts.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

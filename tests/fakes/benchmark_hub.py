@@ -49,7 +49,7 @@ index = built_in_index()
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 def leaves(part, over):
-    # Every task that a name, or a piece of a group's file, stands for, with its configuration.
+    # Every task that a name, or a piece of a group's file, refers to, with its configuration.
     if isinstance(part, str):
         entry = index[part]
         if entry.yaml_path is None:
@@ -144,14 +144,14 @@ def of_each_shape(
     entries: Iterable[EvalTaskConfig], layouts: Mapping[str, list[dict[str, Any]]], *, most_examples: int
 ) -> list[EvalTaskConfig]:
     """Returns the first task of each shape and number of examples, with `most_examples` as the largest number."""
-    found: dict[str, EvalTaskConfig] = {}
+    by_shape: dict[str, EvalTaskConfig] = {}
     for entry in entries:
         examples = None if entry.num_fewshot is None else min(entry.num_fewshot, most_examples)
         for layout in layouts[entry.name]:
             shape = json.dumps([layout["shape"], examples, entry.task_kwargs])
             changed = {"name": layout["task"], "num_fewshot": examples, "task_alias": f"{layout['task']}_{examples}"}
-            found.setdefault(shape, entry.model_copy(update=changed))
-    return list(found.values())
+            by_shape.setdefault(shape, entry.model_copy(update=changed))
+    return list(by_shape.values())
 
 
 def ask(
@@ -227,30 +227,30 @@ def served_nano(folder: Path) -> Iterator[RunningModel]:
 
 def repositories(layouts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, bytes]]:
     rows = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
-    wanted: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    found: dict[str, dict[str, bytes]] = defaultdict(dict)
+    configs_by_path: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    by_repository: dict[str, dict[str, bytes]] = defaultdict(dict)
     for layout in layouts:
         for file in layout["files"]:
             owner, name, path = file.removeprefix("hf://datasets/").split("/", 2)
-            found[f"datasets/{owner}/{name}"][path] = _lines(rows[f"{owner}/{name}"], FEWEST)
+            by_repository[f"datasets/{owner}/{name}"][path] = _lines(rows[f"{owner}/{name}"], FEWEST)
         if not layout["files"]:
-            wanted[layout["path"]][layout["name"] or "default"] |= set(layout["splits"])
-    for path, configs in wanted.items():
+            configs_by_path[layout["path"]][layout["name"] or "default"] |= set(layout["splits"])
+    for path, configs in configs_by_path.items():
         content = rows[next(key for key in (path, path.partition("-")[0]) if key in rows)]
         card = [
             f"- config_name: {config}\n  data_files:\n"
             + "".join(f"  - split: {split}\n    path: {config}/{split}.jsonl\n" for split in sorted(splits))
             for config, splits in sorted(configs.items())
         ]
-        files = found[f"datasets/{path}"]
+        files = by_repository[f"datasets/{path}"]
         files["README.md"] = f"---\nconfigs:\n{''.join(card)}---\n".encode()
         for config, splits in configs.items():
             row = content.get("configs", {}).get(config) or content.get("row", content)
             for split in splits:
                 files[f"{config}/{split}.jsonl"] = _lines(row, FEWEST)
     for name, source in METRICS.items():
-        found[f"spaces/evaluate-metric/{name}"] = {f"{name}.py": source.encode()}
-    return dict(found)
+        by_repository[f"spaces/evaluate-metric/{name}"] = {f"{name}.py": source.encode()}
+    return dict(by_repository)
 
 
 def _lines(row: dict[str, Any], fewest: int) -> bytes:

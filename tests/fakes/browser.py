@@ -50,9 +50,9 @@ _AIM = """((find) => {
 def chromium_binary() -> str:
     """Returns the path of Chromium; skips the test without it."""
     for name in BINARIES:
-        if found := shutil.which(name):
-            return found
-    pytest.skip("no Chromium: install one (apt-get install chromium, or brew install --cask chromium)")
+        if path := shutil.which(name):
+            return path
+    pytest.skip("no Chromium: install it (apt-get install chromium, or brew install --cask chromium)")
 
 
 class ProtocolError(Exception): ...
@@ -96,13 +96,13 @@ class Page:
             " if (found || Date.now() > end) resolve(found); else setTimeout(look, 100); }; look(); })"
         )
 
-        def found() -> Any:
+        def value_now() -> Any:
             try:
                 return self.value(look)
             except ProtocolError:  # the page was replaced by another during the call
                 return None
 
-        return eventually(found)
+        return eventually(value_now)
 
     def click(self, element: str) -> None:
         """Brings an element into view and clicks it as a mouse does; retries if it has moved."""

@@ -45,14 +45,14 @@ class CachedEngine:
         """Computes a prompt and caches its whole blocks; returns the number of tokens found in the cache."""
         tokens = tuple(tokens)
         ends = range(self.block, len(tokens) + 1, self.block)
-        found = 0
+        cached_tokens = 0
         for end in ends if from_cache else ():
             if end >= len(tokens) or tokens[:end] not in self.cached:
                 break
-            found = end
+            cached_tokens = end
         self.cached.update(tokens[:end] for end in ends)
-        self.computed += len(tokens) - found
-        return found
+        self.computed += len(tokens) - cached_tokens
+        return cached_tokens
 
     def _labels(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = tuple(body["prompt"])

@@ -176,7 +176,7 @@ LEAVES: dict[str, Callable[[], object]] = {
 }
 """Attempts that may succeed inside the isolation and must have no effect outside."""
 REACHES: dict[str, Callable[[], object]] = {
-    "write beside the output": lambda: os.rename(LEFT, LEFT.with_name("moved")),
+    "write next to the output": lambda: os.rename(LEFT, LEFT.with_name("moved")),
     "block device": lambda: os.mknod(LEFT / "disk", stat.S_IFBLK | 0o666, os.makedev(8, 0)),
     "memory device": lambda: os.mknod(LEFT / "mem", stat.S_IFCHR | 0o666, os.makedev(1, 1)),
     "file capability": lambda: os.setxattr(

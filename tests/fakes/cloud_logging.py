@@ -32,12 +32,12 @@ class CloudLogging:
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         self.requests.append(body)
-        wanted = [match.groupdict() for match in _CONDITION.finditer(body["filter"])]
-        assert len(wanted) == body["filter"].count(" AND ") + 1, "a condition that the stand-in does not know"
-        found = [entry for entry in self.entries if all(_meets(entry, condition) for condition in wanted)]
+        conditions = [match.groupdict() for match in _CONDITION.finditer(body["filter"])]
+        assert len(conditions) == body["filter"].count(" AND ") + 1, "a condition that the fake does not support"
+        entries = [entry for entry in self.entries if all(_meets(entry, condition) for condition in conditions)]
         start = int(body.get("pageToken") or 0)
-        more = {"nextPageToken": str(start + PAGE)} if start + PAGE < len(found) else {}
-        return {"entries": found[start : start + PAGE], **more}
+        more = {"nextPageToken": str(start + PAGE)} if start + PAGE < len(entries) else {}
+        return {"entries": entries[start : start + PAGE], **more}
 
 
 def entry(job: str, at: str, text: str, *, payload: str = "textPayload") -> dict[str, Any]:
@@ -57,15 +57,15 @@ def entry(job: str, at: str, text: str, *, payload: str = "textPayload") -> dict
 
 @contextmanager
 def cloud_logging(*entries: dict[str, Any]) -> Iterator[CloudLogging]:
-    found = CloudLogging(list(entries))
+    project = CloudLogging(list(entries))
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             known = self.path.split("?")[0] == "/v2/entries:list"
-            refused = {"error": {"code": found.status, "message": "The caller does not have permission"}}
-            content = found.answer(body) if known and found.status == 200 else refused
-            self.send_response(found.status if known else 404)
+            refused = {"error": {"code": project.status, "message": "The caller does not have permission"}}
+            content = project.answer(body) if known and project.status == 200 else refused
+            self.send_response(project.status if known else 404)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
             self.wfile.write(json.dumps(content).encode())
@@ -76,9 +76,9 @@ def cloud_logging(*entries: dict[str, Any]) -> Iterator[CloudLogging]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    found.url = f"http://127.0.0.1:{server.server_address[1]}"
+    project.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield found
+        yield project
     finally:
         server.shutdown()
         thread.join()

@@ -30,7 +30,7 @@ class Collector:
     def paths(self) -> list[str]:
         """Returns each span's path from the root, names joined by /, sorted by start."""
         by_id = {span.span_id: span for span in self.spans}
-        assert len({span.trace_id for span in self.spans}) <= 1, "one trace"
+        assert len({span.trace_id for span in self.spans}) <= 1, "a single trace"
 
         def path(span: Span) -> str:
             above = path(by_id[span.parent_span_id]) + "/" if span.parent_span_id else ""
@@ -38,9 +38,9 @@ class Collector:
 
         return [path(span) for span in sorted(self.spans, key=lambda span: span.start_time_unix_nano)]
 
-    def one(self, name: str) -> Span:
-        [found] = [span for span in self.spans if span.name == name]
-        return found
+    def span_named(self, name: str) -> Span:
+        [span] = [span for span in self.spans if span.name == name]
+        return span
 
 
 @contextmanager

@@ -40,8 +40,8 @@ class ConditionalStore(AbstractFileSystem):
         self._step()
         prefix = f"{self._name(path).rstrip('/')}/"
         with self.lock:
-            found = {name: self._entry(name) for name in sorted(self.objects) if name.startswith(prefix)}
-        return found if detail else list(found)
+            entries = {name: self._entry(name) for name in sorted(self.objects) if name.startswith(prefix)}
+        return entries if detail else list(entries)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         self._step()

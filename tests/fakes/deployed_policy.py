@@ -57,20 +57,21 @@ class Deployed:
         dry_run: bool = False,
     ) -> list[tuple[str, str]]:
         policy = load_policy(self.policy)
-        wanted = PolicyDeployment(policy, self.policy, work_pool, every=every, on_event=on_event)
+        deployment = PolicyDeployment(policy, self.policy, work_pool, every=every, on_event=on_event)
         return [
-            (change.name, change.action) for change in deploy_policy(wanted, silent_after=silent_after, dry_run=dry_run)
+            (change.name, change.action)
+            for change in deploy_policy(deployment, silent_after=silent_after, dry_run=dry_run)
         ]
 
     def begin(self) -> str:
         """Starts a flow run of the policy, as a person does; returns its id."""
-        found = self.field.ask("/deployments/name/reconcile-policy/watched")
-        return self.field.ask(f"/deployments/{found['id']}/create_flow_run", {})["id"]
+        deployment = self.field.ask("/deployments/name/reconcile-policy/watched")
+        return self.field.ask(f"/deployments/{deployment['id']}/create_flow_run", {})["id"]
 
     def progress_of(self, run: str) -> dict[str, Any]:
-        wanted = {"artifacts": {"type": {"any_": ["progress"]}}, "flow_runs": {"id": {"any_": [run]}}}
-        [found] = self.field.ask("/artifacts/filter", wanted)
-        return found
+        query = {"artifacts": {"type": {"any_": ["progress"]}}, "flow_runs": {"id": {"any_": [run]}}}
+        [artifact] = self.field.ask("/artifacts/filter", query)
+        return artifact
 
     def live_claims(self, place: str = "out") -> list[str]:
         """Returns the keys of unreleased claims on records below a folder, by default the policy's."""

@@ -302,8 +302,8 @@ class FakeEngine:
             return _error(400, f"{type(error).__name__}: {error}")
         if self.models and fields.get("model") not in self.models:
             return _error(404, f"The model `{fields.get('model')}` does not exist.", param="model")
-        wanted = max(fields.get("max_completion_tokens") or fields.get("max_tokens") or 0, 0)
-        if not self.faults.any_length and any(len(prompt) + wanted > self.max_model_len for prompt in prompts):
+        new_tokens = max(fields.get("max_completion_tokens") or fields.get("max_tokens") or 0, 0)
+        if not self.faults.any_length and any(len(prompt) + new_tokens > self.max_model_len for prompt in prompts):
             return _error(400, f"This model's maximum context length is {self.max_model_len} tokens.")
         if self.faults.fresh_samples and fields.get("temperature") and fields.get("seed") is None:
             fields |= {"seed": secrets.randbits(32), "fresh_samples": True}

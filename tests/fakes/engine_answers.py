@@ -68,20 +68,20 @@ class Completion:
         """Log-probabilities as `/v1/completions` of vLLM writes them."""
         if self.top is None:
             return None
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        log_probs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         offset = 0
         for position, (token, alternatives) in enumerate(self.scored()):
             unknowable = self.echo and position == 0
-            found["tokens"].append(self._named(token, position))
-            found["token_logprobs"].append(None if unknowable else alternatives[token])
+            log_probs["tokens"].append(self._named(token, position))
+            log_probs["token_logprobs"].append(None if unknowable else alternatives[token])
             tops = {
                 self._named(alternative, position if alternative == token else None): score
                 for alternative, score in alternatives.items()
             }
-            found["top_logprobs"].append(None if unknowable else tops)
-            found["text_offset"].append(offset)
+            log_probs["top_logprobs"].append(None if unknowable else tops)
+            log_probs["text_offset"].append(offset)
             offset += len(token_text(token)) if token < 128 else 0
-        return found
+        return log_probs
 
     def _named(self, token: int, position: int | None) -> str:
         if self.ids is None:
@@ -123,21 +123,21 @@ def completions_of(label: str, prompts: list[bytes], fields: dict[str, Any], *, 
     top = (fields.get("top_logprobs") or 0) if chat and fields.get("logprobs") else fields.get("logprobs")
     greedy = not fields.get("temperature")
     choices = (fields.get("structured_outputs") or {}).get("choice")
-    found: list[Completion] = []
+    completions: list[Completion] = []
     for prompt, ids in zip(prompts, _token_ids(fields.get("prompt"), prompts), strict=True):
         for number in range(n):
             seed = "" if greedy and number == 0 else f"|{number}|{fields.get('seed')}"
             if fields.get("fresh_samples"):
-                seed += f"|{len(found)}"
+                seed += f"|{len(completions)}"
             state = zlib.crc32(f"{label}{seed}|".encode())
             made, reason = _continue(zlib.crc32(prompt, state), length, stops)
             if forced := fields.get("allowed_token_ids"):
                 made, reason = bytes(token % 256 for token in forced[:length]), "length"
             if choices:
                 made, reason = choices[zlib.crc32(prompt, state) % len(choices)].encode()[:length], "stop"
-            found.append(
+            completions.append(
                 Completion(
-                    index=len(found),
+                    index=len(completions),
                     number=number,
                     chat=chat,
                     label=label,
@@ -152,7 +152,7 @@ def completions_of(label: str, prompts: list[bytes], fields: dict[str, Any], *, 
                     labels=tuple(fields.get("logprob_token_ids") or ()),
                 )
             )
-    return found
+    return completions
 
 
 def _token_ids(sent: Any, prompts: list[bytes]) -> list[tuple[int, ...]]:

@@ -28,8 +28,8 @@ def write_job(folder: Path, **changes: Any) -> Path:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    done = subprocess.run(["git", *author, *arguments], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

@@ -60,8 +60,8 @@ class MemoryStorage(Storage):
         end = min(end, bisect.bisect_left(names, f"{prefix}\U0010ffff")) if prefix else end
         held, objects = names[first : min(end, first + most)], self.objects.get(bucket, {})
         fields = re.search(r"items\(([^)]*)\)", asked.get("fields", ""))
-        wanted = fields[1].split(",") if fields else None
-        items = [objects[name] if wanted is None else _part(objects[name], wanted) for name in held]
+        selected = fields[1].split(",") if fields else None
+        items = [objects[name] if selected is None else _part(objects[name], selected) for name in held]
         more = {"nextPageToken": held[-1]} if first + most < end else {}
         return {"kind": "storage#objects", "items": items, **more}
 
@@ -120,7 +120,7 @@ class FakeGcs:
     def names(self, bucket: str) -> list[str]:
         if self.storage.get_bucket(bucket) is None:
             return []
-        return sorted(found["name"] for found in self.storage.get_file_list(bucket)[0])
+        return sorted(entry["name"] for entry in self.storage.get_file_list(bucket)[0])
 
 
 @contextmanager

@@ -29,8 +29,8 @@ def main(behaviour: str, output: Path) -> int:
             print("the reason it gives", file=sys.stderr)
             return 3
         case "refuse":
-            found = f"no right to ask with {os.environ.get('OPENAI_API_KEY')}"
-            texts = {"expected": "something else", "found": found, "remedy": "ask differently"}
+            refusal = f"no right to ask with {os.environ.get('OPENAI_API_KEY')}"
+            texts = {"expected": "something else", "found": refusal, "remedy": "ask differently"}
             (output / "refused.json").write_text(json.dumps({"kind": "UnknownBenchmark", **texts}))
             return 1
         case "refuse_in_latin_1":

@@ -64,15 +64,15 @@ class FakeHub:
                 return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
             if operation in ("", "revision"):
                 siblings = [{"rfilename": file} for file in files]
-                found: Any = {"id": name.partition("/")[2], "sha": commit, "siblings": siblings, "tags": []}
+                content: Any = {"id": name.partition("/")[2], "sha": commit, "siblings": siblings, "tags": []}
             elif operation == "tree":
-                found = [self._entry(file, files) for file in files if not folder or file.startswith(f"{folder}/")]
+                content = [self._entry(file, files) for file in files if not folder or file.startswith(f"{folder}/")]
             elif operation == "paths-info":
                 asked = json.loads(body)["paths"] if body.startswith(b"{") else [body.decode()]
-                found = [self._entry(file, files) for file in asked if file in files]
+                content = [self._entry(file, files) for file in asked if file in files]
             else:
                 break
-            return 200, {"X-Repo-Commit": commit}, json.dumps(found).encode()
+            return 200, {"X-Repo-Commit": commit}, json.dumps(content).encode()
         return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
 
     def _entry(self, file: str, files: dict[str, bytes]) -> dict[str, Any]:

@@ -86,9 +86,9 @@ def _python_without_us(folder: Path) -> Path:
     venv.create(folder, symlinks=True)
     for name in ("purelib", "platlib"):
         variables = {"base": str(folder), "platbase": str(folder)}
-        here, packages = Path(sysconfig.get_path(name, "venv", variables)), sysconfig.get_path(name)
+        site_packages, packages = Path(sysconfig.get_path(name, "venv", variables)), sysconfig.get_path(name)
         # .pth files in that folder, which lead to this repository, are not read
-        (here / "packages.pth").write_text(f"{packages}\n")
+        (site_packages / "packages.pth").write_text(f"{packages}\n")
     return folder / "bin" / "python"
 
 

@@ -61,7 +61,7 @@ def rows(path: Path, sql: str) -> list[Any]:
         return connection.execute(sql).fetchall()
 
 
-async def answer_whatever(journal: Journal, prompt: str, body: bytes) -> None:
+async def claim_and_answer(journal: Journal, prompt: str, body: bytes) -> None:
     """Claims a prompt and stores its answer unless the journal has it."""
     claim = journal.claim(asked(prompt), cell=None)
     if claim.stored is None:

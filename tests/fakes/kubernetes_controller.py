@@ -60,7 +60,7 @@ def advance_jobset(jobset: dict[str, Any], jobs: list[dict[str, Any]]) -> tuple[
     """
     spec, status, name = jobset["spec"], jobset.setdefault("status", {}), jobset["metadata"]["name"]
     ended = {kind: {job["metadata"]["name"] for job in jobs if has_ended(job, kind)} for kind in ("Complete", "Failed")}
-    wanted = {
+    expected_jobs = {
         f"{name}-{part['name']}-{index}": (part, index)
         for part in spec["replicatedJobs"]
         for index in range(part["replicas"])
@@ -70,7 +70,7 @@ def advance_jobset(jobset: dict[str, Any], jobs: list[dict[str, Any]]) -> tuple[
             status["conditions"] = [
                 _condition("Failed", "FailedJobs", message="jobset failed due to one or more job failures")
             ]
-        elif len(ended["Complete"]) == len(wanted):
+        elif len(ended["Complete"]) == len(expected_jobs):
             status["conditions"] = [_condition("Completed", "AllJobsCompleted")]
     for job in jobs:
         job["spec"]["suspend"] = spec.get("suspend", False)
@@ -83,7 +83,7 @@ def advance_jobset(jobset: dict[str, Any], jobs: list[dict[str, Any]]) -> tuple[
     present = {job["metadata"]["name"] for job in jobs}
     if status.get("conditions") or "deletionTimestamp" in jobset["metadata"]:
         return [], []
-    return [_new_job(jobset, job, *wanted[job]) for job in sorted(wanted.keys() - present)], []
+    return [_new_job(jobset, job, *expected_jobs[job]) for job in sorted(expected_jobs.keys() - present)], []
 
 
 def has_ended(job: dict[str, Any], kind: str) -> bool:
@@ -168,7 +168,7 @@ def _ignored(spec: dict[str, Any], pod: dict[str, Any]) -> bool:
     types = {condition["type"] for condition in pod["status"].get("conditions", ()) if condition["status"] == "True"}
     rules = spec.get("podFailurePolicy", {}).get("rules", ())
     return any(
-        rule["action"] == "Ignore" and any(wanted["type"] in types for wanted in rule.get("onPodConditions", ()))
+        rule["action"] == "Ignore" and any(pattern["type"] in types for pattern in rule.get("onPodConditions", ()))
         for rule in rules
     )
 

@@ -32,13 +32,13 @@ def handler_of(server: Server) -> type[BaseHTTPRequestHandler]:
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size)) if size else None
             try:
-                found = server.handle(self.command, self.path, self.headers.get("Authorization", ""), body)
-                if isinstance(found, dict):
+                reply = server.handle(self.command, self.path, self.headers.get("Authorization", ""), body)
+                if isinstance(reply, dict):
                     with server.lock:
-                        content = json.dumps(found).encode()
+                        content = json.dumps(reply).encode()
                     self._send(201 if self.command == "POST" else 200, content)
                 else:
-                    self._stream(found)
+                    self._stream(reply)
             except Refused as refused:
                 status = {"kind": "Status", "status": "Failure", "message": refused.message, "code": refused.code}
                 status |= {"reason": refused.reason} if refused.reason else {}

@@ -148,12 +148,12 @@ class RunningPod:
         }
         places[container.get("terminationMessagePath", "/dev/termination-log")] = str(self.folder / "termination")
 
-        def here(word: str) -> str:
+        def mapped(word: str) -> str:
             place = next((path for path in places if word == path or word.startswith(f"{path}/")), "")
             return places[place] + word.removeprefix(place) if place else word
 
-        argv = [here(word) for word in [*(container.get("command") or self._entrypoint), *container.get("args", ())]]
-        variables = {variable["name"]: here(self._value(variable)) for variable in container.get("env", ())}
+        argv = [mapped(word) for word in [*(container.get("command") or self._entrypoint), *container.get("args", ())]]
+        variables = {variable["name"]: mapped(self._value(variable)) for variable in container.get("env", ())}
         self.began[container["name"]] = time.time_ns()
         with self.log_path(container["name"]).open("ab", buffering=0) as log:
             try:
@@ -188,12 +188,12 @@ def _kill_marked(mark: int, *, reaped_by_us: set[int]) -> None:
     killed: set[int] = set()
     while time.monotonic() < deadline:
         pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
-        found = {pid for pid in pids if _has(pid, mark)}
-        for pid in found:
+        marked = {pid for pid in pids if _has(pid, mark)}
+        for pid in marked:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        killed |= found - reaped_by_us
-        if not found - reaped_by_us and not any(Path(f"/proc/{pid}").exists() for pid in killed):
+        killed |= marked - reaped_by_us
+        if not marked - reaped_by_us and not any(Path(f"/proc/{pid}").exists() for pid in killed):
             return
         time.sleep(0.005)
 

@@ -149,8 +149,8 @@ class KubernetesServer:
     def _queued(self, job_id: str) -> dict[str, Any]:
         with self.lock:
             return next(
-                found for (_, name), found in self.objects.items()
-                if job_id in name and QUEUE in found["metadata"].get("labels", {})
+                item for (_, name), item in self.objects.items()
+                if job_id in name and QUEUE in item["metadata"].get("labels", {})
             )  # fmt: skip
 
     # The API.
@@ -174,13 +174,13 @@ class KubernetesServer:
                 return {"kind": f"{KINDS[resource]}List", "items": items, "metadata": {}}
             if verb == "POST":
                 return self.create(resource, body or {})
-            if (found := self.objects.get((resource, name or ""))) is None:
+            if (item := self.objects.get((resource, name or ""))) is None:
                 raise Refused(404, f'{resource} "{name}" not found')
             if verb == "PATCH":
-                return self._patch(resource, found, body or {})
+                return self._patch(resource, item, body or {})
             if verb == "DELETE":
                 self.delete(resource, name or "", body or {})
-            return found
+            return item
 
     def create(self, resource: str, manifest: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -194,8 +194,8 @@ class KubernetesServer:
         if (resource, name) in self.objects:
             raise Refused(409, f'{resource} "{name}" already exists', reason="AlreadyExists")
         for owner in manifest["metadata"].get("ownerReferences", ()):
-            found = self.objects.get((RESOURCES[owner["kind"]], owner["name"]), {})
-            if found.get("metadata", {}).get("uid") != owner["uid"]:
+            parent = self.objects.get((RESOURCES[owner["kind"]], owner["name"]), {})
+            if parent.get("metadata", {}).get("uid") != owner["uid"]:
                 return manifest  # the garbage collector would delete it at once
         self.manifests.append(json.loads(json.dumps(manifest)))
         manifest["metadata"] |= {"uid": secrets.token_hex(8), "creationTimestamp": now(), "namespace": "default"}
@@ -206,20 +206,20 @@ class KubernetesServer:
 
     def delete(self, resource: str, name: str, options: dict[str, Any]) -> None:
         with self.lock:
-            found = self.objects[resource, name]
+            item = self.objects[resource, name]
             if resource not in {"jobs", "jobsets", "pods"}:
                 del self.objects[resource, name]
                 return
-            found["metadata"].setdefault("deletionTimestamp", now())
+            item["metadata"].setdefault("deletionTimestamp", now())
             if resource == "pods":
                 given = options.get("gracePeriodSeconds")
-                grace = found["spec"].get("terminationGracePeriodSeconds", 30) if given is None else given
-                pod = self.running.get(found["metadata"]["uid"])
+                grace = item["spec"].get("terminationGracePeriodSeconds", 30) if given is None else given
+                pod = self.running.get(item["metadata"]["uid"])
                 if grace == 0:
-                    self._remove_pod(found)
+                    self._remove_pod(item)
                 elif pod is not None and not pod.ended:
                     pod.terminate(grace)
-            self._changed(found)
+            self._changed(item)
 
     def log(self, name: str, query: dict[str, str]) -> Iterator[bytes]:
         pod = self.objects.get(("pods", name))
@@ -230,10 +230,10 @@ class KubernetesServer:
             raise Refused(400, f'container "{container}" in pod "{name}" is waiting to start: ContainerCreating')
         lines = _lines(running.log_path(container).read_bytes())
         began = running.began[container] if query.get("timestamps") == "true" else None
-        found = [_stamped(line, began, number) for number, line in enumerate(lines)]
+        stamped = [_stamped(line, began, number) for number, line in enumerate(lines)]
         if since := query.get("sinceTime"):
-            found = [line for line in found if line.decode(errors="replace") >= since.removesuffix("Z")]
-        tail = b"".join(found[-int(query["tailLines"]) :] if "tailLines" in query else found)
+            stamped = [line for line in stamped if line.decode(errors="replace") >= since.removesuffix("Z")]
+        tail = b"".join(stamped[-int(query["tailLines"]) :] if "tailLines" in query else stamped)
         tail = tail[: int(query["limitBytes"])] if "limitBytes" in query else tail
         return (
             self._following(running, container, tail, lines, began) if query.get("follow") == "true" else iter([tail])
@@ -255,39 +255,39 @@ class KubernetesServer:
                 elif ended or self._closing.wait(_TICK_SECONDS):
                     return
 
-    def _patch(self, resource: str, found: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    def _patch(self, resource: str, item: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         if resource == "jobs" and set(change.get("spec", {})) - {"suspend", "parallelism", "activeDeadlineSeconds"}:
             raise Refused(422, "Job is invalid: field is immutable")
-        if QUEUE in found["metadata"].get("labels", {}) and "suspend" in change.get("spec", {}):
-            raise Refused(403, "what is in a queue is suspended and let go by Kueue")
-        _merge(found, change)
-        return self._changed(found)
+        if QUEUE in item["metadata"].get("labels", {}) and "suspend" in change.get("spec", {}):
+            raise Refused(403, "only Kueue suspends and resumes queued jobs")
+        _merge(item, change)
+        return self._changed(item)
 
     def _refuse_if_ordered(self, verb: str, resource: str) -> None:
         for refusal in self.refusals:
             if (refusal.verb, refusal.resource) == (verb, resource) and refusal.times > 0:
                 refusal.times -= 1
-                message = f'{resource} is forbidden: User "somebody" cannot do this'
+                message = f'{resource} is forbidden: User "tester" cannot do this'
                 reason = "Conflict" if refusal.code == 409 else ""
                 raise Refused(refusal.code, message, reason=reason, retry_after=refusal.retry_after)
 
-    def _changed(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _changed(self, item: dict[str, Any]) -> dict[str, Any]:
         self._version += 1
-        found["metadata"]["resourceVersion"] = str(self._version)
-        return found
+        item["metadata"]["resourceVersion"] = str(self._version)
+        return item
 
     # The controllers.
 
     def _control(self) -> None:
         while not self._closing.wait(_TICK_SECONDS):
             with self.lock:
-                for (resource, _), found in list(self.objects.items()):
+                for (resource, _), item in list(self.objects.items()):
                     if resource == "jobs":
-                        self._control_job(found)
+                        self._control_job(item)
                     elif resource == "jobsets":
-                        self._control_jobset(found)
+                        self._control_jobset(item)
                     elif resource == "pods":
-                        self._control_pod(found)
+                        self._control_pod(item)
 
     def _control_job(self, job: dict[str, Any]) -> None:
         pods = self._owned("pods", job)
@@ -300,12 +300,12 @@ class KubernetesServer:
 
     def _control_jobset(self, jobset: dict[str, Any]) -> None:
         jobs = self._owned("jobs", jobset)
-        wanted, unwanted = advance_jobset(jobset, jobs)
+        missing, unwanted = advance_jobset(jobset, jobs)
         if ("services", jobset["metadata"]["name"]) not in self.objects and "deletionTimestamp" not in jobset[
             "metadata"
         ]:
             self.create("services", headless_service(jobset))
-        for job in wanted:
+        for job in missing:
             self.create("jobs", job)
         deleted = "deletionTimestamp" in jobset["metadata"]
         self._delete_all("jobs", [job for job in jobs if deleted or job["metadata"]["name"] in unwanted])
@@ -314,23 +314,23 @@ class KubernetesServer:
     def _owned(self, resource: str, parent: dict[str, Any]) -> list[dict[str, Any]]:
         uid = parent["metadata"]["uid"]
         return [
-            found for (kind, _), found in self.objects.items()
-            if kind == resource and any(owner["uid"] == uid for owner in found["metadata"].get("ownerReferences", ()))
+            item for (kind, _), item in self.objects.items()
+            if kind == resource and any(owner["uid"] == uid for owner in item["metadata"].get("ownerReferences", ()))
         ]  # fmt: skip
 
-    def _delete_all(self, resource: str, found: list[dict[str, Any]]) -> None:
-        for each in found:
+    def _delete_all(self, resource: str, items: list[dict[str, Any]]) -> None:
+        for each in items:
             if "deletionTimestamp" not in each["metadata"]:
                 self.delete(resource, each["metadata"]["name"], {})
 
-    def _remove_if_deleted(self, resource: str, found: dict[str, Any], *, rest: list[dict[str, Any]]) -> None:
-        if "deletionTimestamp" in found["metadata"] and not rest:
-            del self.objects[resource, found["metadata"]["name"]]
-            self._collect_garbage(found["metadata"]["uid"])
+    def _remove_if_deleted(self, resource: str, item: dict[str, Any], *, rest: list[dict[str, Any]]) -> None:
+        if "deletionTimestamp" in item["metadata"] and not rest:
+            del self.objects[resource, item["metadata"]["name"]]
+            self._collect_garbage(item["metadata"]["uid"])
 
     def _collect_garbage(self, owner: str) -> None:
-        for (resource, name), found in list(self.objects.items()):
-            if any(reference["uid"] == owner for reference in found["metadata"].get("ownerReferences", ())):
+        for (resource, name), item in list(self.objects.items()):
+            if any(reference["uid"] == owner for reference in item["metadata"].get("ownerReferences", ())):
                 self.delete(resource, name, {})
 
     def _control_pod(self, pod: dict[str, Any]) -> None:
@@ -357,7 +357,7 @@ class KubernetesServer:
 
     def _volumes(self, pod: dict[str, Any]) -> dict[str, dict[str, bytes]] | None:
         # None while a required volume is missing
-        found: dict[str, dict[str, bytes]] = {}
+        files: dict[str, dict[str, bytes]] = {}
         for volume in pod["spec"].get("volumes", ()):
             if secret := volume.get("secret"):
                 source, optional = self.objects.get(("secrets", secret["secretName"])), False
@@ -367,10 +367,10 @@ class KubernetesServer:
             else:
                 continue
             if source is not None:
-                found[volume["name"]] = volume_files(source)
+                files[volume["name"]] = volume_files(source)
             elif not optional:
                 return None
-        return found
+        return files
 
     def _remove_pod(self, pod: dict[str, Any]) -> None:
         if (running := self.running.pop(pod["metadata"]["uid"], None)) is not None:
@@ -384,8 +384,8 @@ class KubernetesServer:
             "kind": "Config",
             "current-context": "fake",
             "clusters": [{"name": "fake", "cluster": {"server": server}}],
-            "users": [{"name": "somebody", "user": {"token": self._token}}],
-            "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "somebody"}}],
+            "users": [{"name": "tester", "user": {"token": self._token}}],
+            "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "tester"}}],
         }
         path = self.folder / "kubeconfig"
         path.write_text(yaml.safe_dump(content))
@@ -404,10 +404,10 @@ def _stamped(line: bytes, began: int | None, number: int) -> bytes:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z ".encode() + line
 
 
-def _matches(found: dict[str, Any], query: dict[str, str]) -> bool:
-    tags = found["metadata"].get("labels", {})
-    wanted = [part.partition("=") for part in query.get("labelSelector", "").split(",") if part]
-    return all(tags.get(name) == value for name, _, value in wanted)
+def _matches(item: dict[str, Any], query: dict[str, str]) -> bool:
+    tags = item["metadata"].get("labels", {})
+    selectors = [part.partition("=") for part in query.get("labelSelector", "").split(",") if part]
+    return all(tags.get(name) == value for name, _, value in selectors)
 
 
 def _check_names(manifest: dict[str, Any]) -> None:
@@ -420,11 +420,11 @@ def _check_names(manifest: dict[str, Any]) -> None:
             raise Refused(422, f"metadata.labels: Invalid value: {value!r}")
 
 
-def _merge(found: dict[str, Any], change: dict[str, Any]) -> None:
+def _merge(target: dict[str, Any], change: dict[str, Any]) -> None:
     for name, value in change.items():
-        if isinstance(value, dict) and isinstance(found.get(name), dict):
-            _merge(found[name], value)
+        if isinstance(value, dict) and isinstance(target.get(name), dict):
+            _merge(target[name], value)
         elif value is None:
-            found.pop(name, None)
+            target.pop(name, None)
         else:
-            found[name] = value
+            target[name] = value

@@ -65,7 +65,7 @@ OF_CHOICES: dict[str, Callable[[Choice], None]] = {
     "no finish": lambda choice: choice.update(finish_reason=None),
 }
 """Kinds that change each choice independently."""
-OF_ANSWERS = ("another prompt", "indices swapped", "indices repeated", "no choices", "one choice too few", "too many")
+OF_ANSWERS = ("another prompt", "indices swapped", "indices repeated", "no choices", "a choice too few", "too many")
 KINDS = (*OF_CHOICES, *OF_ANSWERS)
 
 
@@ -88,7 +88,7 @@ def malformed(kind: str, answer: dict[str, Any], *, other: dict[str, Any]) -> di
                 choice["index"] = len(choices) - 1
         case "no choices":
             choices = []
-        case "one choice too few":
+        case "a choice too few":
             choices = choices[:-1]
         case "too many":
             choices = [*choices, {**choices[-1], "index": len(choices)}]

@@ -17,7 +17,7 @@ import pytest
 from fakes.polling import eventually
 from fakes.processes import free_port
 
-_NOBODY = 65534
+_UNPRIVILEGED_ID = 65534
 
 
 def postgresql_programs() -> Path | None:
@@ -25,9 +25,9 @@ def postgresql_programs() -> Path | None:
 
     The programs must be called in their own folder: Debian puts only links on the path, or none.
     """
-    found = [Path(path).resolve().parent for path in [shutil.which("postgres")] if path]
-    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    return next((folder for folder in found if (folder / "initdb").is_file()), None)
+    folders = [Path(path).resolve().parent for path in [shutil.which("postgres")] if path]
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((folder for folder in folders if (folder / "initdb").is_file()), None)
 
 
 def require_postgresql() -> None:
@@ -53,8 +53,8 @@ def postgresql() -> Iterator[str]:
         folder = Path(name)
         own: dict[str, Any] = {"cwd": folder, "stderr": subprocess.STDOUT}
         if os.geteuid() == 0:
-            own |= {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
-            os.chown(folder, _NOBODY, _NOBODY)
+            own |= {"user": _UNPRIVILEGED_ID, "group": _UNPRIVILEGED_ID, "extra_groups": []}
+            os.chown(folder, _UNPRIVILEGED_ID, _UNPRIVILEGED_ID)
         data, port = folder / "data", free_port()
         make = [programs / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--no-sync", "--encoding=UTF8"]
         made = subprocess.run([*make, "--no-locale"], check=False, text=True, stdout=subprocess.PIPE, **own)

@@ -64,8 +64,8 @@ class Field:
 
     def runs(self, *names: str) -> list[dict[str, Any]]:
         """Returns flow runs in some states, or all begun runs; the newest first."""
-        wanted = {"flow_runs": {"state": {"name": {"any_": names or _BEGUN}}}, "limit": 200}
-        return self.ask("/flow_runs/filter", {**wanted, "sort": "EXPECTED_START_TIME_DESC"})
+        query = {"flow_runs": {"state": {"name": {"any_": names or _BEGUN}}}, "limit": 200}
+        return self.ask("/flow_runs/filter", {**query, "sort": "EXPECTED_START_TIME_DESC"})
 
     def busy(self) -> bool:
         soon = datetime.now(UTC) + timedelta(seconds=30)
@@ -80,7 +80,7 @@ class Field:
                 named = f"PREFECT__FLOW_RUN_ID={run}".encode() in (path / "environ").read_bytes().split(b"\0")
                 if named and b"prefect.engine" in (path / "cmdline").read_bytes():
                     return int(path.name)
-        raise AssertionError(f"nobody carries flow run {run} out")
+        raise AssertionError(f"expected a process of flow run {run}, found none")
 
     def start_server(self) -> None:
         variables = {**_QUICK, **NO_UI}

@@ -47,10 +47,10 @@ def free_port() -> int:
 
 
 def commands() -> list[bytes]:
-    found = []
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found.append(path.read_bytes())
+            command_lines.append(path.read_bytes())
         except OSError:
             continue
-    return found
+    return command_lines

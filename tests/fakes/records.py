@@ -24,10 +24,10 @@ FIRST = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 REASONS: dict[RecordStatus, str | None] = {
     "succeeded": None,
     "withheld": (
-        "Expected: 120 answers to 120 questions\nFound:    118 answers\nTo do:    run it again; answered ones are kept"
+        "Expected: 120 answers to 120 questions\nFound:    118 answers\nTo do:    run it again; its answers are kept"
     ),
     "failed": (
-        "Expected: lm-eval to end with exit code 0\nFound:    exit code 1\nTo do:    read harness.log beside the record"
+        "Expected: lm-eval to end with exit code 0\nFound:    exit code 1\nTo do:    read harness.log of the record"
     ),
     "infra_failed": (
         "Expected: the engine to answer within 1800 s\nFound:    it was killed (out of memory)\n"
@@ -250,7 +250,7 @@ def make_qualification(
     metric = QualifiedMetric(
         name="acc", before=0.5, after=0.5, low=-(bound or 0.0), high=(bound or 0.0) / 2, verdict=verdict
     )
-    found = QualifiedBenchmark(
+    qualified = QualifiedBenchmark(
         evaluator="lm_evaluation_harness",
         benchmark=benchmark,
         before=before,
@@ -260,5 +260,9 @@ def make_qualification(
         metrics=() if bound is None else (metric,),
     )
     return Qualification(
-        checkpoint=make_record().checkpoint, compared=("old", "new"), margin=0.01, benchmarks=(found,), created=FIRST
+        checkpoint=make_record().checkpoint,
+        compared=("old", "new"),
+        margin=0.01,
+        benchmarks=(qualified,),
+        created=FIRST,
     )

@@ -61,8 +61,8 @@ class FolderStore(AbstractFileSystem):
         folder = Path(self._local(path))
         if not folder.exists():
             raise FileNotFoundError(path)
-        found = [self.info(f"{path.rstrip('/')}/{child.name}") for child in sorted(folder.iterdir())]
-        return found if detail else [entry["name"] for entry in found]
+        entries = [self.info(f"{path.rstrip('/')}/{child.name}") for child in sorted(folder.iterdir())]
+        return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         path = str(self._strip_protocol(path))

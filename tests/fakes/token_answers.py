@@ -49,7 +49,7 @@ def completion_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """
     ids, sampling = fields["token_ids"], dict(fields["sampling_params"])
     if not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise ValueError("token_ids must be numbers from 0 on, one at least")
+        raise ValueError("token_ids must be numbers from 0 on, at least 1")
     if sampling.get("max_tokens", 16) < 1:
         raise ValueError("max_tokens must be at least 1")
     named = {name: fields[name] for name in ("model", "stream", "stream_options") if name in fields}

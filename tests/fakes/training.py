@@ -52,7 +52,7 @@ def nano_training(data: Path, output: Path, *, steps: int, every: int, **trainer
 
 
 def trainers_of(run_id: str) -> list[int]:
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             mine = f"RUN_ID={run_id}".encode() in (folder / "environ").read_bytes().split(b"\0")
@@ -60,5 +60,5 @@ def trainers_of(run_id: str) -> list[int]:
         except OSError:
             continue
         if mine and trains:
-            found.append(int(folder.name))
-    return found
+            pids.append(int(folder.name))
+    return pids

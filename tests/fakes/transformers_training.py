@@ -44,8 +44,10 @@ def main(tokenizer_folder: str, output: str, hooks: str) -> None:
         model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[AssayCallback()]
     )
     began = time.monotonic()
-    found = trainer.train()
-    print(json.dumps({"seconds": time.monotonic() - began, "loss": found.training_loss, "steps": found.global_step}))
+    trained = trainer.train()
+    print(
+        json.dumps({"seconds": time.monotonic() - began, "loss": trained.training_loss, "steps": trained.global_step})
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def made_files(
 ) -> Mapping[str, bytes]:
     """Returns contents by name: 2 benchmarks, choices that are learned, lost and flip, and generated answers."""
     source = random.Random(seed)
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     benchmarks = []
     for benchmark, evaluator in (("made_choices", "lm-eval"), ("made_answers", "HELM")):
         name = f"{benchmark} {HOSTILE[1]}" if hostile else benchmark
@@ -95,10 +95,10 @@ def made_files(
         clusters = [f"passage-{number // 3}" for number in range(questions)] if not choices else []
         parts = ["made_one", "made_two"] if choices else [name]
         part = [int(number >= questions // 2) for number in range(questions)] if choices else []
-        found[f"{key}/questions.json"] = as_json(Questions(ids, parts, part, clusters, metrics, questions_per_part))
+        files[f"{key}/questions.json"] = as_json(Questions(ids, parts, part, clusters, metrics, questions_per_part))
         for number, column in enumerate(columns):
-            found[f"{key}/scores/{number}.bin"] = column.tobytes()
-        found[f"{key}/flags.bin"] = flags.astype(np.uint8).tobytes()
+            files[f"{key}/scores/{number}.bin"] = column.tobytes()
+        files[f"{key}/flags.bin"] = flags.astype(np.uint8).tobytes()
         asked = [
             _question(
                 number, right[:, number], flags[:, number], empty, choices=choices, hostile=hostile, source=source
@@ -107,14 +107,14 @@ def made_files(
         ]
         for number in range(0, questions, questions_per_part):
             content = Part(number, asked[number : number + questions_per_part])
-            found[f"{key}/part/{number // questions_per_part}.json"] = as_json(content)
+            files[f"{key}/part/{number // questions_per_part}.json"] = as_json(content)
         with_samples = [number for number in range(checkpoints) if number != empty]
         neighbours = [*pairwise(with_samples), (with_samples[0], with_samples[-1])]
         for metric, column in enumerate(columns):
             for before, after in neighbours:
                 made = _pair(column[before], column[after], metrics[metric])
-                found[f"{key}/pairs/{metric}-{before}-{after}.json"] = as_json(made)
-    return {"index.json": as_json(Index("Made questions", searches=False, benchmarks=benchmarks)), **found}
+                files[f"{key}/pairs/{metric}-{before}-{after}.json"] = as_json(made)
+    return {"index.json": as_json(Index("Made questions", searches=False, benchmarks=benchmarks)), **files}
 
 
 def _question(
@@ -150,12 +150,12 @@ def _question(
 
 
 def _pair(before: np.ndarray, after: np.ndarray, scale: Scale) -> Pair:
-    there = (before != NO_SCORE) & (after != NO_SCORE)
+    scored = (before != NO_SCORE) & (after != NO_SCORE)
     more = after.astype(int) - before.astype(int) if scale.higher_is_better else before.astype(int) - after
     right = is_right(after, scale)
-    kinds = (there & (more > 0), there & (more < 0), there & (more == 0) & right, there & (more == 0) & ~right)
+    kinds = (scored & (more > 0), scored & (more < 0), scored & (more == 0) & right, scored & (more == 0) & ~right)
     won, lost, both, neither = (np.flatnonzero(kind).tolist() for kind in kinds)
-    difference = (len(won) - len(lost)) / max(1, int(there.sum()))
+    difference = (len(won) - len(lost)) / max(1, int(scored.sum()))
     return Pair(
         won,
         lost,

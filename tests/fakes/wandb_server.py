@@ -44,8 +44,8 @@ class FakeWandb:
     def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
         with self.lock:
             self.asked.append(operation)
-            found = getattr(self, f"_{operation}", None)
-            return found(given) if found else {}
+            method = getattr(self, f"_{operation}", None)
+            return method(given) if method else {}
 
     def _Viewer(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"viewer": {"id": "1", "entity": "team", "username": "me", "flags": "{}", "teams": {"edges": []}}}

@@ -171,15 +171,15 @@ def test_attempts_leave_nothing_outside(attempted: Attempted):
 
 
 def test_folder_of_the_attempt_holds_plain_files_of_plain_names(attempted: Attempted):
-    found = [path for path in attempted.output.rglob("*") if not path.is_dir() or path.is_symlink()]
-    assert {"good.json", "setuid", "x.pth", "harness.log"} <= {path.name for path in found}
-    for path in found:
+    files = [path for path in attempted.output.rglob("*") if not path.is_dir() or path.is_symlink()]
+    assert {"good.json", "setuid", "x.pth", "harness.log"} <= {path.name for path in files}
+    for path in files:
         status = path.lstat()
         assert stat.S_ISREG(status.st_mode) and not status.st_mode & 0o7133 and status.st_nlink == 1, path
         assert path.name.isprintable() and not path.name.startswith(".") and path.name != "HEAD", path
         assert "user.key" not in os.listxattr(path)
-    assert len(found) <= 10_050 and "ISOLATION.JSON" not in {path.name for path in found}
-    assert "isolation.json" in {path.name for path in found}
+    assert len(files) <= 10_050 and "ISOLATION.JSON" not in {path.name for path in files}
+    assert "isolation.json" in {path.name for path in files}
     assert json.loads((attempted.output / "isolation.json").read_text())["processes"] == 256
 
 
@@ -229,13 +229,13 @@ def test_machine_with_too_much_open_is_no_reason_to_run_code_that_is_not_isolate
 def left_alone(machine: Path) -> None:
     """Asserts that an attack left only plain files in its attempt, and nothing outside."""
     assert not seen(machine / "outside")
-    found = [path.lstat().st_mode for path in (machine / "attempt").rglob("*")]
-    assert found and all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in found)
+    modes = [path.lstat().st_mode for path in (machine / "attempt").rglob("*")]
+    assert modes and all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in modes)
     eventually(lambda: not any(str(machine / "outside").encode() in line for line in commands()))
 
 
 @pytest.mark.parametrize(
-    ("name", "bounds", "found"),
+    ("name", "bounds", "message"),
     [
         ("processes", {}, "at once, and 256 are allowed"),
         ("blind", {}, "at once, and 256 are allowed"),
@@ -245,9 +245,11 @@ def left_alone(machine: Path) -> None:
         pytest.param("files_in_memory", {"memory_bytes": 1 << 29}, "more than 512 MiB together", marks=needs_groups),
     ],
 )
-def test_processes_together_beyond_a_bound_are_all_ended(tmp_path: Path, name: str, bounds: dict[str, int], found: str):
+def test_processes_together_beyond_a_bound_are_all_ended(
+    tmp_path: Path, name: str, bounds: dict[str, int], message: str
+):
     ran = run_alone(tmp_path, name, bounds)
-    assert (ran.returncode, found in ran.stdout) == (79, True), ran.stdout
+    assert (ran.returncode, message in ran.stdout) == (79, True), ran.stdout
     eventually(lambda: not any(str(tmp_path).encode() in line for line in commands()))
 
 

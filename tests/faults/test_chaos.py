@@ -44,9 +44,9 @@ TREE = Tree(
 )
 
 
-def test_processes_are_told_apart_by_what_they_execute_and_whose_children_they_are():
-    found = {role: pids for role, find in ROLES.items() if (pids := sorted(find(TREE)))}
-    assert found == {
+def test_processes_are_distinguished_by_program_and_parent():
+    by_role = {role: pids for role, find in ROLES.items() if (pids := sorted(find(TREE)))}
+    assert by_role == {
         "owner": [10],
         "Prefect's server": [11],
         "proxy": [21],
@@ -148,10 +148,10 @@ def test_generation_with_every_sample_once_and_nothing_asked_again_is_right(tmp_
 def test_generation_with_a_hole_a_double_or_a_question_asked_again_differs(
     rows: list[tuple[int, int, str]], asked: list[tuple[int, str]], sentence: str, tmp_path: Path
 ):
-    assert any(sentence in found for found in found_in(written(tmp_path, rows, asked=asked)))
+    assert any(sentence in problem for problem in found_in(written(tmp_path, rows, asked=asked)))
 
 
-def test_file_of_a_generation_that_became_another_one_is_seen(tmp_path: Path):
+def test_replaced_file_of_a_generation_is_reported(tmp_path: Path):
     job, kills = written(tmp_path, WHOLE, asked=[]), Kills()
     kills.look_at(job.parts())
     job.parts()[0].write_bytes(b"other")

@@ -80,7 +80,7 @@ async def test_load_counts_every_answer_that_is_spoiled(
 async def test_trial_names_every_rule_that_is_broken(engine: FakeEngine) -> None:
     report = await ask_all(_endpoint(engine), PLAN)
     counts = RequestCounters(upstream=170)
-    trial = _trial(report=report, wrong=2, counts=counts, kept=Kept(103, 97), unsettled="one is lost")
+    trial = _trial(report=report, wrong=2, counts=counts, kept=Kept(103, 97), unsettled="a replica is lost")
     broken = trial.broken_rules(most_upstream=164)
     assert [rule.split()[0] for rule in broken] == ["2", "the", "the", "engines", "the"]
     assert trial.outcome("any", broken).verdict == "violated"

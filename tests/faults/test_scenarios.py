@@ -11,7 +11,7 @@ from faults.scenarios.outcome import Scale
 from faults.scenarios.target import Target
 
 pytestmark = pytest.mark.timeout(90)
-WITH_ONE = ("replica-killed", "owner-killed")
+ON_A_SINGLE_REPLICA = ("replica-killed", "owner-killed")
 NOT_WITH_TWO = ("computing-process-killed", "owner-killed")  # the latter starts pools of its own
 
 
@@ -22,7 +22,7 @@ async def test_scenario_on_two_replicas_holds(name: str, pair: Target, scale: Sc
     await check_scenario(SCENARIOS[name], pair, scale)
 
 
-@pytest.mark.parametrize("name", WITH_ONE)
+@pytest.mark.parametrize("name", ON_A_SINGLE_REPLICA)
 async def test_scenario_on_a_single_replica_holds(name: str, single: Target, scale: Scale) -> None:
     await check_scenario(SCENARIOS[name], single, scale)
 

@@ -178,7 +178,7 @@ def _use_a_pool(folder: Path) -> _Used:
             return tuple(place for pid in started() for place in listens_on(pid))
 
         # A proxy and 2 engines: the second may begin to listen after the first has answered.
-        listening = eventually(lambda: found if len(found := places()) >= 3 else ())
+        listening = eventually(lambda: ports if len(ports := places()) >= 3 else ())
         running = started()
         command_lines = tuple(" ".join(command_line(pid)) for pid in running)
         headers = {"Authorization": f"Bearer {pool.key}"}

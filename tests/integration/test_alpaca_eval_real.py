@@ -198,19 +198,19 @@ async def test_output_that_the_endpoint_refuses_is_no_fault_of_the_endpoint(run:
 
 async def test_malformed_outputs_and_verdicts_are_asked_for_again(run: Runner, tokenizer: Path):
     options = {"judge": {**ELSEWHERE, "constrained": True}, "generation_params": GREEDY}
-    async with FakeEngine(models=("m",)) as engine, FakeEngine(models=("judge",)) as there:
-        engine.faults.aborted, there.faults.aborted = 2, 1
-        judge = make_model(f"{there.url}/v1", tokenizer, model="judge", api_key=JUDGE_KEY)
+    async with FakeEngine(models=("m",)) as engine, FakeEngine(models=("judge",)) as judge_engine:
+        engine.faults.aborted, judge_engine.faults.aborted = 2, 1
+        judge = make_model(f"{judge_engine.url}/v1", tokenizer, model="judge", api_key=JUDGE_KEY)
         config = make_config(options, max_eval_instances=4)
         verify_counts(await run(make_model(f"{engine.url}/v1", tokenizer), config, judge=judge))
-        assert (engine.stats.requests, there.stats.requests) == (4 + 2, 1 + 1 + 4)
+        assert (engine.stats.requests, judge_engine.stats.requests) == (4 + 2, 1 + 1 + 4)
 
 
 async def test_halves_of_surrogate_pairs_are_replaced_counted_and_judged(run: Runner, tokenizer: Path):
     options = {"judge": {**ELSEWHERE, "constrained": True}, "generation_params": GREEDY}
     answers = ("half \ud83d", "whole \U0001f600")
-    async with FakeJudge(lambda number, _: answers[number % 2]) as own, FakeEngine(models=("judge",)) as there:
-        judge = make_model(f"{there.url}/v1", tokenizer, model="judge", api_key=JUDGE_KEY)
+    async with FakeJudge(lambda number, _: answers[number % 2]) as own, FakeEngine(models=("judge",)) as judge_engine:
+        judge = make_model(f"{judge_engine.url}/v1", tokenizer, model="judge", api_key=JUDGE_KEY)
         parsed = await run(make_model(own.url, tokenizer), make_config(options, max_eval_instances=4), judge=judge)
     verify_counts(parsed)
     assert "2 of the endpoint's answers" in parsed.asking.notes[-1]
@@ -223,15 +223,15 @@ async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Pat
 
 
 async def test_judge_elsewhere_is_asked_with_its_own_key_which_lies_in_no_file(run: Runner, tokenizer: Path):
-    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=lambda number, prompt: "1") as there:
+    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=lambda number, prompt: "1") as fake_judge:
         model = make_model(f"{engine.url}/v1", tokenizer)
-        judge = make_model(there.url, tokenizer, model="judge", api_key=JUDGE_KEY)
+        judge = make_model(fake_judge.url, tokenizer, model="judge", api_key=JUDGE_KEY)
         config = make_config({"judge": ELSEWHERE, "generation_params": GREEDY})
         parsed = await run(model, config, judge=judge)
     verify_counts(parsed)
-    assert there.keys == {JUDGE_KEY} and len(there.prompts) == 24 + 1
+    assert fake_judge.keys == {JUDGE_KEY} and len(fake_judge.prompts) == 24 + 1
     assert engine.stats.requests == 24
-    assert {body["model"] for body in there.bodies} == {"judge"}
+    assert {body["model"] for body in fake_judge.bodies} == {"judge"}
     assert 0 < parsed.metrics[0].value < 1  # the same position always wins, and an output may be in either position
     for path in (path for path in run.output.rglob("*") if path.is_file()):
         text = path.read_text(errors="replace")
@@ -242,8 +242,8 @@ async def test_judge_elsewhere_is_asked_with_its_own_key_which_lies_in_no_file(r
 async def test_judge_that_cannot_judge_is_refused_before_anything_is_generated(
     run: Runner, tokenizer: Path, verdicts: str | int
 ):
-    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=lambda number, prompt: verdicts) as there:
-        url = "http://127.0.0.1:9/v1" if verdicts == "unreachable" else there.url
+    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=lambda number, prompt: verdicts) as fake_judge:
+        url = "http://127.0.0.1:9/v1" if verdicts == "unreachable" else fake_judge.url
         judge = make_model(url, tokenizer, model="judge", api_key=JUDGE_KEY)
         config = make_config({"judge": {**ELSEWHERE, "base_url": url}})
         with pytest.raises(EndpointUnusable, match="gave no answer"):
@@ -252,19 +252,19 @@ async def test_judge_that_cannot_judge_is_refused_before_anything_is_generated(
 
 
 async def test_judge_without_the_log_probabilities_that_are_needed_is_refused(run: Runner, tokenizer: Path):
-    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=lambda number, prompt: "m") as there:
-        judge = make_model(there.url, tokenizer, model="judge", api_key=JUDGE_KEY)
+    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=lambda number, prompt: "m") as fake_judge:
+        judge = make_model(fake_judge.url, tokenizer, model="judge", api_key=JUDGE_KEY)
         config = make_config({"judge": {**ELSEWHERE, "annotator": "weighted_alpaca_eval_gpt4_turbo"}})
         with pytest.raises(EndpointUnusable, match="no log-probabilities"):
             await run(make_model(f"{engine.url}/v1", tokenizer), config, judge=judge)
 
 
-async def test_judge_that_stops_answering_is_told_from_a_model_that_loses(run: Runner, tokenizer: Path):
+async def test_judge_that_stops_answering_is_not_counted_as_a_loss(run: Runner, tokenizer: Path):
     def says(number: int, prompt: str) -> str | int:
         return 403 if number > 2 else "1"
 
-    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=says) as there:
-        judge = make_model(there.url, tokenizer, model="judge", api_key=JUDGE_KEY)
+    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=says) as fake_judge:
+        judge = make_model(fake_judge.url, tokenizer, model="judge", api_key=JUDGE_KEY)
         config = make_config({"judge": ELSEWHERE, "generation_params": GREEDY})
         with pytest.raises(EndpointUnusable, match="stopped answering"):
             await run(make_model(f"{engine.url}/v1", tokenizer), config, judge=judge)
@@ -286,8 +286,8 @@ async def test_verdicts_that_cannot_be_read_are_no_scores(
         return "well, well" if number % nonsense_every == 0 else "2"
 
     options = {"judge": ELSEWHERE, "generation_params": GREEDY, "max_judge_errors": tolerated}
-    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=says) as there:
-        judge = make_model(there.url, tokenizer, model="judge", api_key=JUDGE_KEY)
+    async with FakeEngine(models=("m",)) as engine, FakeJudge(says=says) as fake_judge:
+        judge = make_model(fake_judge.url, tokenizer, model="judge", api_key=JUDGE_KEY)
         parsed = await run(make_model(f"{engine.url}/v1", tokenizer), make_config(options), judge=judge)
     assert parsed.counts == counts
     if not passes:
@@ -391,7 +391,7 @@ async def test_official_instructions_are_read_from_the_staged_files_and_length_c
     assert float(row["length_controlled_winrate"]) == pytest.approx(100 * numbers["length_controlled_winrate"].value)
 
 
-async def test_several_sets_with_a_judges_configuration_of_ones_own_are_told_apart(
+async def test_several_sets_with_own_judge_configurations_get_separate_scores(
     run: Runner, tokenizer: Path, tmp_path: Path
 ):
     own = tmp_path / "own"
@@ -426,7 +426,7 @@ async def test_several_sets_with_a_judges_configuration_of_ones_own_are_told_apa
 
 
 @pytest.mark.parametrize(
-    ("judge", "found"),
+    ("judge", "message"),
     [
         ({"annotator": "claude"}, "anthropic_completions"),
         ({"annotator": "alpaca_eval_gpt4", "constrained": True}, "verdicts are free text"),
@@ -434,10 +434,10 @@ async def test_several_sets_with_a_judges_configuration_of_ones_own_are_told_apa
     ],
 )
 async def test_judges_configuration_that_cannot_be_used_is_refused_before_any_request(
-    run: Runner, tokenizer: Path, judge: dict[str, Any], found: str
+    run: Runner, tokenizer: Path, judge: dict[str, Any], message: str
 ):
     async with FakeEngine(models=("m",)) as engine:
-        with pytest.raises(BadInput, match=found):
+        with pytest.raises(BadInput, match=message):
             await run(make_model(f"{engine.url}/v1", tokenizer), make_config({"judge": judge}))
         assert engine.stats.requests == 0
 
@@ -456,8 +456,8 @@ async def test_evaluation_that_goes_on_through_the_proxy_asks_for_no_output_twic
             async def attempt(name: str, verdict: str | int) -> Parsed:
                 proxy.client.open_cell("cell-1", name, mirror=None)
                 url = f"{proxy.url}/cells/cell-1/{name}/v1"
-                async with FakeJudge(says=lambda number, prompt: verdict if number else "1") as there:
-                    judge = make_model(there.url, tokenizer, model="judge", api_key=JUDGE_KEY)
+                async with FakeJudge(says=lambda number, prompt: verdict if number else "1") as fake_judge:
+                    judge = make_model(fake_judge.url, tokenizer, model="judge", api_key=JUDGE_KEY)
                     model = make_model(url, tokenizer, api_key=CLIENT_KEY)
                     return await run(model, make_config(options), judge=judge, output=tmp_path / name)
 

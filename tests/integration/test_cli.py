@@ -63,7 +63,7 @@ def half_written(run: Path) -> Path:
     return run
 
 
-def test_checkpoints_with_a_half_written_one_shows_which_and_why(half_written: Path):
+def test_checkpoints_with_a_half_written_folder_shows_it_with_the_reason(half_written: Path):
     shown = CliRunner().invoke(app, ["checkpoints", str(half_written)])
     rows = [line for line in shown.stdout.splitlines() if "run-a-" in line]
     assert shown.exit_code == 0
@@ -73,14 +73,16 @@ def test_checkpoints_with_a_half_written_one_shows_which_and_why(half_written: P
 
 def test_checkpoints_as_json_tells_complete_from_not(half_written: Path):
     shown = CliRunner().invoke(app, ["checkpoints", str(half_written), "--json"])
-    found = json.loads(shown.stdout)
-    assert [(checkpoint["step"], checkpoint["complete"], bool(checkpoint["problems"])) for checkpoint in found] == [
+    checkpoints = json.loads(shown.stdout)
+    assert [
+        (checkpoint["step"], checkpoint["complete"], bool(checkpoint["problems"])) for checkpoint in checkpoints
+    ] == [
         (100, True, False),
         (200, True, False),
         (300, False, True),
     ]
-    assert found[0]["name"] == "run-a-100"
-    assert found[0]["uri"] == str(half_written / "hf" / "step-100")
+    assert checkpoints[0]["name"] == "run-a-100"
+    assert checkpoints[0]["uri"] == str(half_written / "hf" / "step-100")
 
 
 def test_checkpoints_of_a_folder_that_is_not_there_are_refused(tmp_path: Path):
@@ -102,14 +104,14 @@ def test_records_of_a_folder_without_any_are_refused(tmp_path: Path):
     assert_refused(run_command("records", tmp_path), "records below")
 
 
-def test_report_on_a_folder_of_records_is_one_page(tmp_path: Path):
+def test_report_on_a_folder_of_records_is_a_single_page(tmp_path: Path):
     folder = publish(tmp_path / "evaluations", make_record(step=100), make_record(step=200, status="withheld"))
     page = tmp_path / "page.html"
-    done = CliRunner().invoke(app, ["report", str(folder), "--output", str(page), "--title", "A tiny one"])
+    done = CliRunner().invoke(app, ["report", str(folder), "--output", str(page), "--title", "A tiny report"])
     assert done.exit_code == 0
     assert str(page) in done.stdout.replace("\n", "")
     text = page.read_text()
-    assert "A tiny one" in text and "<svg" in text
+    assert "A tiny report" in text and "<svg" in text
     assert "withheld" in text
 
 
@@ -197,7 +199,7 @@ def test_evaluate_without_a_model_or_a_benchmark_is_refused():
     assert_refused(run_command("evaluate"), "--model", "--eval")
 
 
-def test_evaluate_two_benchmarks_with_one_metric_key_is_refused(run: Path):
+def test_evaluate_two_benchmarks_with_the_same_metric_key_is_refused(run: Path):
     given = ("--model", run, "--eval", "demo_facts", "--eval", "demo_facts")
     assert_refused(run_command("evaluate", *given), "demo_facts", "task_alias")
 
@@ -255,7 +257,7 @@ def test_evaluate_with_a_tracking_server_that_does_not_answer_asks_no_model_anyt
 @pytest.mark.harness
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("prefect_api")
-def test_evaluate_an_unknown_benchmark_names_the_likely_one_and_parses_as_json(tmp_path: Path, run: Path):
+def test_evaluate_an_unknown_benchmark_suggests_a_name_and_parses_as_json(tmp_path: Path, run: Path):
     given = ("--model", run, "--eval", "demo_fact", *SERVED_ELSEWHERE, "--output", tmp_path / "evaluations")
     assert_refused(run_command("evaluate", *given, "--json"), "demo_fact", "did you mean demo_facts")
 
@@ -282,15 +284,17 @@ def test_demo_train_without_a_checkpoint_to_evaluate_is_refused(tmp_path: Path):
     assert "--exports" in done.stderr and not (tmp_path / "demo").exists()
 
 
-def test_work_pools_are_listed_and_the_one_with_a_worker_is_chosen(tmp_path: Path, prefect_api: str):
+def test_work_pools_are_listed_and_a_pool_with_a_worker_is_chosen(tmp_path: Path, prefect_api: str):
     table = yaml.safe_load(deployment_data("regions.yaml").read_text())
     region = next(entry for entry in table["regions"] if entry.get("work_pool"))
     regions = tmp_path / "regions.yaml"
     regions.write_text(yaml.safe_dump({**table, "regions": [region | {"work_pool_type": "process"}]}))
     asked = ("--regions", str(regions), "--json")
     assert CliRunner().invoke(app, ["work-pools", "apply", *asked]).exit_code == 0
-    nobody = CliRunner().invoke(app, ["work-pools", "list", *asked])
-    assert {pool["work_pool"]: pool["ready"] for pool in json.loads(nobody.stdout)}[region["work_pool"]] is False
+    without_worker = CliRunner().invoke(app, ["work-pools", "list", *asked])
+    assert {pool["work_pool"]: pool["ready"] for pool in json.loads(without_worker.stdout)}[
+        region["work_pool"]
+    ] is False
     worker = f"{prefect_api}/work_pools/{region['work_pool']}/workers/heartbeat"
     httpx.post(worker, json={"name": "idle"}).raise_for_status()
     listed = CliRunner().invoke(app, ["work-pools", "list", *asked])

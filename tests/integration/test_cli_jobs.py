@@ -82,7 +82,7 @@ def test_submit_writes_what_the_program_writes_and_ends_as_it_ends(project: Path
     assert "failed 2 times" in err and "Traceback" not in err
 
 
-def test_option_for_insecure_networks_stands_anywhere_and_counts_for_what_is_started(project: Path):
+def test_option_for_insecure_networks_works_at_any_position_and_is_inherited(project: Path):
     code, out, err = assay(
         project, "submit", "--insecure", "--", "sh", "-c", "echo $ASSAY_INSECURE $1", "sh", "--insecure"
     )
@@ -106,9 +106,7 @@ def test_submit_no_wait_prints_an_id_by_which_other_processes_find_the_job(proje
 
 
 @pytest.mark.parametrize(("options", "outcome"), [(("--auto-stop",), "stopped"), ((), "running")])
-def test_submit_that_is_interrupted_ends_the_job_only_if_it_was_told_to(
-    project: Path, options: tuple[str, ...], outcome: str
-):
+def test_submit_that_is_interrupted_ends_the_job_only_on_request(project: Path, options: tuple[str, ...], outcome: str):
     with start(project, "submit", *options, "--", "python", "program.py", "0", "wait") as submitting:
         read_until(submitting.stdout, "colour")
         submitting.send_signal(signal.SIGINT)
@@ -122,7 +120,7 @@ def test_submit_that_is_interrupted_ends_the_job_only_if_it_was_told_to(
         LocalClient().attach(job_id).terminate()
 
 
-def test_submit_whose_supervisor_is_killed_ends_as_infrastructure(project: Path, session_cache: Path):
+def test_submit_with_a_killed_supervisor_ends_as_infrastructure(project: Path, session_cache: Path):
     with start(project, "submit", "--", "python", "program.py", "0", "wait") as submitting:
         read_until(submitting.stdout, "colour")
         assert submitting.stderr
@@ -177,16 +175,16 @@ def test_cluster_of_this_machine_runs_jobs_and_goes_without_touching_another_ray
 
 
 @pytest.mark.timeout(180)
-def test_cluster_whose_start_is_interrupted_leaves_no_head_behind(project: Path, session_cache: Path):
+def test_cluster_with_an_interrupted_start_leaves_no_head_behind(project: Path, session_cache: Path):
     def heads() -> list[str]:
         return [path.name for path in (session_cache / "jobs").glob("ray-head-*")]
 
     def is_starting(job_id: str) -> bool:
-        found = False
+        started = False
         for pid in processes_of(job_id):
             with suppress(OSError):  # it may have ended
-                found |= b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        return found
+                started |= b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return started
 
     before = set(heads())
     with start(project, "cluster", "up", "local", "--cpus", "1") as starting:
@@ -199,9 +197,9 @@ def test_cluster_whose_start_is_interrupted_leaves_no_head_behind(project: Path,
 
 
 def processes_of(job_id: str) -> list[int]:
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if f"ASSAY_JOB_ID={job_id}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids

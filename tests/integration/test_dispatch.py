@@ -144,8 +144,8 @@ class Sent:
 
     def runs(self) -> list[dict[str, Any]]:
         flow, tag = {"name": {"any_": ["evaluate-cells"]}}, {"tags": {"all_": [f"policy={self.name}"]}}
-        found = self.field.ask("/flow_runs/filter", {"flows": flow, "flow_runs": tag, "limit": 200})
-        return sorted(found, key=lambda run: run["created"])
+        flow_runs = self.field.ask("/flow_runs/filter", {"flows": flow, "flow_runs": tag, "limit": 200})
+        return sorted(flow_runs, key=lambda run: run["created"])
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_cells_go_where_a_worker_lives_and_only_at_a_price_that_is_allowed(sent:
     assert sent.ask("plan")["cells"] == []
 
 
-def test_cells_that_nobody_begins_or_whose_run_died_are_sent_again_and_not_for_ever(sent: Sent):
+def test_cells_not_begun_or_of_crashed_runs_are_sent_again_but_not_forever(sent: Sent):
     sent.alive(US, EU)
     sent.write_policy("first", max_egress_usd=1000)
     sent.change(US, is_paused=True)
@@ -242,19 +242,17 @@ def test_cells_that_nobody_begins_or_whose_run_died_are_sent_again_and_not_for_e
     slices = {"device": {"kind": "tpu", "variant": "v5litepod-16"}}  # several machines: needs a cluster
     sent.write_policy("first", "second", "third", resource_config=slices)
     assert sent.reconcile()["scheduled"] == 1
-    here = {"ASSAY_REGION": "us-central1"}
+    own_region = {"ASSAY_REGION": "us-central1"}
     may_read_from_elsewhere = {"ASSAY_REGION": "europe-west4", "ASSAY_MAX_EGRESS_USD": "1000.0"}
     assert [run["job_variables"]["env"] for run in sent.runs()] == [
-        *(may_read_from_elsewhere, here, may_read_from_elsewhere, here),
-        {"ASSAY_JOBS": "ray://head:10001", **here},
+        *(may_read_from_elsewhere, own_region, may_read_from_elsewhere, own_region),
+        {"ASSAY_JOBS": "ray://head:10001", **own_region},
     ]
     assert len(sent.ask("cancel")["flow_runs_cancelled"]) == 2
     assert Counter(state for _, state in sent.states()) == {"Moved": 1, "Crashed": 2, "Cancelled": 2}
 
 
-def test_flow_runs_that_move_take_each_others_places_and_the_one_that_sends_takes_none(
-    sent: Sent, monkeypatch: pytest.MonkeyPatch
-):
+def test_moved_flow_runs_swap_slots_and_the_sender_uses_no_slot(sent: Sent, monkeypatch: pytest.MonkeyPatch):
     sent.alive(US, EU)
     sent.write_policy("first", "second", max_egress_usd=1000)
     sent.reconcile()
@@ -270,10 +268,10 @@ def test_flow_runs_that_move_take_each_others_places_and_the_one_that_sends_take
 
 
 def test_work_pools_are_applied_with_what_ends_flow_runs_that_died_with_their_workers(field: Field):
-    found = {
+    automations = {
         automation["name"]: automation["actions"][0]["state"] for automation in field.ask("/automations/filter", {})
     }
-    assert found == {
+    assert automations == {
         SILENCE_AUTOMATION: "CRASHED",
         PENDING_AUTOMATION: "CRASHED",
         CANCELLING_AUTOMATION: "CANCELLED",
@@ -302,10 +300,10 @@ def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
 
 def test_series_that_is_refused_at_the_work_pool_is_refused_here_in_the_same_words(sent: Sent):
     sent.alive(US)
-    with ThreadPoolExecutor(1) as beside:
-        there = beside.submit(copy_context().run, carry_out_series, sent)
+    with ThreadPoolExecutor(1) as threads:
+        at_work_pool = threads.submit(copy_context().run, carry_out_series, sent)
         refused = CliRunner().invoke(app, sent.series("no_such_benchmark"))
-        assert isinstance(there.exception(), UnknownBenchmark)
+        assert isinstance(at_work_pool.exception(), UnknownBenchmark)
     assert isinstance(refused.exception, UnknownBenchmark), refused.output
     assert "no_such_benchmark" in refused.exception.found and "Found:" not in refused.exception.found
 
@@ -320,7 +318,7 @@ def carry_out_series(sent: Sent) -> None:
 
 
 LEFT: dict[str, tuple[str, tuple[State, ...]]] = {
-    "begun by nobody": ("process", (Pending(),)),
+    "not begun yet": ("process", (Pending(),)),
     "waits for its machine": ("kubernetes", (Pending(),)),
     "silent": ("kubernetes", (Pending(), Running())),
     "cancelled": ("process", (Pending(), Running(), Cancelling())),
@@ -341,7 +339,7 @@ def left_by_its_worker(client: SyncPrefectClient, deployment: UUID, name: str, s
 
 
 @pytest.mark.postgresql
-def test_flow_runs_whose_worker_is_gone_are_ended_and_those_that_wait_for_a_machine_are_not(
+def test_flow_runs_without_a_worker_are_ended_unless_they_wait_for_machines(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ):
     require_postgresql()
@@ -362,8 +360,8 @@ def test_flow_runs_whose_worker_is_gone_are_ended_and_those_that_wait_for_a_mach
         }
 
     def states() -> dict[str, str]:
-        found = field.ask("/flow_runs/filter", {"flow_runs": {"id": {"any_": list(runs)}}})
-        return {runs[run["id"]]: run["state"]["name"] for run in found}
+        flow_runs = field.ask("/flow_runs/filter", {"flow_runs": {"id": {"any_": list(runs)}}})
+        return {runs[run["id"]]: run["state"]["name"] for run in flow_runs}
 
-    ended = {"begun by nobody": "Crashed", "silent": "Crashed", "cancelled": "Cancelled"}
+    ended = {"not begun yet": "Crashed", "silent": "Crashed", "cancelled": "Cancelled"}
     eventually(lambda: states() == {**ended, "waits for its machine": "Pending"})

@@ -92,8 +92,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_checkpoints_that_vllm_misreads_or_ends_of_are_refused_or_served(
     tmp_path: Path, load: Callable[[Path], Loading]
 ) -> None:
-    for name, (damage, found) in REFUSED.items():
-        with pytest.raises(ModelUnusable, match=found):
+    for name, (damage, message) in REFUSED.items():
+        with pytest.raises(ModelUnusable, match=message):
             load(written(tmp_path / name, **damage))
     assert load(with_padded_vocabulary(tmp_path / "padded")).how == "cold start"
     state = load(with_a_state(tmp_path / "state"))

@@ -96,8 +96,8 @@ def test_lines_of_pods_that_are_gone_come_from_cloud_logging(cluster: Cluster) -
     notes: list[str] = []
     with cloud_logging(entry("eval-gone", f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "kept")) as kept:
         logs = CloudLogs("default", project="team", options=kept.options)
-        found = log_lines(cluster, "eval-gone", since="3d", follow=False, note=notes.append, kept=logs)
-        assert [line.text for line in found] == ["kept"]
+        lines = log_lines(cluster, "eval-gone", since="3d", follow=False, note=notes.append, kept=logs)
+        assert [line.text for line in lines] == ["kept"]
         assert "Cloud Logging" in notes[0]
         with pytest.raises(BadInput, match="eval-nobody"):
             list(log_lines(cluster, "eval-nobody", since=None, follow=False, note=notes.append, kept=logs))

@@ -120,7 +120,7 @@ def by_benchmark(run: Path) -> dict[str, Record]:
     return {record.benchmarks[0]: record for record in read_records(str(run.parent / "evaluations"))}
 
 
-def test_evaluations_of_one_checkpoint_run_at_the_same_time_and_end_with_a_record_each(run: Path, engine_url: str):
+def test_evaluations_of_a_checkpoint_run_together_and_write_a_record_each(run: Path, engine_url: str):
     with gate(engine_url) as url:  # would never open if the evaluations ran in sequence
         configs = [evaluation(run, name, base_url=f"{url}/v1") for name in ("demo_facts", "demo_backwards")]
         records = evaluate(configs, find_checkpoints(str(run)))
@@ -134,17 +134,17 @@ def test_evaluation_that_fails_leaves_the_other_its_record(run: Path, engine_url
     late = evaluation(run, "demo_backwards", base_url=f"{engine_url}/v1", timeout_seconds=0.01)
     with pytest.raises(EvaluationInterrupted, match="run-7 · lm-eval: infra_failed"):
         evaluate([good, late], find_checkpoints(str(run)))
-    found = by_benchmark(run)
-    assert found["demo_facts"].status == "succeeded"
-    assert found["demo_backwards"].status == "infra_failed"
+    records = by_benchmark(run)
+    assert records["demo_facts"].status == "succeeded"
+    assert records["demo_backwards"].status == "infra_failed"
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"base_url": "http://127.0.0.1:9/v1"}, "the same base_url"),
-        ({"evaluation_path": "/elsewhere"}, "one evaluation_path"),
-        ({"model_name": "other"}, "one run"),
+        ({"evaluation_path": "/elsewhere"}, "the same evaluation_path"),
+        ({"model_name": "other"}, "the same run"),
         ({"evals": [{"name": "demo_facts"}]}, "evaluations that differ"),
     ],
 )
@@ -162,9 +162,9 @@ def test_sink_that_fails_costs_no_cell_and_gets_what_it_lacks_with_the_next_run(
     cards, store = run.parent / "cards", run.parent / "store"
     store.write_text("a file where the folder is to be")
     sinks = [{"kind": "hugging_face", "path": str(cards)}, {"kind": "object_store", "url": str(store)}]
-    wanted = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1", sinks=sinks)
+    config = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1", sinks=sinks)
 
-    [record] = evaluate([wanted], find_checkpoints(str(run)))
+    [record] = evaluate([config], find_checkpoints(str(run)))
     assert record.succeeded
     states = {name.partition(":")[0]: state for name, state in record.sinks.items()}
     assert {name: state.status for name, state in states.items()} == {
@@ -175,7 +175,7 @@ def test_sink_that_fails_costs_no_cell_and_gets_what_it_lacks_with_the_next_run(
     assert states["object_store"].reason
 
     store.unlink()
-    [again] = evaluate([wanted], find_checkpoints(str(run)))
+    [again] = evaluate([config], find_checkpoints(str(run)))
     assert again.created == record.created, "nothing is evaluated again"
     assert {state.status for state in again.sinks.values()} == {"published"}
     copied = [path.name for path in store.rglob("*") if path.is_file()]
@@ -222,7 +222,7 @@ async def test_trace_holds_cell_and_phases_and_names_the_cell_to_the_engine_of_a
     assert record.succeeded and record.served["phases"] == phases and "ended" not in record.served
     inside = ("open", "load", "load/stage", "load/reload", "evaluate", "evaluate/ask", "evaluate/score", "record")
     assert {"evaluation", "evaluation/cell", *(f"evaluation/cell/{name}" for name in inside)} <= set(came.paths())
-    cell = came.one("cell")
+    cell = came.span_named("cell")
     named = {item.key: item.value.string_value or item.value.int_value for item in cell.attributes}
     assert (named["assay.checkpoint"], named["assay.step"], named["assay.benchmarks"]) == ("run-7", 7, "demo_facts")
     [carried] = set(engine.traceparents)

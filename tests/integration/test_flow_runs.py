@@ -75,8 +75,8 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"{json.loads(address.read_text())['url']}/v1"
 
 
-def asked(api: str, path: str, **wanted: Any) -> list[dict[str, Any]]:
-    return httpx.post(f"{api}/{path}/filter", json=wanted).raise_for_status().json()
+def asked(api: str, path: str, **filters: Any) -> list[dict[str, Any]]:
+    return httpx.post(f"{api}/{path}/filter", json=filters).raise_for_status().json()
 
 
 def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
@@ -129,18 +129,18 @@ def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
 
 def check_lineage(api: str, records: list[Record]) -> None:
     """Asserts that the server has each record as an asset with scores, and the checkpoint as its source."""
-    wanted = {"event": {"name": ["prefect.asset.materialization.succeeded"]}}
+    query = {"event": {"name": ["prefect.asset.materialization.succeeded"]}}
     [record] = records
 
     def told() -> list[dict[str, Any]]:
-        events = httpx.post(f"{api}/events/filter", json={"filter": wanted}).json()["events"]
+        events = httpx.post(f"{api}/events/filter", json={"filter": query}).json()["events"]
         return [event for event in events if event["resource"]["prefect.resource.id"].endswith(record.cell)]
 
     eventually(told)
     [event] = told()
     assert event["resource"]["prefect.resource.id"] == f"assay://records/gated/step-2/{record.evaluator}/{record.cell}"
     assert event["resource"]["prefect.resource.name"] == "gated-2 · lm-eval: demo_facts"
-    related = {found["prefect.resource.role"]: found["prefect.resource.id"] for found in event["related"]}
+    related = {resource["prefect.resource.role"]: resource["prefect.resource.id"] for resource in event["related"]}
     assert related["asset"] == f"assay://checkpoints/gated/step-2/{record.checkpoint.digest[:10]}"
     assert {"flow-run", "task-run"} <= related.keys()
     scores = {f"{metric.benchmark} {metric.name}": metric.value for metric in record.metrics}
@@ -184,8 +184,8 @@ class Checkout:
 
 
 def script(job: str, name: str) -> str:
-    [found] = [step["run"] for step in WORKFLOW["jobs"][job]["steps"] if step.get("name") == name]
-    return found
+    [command] = [step["run"] for step in WORKFLOW["jobs"][job]["steps"] if step.get("name") == name]
+    return command
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +251,6 @@ def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_step_that_waits_for_a_deployed_flow_fails_where_the_gate_refuses(checkout: Checkout):
     refused = checkout.step("deployed", "Evaluate, and wait", NO_GO)
     assert refused.returncode == 1 and "Failed" in refused.stdout, refused.stdout
-    wanted = {"flows": {"name": {"any_": ["evaluate-suite"]}}, "deployments": {"name": {"any_": ["local"]}}}
-    [run] = asked(checkout.api, "flow_runs", **wanted)
+    filters = {"flows": {"name": {"any_": ["evaluate-suite"]}}, "deployments": {"name": {"any_": ["local"]}}}
+    [run] = asked(checkout.api, "flow_runs", **filters)
     assert "NO-GO" in run["state"]["message"] and "no-go" in run["state"]["message"], run["state"]

@@ -108,7 +108,7 @@ def test_series_is_evaluated_once_and_only_what_is_missing_or_changed_is_evaluat
             }
             assert record.served["by"] == "endpoint"
         artifacts = {kind: Artifact.get(f"run-{kind}") for kind in ("results", "curves", "report")}
-        assert {kind: getattr(found, "type", None) for kind, found in artifacts.items()} == {
+        assert {kind: getattr(artifact, "type", None) for kind, artifact in artifacts.items()} == {
             "results": "table",
             "curves": "image",
             "report": "markdown",  # Prefect's rendering of a link
@@ -137,9 +137,9 @@ def test_series_is_evaluated_once_and_only_what_is_missing_or_changed_is_evaluat
 def test_endpoint_that_serves_other_models_is_refused_and_recorded_as_ours(
     tmp_path: Path, series: Callable[[str, list[int]], Series]
 ):
-    with endpoint(tmp_path, "somebody", "else") as served:
+    with endpoint(tmp_path, "model-a", "model-b") as served:
         training_run = series(served.base_url, [1])
-        with pytest.raises(EvaluationInterrupted, match="somebody, else"):
+        with pytest.raises(EvaluationInterrupted, match="model-a, model-b"):
             evaluate_checkpoints(training_run.config)
         assert served.requests == 0
     [record] = training_run.records().values()
@@ -150,7 +150,7 @@ def test_endpoint_that_serves_other_models_is_refused_and_recorded_as_ours(
 def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failure(
     tmp_path: Path, series: Callable[[str, list[int]], Series]
 ):
-    with endpoint(tmp_path, "run-1", delay_seconds=0.5) as served, ThreadPoolExecutor(1) as beside:
+    with endpoint(tmp_path, "run-1", delay_seconds=0.5) as served, ThreadPoolExecutor(1) as threads:
         training_run = series(served.base_url, [1])
 
         def kill_in_the_middle() -> None:
@@ -158,7 +158,7 @@ def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failu
             served.process.kill()
 
         over = Event()
-        killed = beside.submit(kill_in_the_middle)
+        killed = threads.submit(kill_in_the_middle)
         done = run_command(*training_run.arguments())
         over.set()
         killed.result()
@@ -169,7 +169,7 @@ def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failu
     assert record.status == "infra_failed" and record.metrics == ()
 
 
-def test_two_runs_of_one_evaluation_at_once_leave_one_valid_record_per_cell(
+def test_two_runs_of_an_evaluation_at_once_leave_a_valid_record_per_cell(
     tmp_path: Path, series: Callable[[str, list[int]], Series], prefect_api: str
 ):
     env = process_environment({"PREFECT_API_URL": prefect_api})
@@ -189,7 +189,7 @@ def test_two_runs_of_one_evaluation_at_once_leave_one_valid_record_per_cell(
     assert record.attempt in attempts
 
 
-def test_checkpoint_is_decided_early_without_a_record_and_finished_to_one(
+def test_checkpoint_decided_early_has_no_record_until_it_is_finished(
     tmp_path: Path, series: Callable[[str, list[int]], Series]
 ):
     gate = tmp_path / "gate.json"
@@ -209,7 +209,7 @@ def test_checkpoint_is_decided_early_without_a_record_and_finished_to_one(
         assert score.verdict == "not worse" and 0 < score.asked <= verdict.asked < verdict.questions == score.questions
         assert [record.checkpoint.name for record in training_run.records().values()] == ["run-1"]
         assert (Path(cell) / SCOPE_NAME).is_file(), "its answers would be lost"
-        words = f"decided early at {score.asked} of 120 questions (α = 0.05 of one command and baseline): not worse"
+        words = f"decided early at {score.asked} of 120 questions (α = 0.05 per command and baseline): not worse"
         assert words in json.dumps(json.loads(decided.stdout)["gate"], ensure_ascii=False)
         assert words in str(getattr(Artifact.get("run-gate"), "data", None))
 

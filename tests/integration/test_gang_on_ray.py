@@ -82,19 +82,17 @@ def loaded(target: Target, name: str) -> tuple[str, list[float]]:
 
 
 def machines_by_rank(cluster: Cluster) -> dict[int, Any]:
-    found = {}
+    nodes = {}
     for node in cluster.worker_nodes:
         for pid in descendants(node.all_processes["raylet"][0].process.pid):
             if job_of(pid).startswith("replica-0-") and "run_call.py" in " ".join(command_line(pid)):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 [rank] = [part.partition(b"=")[2] for part in variables if part.startswith(b"ASSAY_REPLICA_INDEX=")]
-                found[int(rank)] = node
-    return found
+                nodes[int(rank)] = node
+    return nodes
 
 
-def test_vllm_on_two_machines_answers_as_on_one_swaps_and_survives_the_loss_of_its_second_machine(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_vllm_on_two_machines_answers_as_locally_swaps_and_survives_a_loss(cluster: Cluster, tmp_path: Path) -> None:
     folders = [write_byte_tokenizer(write_nano_llama(tmp_path / f"{seed}", hidden=64, seed=seed)) for seed in (1, 2)]
     checkpoints = [Servable.from_uri(name, str(folder)) for name, folder in zip((MODEL, OTHER), folders, strict=True)]
     with running_pool(cluster, checkpoints, hosts=1) as alone:

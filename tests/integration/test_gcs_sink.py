@@ -78,8 +78,8 @@ def test_text_is_generated_from_a_bucket_into_a_bucket(store: FakeGcs):
     manifest = output.conclude({"prompts": plan.digest}, shards=len(plan.shards))
     assert manifest["totals"]["rows"] == plan.prompts == 6
     assert output.written() == [0, 1, 2, 3]
-    found = [row for shard in plan.shards for row in decoded(storage.read_bytes(output.part(shard.number)), "parquet")]
-    assert [row["prompt"] for row in found] == [f"question {number} {row}" for number in range(2) for row in range(3)]
+    rows = [row for shard in plan.shards for row in decoded(storage.read_bytes(output.part(shard.number)), "parquet")]
+    assert [row["prompt"] for row in rows] == [f"question {number} {row}" for number in range(2) for row in range(3)]
     with pytest.raises(BadInput, match="another output folder"):
         output.begin({"prompts": "others"})
 
@@ -90,7 +90,7 @@ def test_record_alone_arrives_where_the_harness_output_is_not_wanted(store: Fake
     assert store.uploads == [f"{place_of(record)}/record.json"]
 
 
-def test_report_arrives_beside_the_run_s_records(store: FakeGcs, senders: Senders, tmp_path: Path):
+def test_report_arrives_next_to_the_records_of_the_run(store: FakeGcs, senders: Senders, tmp_path: Path):
     record, cell = make_cell(tmp_path)
     assert publish_report(record, str(cell), (SINK,), senders=senders) == {}, "there is none yet"
     (tmp_path / "run-a" / "report.html").write_text("<html>")

@@ -104,12 +104,12 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 
 def pids_of(job: str) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for status in settings().jobs_dir.glob(f"{job}-*/status.json"):
         with suppress(OSError, ValueError):
             details = json.loads(status.read_text())
-            found += [each["pid"] for each in details["replicas"] if details["status"] == "running" and each["pid"]]
-    return found
+            pids += [each["pid"] for each in details["replicas"] if details["status"] == "running" and each["pid"]]
+    return pids
 
 
 def kill_a(job: str) -> None:
@@ -134,11 +134,11 @@ def test_command_writes_both_checkpoints_of_the_pool_side_by_side_and_stops_at_t
     ]
     texts = {}
     for name in ("run-1", "run-2"):
-        found = [json.loads(line) for part in (0, 1) for line in (output / name / f"part-0000{part}.jsonl").open()]
-        assert [row["prompt_index"] for row in found if row["error"]] == [3]
-        assert "maximum context length" in found[3]["error"]
-        texts[name] = [row["text"] for row in found]
-        assert {row["checkpoint"] for row in found} == {name}
+        written = [json.loads(line) for part in (0, 1) for line in (output / name / f"part-0000{part}.jsonl").open()]
+        assert [row["prompt_index"] for row in written if row["error"]] == [3]
+        assert "maximum context length" in written[3]["error"]
+        texts[name] = [row["text"] for row in written]
+        assert {row["checkpoint"] for row in written} == {name}
     assert texts["run-1"] != texts["run-2"]
 
     done = run_command("generate", *options, "--output", tmp_path / "strict", "--max-errors", "0")
@@ -175,14 +175,14 @@ def test_every_sample_is_written_once_though_worker_queue_proxy_and_flow_are_kil
 
     [totals] = generate_text(warm.config(output))
 
-    found = rows(output)
-    wanted = {(f"q{prompt}", sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)}
-    assert Counter((row["prompt_id"], row["sample"]) for row in found) == Counter(wanted)
-    assert {row["error"] for row in found} == {None} and totals["rows"] == len(found)
+    written = rows(output)
+    expected = {(f"q{prompt}", sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)}
+    assert Counter((row["prompt_id"], row["sample"]) for row in written) == Counter(expected)
+    assert {row["error"] for row in written} == {None} and totals["rows"] == len(written)
     assert before.items() <= parts(output).items()  # new samples would differ
     missing = PROMPTS // PER_SHARD - len(before)
     assert warm.asked() - asked <= missing * PER_SHARD * SAMPLES
-    assert [row for row in found if row["text"] is None] == []
+    assert [row for row in written if row["text"] is None] == []
 
     again = warm.asked()
     assert generate_text(warm.config(output)) == [totals]

@@ -73,21 +73,21 @@ def weighed(output: Path, method: str) -> tuple[dict[Any, float], dict[Any, Any]
         last = completion["tokens"][-len(f" {choice}".encode()) :]
         key = (state["instance"]["id"], state["reference_index"], state["request_mode"])
         weights[key] = math.fsum(token["logprob"] for token in last)
-    found = {}
+    statistics = {}
     for question in json.loads((run / "per_instance_stats.json").read_text()):
         for stat in question["stats"]:
             if not stat["name"]["name"].startswith(OF_THE_CLOCK):
-                found[question["instance_id"], stat["name"]["name"]] = stat.get("mean")
-    return weights, found
+                statistics[question["instance_id"], stat["name"]["name"]] = stat.get("mean")
+    return weights, statistics
 
 
 def questions_that_are_drawn(weights: dict[Any, float]) -> set[str]:
     """Returns the questions with likeliest choices that differ by rounding alone, such as choices that were cut off."""
-    found: dict[str, list[float]] = {}
+    by_question: dict[str, list[float]] = {}
     for (question, _, mode), weight in weights.items():
         if mode == "original":
-            found.setdefault(question, []).append(weight)
-    return {question for question, each in found.items() if max(each) - sorted(each)[-2] < 1e-4}
+            by_question.setdefault(question, []).append(weight)
+    return {question for question, each in by_question.items() if max(each) - sorted(each)[-2] < 1e-4}
 
 
 async def test_choices_from_the_cache_weigh_what_they_weigh_in_echoes(tmp_path: Path, checkpoint: Path, url: str):
@@ -134,6 +134,6 @@ async def test_choices_from_the_cache_weigh_what_they_weigh_in_echoes(tmp_path: 
         drawn = questions_that_are_drawn(weights)
         assert len(drawn) <= 1
         scores, other_scores = (
-            {key: score for key, score in found.items() if key[0] not in drawn} for found in (scores, other_scores)
+            {key: score for key, score in each.items() if key[0] not in drawn} for each in (scores, other_scores)
         )
         assert other_scores == pytest.approx(scores, abs=1e-4)

@@ -137,11 +137,11 @@ async def test_benchmarks_give_metrics_equal_counts_samples_and_a_site(tmp_path:
     assert controls["demo_mcqa"] == "no control: it does not only let the model write"
     assert (seen[-1].stage, seen[-1].done) == ("synthetic_reasoning_natural (3 of 3)", 5)
 
-    found = list(read_samples(str(output / SAMPLES_NAME)))
-    assert found[-1].prompt.count("Rules:") == found[-1].context.count("Rules:") == 1
-    assert found[-1].tokens and not found[-1].choices
+    samples = list(read_samples(str(output / SAMPLES_NAME)))
+    assert samples[-1].prompt.count("Rules:") == samples[-1].context.count("Rules:") == 1
+    assert samples[-1].tokens and not samples[-1].choices
     for metric in (metric for metric in parsed.metrics if metric.name in ("exact_match", "f1_set_match")):
-        shares = [sample.scores.get(metric.name) for sample in found if sample.benchmark == metric.benchmark]
+        shares = [sample.scores.get(metric.name) for sample in samples if sample.benchmark == metric.benchmark]
         scores = [share for share in shares if share is not None]
         assert (len(shares), len(scores)) == (5, metric.n)
         assert sum(scores) / metric.n == pytest.approx(metric.value)
@@ -165,7 +165,7 @@ async def test_choices_come_from_the_cache_where_the_engine_can_and_else_from_ec
     folder = write_questions(tmp_path / "benchmarks", before=before)
     separate = {"path": "shapes.jsonl", "method": "multiple_choice_separate_original"}
     config = make_config(shapes(task_kwargs=separate), benchmarks_path=str(folder))
-    found = {}
+    by_way = {}
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         for name, (scoring, engine.faults.no_generate) in ways.items():
@@ -173,7 +173,7 @@ async def test_choices_come_from_the_cache_where_the_engine_can_and_else_from_ec
             parsed = await evaluate(replace(model, scoring=scoring), config, tmp_path / name)
             verify_counts(parsed)
             assert (GENERATE in engine.targets) is scoring.scores_from_cache
-            found[name] = parsed
+            by_way[name] = parsed
     samples = {name: list(read_samples(str(tmp_path / name / SAMPLES_NAME))) for name in ways}
     assert samples["cache"] == samples["refused"] == samples["echo"]
     by_hand = smooth_of_run(next((tmp_path / "echo" / RUNS).glob("custom_mcqa*")))
@@ -181,7 +181,7 @@ async def test_choices_come_from_the_cache_where_the_engine_can_and_else_from_ec
         pytest.approx({"exact_match": sample.scores["exact_match"], **by_hand[sample.id.partition("-")[0]]})
         for sample in samples["echo"]
     ]
-    cached, refused = found["cache"].asking.loglikelihood, found["refused"].asking.loglikelihood
+    cached, refused = by_way["cache"].asking.loglikelihood, by_way["refused"].asking.loglikelihood
     assert (cached.way, cached.audited, cached.largest_difference, cached.reason) == ("prefix cache", 3, 0.0, None)
     assert refused.way == "echo" and "403" in refused.reason
 
@@ -318,8 +318,8 @@ async def test_malformed_answers_are_asked_for_again(tmp_path: Path, evaluate: E
 
 
 async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(tmp_path: Path, evaluate: Evaluate):
-    async with FakeJudge(says=lambda number, prompt: "1 \ud83d" if number else "\U0001f600") as there:
-        model = served_model(there.url, write_byte_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
+    async with FakeJudge(says=lambda number, prompt: "1 \ud83d" if number else "\U0001f600") as engine:
+        model = served_model(engine.url, write_byte_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
         parsed = await evaluate(model, make_config("simple_mcqa"), tmp_path / "output")
     verify_counts(parsed)
     assert "4 of the endpoint's answers" in parsed.asking.notes[-1]
@@ -386,9 +386,7 @@ async def test_prompts_are_cut_to_what_the_model_holds_with_its_bos(tmp_path: Pa
     assert 150 < longest < 200
 
 
-async def test_grader_that_tells_no_right_answer_from_an_empty_one_is_refused_before_anything_is_asked(
-    tmp_path: Path, evaluate: Evaluate
-):
+async def test_grader_that_ignores_answers_is_refused_before_any_request(tmp_path: Path, evaluate: Evaluate):
     benchmarks = write_questions(tmp_path / "benchmarks")
     questions = [json.loads(line) for line in (benchmarks / "shapes.jsonl").read_text().splitlines()]
     for reference in (reference for question in questions for reference in question["references"]):

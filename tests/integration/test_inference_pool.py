@@ -283,7 +283,7 @@ def test_engine_without_reload_is_restarted_each_time_and_that_is_said_once(
     assert sum("cannot reload weights" in event for event in events) == 1
 
 
-def test_sampled_reload_is_compared_with_a_cold_start_again_and_one_that_went_wrong_ends_the_trust(
+def test_sampled_reload_is_compared_with_a_cold_start_and_differences_end_trust(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     config = pool_config(reload_audit_share=1)
@@ -299,9 +299,7 @@ def test_sampled_reload_is_compared_with_a_cold_start_again_and_one_that_went_wr
     assert "a reload differed from a cold start before" in (second.reason or "")
 
 
-def test_next_checkpoint_of_a_store_is_staged_here_while_the_present_one_is_served(
-    tmp_path: Path, client: LocalClient
-) -> None:
+def test_next_checkpoint_of_a_store_is_staged_while_the_present_is_served(tmp_path: Path, client: LocalClient) -> None:
     remote = [
         Servable.from_uri(
             f"run-{step}", f"simplecache::file://{write_checkpoint(tmp_path / f'step-{step}', seed=step)}"
@@ -321,7 +319,7 @@ def test_next_checkpoint_of_a_store_is_staged_here_while_the_present_one_is_serv
         assert ask(running).status_code == 200
 
 
-def test_checkpoints_asked_for_at_once_are_spread_over_two_replicas_of_which_one_may_die_but_not_both(
+def test_checkpoints_are_spread_over_two_replicas_and_survive_a_single_loss(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     config = pool_config(resource_config={"replicas": 2}, max_replica_restarts=0)
@@ -349,7 +347,7 @@ def test_checkpoints_asked_for_at_once_are_spread_over_two_replicas_of_which_one
 
 
 @pytest.mark.parametrize("timeout_seconds", [None, 0.3])
-def test_requests_for_another_checkpoint_wait_no_longer_than_the_bound_while_one_is_busy(
+def test_requests_for_another_checkpoint_wait_at_most_the_bound(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable], timeout_seconds: float | None
 ) -> None:
     config = pool_config(longest_wait_seconds=1.0)
@@ -406,7 +404,7 @@ def test_proxy_that_is_killed_under_load_fails_no_request_of_a_client_that_tries
         assert set(answers) == {200}
 
 
-def test_pool_that_is_closed_leaves_nobody_waiting_for_its_proxy(
+def test_pool_that_is_closed_ends_all_waits_for_its_proxy(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
@@ -456,7 +454,7 @@ def test_engine_agent_or_proxy_that_is_killed_is_started_again_and_answers_as_be
         assert [lease.holder for lease in pool.proxy_status().leases.values()] == ["the pool's owner"]
 
 
-def test_replica_whose_engine_dies_at_start_tries_again_while_another_one_answers(
+def test_replica_with_an_engine_that_dies_at_start_retries_while_others_answer(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     die = tmp_path / "die"
@@ -511,7 +509,7 @@ def test_checkpoint_that_the_loader_refuses_fails_alone(
     assert launcher.launches[:2] == ["run-1", "run-2"]
 
 
-def test_two_checkpoints_with_one_error_are_the_pools_fault(
+def test_two_checkpoints_with_the_same_error_are_the_pools_fault(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     script = "import os; raise SystemExit(f'RuntimeError: no device {os.getpid()}')"
@@ -533,7 +531,7 @@ def test_checkpoint_that_two_engines_died_of_leaves_the_pool_to_others(
             pool.load("run-1")
             with pytest.raises(httpx.TransportError):
                 httpx.post(f"{pool.engine_urls()[0]}/fake/die", json={"error": "IndexError: piece id is out of range"})
-            eventually(lambda wanted=deaths: pool.proxy_status().replicas[0].announcement.restarts == wanted)
+            eventually(lambda restarts=deaths: pool.proxy_status().replicas[0].announcement.restarts == restarts)
         eventually(lambda: pool.proxy_status().unusable)
         with pytest.raises(EngineDied, match="IndexError: piece id"):
             pool.session.check("run-1")
@@ -603,7 +601,7 @@ def test_port_in_use_is_said_and_nothing_is_left(
         taken.listen()
         config = pool_config(proxy_port=taken.getsockname()[1])
         pool = InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path))
-        with pytest.raises(ProxyFailed, match="0 for a free one"), pool:
+        with pytest.raises(ProxyFailed, match="0 for a free port"), pool:
             pass
 
 

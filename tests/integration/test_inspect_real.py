@@ -100,20 +100,20 @@ async def test_scores_are_those_of_inspects_own_command_question_by_question_and
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
     options = {**ELSEWHERE, "temperature": 0}
-    async with FakeJudge(says=letter_of) as there, FakeJudge(says=grade_of) as graders:
+    async with FakeJudge(says=letter_of) as engine, FakeJudge(says=grade_of) as graders:
         chosen = await harness.evaluate(
-            make_model(there.url, tokenizer), make_config("demo_choices", max_eval_instances=24), tmp_path / "choices"
+            make_model(engine.url, tokenizer), make_config("demo_choices", max_eval_instances=24), tmp_path / "choices"
         )
         judge = make_model(graders.url, tokenizer, model="judge", api_key=JUDGE_KEY)
         seen: list[Progress] = []
         judged = await harness.evaluate(
-            make_model(there.url, tokenizer),
+            make_model(engine.url, tokenizer),
             make_config("judged", options=options),
             tmp_path / "judged",
             judge=judge,
             on_progress=seen.append,
         )
-        assert there.keys == {KEY} and graders.keys == {JUDGE_KEY}
+        assert engine.keys == {KEY} and graders.keys == {JUDGE_KEY}
         logs = {
             name: str(tmp_path / name / link)
             for name, parsed in (("choices", chosen), ("judged", judged))
@@ -127,7 +127,7 @@ async def test_scores_are_those_of_inspects_own_command_question_by_question_and
         ]
         environment = process_environment(
             {
-                **{"BARE_BASE_URL": there.url, "BARE_API_KEY": KEY, "XDG_DATA_HOME": str(tmp_path / "data")},
+                **{"BARE_BASE_URL": engine.url, "BARE_API_KEY": KEY, "XDG_DATA_HOME": str(tmp_path / "data")},
                 **{"JUDGE_BASE_URL": graders.url, "JUDGE_API_KEY": JUDGE_KEY},
             }
         )
@@ -136,15 +136,15 @@ async def test_scores_are_those_of_inspects_own_command_question_by_question_and
     for parsed in (chosen, judged):
         verify_counts(parsed)
     ours, our_text, theirs, _ = done.stdout.splitlines()[-4:]
-    found: dict[str, tuple[str, dict[str, Any]]] = json.loads(ours)
-    assert found == json.loads(theirs) and len(found) == 24 + 8
+    log_scores: dict[str, tuple[str, dict[str, Any]]] = json.loads(ours)
+    assert log_scores == json.loads(theirs) and len(log_scores) == 24 + 8
     assert KEY not in our_text and JUDGE_KEY not in our_text
     for path in (path for name in logs for path in (tmp_path / name).rglob("*") if path.is_file()):
         assert KEY.encode() not in path.read_bytes() and JUDGE_KEY.encode() not in path.read_bytes(), path
 
     published = {(metric.benchmark, metric.name): metric for metric in (*chosen.metrics, *judged.metrics)}
     samples = samples_in(tmp_path / "choices")
-    right = {name: scores["choice"] == "C" for name, (_, scores) in found.items() if "choice" in scores}
+    right = {name: scores["choice"] == "C" for name, (_, scores) in log_scores.items() if "choice" in scores}
     number = published["demo_choices", "accuracy"]
     assert number.value == pytest.approx(sum(right.values()) / 24) and 0.1 < number.value < 0.5
     assert number.recomputed and number.stderr and number.low is not None and number.low < number.value
@@ -160,18 +160,18 @@ async def test_tool_is_called_and_its_result_answered_and_epochs_are_clusters(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
     def says(number: int, prompt: str) -> str | dict[str, Any]:
-        if (found := re.search(r"What is (\d) \+ 1", prompt)) is None:
+        if (match := re.search(r"What is (\d) \+ 1", prompt)) is None:
             return f"It is {prompt}." if prompt.isdigit() else prompt * (number % 2 + 1)
-        arguments = json.dumps({"x": int(found[1]), "y": 1})
+        arguments = json.dumps({"x": int(match[1]), "y": 1})
         call = {"id": f"call-{number}", "type": "function", "function": {"name": "add", "arguments": arguments}}
         return {"content": None, "tool_calls": [call]}
 
-    async with FakeJudge(says=says) as there:
+    async with FakeJudge(says=says) as engine:
         parsed = await harness.evaluate(
-            make_model(there.url, tokenizer), make_config("sums", "repeated"), tmp_path / "out"
+            make_model(engine.url, tokenizer), make_config("sums", "repeated"), tmp_path / "out"
         )
-        assert all(body.get("tools") for body in there.bodies if "What is" in body["messages"][0]["content"])
-        assert [body.get("stop") for body in there.bodies].count(["!"]) == 6  # an empty stop string is not sent
+        assert all(body.get("tools") for body in engine.bodies if "What is" in body["messages"][0]["content"])
+        assert [body.get("stop") for body in engine.bodies].count(["!"]) == 6  # an empty stop string is not sent
     verify_counts(parsed)
     assert parsed.counts == Counts(requested=9, answered=9, scored=9)
     numbers = {(metric.benchmark, metric.name): metric for metric in parsed.metrics}
@@ -186,7 +186,7 @@ async def test_tool_is_called_and_its_result_answered_and_epochs_are_clusters(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "serving", "error", "found"),
+    ("name", "options", "serving", "error", "message"),
     [
         ("shell", {}, {}, BadInput, "the sandbox local, the tool bash"),
         ("broken", {}, {}, BadInput, "OSError: no questions here"),
@@ -196,23 +196,23 @@ async def test_tool_is_called_and_its_result_answered_and_epochs_are_clusters(
     ],
 )
 async def test_task_that_cannot_be_asked_is_refused_before_any_request(
-    harness: Harness, tokenizer: Path, tmp_path: Path, name: str, options: Any, serving: Any, error: Any, found: str
+    harness: Harness, tokenizer: Path, tmp_path: Path, name: str, options: Any, serving: Any, error: Any, message: str
 ):
-    async with FakeJudge(says=letter_of) as there:
-        with pytest.raises(error, match=found):
+    async with FakeJudge(says=letter_of) as engine:
+        with pytest.raises(error, match=message):
             await harness.evaluate(
-                make_model(there.url, tokenizer), make_config(name, options=options, **serving), tmp_path / "out"
+                make_model(engine.url, tokenizer), make_config(name, options=options, **serving), tmp_path / "out"
             )
-        assert not there.prompts
+        assert not engine.prompts
 
 
 async def test_engine_without_a_parser_of_tool_calls_is_named_with_the_arguments_it_lacks(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
     refusal = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-    async with FakeJudge(says=lambda number, prompt: {"error": {"message": refusal}}) as there:
+    async with FakeJudge(says=lambda number, prompt: {"error": {"message": refusal}}) as engine:
         with pytest.raises(EndpointUnusable, match="tool choice requires") as caught:
-            await harness.evaluate(make_model(there.url, tokenizer), make_config("sums"), tmp_path / "out")
+            await harness.evaluate(make_model(engine.url, tokenizer), make_config("sums"), tmp_path / "out")
     assert "enable_auto_tool_choice=true" in caught.value.expected
 
 
@@ -221,32 +221,32 @@ async def test_choices_that_a_task_shuffles_without_a_seed_are_asked_alike_in_ev
 ):
     asked, config = [], make_config("shuffled", options={"epochs": 2})
     for attempt in range(2):
-        async with FakeJudge(says=letter_of) as there:
-            await harness.evaluate(make_model(there.url, tokenizer), config, tmp_path / f"out-{attempt}")
-            asked.append(sorted(there.prompts))
+        async with FakeJudge(says=letter_of) as engine:
+            await harness.evaluate(make_model(engine.url, tokenizer), config, tmp_path / f"out-{attempt}")
+            asked.append(sorted(engine.prompts))
     assert asked[0] == asked[1] and len(asked[0]) == 48 and len(set(asked[0])) == 24
-    assert {found for prompt in asked[0] for found in re.findall(r"A\) \d+(.)", prompt)} == set("abcd")
+    assert {letter for prompt in asked[0] for letter in re.findall(r"A\) \d+(.)", prompt)} == set("abcd")
 
 
 async def test_endpoint_without_the_path_of_prompts_as_they_are_has_failed(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
-    async with FakeJudge(says=letter_of) as there:
-        model = make_model(there.url, tokenizer, apply_chat_template=False)
+    async with FakeJudge(says=letter_of) as engine:
+        model = make_model(engine.url, tokenizer, apply_chat_template=False)
         parsed = await harness.evaluate(model, make_config("demo_choices", max_eval_instances=3), tmp_path / "out")
     assert parsed.counts == Counts(requested=3, answered=0, scored=0)
     with pytest.raises(EndpointUnusable, match="NotFoundError 404"):
         verify_counts(parsed)
 
 
-async def test_answers_that_fail_and_verdicts_or_scores_that_are_none_are_told_apart_and_nothing_is_published(
+async def test_failed_answers_and_missing_scores_are_counted_separately_and_not_published(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
     async def counts(name: str, answers: Any, grades: Any, folder: str, *, words: str = "") -> Counts:
-        async with FakeJudge(says=answers) as there, FakeJudge(says=grades) as graders:
+        async with FakeJudge(says=answers) as engine, FakeJudge(says=grades) as graders:
             judge = make_model(graders.url, tokenizer, model="judge", api_key=JUDGE_KEY)
             config = make_config(name, options=ELSEWHERE)
-            parsed = await harness.evaluate(make_model(there.url, tokenizer), config, tmp_path / folder, judge=judge)
+            parsed = await harness.evaluate(make_model(engine.url, tokenizer), config, tmp_path / folder, judge=judge)
         with pytest.raises((CountsDisagree, EndpointUnusable)) as caught:
             verify_counts(parsed)
         assert not words or str(caught.value).count(words) == 1
@@ -267,9 +267,9 @@ async def test_answers_that_fail_and_verdicts_or_scores_that_are_none_are_told_a
 async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(
     harness: Harness, tokenizer: Path, tmp_path: Path
 ):
-    async with FakeJudge(says=lambda number, prompt: "ANSWER: C " + ("\ud83d" if number else "\U0001f600")) as there:
+    async with FakeJudge(says=lambda number, prompt: "ANSWER: C " + ("\ud83d" if number else "\U0001f600")) as engine:
         config = make_config("demo_choices", max_eval_instances=3)
-        parsed = await harness.evaluate(make_model(there.url, tokenizer), config, tmp_path / "out")
+        parsed = await harness.evaluate(make_model(engine.url, tokenizer), config, tmp_path / "out")
     verify_counts(parsed)
     assert "2 of the endpoint's answers" in parsed.asking.notes[-1]
     assert sorted(sample.output[-1] for sample in samples_in(tmp_path / "out")) == ["\ufffd", "\ufffd", "\U0001f600"]
@@ -318,9 +318,9 @@ async def test_tool_of_a_sandbox_runs_isolated_where_its_task_is_allowed_to(
         function = {"name": "bash", "arguments": arguments}
         return {"content": None, "tool_calls": [{"id": "call", "type": "function", "function": function}]}
 
-    async with FakeJudge(says=says) as there:
+    async with FakeJudge(says=says) as engine:
         config = make_config("shell", options={"allow_code_execution": ["shell"]})
-        parsed = await harness.evaluate(make_model(there.url, tokenizer), config, tmp_path / "out")
+        parsed = await harness.evaluate(make_model(engine.url, tokenizer), config, tmp_path / "out")
     verify_counts(parsed)
     [sample] = samples_in(tmp_path / "out")
     assert sample.scores == {"accuracy": 1.0} and "of this machine" not in sample.output, sample.output

@@ -22,7 +22,7 @@ from resources.backends.programs.iris_records import call_controller
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, JobTimeout, UnsatisfiableResources
 from resources.jobs.jobs import Call, Command, Entrypoint, JobRequest, JobStatus, create_environment, wait_all
-from resources.tpu import largest_of_one_vm
+from resources.tpu import largest_single_vm_slice
 
 FOR_EVER = "while :; do sleep 1; done"
 MANY = 8  # 200 take 36 s on two busy cores
@@ -64,7 +64,7 @@ def test_iris_job_runs_in_a_copy_of_its_workspace(client: IrisClient, workspace:
     assert (workspace / "greeting.txt").exists()
 
 
-def test_iris_job_whose_submitter_is_killed_ends_with_all_it_started(workspace: Path, tmp_path: Path) -> None:
+def test_iris_job_with_a_killed_submitter_ends_with_all_its_processes(workspace: Path, tmp_path: Path) -> None:
     cluster = shared_cluster()
     submitter = tmp_path / "submitter.py"
     submitter.write_text(
@@ -130,7 +130,7 @@ def test_iris_job_goes_on_after_a_restart_of_its_cluster_and_counts_it_as_a_pree
     assert not is_alive(first)
 
 
-def test_iris_controller_that_is_away_for_a_moment_is_waited_for_and_one_that_is_gone_is_said(
+def test_iris_controller_is_awaited_for_a_moment_and_reported_if_gone(
     own_cluster: IrisCluster, workspace: Path
 ) -> None:
     client = own_cluster.client(patience_seconds=2)
@@ -203,7 +203,7 @@ def test_iris_resources_that_no_group_has_are_refused_with_what_there_is(
         client.check_resources(resources)
 
 
-def test_iris_job_ended_from_outside_too_often_fails_whatever_failures_it_may_have(
+def test_iris_job_ended_from_outside_too_often_fails_despite_allowed_failures(
     client: IrisClient, workspace: Path, tmp_path: Path
 ) -> None:
     handle = client.submit(
@@ -259,7 +259,9 @@ def test_iris_jobs_and_actors_are_found_beyond_the_first_page(client: IrisClient
 def test_iris_call_brings_our_code_to_workers_that_lack_it(client: IrisClient, workspace: Path) -> None:
     command = client.submit(job('python -c "import resources.tpu"', workspace))
     environment = create_environment(workspace=workspace)
-    call = JobRequest("call", Call(largest_of_one_vm, ("v6e-16",)), resources=ResourceConfig(), environment=environment)
+    call = JobRequest(
+        "call", Call(largest_single_vm_slice, ("v6e-16",)), resources=ResourceConfig(), environment=environment
+    )
     assert client.submit(call).result(60) == "v6e-8"
     assert command.wait(60, raise_on_failure=False) is JobStatus.FAILED
     assert "No module named 'resources.tpu'" in command.logs()
@@ -276,9 +278,7 @@ def slices_of(job_id: str) -> set[str]:
     return {task["workerId"].rsplit("-", 2)[0] for task in tasks}
 
 
-def test_iris_job_on_a_slice_runs_on_each_of_its_vms_and_is_told_the_type_it_got(
-    client: IrisClient, workspace: Path
-) -> None:
+def test_iris_job_on_a_slice_runs_on_each_vm_and_receives_its_type(client: IrisClient, workspace: Path) -> None:
     words = "host $ASSAY_HOST_INDEX of $ASSAY_HOST_COUNT on $ASSAY_TPU_TYPE, $JAX_PLATFORMS, $LIBTPU_INIT_ARGS"
     request = job(f'echo "{words}"', workspace)
     handle = client.submit(replace(request, resources=on_slices("v6e-16", "v5e-16")))  # no v6e-16 slice exists
@@ -292,16 +292,14 @@ def test_iris_job_on_two_slices_of_several_vms_is_refused_and_two_jobs_run_at_on
     client: IrisClient, workspace: Path, tmp_path: Path
 ) -> None:
     two = on_slices("v5e-16", slice_count=2)
-    with pytest.raises(
-        UnsatisfiableResources, match=r"(?s)2 slices v5litepod-16 of 4 VMs each.*one job for each slice"
-    ):
+    with pytest.raises(UnsatisfiableResources, match=r"(?s)2 slices v5litepod-16 of 4 VMs each.*a job for each slice"):
         client.submit(replace(job("true", workspace), resources=two))
     (met := tmp_path / "met").mkdir()
-    here = f"{met}/$(basename $ASSAY_JOB_ID)-$ASSAY_HOST_INDEX"
+    marker = f"{met}/$(basename $ASSAY_JOB_ID)-$ASSAY_HOST_INDEX"
     script = (
         "echo host $ASSAY_HOST_INDEX > $ASSAY_ANNOUNCEMENT.new; "
         "mv $ASSAY_ANNOUNCEMENT.new $ASSAY_ANNOUNCEMENT; "
-        f"touch {here}; until [ -e {tmp_path}/go ]; do sleep 0.1; done"
+        f"touch {marker}; until [ -e {tmp_path}/go ]; do sleep 0.1; done"
     )
     requests = [replace(job(script, workspace, name=name), resources=on_slices("v5e-16")) for name in ("one", "two")]
     handles = [client.submit(request) for request in requests]

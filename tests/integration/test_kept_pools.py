@@ -118,7 +118,7 @@ def test_keys_are_written_to_no_file_that_was_there_before_and_the_pool_is_not_u
     assert [job.name for job in LocalClient().jobs() if not job.status.finished] == []
 
 
-def test_kept_pools_of_one_name_that_are_started_at_once_are_one_and_the_other_leaves_nothing(
+def test_kept_pools_of_the_same_name_started_at_once_leave_a_single_pool(
     tmp_path: Path, checkpoints: list[Servable]
 ) -> None:
     def started() -> KeptPool | BadInput:
@@ -145,7 +145,7 @@ def test_name_that_no_pool_can_have_is_refused(tmp_path: Path, name: str) -> Non
             act(name)
 
 
-def test_folders_pipes_and_other_files_beside_those_of_pools_are_passed_over() -> None:
+def test_folders_pipes_and_other_files_among_pool_files_are_ignored() -> None:
     folder = settings().pools_dir
     (folder / "a-folder.json").mkdir(parents=True)
     os.mkfifo(folder / "a-pipe.json")
@@ -213,7 +213,7 @@ def test_kept_pool_ends_when_its_last_user_has_gone_for_the_idle_time(
     eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
-def test_kept_pool_whose_owner_is_killed_leaves_nothing_and_is_not_listed(
+def test_kept_pool_with_a_killed_owner_leaves_nothing_and_is_not_listed(
     tmp_path: Path, checkpoints: list[Servable]
 ) -> None:
     pool = kept(tmp_path, checkpoints)
@@ -244,7 +244,7 @@ def test_kept_pool_that_gave_up_is_shown_as_failed_and_tries_again_for_the_next_
     assert launcher.launches == ["run-1", "run-2"]
 
 
-def test_kept_pool_whose_first_engine_did_not_start_tries_again_for_the_next_request_or_user(
+def test_kept_pool_with_a_failed_first_engine_retries_for_the_next_request(
     tmp_path: Path, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path, scripts=dict.fromkeys((0, 1), "raise SystemExit('no accelerator is free')"))

@@ -135,7 +135,7 @@ def test_evicted_pod_that_ends_well_on_sigterm_has_not_succeeded(
         job.wait(30)
 
 
-def test_job_whose_manifest_somebody_deletes_is_tried_again(
+def test_job_with_a_deleted_manifest_is_tried_again(
     client: KubernetesClient, server: KubernetesServer, tmp_path: Path
 ) -> None:
     job = client.submit(request(f"if [ -e {tmp_path}/x ]; then exit 0; fi; touch {tmp_path}/x; {FOR_EVER}"))
@@ -178,7 +178,7 @@ def test_right_that_is_missing_is_named(client: KubernetesClient, server: Kubern
     server.refusals.append(Refusal("POST", "jobs", 403))
     with pytest.raises(BackendUnavailable, match="the verb 'create' on 'jobs' in the namespace default") as caught:
         client.submit(request("true"))
-    assert "somebody" in caught.value.found
+    assert "tester" in caught.value.found
     assert client.submit(request("true"), adopt_existing=True).wait(30) is JobStatus.SUCCEEDED
 
 
@@ -195,7 +195,7 @@ def test_cluster_that_is_busy_or_restarts_is_asked_again(client: KubernetesClien
     assert (job.logs(), job.details().attempts) == ("hello", 1)
 
 
-def test_credentials_and_arguments_stand_in_no_manifest_but_the_secret(
+def test_credentials_and_arguments_are_in_no_manifest_but_the_secret(
     client: KubernetesClient, server: KubernetesServer
 ) -> None:
     environment = create_environment(docker_image=IMAGE, env_vars={"HF_TOKEN": SECRET_WORD})
@@ -221,7 +221,7 @@ def test_terminated_job_leaves_its_last_words_and_nothing_else(
     assert left == {"configmaps"}
 
 
-def test_slice_of_several_vms_is_one_replica_that_announces_by_its_first(
+def test_slice_of_several_vms_is_a_single_replica_announced_by_its_first(
     client: KubernetesClient, server: KubernetesServer
 ) -> None:
     script = "echo $ASSAY_REPLICA_INDEX of $ASSAY_REPLICA_COUNT; printf $JOB_COMPLETION_INDEX > $ASSAY_ANNOUNCEMENT; "
@@ -235,16 +235,18 @@ def test_slice_of_several_vms_is_one_replica_that_announces_by_its_first(
 TWO_SLICES = ResourceConfig.with_tpu("v6e-16", slice_count=2)
 
 
-def test_several_slices_are_replicas_with_a_pod_for_each_vm_whose_logs_results_and_announcements_are_told_apart(
+def test_several_slices_are_replicas_with_separate_logs_results_and_announcements(
     client: KubernetesClient, server: KubernetesServer, tmp_path: Path
 ) -> None:
     def place(folder: Path) -> str:
-        found = [os.environ[f"ASSAY_{name}"] for name in ("REPLICA_INDEX", "REPLICA_COUNT", "HOST_INDEX", "HOST_COUNT")]
-        print("slice", *found, os.environ["MEGASCALE_SLICE_ID"], "of", os.environ["MEGASCALE_NUM_SLICES"])
-        announce("-".join(found))
+        indices = [
+            os.environ[f"ASSAY_{name}"] for name in ("REPLICA_INDEX", "REPLICA_COUNT", "HOST_INDEX", "HOST_COUNT")
+        ]
+        print("slice", *indices, os.environ["MEGASCALE_SLICE_ID"], "of", os.environ["MEGASCALE_NUM_SLICES"])
+        announce("-".join(indices))
         while not (folder / "end").exists():
             time.sleep(0.02)
-        return found[0]
+        return indices[0]
 
     job = client.submit(JobRequest("slices", Call(place, (tmp_path,)), resources=TWO_SLICES))
     eventually(lambda: [job.announced(index) for index in range(2)] == ["0-2-0-4", "1-2-0-4"])
@@ -277,8 +279,8 @@ def test_slice_that_is_lost_ends_all_and_counts_once_in_the_budget_of_its_kind(
         getattr(server, harm)(server.pods(job.job_id)[5])
     assert job.wait(60) is JobStatus.SUCCEEDED
     details = job.details()
-    found = {"attempts": details.attempts, "failures": details.failures, "preemptions": details.preemptions}
-    assert found == {"attempts": 2, "failures": 0, "preemptions": 0, counted: 1}
+    counts = {"attempts": details.attempts, "failures": details.failures, "preemptions": details.preemptions}
+    assert counts == {"attempts": 2, "failures": 0, "preemptions": 0, counted: 1}
     client.shutdown()
 
 
@@ -356,7 +358,7 @@ def test_attempt_that_loses_its_place_in_the_queue_leaves_it_though_its_pods_hav
         client.shutdown()
 
 
-def test_queue_that_is_not_there_is_refused_and_stands_in_the_address_of_jobs_inside(
+def test_missing_queue_is_refused_and_is_part_of_the_address(
     monkeypatch: pytest.MonkeyPatch, server: KubernetesServer
 ) -> None:
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(server.kubeconfig))
@@ -484,7 +486,7 @@ def test_keeper_pod_that_is_evicted_goes_on_in_its_next_pod_with_the_counts_it_h
     assert (job.details().attempts, job.details().failures) == (3, 2)
 
 
-def test_keeper_pod_whose_image_lacks_our_code_fails_its_job(server: KubernetesServer, tmp_path: Path) -> None:
+def test_keeper_pod_with_an_image_without_our_code_fails_its_job(server: KubernetesServer, tmp_path: Path) -> None:
     client = client_of(server, lease_seconds=0.2)
     environment = create_environment(docker_image=IMAGE, python=tmp_path / "python3")
     job = client.submit(request("true", outlives_parent=True, environment=environment))
@@ -494,7 +496,7 @@ def test_keeper_pod_whose_image_lacks_our_code_fails_its_job(server: KubernetesS
     assert job.status() is JobStatus.STOPPED
 
 
-def test_job_whose_keeper_pod_never_starts_is_terminated_without_it(server: KubernetesServer) -> None:
+def test_job_with_a_keeper_pod_that_never_starts_is_terminated(server: KubernetesServer) -> None:
     client = client_of(server, lease_seconds=300)
     server.missing_images.add("registry.example/typo:1")
     try:

@@ -163,7 +163,7 @@ def slurm(folder: Path, variables: dict[str, str]) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("backend", [iris, pytest.param(slurm, marks=pytest.mark.slurm)], ids=["iris", "slurm"])
-def test_levanter_evaluates_checkpoints_in_one_job(
+def test_levanter_evaluates_checkpoints_in_a_single_job(
     backend: Callable[[Path, dict[str, str]], AbstractContextManager[Client]],
     shared: Path,
     tmp_path: Path,
@@ -202,7 +202,7 @@ def test_levanter_on_kubernetes_reads_checkpoints_from_a_store_and_leaves_its_ou
         asked = [json.loads(store.content("bucket", name)) for name in names if name.endswith("/job.json")]
         assert len(asked) == len([name for name in names if name.endswith(f"/{OUTCOME_NAME}")]) == len(STEPS)
         assert str(shared) not in str(asked), "the job knows no folder of the machine that asked for it"
-        assert not [name for name in names if "/journal/" in name], "what is finished is not kept"
+        assert not [name for name in names if "/journal/" in name], "scores of finished cells are not kept"
 
 
 def test_levanter_on_ray_goes_on_within_a_checkpoint_when_its_machine_is_lost(
@@ -232,11 +232,11 @@ def test_levanter_on_ray_goes_on_within_a_checkpoint_when_its_machine_is_lost(
                 written = first.stat().st_mtime_ns
                 assert_whole([future.result() for future in futures], questions=SHORT + LONG)
             assert compiled(tmp_path / left)
-            assert first.stat().st_mtime_ns == written, "what had its outcome was not evaluated again"
+            assert first.stat().st_mtime_ns == written, "the checkpoint with an outcome was not evaluated again"
             [facts] = scores.parents[2].glob("attempt-*/levanter.json")
             known = json.loads(facts.read_text())["requests_scored_before"]
             assert 2 * SHORT <= before <= known < 2 * (SHORT + LONG), "two requests for each question"
-            assert not scores.exists(), "what is finished is not kept"
+            assert not scores.exists(), "scores of finished cells are not kept"
             [job] = jobs_of(client)
             assert client.attach(job.job_id).details().preemptions == 1
         finally:

@@ -24,7 +24,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
-from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_one
+from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_checkpoint
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import read_output, verify_counts, warmed
 from tasks.evaluators.levanter.environment import LEVANTER
@@ -150,7 +150,7 @@ def native(exported: Path, python: Path) -> Checkpoint:
     arguments = [str(PROGRAMS), str(exported), str(target), "7"]
     environment = process_environment({"JAX_PLATFORMS": "cpu"})
     subprocess.run([str(python), "-c", SAVE_NATIVELY, *arguments], check=True, env=environment, timeout=300)
-    return discover_one.fn(str(run / "checkpoints"), latest=True, kinds=LOADED_NATIVELY)
+    return discover_checkpoint.fn(str(run / "checkpoints"), latest=True, kinds=LOADED_NATIVELY)
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +220,8 @@ class Runner:
 
 def digests_of(checkpoint: LocalCheckpoint) -> ModelDigests:
     """Returns the digests that a plan has; empty for an incomplete checkpoint."""
-    found = inspect_model_folder(checkpoint.uri)
-    return digest_model_folder(found) if found.complete else ModelDigests("", "", "")
+    folder = inspect_model_folder(checkpoint.uri)
+    return digest_model_folder(folder) if folder.complete else ModelDigests("", "", "")
 
 
 def local(checkpoint: Path | Checkpoint) -> LocalCheckpoint:
@@ -268,8 +268,8 @@ def test_levanter_log_probabilities_are_those_of_torch(
     weighed = iter(json.loads(ran.stdout.splitlines()[-1]))
     for sample in samples:
         expected = [next(weighed) for _ in sample["resps"]]
-        found = [float(answer) for [[answer, _]] in sample["resps"]]
-        assert found == pytest.approx(expected, abs=1e-3)
+        answers = [float(answer) for [[answer, _]] in sample["resps"]]
+        assert answers == pytest.approx(expected, abs=1e-3)
         right = int(sample["target"])
         assert sample["acc"] == float(expected.index(max(expected)) == right)
         assert {name: sample[name] for name in ("bpb", "choice_prob_norm")} == pytest.approx(smooth_of(sample, right))
@@ -376,7 +376,7 @@ def test_levanter_does_not_see_the_templates_that_no_digest_covers(exported: Pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"config.json": json.dumps({**CONFIG, "model_type": "mamba"})}, "mamba"),
         ({"config.json": "{"}, "config.json"),
@@ -385,7 +385,7 @@ def test_levanter_does_not_see_the_templates_that_no_digest_covers(exported: Pat
     ],
 )
 def test_levanter_refuses_a_checkpoint_it_cannot_load(
-    exported: Path, run: Runner, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, str | None], found: str
+    exported: Path, run: Runner, tmp_path_factory: pytest.TempPathFactory, changes: dict[str, str | None], message: str
 ) -> None:
     folder = tmp_path_factory.mktemp("broken")
     for path in exported.iterdir():
@@ -394,7 +394,7 @@ def test_levanter_refuses_a_checkpoint_it_cannot_load(
     for name, text in changes.items():
         if text is not None:
             (folder / name).write_text(text)
-    with pytest.raises(BadInput, match=found):
+    with pytest.raises(BadInput, match=message):
         run(folder, make_config("demo_facts", max_eval_instances=1))
 
 

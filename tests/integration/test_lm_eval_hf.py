@@ -40,7 +40,7 @@ accelerate, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate
 accelerate.__spec__ = importlib.machinery.ModuleSpec("accelerate", None)
 accelerate.Accelerator = accelerate.InitProcessGroupKwargs = accelerate.find_executable_batch_size = object
 accelerate.utils, utils.get_max_memory = utils, object
-sys.modules.update({"accelerate": accelerate, "accelerate.utils": utils})  # imported, and not used on one CPU
+sys.modules.update({"accelerate": accelerate, "accelerate.utils": utils})  # imported, and not used on a single CPU
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -194,11 +194,11 @@ def parity_requests() -> list[tuple[str, str]]:
     choices += [(f"{examples}Complete: {text_of(10 + n)}", long[: 1 + n % 4]) for n in range(12)]
     choices += [("Ünïcode 🙂 漢字:", (" 漢", " é à", "🙂", "  two spaces")), ("ends in spaces   ", ("A", " B", "wax"))]
     choices += [("", ("A", "bee", " honey"))]
-    ends = [blocks * BLOCK + beside for blocks in (1, 2, 8) for beside in (-2, -1, 0, 1)]
+    ends = [blocks * BLOCK + offset for blocks in (1, 2, 8) for offset in (-2, -1, 0, 1)]
     choices += [(text_of(length), ("A", "bees and", " wax")) for length in ends]
     choices += [(text_of(200), tuple(text_of(140) + end for end in ("A", "bees", "wax and honey")))]
     choices += [(text_of(length), ("A", " honey")) for length in (480, 505, 509, 510, 511, 700)]
-    choices += [("user: Who makes honey? assistant:", (" bees", " A")), ("<|bos|>user: Who?", (" bees", " A"))]
+    choices += [("user: Can a bee do it? assistant:", (" bees", " A")), ("<|bos|>user: Why?", (" bees", " A"))]
     return [(context, continuation) for context, several in choices for continuation in several] * 2
 
 
@@ -209,11 +209,11 @@ def likeliest_of(url: str, *, bos: bool) -> list[tuple[str, str]]:
     options = {"max_tokens": 3, "logprobs": 1, "return_tokens_as_token_ids": True, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {KEY}"}
     answer = httpx.post(f"{url}/completions", json=asked | options, headers=headers, timeout=60).json()
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for context, choice in zip(contexts, answer["choices"], strict=True):
         tokens = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
-        found.append((context, bytes(takewhile(range(33, 127).__contains__, tokens)).decode()))
-    return [pair for pair in found if pair[1]]
+        pairs.append((context, bytes(takewhile(range(33, 127).__contains__, tokens)).decode()))
+    return [pair for pair in pairs if pair[1]]
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -246,9 +246,9 @@ async def test_choices_weigh_by_way_of_the_cache_what_lm_eval_as_it_is_makes_the
         text=True,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    first, *_ = found = json.loads(ran.stdout.splitlines()[-1])
+    first, *_ = outcomes = json.loads(ran.stdout.splitlines()[-1])
     assert first[2]["audited"] >= 20
-    for theirs, ours, outcome in found:
+    for theirs, ours, outcome in outcomes:
         assert outcome["way"] == "prefix cache" and (outcome["largest_difference"] or 0.0) < 1e-5
         assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
         assert [weight for weight, _ in ours] == pytest.approx([weight for weight, _ in theirs], abs=1e-4)

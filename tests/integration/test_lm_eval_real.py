@@ -136,10 +136,10 @@ async def test_samples_through_the_proxy_are_those_of_the_bare_command_at_the_en
     for benchmark in COMPARED:
         ours = [without_smooth(sample) for sample in samples(tmp_path / "ours", benchmark)]
         assert ours and ours == samples(tmp_path / "bare", benchmark)
-        found = [without_smooth(results(tmp_path / who)[benchmark]) for who in ("ours", "bare")]
-        for numbers in found:
+        numbers_of_sides = [without_smooth(results(tmp_path / side)[benchmark]) for side in ("ours", "bare")]
+        for numbers in numbers_of_sides:
             numbers.pop("perplexity_stderr,none", None)  # from fewer resamples than in records
-        assert found[0] == found[1]
+        assert numbers_of_sides[0] == numbers_of_sides[1]
 
 
 def without_smooth(content: dict[str, Any]) -> dict[str, Any]:
@@ -166,11 +166,13 @@ async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
         body["max_tokens"] * len(body["prompt"]) for body in bodies
     )
     for metric in parsed.metrics:
-        found = by_question(output, metric.benchmark)
-        assert len(found) == len({sample.id for sample in found}) == 6
+        of_benchmark = by_question(output, metric.benchmark)
+        assert len(of_benchmark) == len({sample.id for sample in of_benchmark}) == 6
         if metric.name.startswith(("acc", "exact_match", *SMOOTH)):
-            assert statistics.fmean(sample.scores[metric.name] for sample in found) == pytest.approx(metric.value)
-        assert {sample.scores.keys() == found[0].scores.keys() for sample in found} == {True}
+            assert statistics.fmean(sample.scores[metric.name] for sample in of_benchmark) == pytest.approx(
+                metric.value
+            )
+        assert {sample.scores.keys() == of_benchmark[0].scores.keys() for sample in of_benchmark} == {True}
     smooth = {(m.benchmark, m.name): m for m in parsed.metrics if m.smooth}
     assert set(smooth) == {(f"kind_{kind}", name) for kind in ("choice", "shuffled", "blank") for name in SMOOTH}
     for (benchmark, name), metric in smooth.items():
@@ -181,7 +183,7 @@ async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
         assert metric.stderr == pytest.approx(statistics.stdev(by_hand) / math.sqrt(len(by_hand)))
         assert metric.low is not None and metric.high is not None and metric.low < metric.value < metric.high
         assert (metric.n, metric.higher_is_better, metric.recomputed) == (6, name != "bpb", True)
-    assert parsed.details["kind_targets"].notes == (f"{WITHOUT} 3 of 6 questions have not exactly one right choice.",)
+    assert parsed.details["kind_targets"].notes == (f"{WITHOUT} 3 of 6 questions do not have exactly 1 right choice.",)
     chosen = by_question(output, "kind_choice")[1]
     assert (chosen.id[:2], chosen.prompt, chosen.target) == ("1-", "A bee makes", "honey")
     assert all(sample.output in ("milk", "honey", "wax") for sample in [chosen])
@@ -202,7 +204,7 @@ async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
     assert set(written.scores) == {"exact_match,strict", "exact_match,flexible"}
 
 
-async def test_one_benchmark_in_several_forms_is_published_under_several_names(
+async def test_benchmark_in_several_forms_is_published_under_several_names(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):
     config = make_config(
@@ -264,7 +266,7 @@ async def test_examples_for_a_benchmark_that_takes_none_are_left_out_with_a_note
     assert "without examples, not with 2" in note and "force_fewshot" in note
 
 
-async def test_clusters_are_told_by_the_field_that_is_named_and_one_that_no_document_has_is_refused(
+async def test_clusters_follow_the_named_field_and_a_missing_field_is_refused(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):
     def by(field: str) -> EvaluationConfig:
@@ -289,9 +291,9 @@ async def test_prompts_of_some_questions_are_those_of_the_whole_run_however_they
         verify_counts(parsed)
         for sample in samples(output, "kind_drawn"):
             assert sample["doc"]["question"] in sample["arguments"]["gen_args_0"]["arg_0"]
-        found = list(read_samples(str(output / SAMPLES_NAME)))
-        assert {sample.benchmark for sample in found} == parsed.details.keys()
-        return {(sample.benchmark, sample.id): (sample.asked, sample.target) for sample in found}
+        stored = list(read_samples(str(output / SAMPLES_NAME)))
+        assert {sample.benchmark for sample in stored} == parsed.details.keys()
+        return {(sample.benchmark, sample.id): (sample.asked, sample.target) for sample in stored}
 
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, tokenizer, apply_chat_template=in_chat)
@@ -313,7 +315,7 @@ async def test_chat_template_is_applied_to_both_kinds_of_benchmark(tmp_path: Pat
         assert prompt[0] == BOS and text.startswith("user: Question:") and "\nassistant:" in text
 
 
-async def test_prompts_start_with_bos_where_the_tokenizer_adds_one(tmp_path: Path, lm_eval: Harness):
+async def test_prompts_start_with_bos_where_the_tokenizer_adds_it(tmp_path: Path, lm_eval: Harness):
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer", adds_bos=True))
         config = make_config(*DEMO, max_eval_instances=3)
@@ -359,7 +361,7 @@ async def test_length_of_answers_is_the_options_where_a_benchmark_sets_none(
         assert {json.loads(body)["max_tokens"] for body in engine.bodies} == {sent, 7}
 
 
-async def test_request_timeout_is_for_one_request_not_for_all(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
+async def test_request_timeout_is_for_each_request_not_for_all(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.delay_seconds = 0.3
         model = make_model(engine, tokenizer, capacity=2, request_timeout_seconds=2)
@@ -411,8 +413,8 @@ async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):
     config = make_config(DEMO[1], evaluator=LmEvalOptions(endpoint="chat_completions"))
-    async with FakeJudge(says=lambda number, prompt: "5 \ud83d" if number % 2 else "5 \U0001f600") as there:
-        model = served_model(there.url, tokenizer)
+    async with FakeJudge(says=lambda number, prompt: "5 \ud83d" if number % 2 else "5 \U0001f600") as engine:
+        model = served_model(engine.url, tokenizer)
         parsed = await lm_eval.evaluate(model, config, tmp_path / "output")
     verify_counts(parsed)
     assert "5 of the endpoint's answers" in parsed.asking.notes[-1]
@@ -425,10 +427,8 @@ async def test_halves_of_surrogate_pairs_are_replaced_counted_and_scored(
 SAMPLED = {"max_gen_toks": 12, "until": ["\n"], "temperature": 0.9, "do_sample": True}
 
 
-async def test_repeats_of_a_question_are_samples_and_not_copies_of_one(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path
-):
-    questions = [{"question": f"Who is {name}?", "word": "me"} for name in "abcd"]
+async def test_repeats_of_a_question_are_samples_and_not_copies(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
+    questions = [{"question": f"Why is {name}?", "word": "me"} for name in "abcd"]
     config = write_benchmark(
         tmp_path / "own", "drawn", questions, repeats=12, generation_kwargs={**SAMPLED, "seed": 1234}
     )
@@ -458,21 +458,21 @@ async def test_log_probabilities_are_asked_without_a_seed_that_would_not_change_
 # Finish reasons and stop strings
 
 
-async def test_endpoint_of_others_is_told_four_stops_and_a_pool_all_of_them(
+async def test_foreign_endpoint_receives_four_stops_and_a_pool_receives_all(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):
     stops = ["never", "#", "\t", "|", "5"]
     task = EvalTaskConfig(name="kind_words", task_kwargs={"generation_kwargs": {"until": stops}})
     config = make_config(task, benchmarks_path=str(KINDS))
-    found = []
+    answers = []
     async with FakeEngine(models=("m",)) as engine:
         for pool in (False, True):
             engine.bodies.clear()
             model = make_model(engine, tokenizer, direct=pool)
             verify_counts(await lm_eval.evaluate(model, config, tmp_path / f"output-{pool}"))
             assert {len(json.loads(body)["stop"]) for body in engine.bodies} == {5 if pool else 4}
-            found.append([sample.output for sample in by_question(tmp_path / f"output-{pool}", "kind_words")])
-    assert found[0] == found[1] and "5" not in "".join(found[0])
+            answers.append([sample.output for sample in by_question(tmp_path / f"output-{pool}", "kind_words")])
+    assert answers[0] == answers[1] and "5" not in "".join(answers[0])
 
 
 async def test_answers_at_the_length_limit_are_counted_by_question(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
@@ -480,10 +480,10 @@ async def test_answers_at_the_length_limit_are_counted_by_question(tmp_path: Pat
     async with FakeEngine(models=("m",)) as engine:
         config = make_config("kind_words", benchmarks_path=str(KINDS))
         parsed = await lm_eval.evaluate(make_model(engine, tokenizer), config, output)
-    found = [sample.finish for sample in by_question(output, "kind_words")]
+    finishes = [sample.finish for sample in by_question(output, "kind_words")]
     details = parsed.details["kind_words"]
-    assert details.finish_reasons == {name: found.count(name) for name in sorted(set(map(str, found)))}
-    assert details.at_limit == found.count("length") > 0
+    assert details.finish_reasons == {name: finishes.count(name) for name in sorted(set(map(str, finishes)))}
+    assert details.at_limit == finishes.count("length") > 0
 
 
 # Malformed answers, straight from an endpoint

@@ -121,8 +121,8 @@ async def test_long_prompts_to_be_skipped_are_neither_asked_nor_scored_and_are_k
     asked = 5 - left_out
     assert parsed.counts == Counts(requested=asked, answered=asked, scored=asked, skipped=left_out)
     assert max(lengths) < CONTEXT and all(metric.n == asked for metric in parsed.metrics)
-    found = list(read_samples(str(tmp_path / "output" / SAMPLES_NAME)))
-    assert {sample.id[0]: bool(sample.scores) for sample in found} == {
+    samples = list(read_samples(str(tmp_path / "output" / SAMPLES_NAME)))
+    assert {sample.id[0]: bool(sample.scores) for sample in samples} == {
         **dict.fromkeys("13", True),
         **dict.fromkeys("02", False),
         "4": left_out == 2,
@@ -186,7 +186,7 @@ async def test_empty_stop_string_is_not_sent(tmp_path: Path, lm_eval: Harness, t
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "found", "remedy"),
+    ("name", "changes", "finding", "remedy"),
     [
         (
             "coqa",
@@ -203,11 +203,11 @@ async def test_empty_stop_string_is_not_sent(tmp_path: Path, lm_eval: Harness, t
     ],
 )
 async def test_benchmark_of_lm_eval_that_cannot_load_is_not_to_be_mended(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path, name: str, changes: dict[str, Any], found: str, remedy: str
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, name: str, changes: dict[str, Any], finding: str, remedy: str
 ):
     config = make_config(EvalTaskConfig(name=name, task_kwargs=changes))
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
-    assert found in error.found and remedy in error.remedy
+    assert finding in error.found and remedy in error.remedy
     assert "Mend" not in error.remedy and "site-packages" not in error.remedy
 
 
@@ -349,7 +349,7 @@ def graded(folder: Path, metric: str, **content: Any) -> EvaluationConfig:
 
 
 @pytest.mark.parametrize("metric", ["none", "everything"])
-async def test_grader_that_tells_no_right_answer_from_an_empty_one_withholds_the_score(
+async def test_grader_that_ignores_answers_withholds_the_score(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path, metric: str
 ):
     config = graded(tmp_path / "own", metric)
@@ -414,7 +414,7 @@ async def test_benchmark_that_cannot_be_loaded_or_asked_is_refused_with_the_reas
     folder = tmp_path / "own"
     config = write_benchmark(folder, "own", None if questions == "broken" else questions, **content)
     if questions == "broken":
-        (folder / "own.jsonl").write_text(json.dumps(QUESTION) + '\n{"question": "Who\n')
+        (folder / "own.jsonl").write_text(json.dumps(QUESTION) + '\n{"question": "Why\n')
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
     assert "own" in error.expected and reason.format(folder=folder) in error.found
 
@@ -461,9 +461,9 @@ async def test_environment_without_its_packages_is_to_be_deleted(tmp_path: Path,
         LmEval().check(make_config("hellaswag"), python=broken.python)
 
 
-async def test_environment_without_its_interpreter_says_that_it_is_built_anew(
+async def test_environment_without_its_interpreter_is_refused_with_a_rebuild_as_remedy(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):
     gone = Harness(tmp_path / "lm-eval-gone" / "bin" / "python", lm_eval.client)
     error = await refused(gone, make_config(DEMO[1]), tmp_path / "output", tokenizer)
-    assert str(gone.python) in error.found and "built anew" in error.remedy
+    assert str(gone.python) in error.found and "rebuilds" in error.remedy

@@ -62,8 +62,8 @@ def _tracking_server(logged: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def only_checkpoint(uri: str) -> Checkpoint:
-    (found,) = find_checkpoints(uri)
-    return found
+    (checkpoint,) = find_checkpoints(uri)
+    return checkpoint
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,20 @@ def test_checkpoint_is_found_whole_by_each_of_mlflow_s_names_and_staged_as_it_wa
         Staging(tmp_path / "staged", max_bytes=2**30, range_bytes=1000) as staging,
         staging.stage(checkpoint.uri, digests) as staged,
     ):
-        here = {file.name: file.read_bytes() for file in staged.path.iterdir()}
-        assert here == {name: (logged.model / name).read_bytes() for name in here} and len(here) > 4
+        staged_files = {file.name: file.read_bytes() for file in staged.path.iterdir()}
+        assert (
+            staged_files == {name: (logged.model / name).read_bytes() for name in staged_files}
+            and len(staged_files) > 4
+        )
 
 
 def test_run_of_checkpoints_is_what_a_policy_sees_too(logged: Logged):
     place = f"runs:/{logged.run_id}/checkpoints"
-    found = find_checkpoints(place)
-    assert [(checkpoint.step, checkpoint.complete) for checkpoint in found] == [(100, True), (200, True)]
+    checkpoints = find_checkpoints(place)
+    assert [(checkpoint.step, checkpoint.complete) for checkpoint in checkpoints] == [(100, True), (200, True)]
     (run,) = expand_runs([place])
-    assert [seen.uri for seen in snapshot_run(run)] == [checkpoint.uri for checkpoint in found]
-    assert {checkpoint.run for checkpoint in found} == {f"checkpoints-{logged.run_id[:8]}"}
+    assert [seen.uri for seen in snapshot_run(run)] == [checkpoint.uri for checkpoint in checkpoints]
+    assert {checkpoint.run for checkpoint in checkpoints} == {f"checkpoints-{logged.run_id[:8]}"}
 
 
 def test_alias_and_latest_are_pinned_to_a_version(logged: Logged):
@@ -159,7 +162,9 @@ def test_model_of_the_registry_is_evaluated_and_its_record_names_the_run_that_lo
     run = client.get_run(str(noted.sinks[sink.name].where).rpartition("/")[2])
     expected = {"model_run_id": logged.run_id, "model_artifact_path": "model", "job_name": record.flow_run}
     assert {name: run.data.tags[name] for name in expected} == expected
-    assert run.inputs is not None and [found.dataset.name for found in run.inputs.dataset_inputs] == ["demo_facts"]
+    assert run.inputs is not None and [dataset_input.dataset.name for dataset_input in run.inputs.dataset_inputs] == [
+        "demo_facts"
+    ]
 
 
 def test_name_without_a_tracking_server_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -49,22 +49,22 @@ def runs_of(sink: MlflowSink) -> tuple[Any, dict[str, Any]]:
     client = client_of(sink)
     experiment = client.get_experiment_by_name(sink.experiment)
     assert experiment is not None
-    found: list[Any] = list(client.search_runs([experiment.experiment_id]))
-    (parent,) = (run for run in found if "mlflow.parentRunId" not in run.data.tags)
-    children = {str(run.info.run_name): run for run in found if run is not parent}
-    assert len(children) == len(found) - 1
+    runs: list[Any] = list(client.search_runs([experiment.experiment_id]))
+    (parent,) = (run for run in runs if "mlflow.parentRunId" not in run.data.tags)
+    children = {str(run.info.run_name): run for run in runs if run is not parent}
+    assert len(children) == len(runs) - 1
     assert {run.data.tags["mlflow.parentRunId"] for run in children.values()} == {parent.info.run_id}
     return parent, children
 
 
 def files_of(sink: MlflowSink, run_id: str, folder: str = "") -> list[str]:
-    found = client_of(sink).list_artifacts(run_id, folder)
-    return [path for entry in found for path in (files_of(sink, run_id, entry.path) if entry.is_dir else [entry.path])]
+    entries = client_of(sink).list_artifacts(run_id, folder)
+    return [
+        path for entry in entries for path in (files_of(sink, run_id, entry.path) if entry.is_dir else [entry.path])
+    ]
 
 
-def test_series_has_a_run_with_curves_and_below_it_one_for_each_record_with_tags_artifacts_and_data(
-    sink: MlflowSink, senders: Senders, tmp_path: Path
-):
+def test_series_has_a_run_with_curves_and_a_child_per_record(sink: MlflowSink, senders: Senders, tmp_path: Path):
     sink = sink.model_copy(update={"run_name": "pythia", "description": "a base model"})
     resources = {"cpu": 4, "ram": "16g", "device": {"kind": "gpu", "variant": "T4"}, "image": "host:5000/x:v6"}
     evaluation = {
@@ -93,7 +93,7 @@ def test_series_has_a_run_with_curves_and_below_it_one_for_each_record_with_tags
     assert (parent.info.run_name, parent.info.status) == ("pythia", "FINISHED")
     for metric, value in {"demo_facts/acc": 0.5, "demo_facts/acc_stderr": 0.04}.items():
         history = client_of(sink).get_metric_history(parent.info.run_id, metric)
-        assert sorted((found.step, found.value) for found in history) == [(100, value), (200, value)]
+        assert sorted((point.step, point.value) for point in history) == [(100, value), (200, value)]
     assert parent.data.tags[SEVERAL_BUILDS] == "true"
     builds = sorted(text for name, text in parent.data.tags.items() if name.startswith("build/"))
     assert [text.split(", ")[1] for text in builds] == ["lm_eval 0.4.100", "lm_eval 0.4.200"]
@@ -140,9 +140,7 @@ def test_series_has_a_run_with_curves_and_below_it_one_for_each_record_with_tags
     assert yaml.safe_load(Path(local).read_text()) == evaluation
 
 
-def test_series_that_was_sent_as_one_run_goes_on_there_without_tags_of_single_records(
-    sink: MlflowSink, senders: Senders, tmp_path: Path
-):
+def test_series_sent_as_a_single_run_goes_on_without_record_tags(sink: MlflowSink, senders: Senders, tmp_path: Path):
     record, cell = make_cell(tmp_path)
     series = Announcement.of(record, str(cell)).series
     client = client_of(sink)

@@ -122,8 +122,8 @@ def test_every_file_that_engine_and_tokenizer_open_is_digested(tmp_path: Path) -
         assert done.returncode == 0, done.stderr[-3000:]
     assert [json.loads(line) for line in done.stdout.splitlines()[-3:]] == [["model.safetensors"]] * 3
     for kind, checkpoint in checkpoints.items():
-        wanted = TOKENIZERS[kind][1] | {"config.json", "tokenizer_config.json", "generation_config.json"}
-        assert wanted <= opened[kind] <= set(served_files(checkpoint))
+        expected = TOKENIZERS[kind][1] | {"config.json", "tokenizer_config.json", "generation_config.json"}
+        assert expected <= opened[kind] <= set(served_files(checkpoint))
         for name in opened[kind]:
             file = Path(checkpoint.uri) / name
             content = file.read_bytes()

@@ -72,7 +72,7 @@ def put_checkpoint(store: FakeGcs, step: int, *, value: float = 0.0, less: str |
 
 
 def put_records(steps: range) -> None:
-    [listing] = take_snapshot(POLICY, evaluations_of=wanted)
+    [listing] = take_snapshot(POLICY, evaluations_of=evaluations_of)
     for seen in listing.checkpoints:
         if seen.step in steps:
             record = make_record(step=seen.step, run="run", evaluation_hash="hash")
@@ -81,7 +81,7 @@ def put_records(steps: range) -> None:
             write_record(cell_of("gs://bucket/out", record), record)
 
 
-def wanted(_: Policy, run: str) -> list[WantedEvaluation]:
+def evaluations_of(_: Policy, run: str) -> list[WantedEvaluation]:
     content = {"model_path": run, "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
     config = EvaluationConfig.model_validate(content)
     return [WantedEvaluation(("facts",), 0, (CheckpointRule(which="all"),), config, "hash", None)]
@@ -89,8 +89,8 @@ def wanted(_: Policy, run: str) -> list[WantedEvaluation]:
 
 def planned(store: FakeGcs) -> tuple[Reconciliation, int]:
     store.gets.clear()
-    found = reconcile(take_snapshot(POLICY, evaluations_of=wanted), POLICY, now=time.time())
-    return found, len(store.gets)
+    plan = reconcile(take_snapshot(POLICY, evaluations_of=evaluations_of), POLICY, now=time.time())
+    return plan, len(store.gets)
 
 
 def pages(objects: int) -> int:
@@ -100,15 +100,15 @@ def pages(objects: int) -> int:
 def test_plan_of_a_run_in_a_store_asks_for_pages_and_not_for_objects(store: FakeGcs):
     for step in range(CHECKPOINTS):
         put_checkpoint(store, step)
-    found, requests = planned(store)
-    assert len(found.work) == CHECKPOINTS
+    plan, requests = planned(store)
+    assert len(plan.work) == CHECKPOINTS
     assert requests <= pages(CHECKPOINTS * FILES) + LOOK + REST
     assert planned(store)[1] <= pages(CHECKPOINTS * FILES) + REST
 
     put_records(range(20))
     planned(store)  # writes the index
-    found, requests = planned(store)
-    assert (found.done_count, len(found.work)) == (20, CHECKPOINTS - 20)
+    plan, requests = planned(store)
+    assert (plan.done_count, len(plan.work)) == (20, CHECKPOINTS - 20)
     assert requests <= pages(CHECKPOINTS * FILES) + pages(20) + REST
 
 
@@ -118,9 +118,9 @@ def test_checkpoint_in_a_store_waits_until_it_is_whole_and_is_done_again_once_it
     put_checkpoint(store, 3, less="model.safetensors")
     put_checkpoint(store, 4, cut=1)
     put_checkpoint(store, 5, cut=1)
-    found, _ = planned(store)
-    assert [cell.checkpoint.step for cell in found.work] == [0, 1, 2]
-    reasons = {cell.checkpoint.step: cell.reason or "" for cell in found.others}
+    plan, _ = planned(store)
+    assert [cell.checkpoint.step for cell in plan.work] == [0, 1, 2]
+    reasons = {cell.checkpoint.step: cell.reason or "" for cell in plan.others}
     assert "no weights" in reasons[3] and "its header says" in reasons[4] and "its header says" in reasons[5]
 
     put_checkpoint(store, 3)
@@ -133,13 +133,13 @@ def test_checkpoint_in_a_store_waits_until_it_is_whole_and_is_done_again_once_it
 
 
 @pytest.mark.parametrize("between", [(), ("run/a", "run/b0500", "run/b0500/x", "run/c"), ("a",), ("z",)])
-def test_listing_in_ranges_is_that_in_one(store: FakeGcs, between: tuple[str, ...]):
+def test_listing_in_ranges_equals_a_single_listing(store: FakeGcs, between: tuple[str, ...]):
     names = ["run/a/x", *(f"run/b{number:04}" for number in range(1001)), "run/c"]
     for name in [*names, "run", "run-2/x", "other/x", "run/", "run/b/"]:  # the last two represent folders
         store.put("bucket", name, b"x")
     filesystem = gcsfs.GCSFileSystem()
-    found = bucket_objects(filesystem, "bucket/run", between=between)
-    assert found is not None and [entry["name"] for entry in found] == names
+    entries = bucket_objects(filesystem, "bucket/run", between=between)
+    assert entries is not None and [entry["name"] for entry in entries] == names
     assert [file.uri for file in storage.list_files("gs://bucket/run")] == [f"gs://bucket/{name}" for name in names]
     assert [file.uri for file in storage.list_files("gs://bucket/run/c")] == ["gs://bucket/run/c"]
     assert storage.list_files("gs://bucket/ru") == []

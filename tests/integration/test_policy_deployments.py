@@ -77,16 +77,16 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
     assert deployed.apply(on_event=False)[1] == (ON_EVENT, "remove")
     changed = {DEPLOYMENT: "update", ON_EVENT: "create", **dict.fromkeys((SILENCE, PENDING, CANCELLING), "unchanged")}
     assert deployed.apply(every=timedelta(hours=2)) == list(changed.items())
-    found = deployed.field.ask("/deployments/name/reconcile-policy/watched")
-    assert found["parameters"]["policy"]["name"] == "watched"
-    assert deployed.field.ask(f"/work_queues/{found['work_queue_id']}")["concurrency_limit"] == 1
-    assert [schedule["schedule"]["interval"] for schedule in found["schedules"]] == [7200.0]
-    assert "assay" in found["tags"] and found["pull_steps"] == []
+    deployment = deployed.field.ask("/deployments/name/reconcile-policy/watched")
+    assert deployment["parameters"]["policy"]["name"] == "watched"
+    assert deployed.field.ask(f"/work_queues/{deployment['work_queue_id']}")["concurrency_limit"] == 1
+    assert [schedule["schedule"]["interval"] for schedule in deployment["schedules"]] == [7200.0]
+    assert "assay" in deployment["tags"] and deployment["pull_steps"] == []
     eventually(lambda: any(run["auto_scheduled"] for run in deployed.field.runs("Scheduled")))
 
     with pytest.raises(BadInput, match="work pool elsewhere"):
         deployed.apply(work_pool="elsewhere")
-    with pytest.raises(BadInput, match="one every 180 s"):
+    with pytest.raises(BadInput, match="a sign every 180 s"):
         deployed.apply(silent_after=timedelta(minutes=3))
 
 
@@ -127,21 +127,21 @@ def test_trainings_and_kept_pools_take_accelerators_of_the_same_limit(
     eventually(lambda: slots_held(deployed) == 0)
     client = FakeClient()
     output = str(tmp_path / "run")
-    wanted = TrainLmOnPodConfig(
+    training_config = TrainLmOnPodConfig(
         train_config={}, output_path=output, resources=eight, env_vars={"WANDB_MODE": "offline"}
     )
-    with training(wanted, client=client):
+    with training(training_config, client=client):
         assert slots_held(deployed) == 8
         client.submitted[-1].says(JobStatus.SUCCEEDED)
         eventually(lambda: slots_held(deployed) == 0)
         with accelerators_reserved(eight):  # as the pool of its evaluations does before the block ends
             pass
-    with pytest.raises(JobFailed), training(wanted, client=client):
+    with pytest.raises(JobFailed), training(training_config, client=client):
         assert slots_held(deployed) == 8
         raise JobFailed(expected="a training", found="none", remedy="look")
     eventually(lambda: slots_held(deployed) == 0)
     submitted = len(client.requests)
-    two_slices = wanted.model_copy(update={"resources": ResourceConfig.with_tpu("v6e-8", 2)})
+    two_slices = training_config.model_copy(update={"resources": ResourceConfig.with_tpu("v6e-8", 2)})
     with pytest.raises(UnsatisfiableResources, match="at most 8"), training(two_slices, client=client):
         pass
     assert len(client.requests) == submitted

@@ -76,15 +76,15 @@ def running_pool(
 def job_processes() -> dict[int, str]:
     """Returns the processes of the jobs of the cluster and of the engines started by them, each with its job."""
     [mark] = (f"{name}={value}".encode() for name, value in MARK.items())
-    found = {}
+    jobs = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue  # it has ended, or is another user's
         if mark in variables and (job := job_of(int(folder.name))):
-            found[int(folder.name)] = job
-    return found
+            jobs[int(folder.name)] = job
+    return jobs
 
 
 def agent_of(replica: str) -> int:

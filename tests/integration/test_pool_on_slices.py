@@ -77,7 +77,7 @@ def slices() -> Iterator[Slices]:
 
 
 def parts() -> dict[str, str]:
-    found = {}
+    kinds = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = dict(line.split("=", 1) for line in (folder / "environ").read_text().split("\0") if "=" in line)
@@ -86,13 +86,11 @@ def parts() -> dict[str, str]:
             continue  # it has ended, or is another user's
         for kind, words in (("server", "fakes/engine.py"), ("rank", "server.sendall(label.encode())")):
             if words in command and "ASSAY_TEST_VM" in variables:
-                found[variables["ASSAY_TEST_VM"]] = kind
-    return found
+                kinds[variables["ASSAY_TEST_VM"]] = kind
+    return kinds
 
 
-def test_replica_is_a_whole_slice_and_one_that_loses_a_vm_comes_back_whole_while_the_other_answers(
-    slices: Slices, tmp_path: Path
-) -> None:
+def test_replica_slice_that_loses_a_vm_comes_back_while_another_answers(slices: Slices, tmp_path: Path) -> None:
     device = {"kind": "tpu", "variant": KIND}
     config = pool_config(
         resource_config={"device": device, "cpu": 1, "ram": "1g", "replicas": 2}, proxy_host="127.0.0.1"

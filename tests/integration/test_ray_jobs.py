@@ -278,13 +278,13 @@ def test_large_callables_lie_in_the_object_store_once_and_not_in_the_controller(
 ) -> None:
     def own_memory() -> int:
         # Bytes of the controllers' private memory, without memory shared with the object store
-        found = 0
+        total = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # a process that has ended meanwhile
                 if b"ray::ControllerShell" in (folder / "cmdline").read_bytes():
                     lines = (folder / "status").read_text().splitlines()
-                    found += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-        return found
+                    total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+        return total
 
     def measure(content: bytes, go: Path) -> int:
         while not go.exists():
@@ -377,7 +377,7 @@ def write(path, text):
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "RAY_ADDRESS": ""})
 
 
-def test_lost_head_is_said_and_the_driver_goes_on_with_the_next_one(cluster: Cluster, tmp_path: Path) -> None:
+def test_lost_head_is_reported_and_the_driver_goes_on_with_the_next(cluster: Cluster, tmp_path: Path) -> None:
     # Runs last: it ends the cluster.
     ray.shutdown()
     port = int(str(cluster.address).rpartition(":")[2])

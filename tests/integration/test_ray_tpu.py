@@ -129,7 +129,7 @@ async def nodes_of(placement: Placement) -> list[tuple[str, int]]:
     ]
 
 
-async def test_two_claimants_at_once_get_whole_slices_with_workers_in_order_and_a_third_waits_for_one(
+async def test_two_claimants_get_whole_slices_in_order_and_a_third_waits(
     tpus: Tpus,
 ) -> None:
     first, second = await asyncio.gather(*[Waiting(V4_16).granted() for _ in range(2)])
@@ -151,7 +151,7 @@ async def test_two_claimants_at_once_get_whole_slices_with_workers_in_order_and_
         second.release()
 
 
-async def test_request_for_one_host_waits_for_its_type_while_larger_slices_are_idle(tpus: Tpus) -> None:
+async def test_request_for_a_host_waits_for_its_type_despite_larger_slices(tpus: Tpus) -> None:
     async with placed(V4_8) as placement:
         assert await nodes_of(placement) == [("small", 0)]
         second = Waiting(V4_8)
@@ -179,7 +179,7 @@ async def test_job_of_two_slices_holds_neither_until_it_can_have_both(tpus: Tpus
         placement.release()
 
 
-async def test_slice_whose_first_host_another_library_reserved_is_not_taken_from_it(tpus: Tpus) -> None:
+async def test_slice_with_its_first_host_reserved_by_another_library_is_not_used(tpus: Tpus) -> None:
     other = ray.util.placement_group([{"TPU-v4-8-head": 1}])
     await other.ready()
     claim = Waiting(V4_8)
@@ -225,7 +225,7 @@ async def soon(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_job_that_several_types_would_do_for_gets_the_first_that_is_free_and_is_told_which(tpus: Tpus) -> None:
+async def test_job_with_several_possible_types_gets_and_receives_the_first_free(tpus: Tpus) -> None:
     either = ResourceConfig.with_tpu(["v4-8", "v6e-4"], cpu=2, ram="1g")
     await soon(all_is_free)  # the previous holder may still be ending
     async with placed(either) as placement:
@@ -250,7 +250,7 @@ async def test_job_that_several_types_would_do_for_gets_the_first_that_is_free_a
         check(ray, either, 2)
 
 
-async def test_slice_that_lost_a_host_is_left_for_a_whole_one_and_used_again_once_it_is_back(tpus: Tpus) -> None:
+async def test_slice_that_lost_a_host_is_used_again_once_it_is_back(tpus: Tpus) -> None:
     # Runs last: it changes the cluster.
     client = RayClient(str(tpus.cluster.address), grace_seconds=2)
     command = Entrypoint.from_binary(

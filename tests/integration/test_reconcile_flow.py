@@ -96,8 +96,8 @@ class Watched:
 
     def missing(self) -> dict[str, int]:
         policy = load_policy(str(self.policy))
-        found = reconcile(take_snapshot(policy), policy, now=time.time())
-        return {state: len(cells) for state, cells in found.by_state().items()}
+        plan = reconcile(take_snapshot(policy), policy, now=time.time())
+        return {state: len(cells) for state, cells in plan.by_state().items()}
 
     def records(self) -> list[Record]:
         return read_records(str(self.folder / "out"))
@@ -112,7 +112,7 @@ def watched(folder: Path, **faults: Any) -> Iterator[Watched]:
         yield Watched(folder, engine)
 
 
-def test_merged_checkpoint_is_evaluated_once_its_inputs_are_whole_and_again_after_one_is_rewritten(tmp_path: Path):
+def test_merged_checkpoint_is_evaluated_once_whole_and_again_after_a_rewrite(tmp_path: Path):
     with endpoint(tmp_path, "run-1-to-3-mean3") as engine:
         run = Watched(tmp_path, engine)
         run.write_policy(run.write_suite("small", "demo_facts"), checkpoints=[{"steps": [3], "merged": "last 3"}])
@@ -253,8 +253,8 @@ def test_cancelled_reconciler_publishes_nothing(tmp_path: Path):
     with watched(tmp_path, delay_seconds=8.0) as run:
         run.write_checkpoint(1)
         run.write_policy(run.write_suite("facts", "demo_facts"), retries={"first_delay_seconds": 0})
-        with ThreadPoolExecutor(1) as beside:
-            reconciled = beside.submit(copy_context().run, run.reconcile)
+        with ThreadPoolExecutor(1) as threads:
+            reconciled = threads.submit(copy_context().run, run.reconcile)
             eventually(lambda: run.engine.requests > 1 or reconciled.done())
             assert run.missing() == {"claimed": 1}
             assert run.ask("cancel")["claims_ended"] == 1

@@ -158,7 +158,7 @@ def test_page_on_phone_and_desktop_is_laid_out_without_overlaps_or_sideways_scro
     assert desktop["scrollWidth"] <= DESKTOP
     assert phone["overlaps"] == desktop["overlaps"] == []
     assert phone["outside"] == desktop["outside"] == []
-    assert len(set(phone["chartTops"])) == 3, "one under the other"
+    assert len(set(phone["chartTops"])) == 3, "below each other"
     assert len(set(desktop["chartTops"])) == 1, "side by side"
     assert min(phone["chartWidths"]) > 320
     assert min(phone["textHeights"]) > 10, "legible: a line of text is higher than its font size"

@@ -45,8 +45,8 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(tmp_path: Path) -> Iterator[Endpoint]:
     folder = write_checkpoint(tmp_path / "run" / "hf" / "step-1", config={**CONFIG, "num_attention_heads": 1})
     write_byte_tokenizer(folder)
-    with endpoint(tmp_path, "run-1") as found:
-        yield found
+    with endpoint(tmp_path, "run-1") as running:
+        yield running
 
 
 def evaluate(folder: Path, served: Endpoint) -> None:
@@ -68,17 +68,17 @@ def requalify(folder: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_records_of_the_version_before_are_requalified_by_asking_with_the_present_one(
+def test_records_of_an_older_version_are_requalified_with_the_present_version(
     tmp_path: Path, older: Path, served: Endpoint
 ) -> None:
     with with_pinned_lists({"lm-eval": older}):
         evaluate(tmp_path, served)
     asked = served.requests
 
-    found = requalify(tmp_path)
+    requalified = requalify(tmp_path)
 
     assert served.requests == 2 * asked
-    assert {part["benchmark"]: (part["verdict"], part["questions"]) for part in found["benchmarks"]} == {
+    assert {part["benchmark"]: (part["verdict"], part["questions"]) for part in requalified["benchmarks"]} == {
         "demo_facts": ("identical", QUESTIONS),
         "demo_backwards": ("identical", QUESTIONS),
     }
@@ -102,9 +102,9 @@ def test_two_versions_are_both_asked_and_leave_no_record_among_those_of_the_run(
     before = read_records(str(tmp_path / "evaluations"))
     asked = served.requests
 
-    found = requalify(tmp_path, "--from", str(older), "--to", "present")
+    requalified = requalify(tmp_path, "--from", str(older), "--to", "present")
 
     assert served.requests == 3 * asked
-    assert found["compared"] == [str(older), "present"]
-    assert found["benchmarks"][0]["before"]["harness"]["transformers"] == OLDER
+    assert requalified["compared"] == [str(older), "present"]
+    assert requalified["benchmarks"][0]["before"]["harness"]["transformers"] == OLDER
     assert read_records(str(tmp_path / "evaluations")) == before

@@ -102,13 +102,13 @@ def test_ends_that_slurmctld_has_forgotten_are_read_from_the_accounting_once_it_
     with pytest.raises(BackendUnavailable, match="database"):
         unseen["killed"].status()
     cluster.programs["slurmdbd"] = start_slurmdbd(cluster.folder)
-    found = {name: job.details() for name, job in unseen.items()}
-    assert {name: (seen.status, seen.failures, seen.preemptions) for name, seen in found.items()} == {
+    details = {name: job.details() for name, job in unseen.items()}
+    assert {name: (seen.status, seen.failures, seen.preemptions) for name, seen in details.items()} == {
         "cancelled": (JobStatus.STOPPED, 0, 0),
         "without-python": (JobStatus.FAILED, 1, 0),
         **dict.fromkeys(("killed", "timed-out", "lost"), (JobStatus.FAILED, 0, 1)),
     }
     words = {"cancelled": "CANCELLED", "without-python": "FAILED", "killed": "FAILED", "timed-out": "TIMEOUT"}
     for name, word in {**words, "lost": "NODE_FAIL"}.items():
-        assert word in (found[name].reason or "")
-    assert "cannot queue it again" in (found["timed-out"].reason or "")
+        assert word in (details[name].reason or "")
+    assert "cannot queue it again" in (details["timed-out"].reason or "")

@@ -80,7 +80,7 @@ def test_replicas_that_need_a_node_each_run_on_two_nodes_at_once_and_are_named_a
     assert {handle.logs(replica=index) for index in range(2)} == {"gang\nnode-a", "gang\nnode-b"}
 
 
-def test_gang_starts_on_all_of_its_hosts_or_on_none_and_one_that_is_lost_is_one_preemption_of_the_whole(
+def test_gang_starts_on_all_hosts_or_none_and_a_loss_preempts_all(
     cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
 ) -> None:
     place = "$ASSAY_REPLICA_INDEX $ASSAY_REPLICA_COUNT $ASSAY_HOST_INDEX $ASSAY_HOST_COUNT"
@@ -144,7 +144,7 @@ def test_job_that_another_preempts_waits_and_goes_on_when_there_is_room_again(
         urgent.shutdown()
 
 
-def test_job_whose_node_is_lost_is_queued_again_for_when_slurm_holds_it_for_gone(
+def test_job_on_a_lost_node_is_queued_again_for_later(
     cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
 ) -> None:
     handle = client.submit(shell(f"echo $SLURMD_NODENAME; {once_then_end(tmp_path)}"))
@@ -180,9 +180,7 @@ def test_job_that_no_node_can_start_is_queued_again_and_fails_when_its_budget_is
     assert (patient.details().attempts, patient.details().failures, patient.details().preemptions) == (1, 0, 1)
 
 
-def test_job_whose_batch_program_is_killed_begins_again_and_leaves_nothing_of_before(
-    client: SlurmClient, tmp_path: Path
-) -> None:
+def test_job_with_a_killed_batch_program_begins_again_without_leftovers(client: SlurmClient, tmp_path: Path) -> None:
     handle = client.submit(shell(once_then_end(tmp_path)))
     pid = eventual_pid(tmp_path / "first")
     os.kill(batch_pid(handle.job_id), signal.SIGKILL)
@@ -202,7 +200,7 @@ def test_job_that_its_owner_cancels_with_scancel_is_stopped_and_stays_so(
     assert not is_alive(pid)
 
 
-def test_job_whose_submitter_is_killed_ends_after_its_lease(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_job_with_a_killed_submitter_ends_after_its_lease(cluster: SlurmCluster, tmp_path: Path) -> None:
     script = f"""
 import sys, time
 from pathlib import Path
@@ -219,9 +217,7 @@ time.sleep(300)
 """
     with running_program("-c", script):
         pid = eventual_pid(tmp_path / "pid")
-    [details] = eventually(
-        lambda: [found for found in cluster.client(tmp_path / "slurm").jobs() if found.status.finished]
-    )
+    [details] = eventually(lambda: [job for job in cluster.client(tmp_path / "slurm").jobs() if job.status.finished])
     assert (details.status, details.reason) == (JobStatus.STOPPED, "the process that submitted it has ended")
     assert not is_alive(pid)
 
@@ -259,7 +255,7 @@ def test_only_a_partition_that_is_not_preempted_takes_jobs_that_must_not_be(
     cluster.client(tmp_path, partition="urgent").check_resources(lasting)
 
 
-def test_what_slurm_refuses_itself_is_told_with_its_words(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_refusals_by_slurm_itself_are_reported_with_its_message(cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     client = SlurmClient(Slurm("main", options={"time": "never"}), folder=tmp_path / "slurm")
     request = JobRequest(

@@ -70,12 +70,12 @@ class Region:
     names: tuple[str, ...] = ("both", "plain")
 
     @property
-    def wanted(self) -> Wanted:
+    def required(self) -> Wanted:
         return Wanted(benchmarks=self.names, tokenizers=("acme/tok",))
 
     def stage(self, **options: Any) -> dict[str, Any]:
-        wanted = options.pop("wanted", self.wanted)
-        return stage(wanted, benchmarks_path=str(self.benchmarks), **options)
+        needs = options.pop("required", self.required)
+        return stage(needs, benchmarks_path=str(self.benchmarks), **options)
 
 
 def questions(kind: str) -> bytes:
@@ -164,8 +164,8 @@ def test_staging_goes_on_where_it_failed_and_serves_offline_workers_here_and_on_
     assert share_staged(shared) == 0
 
     elsewhere = machine("elsewhere")
-    found, number = fill_from(shared, region.wanted)
-    assert number > 0 and found["datasets"] == staged["datasets"]
+    filled, number = fill_from(shared, region.required)
+    assert number > 0 and filled["datasets"] == staged["datasets"]
     in_lm_eval(python, WORK, names, str(region.benchmarks), "1", **elsewhere)
     assert region.hub.requests == []
 
@@ -175,7 +175,7 @@ def test_staging_goes_on_where_it_failed_and_serves_offline_workers_here_and_on_
     data = {"task": "linked", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": address}}}
     (region.benchmarks / "linked.yaml").write_text(json.dumps({**content, **data}))
     with pytest.raises(StagingIncomplete, match=r"linked: .*offline mode"):
-        region.stage(wanted=Wanted(benchmarks=("linked", *region.names)), refresh=True)
+        region.stage(required=Wanted(benchmarks=("linked", *region.names)), refresh=True)
     newer = json.loads((settings().cache_dir / "staged.json").read_text())
     assert set(newer["benchmarks"]) == set(region.names)
     assert newer["datasets"]["acme/quiz"]["revision"] == region.hub.commit("datasets/acme/quiz")
@@ -273,7 +273,7 @@ def scored(config: EvaluationConfig, base_url: str, folder: Path, client: LocalC
     return {metric.name: metric.n for metric in parsed.metrics}
 
 
-def test_two_processes_stage_helm_and_alpaca_once_and_a_machine_filled_from_the_copy_asks_nobody(
+def test_two_processes_stage_once_and_a_machine_filled_from_it_stays_offline(
     tmp_path: Path, web: FakeHub, machine: Callable[[str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ):
     machine("here")
@@ -314,13 +314,13 @@ def test_two_processes_stage_helm_and_alpaca_once_and_a_machine_filled_from_the_
     try:
         with endpoint(tmp_path, "m") as base_url:
             asked = SuiteRequest(model_path="run", base_url=base_url, max_eval_instances=4)
-            found = [
+            scores = [
                 scored(config, base_url, tmp_path / "out", client) for config in load_suite(suite).evaluations_of(asked)
             ]
     finally:
         client.shutdown()
-    assert found[0]["exact_match"]
-    assert found[1]["win_rate"] == found[1]["length_controlled_winrate"] == 4
+    assert scores[0]["exact_match"]
+    assert scores[1]["win_rate"] == scores[1]["length_controlled_winrate"] == 4
     assert web.requests == []
 
 

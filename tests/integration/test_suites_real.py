@@ -84,10 +84,10 @@ def theirs(python: Path) -> dict[str, list[tuple[str, int | None]]]:
 
 def test_every_benchmark_of_every_set_is_there_and_asks_for_what_the_data_say(theirs: dict[str, list[tuple[str, Any]]]):
     for name, facts in theirs.items():
-        found = {kind for kind, _ in facts}
+        kinds = {kind for kind, _ in facts}
         needs = needs_of([EvalTaskConfig(name=name)])
-        assert needs.generates is ("generate_until" in found), name
-        assert needs.prompt_logprobs is bool(found - {"generate_until"}), name
+        assert needs.generates is ("generate_until" in kinds), name
+        assert needs.prompt_logprobs is bool(kinds - {"generate_until"}), name
     runners = {
         name
         for benchmark_set in benchmark_sets().values()
@@ -106,7 +106,7 @@ def test_no_set_names_examples_that_lm_eval_would_leave_out(theirs: dict[str, li
     assert left_out == []
 
 
-def test_check_looks_into_a_folder_of_ones_own_for_every_harness(tmp_path: Path, tiny: Callable[[str], Path]):
+def test_check_searches_an_own_folder_for_every_harness(tmp_path: Path, tiny: Callable[[str], Path]):
     folder = tiny("on_gpu")
     (folder / "copa.yaml").rename(folder / "mine.yaml")
     (folder / "mine.yaml").write_text((folder / "mine.yaml").read_text().replace('"copa"', '"mine"'))
@@ -122,7 +122,7 @@ def test_check_looks_into_a_folder_of_ones_own_for_every_harness(tmp_path: Path,
             {**evaluation, "evals": ["gone"]} if evaluation["label"] == missing else evaluation
             for evaluation in evaluations
         ]
-        suite.write_text(json.dumps({"name": "own", "description": "One's own.", "evaluations": changed}))
+        suite.write_text(json.dumps({"name": "own", "description": "A suite for this test.", "evaluations": changed}))
         done = CliRunner().invoke(app, ["suites", str(suite), "--check", "--benchmarks", str(folder)])
         assert isinstance(done.exception, UnknownBenchmark) is (missing is not None), done.output
         assert missing is None or "gone" in str(done.exception)
@@ -214,13 +214,13 @@ def test_runner_evaluates_its_suite_and_publishes_every_benchmark(
     selects = not runner.startswith("default_")
     records = run_deployed(runner, request=request, **({"selection": {"steps": [1]}} if selects else {}))
     assert {record.checkpoint.step for record in records} == {1 if selects else 2}
-    wanted = [
+    evaluations = [
         evaluation
         for evaluation in load_suite(suite).evaluations
         if not request.only or evaluation.label in request.only
     ]
     assert_succeeded(
-        records, cells=cells, published={task.metric_key for evaluation in wanted for task in evaluation.evals}
+        records, cells=cells, published={task.metric_key for evaluation in evaluations for task in evaluation.evals}
     )
     assert all(f"suite={suite}" in record.tags for record in records)
 
@@ -250,7 +250,7 @@ def test_suite_of_helm_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_p
         folder.mkdir(parents=True)
         for subject in subjects:
             (folder / f"{subject}_{split}.csv").write_text(
-                "".join(f"Is it {n}?,no,yes,never,who knows,B\n" for n in "12")
+                "".join(f"Is it {n}?,no,yes,never,perhaps,B\n" for n in "12")
             )
     evaluation = whole.evaluations[0].model_dump(mode="json")
     evaluation["evaluator"]["run_specs_path"] = str(tmp_path / "few.conf")
@@ -306,7 +306,9 @@ def test_step_of_a_run_is_evaluated_by_its_number(tmp_path: Path, served: Served
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_default_eval_asks_the_latest_checkpoint_one_set(tmp_path: Path, served: Served, tiny: Callable[[str], Path]):
+def test_default_eval_evaluates_the_latest_checkpoint_on_a_single_set(
+    tmp_path: Path, served: Served, tiny: Callable[[str], Path]
+):
     request = request_for(served, tiny("base_model"), tmp_path / "evaluations")
     [latest] = flows.default_eval(request, evals="MMLU_0_SHOT")
     assert (latest.checkpoint.step, latest.status) == (2, "succeeded")
@@ -335,7 +337,7 @@ def test_fresh_texts_staged_from_a_folder_give_bits_per_byte_without_a_network(
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_suite_file_on_the_command_line_runs_several_evaluators_on_one_endpoint(tmp_path: Path, served: Served):
+def test_suite_file_on_the_command_line_runs_several_evaluators_on_an_endpoint(tmp_path: Path, served: Served):
     suite = tmp_path / "mine.yaml"
     content = {
         "name": "mine",
@@ -349,5 +351,5 @@ def test_suite_file_on_the_command_line_runs_several_evaluators_on_one_endpoint(
     given = ["--model", served.run, "--base-url", served.base_url, "--output", tmp_path / "out"]
     done = run_command("evaluate", "--suite", suite, "--step", "2", "--json", *given, "--limit", str(QUESTIONS))
     assert done.returncode == 0, done.stderr
-    found = {record["evaluator"]: record["status"] for record in json.loads(done.stdout)["records"]}
-    assert found == {"lm_evaluation_harness": "succeeded", "helm": "succeeded"}
+    statuses = {record["evaluator"]: record["status"] for record in json.loads(done.stdout)["records"]}
+    assert statuses == {"lm_evaluation_harness": "succeeded", "helm": "succeeded"}

@@ -58,17 +58,17 @@ def deployed(tmp_path: Path, prefect_api: str) -> Iterator[PolicyDeployment]:
     policy = tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump(content))
     asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
-    wanted = PolicyDeployment(load_policy(str(policy)), str(policy), LOCAL_WORK_POOL, on_event=True)
+    deployment = PolicyDeployment(load_policy(str(policy)), str(policy), LOCAL_WORK_POOL, on_event=True)
     with get_client(sync_client=True) as client:
         before = {automation.id for automation in client.read_automations()}
-        deploy_policy(wanted, silent_after=timedelta(minutes=10))
+        deploy_policy(deployment, silent_after=timedelta(minutes=10))
         try:
-            yield wanted
+            yield deployment
         finally:
             for automation in client.read_automations():
                 if automation.id not in before:
                     client.delete_automation(automation.id)
-            client.delete_deployment(client.read_deployment_by_name(wanted.name).id)
+            client.delete_deployment(client.read_deployment_by_name(deployment.name).id)
 
 
 def test_training_with_transformers_begins_a_run_of_the_policy_about_it(
@@ -100,7 +100,7 @@ def test_training_with_transformers_begins_a_run_of_the_policy_about_it(
     )
     assert done.returncode == 0, done.stderr
     trained = run / "checkpoint-1"
-    assert f"Assay was told of {trained}; it begins: {deployed.event_automation}" in done.stderr
+    assert f"Assay was notified of {trained}; it begins: {deployed.event_automation}" in done.stderr
     named = DeploymentFilter(name=DeploymentFilterName(any_=["trained"]))
     with get_client(sync_client=True) as client:
         eventually(lambda: client.read_flow_runs(deployment_filter=named))

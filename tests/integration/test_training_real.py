@@ -54,20 +54,20 @@ def exported(output: Path) -> list[int]:
 def test_training_on_a_cluster_exports_checkpoints_and_says_last_that_it_is_done(
     client_of: Any, data: Path, tmp_path: Path
 ) -> None:
-    wanted = config(data, tmp_path / "short", steps=9, every=4)
+    job_config = config(data, tmp_path / "short", steps=9, every=4)
     # The workers run on this machine with another home: without this they would build the environment again.
-    wanted = wanted.model_copy(update={"env_vars": {"ASSAY_CACHE_DIR": str(settings().cache_dir)}})
-    assert run_levanter_train_lm(wanted, client=client_of("iris")) is JobStatus.SUCCEEDED
+    job_config = job_config.model_copy(update={"env_vars": {"ASSAY_CACHE_DIR": str(settings().cache_dir)}})
+    assert run_levanter_train_lm(job_config, client=client_of("iris")) is JobStatus.SUCCEEDED
     assert exported(tmp_path / "short") == [4, 8]
     assert (tmp_path / "short" / "checkpoints" / "step-8" / "metadata.json").is_file()
-    assert is_trained(plan_training(wanted))
+    assert is_trained(plan_training(job_config))
     written = json.loads((tmp_path / "short" / "trained.json").read_text())
     assert (written["run_id"], written["steps"]) == ("short", 9)
 
 
 def test_training_that_is_killed_goes_on_where_it_was(client_of: Any, data: Path, tmp_path: Path) -> None:
-    wanted = config(data, tmp_path / "killed", steps=60, every=20)
-    with training(wanted, client=client_of("local")) as job:
+    job_config = config(data, tmp_path / "killed", steps=60, every=20)
+    with training(job_config, client=client_of("local")) as job:
         weights = tmp_path / "killed" / "hf" / "step-20" / "model.safetensors"
         eventually(lambda: weights.exists() and 20 in exported(tmp_path / "killed"))
         [trainer] = trainers_of("killed")
@@ -76,7 +76,7 @@ def test_training_that_is_killed_goes_on_where_it_was(client_of: Any, data: Path
     assert job.details().preemptions == 1
     assert "Resuming training from step" in job.logs(100_000)
     assert exported(tmp_path / "killed") == [20, 40, 59]
-    assert is_trained(plan_training(wanted)) and trainers_of("killed") == []
+    assert is_trained(plan_training(job_config)) and trainers_of("killed") == []
 
 
 def test_configuration_that_levanter_does_not_read_is_bad_input(client_of: Any, data: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_configuration_that_levanter_does_not_read_is_bad_input(client_of: Any, 
 
 
 def test_training_that_is_stopped_leaves_no_process(client_of: Any, data: Path, tmp_path: Path) -> None:
-    wanted = config(data, tmp_path / "endless", steps=10**6, every=10**6)
-    with training(wanted, client=client_of("local")) as job:
+    job_config = config(data, tmp_path / "endless", steps=10**6, every=10**6)
+    with training(job_config, client=client_of("local")) as job:
         eventually(lambda: trainers_of("endless"))
     assert job.status() is JobStatus.STOPPED and trainers_of("endless") == []

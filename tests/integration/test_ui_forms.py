@@ -36,11 +36,11 @@ FLOWS = (evaluate_checkpoint, evaluate_checkpoints, evaluate_suite, generate_tex
 FINDERS = """
 window.field = (...names) => names.reduce((root, name) => {
   const labels = root ? [...root.querySelectorAll("label")] : [];
-  const label = labels.find((one) => one.textContent.replace(" (Optional)", "") === name);
+  const label = labels.find((each) => each.textContent.replace(" (Optional)", "") === name);
   return label && label.closest("div.group");
 }, document);
 window.withText = (root, selector, text) =>
-  root && [...root.querySelectorAll(selector)].find((one) => one.textContent.trim() === text);
+  root && [...root.querySelectorAll(selector)].find((each) => each.textContent.trim() === text);
 """
 
 
@@ -56,7 +56,7 @@ class Form:
         """Returns the names of a field's value types."""
         return self.page.value(
             f"[...{_field(*field)}.querySelector('[role=tablist]').querySelectorAll('[role=tab]')]"
-            ".map((one) => one.textContent)"
+            ".map((each) => each.textContent)"
         )
 
     def choices(self, *field: str) -> list[str]:
@@ -74,7 +74,7 @@ class Form:
     def _opened(self, *field: str) -> list[str]:
         self.page.click(f"{_field(*field)}.querySelector('[aria-haspopup=listbox]')")
         self.page.until("document.querySelectorAll('[role=option]').length")
-        return self.page.value("[...document.querySelectorAll('[role=option]')].map((one) => one.textContent.trim())")
+        return self.page.value("[...document.querySelectorAll('[role=option]')].map((each) => each.textContent.trim())")
 
     def type(self, *field: str, text: str) -> None:
         self.page.fill(f"{_field(*field)}.querySelector('textarea, input')", text)
@@ -85,8 +85,8 @@ class Form:
     def help_texts(self) -> dict[str, str]:
         """Returns the help text below the label of each shown field, by label; fields of the same name share a key."""
         return self.page.value(
-            "Object.fromEntries([...document.querySelectorAll('div.group label')].map((one) =>"
-            " [one.textContent.replace(' (Optional)', ''), one.parentElement.querySelector('p')?.textContent ?? '']))"
+            "Object.fromEntries([...document.querySelectorAll('div.group label')].map((each) =>"
+            " [each.textContent.replace(' (Optional)', ''), each.parentElement.querySelector('p')?.textContent ?? '']))"
         )
 
     def submit(self) -> None:
@@ -137,15 +137,15 @@ def opened(page: Page, server: str, deployed: dict[str, str], flow: str) -> Form
     page.until(
         f"location.href.includes({json.dumps(deployed[flow])})"
         " && document.querySelector('div.group label')"
-        " && [...document.querySelectorAll('button')].some((one) => one.textContent === 'Submit')"
+        " && [...document.querySelectorAll('button')].some((each) => each.textContent === 'Submit')"
     )
     page.value(FINDERS)
     return Form(page)
 
 
 def runs_of(server: str, deployment: str) -> list[dict[str, Any]]:
-    wanted = {"deployments": {"id": {"any_": [deployment]}}}
-    return httpx.post(f"{server}/api/flow_runs/filter", json=wanted).json()
+    query = {"deployments": {"id": {"any_": [deployment]}}}
+    return httpx.post(f"{server}/api/flow_runs/filter", json=query).json()
 
 
 def explains_every_field(form: Form, *resources: str, tabs: tuple[tuple[str, ...], ...] = ()) -> None:
@@ -239,7 +239,9 @@ def test_generation_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
     assert (asked.prompts.files, asked.sampling.samples) == (("gs://bucket/prompts/*.jsonl",), 2)
 
 
-def test_wrong_value_is_refused_in_words_and_nothing_is_started(page: Page, prefect_ui: str, deployed: dict[str, str]):
+def test_wrong_value_is_refused_with_a_message_and_nothing_is_started(
+    page: Page, prefect_ui: str, deployed: dict[str, str]
+):
     form = opened(page, prefect_ui, deployed, "evaluate-checkpoints")
     explains_every_field(form, *CONFIG, tabs=((*CONFIG, WHOLE),))
     form.type("selection", "wait_for_incomplete_seconds", text="-5")

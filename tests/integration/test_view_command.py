@@ -72,7 +72,7 @@ def test_command_shows_records_in_a_browser_to_its_address_alone_and_ends_on_ctr
             urlopen(address)
 
 
-def test_one_file_shows_records_in_a_browser_without_a_server(evaluations: Path, tmp_path: Path):
+def test_single_file_shows_records_in_a_browser_without_a_server(evaluations: Path, tmp_path: Path):
     file = tmp_path / "questions.html"
     write_page(find_records(str(evaluations)), str(file), title="made", location=str(evaluations))
     with browser(tmp_path) as page:

@@ -29,7 +29,7 @@ from tasks.viewing.columns import (
     ViewedCheckpoint,
     as_json,
 )
-from tasks.viewing.page import one_file
+from tasks.viewing.page import single_file
 
 pytestmark = pytest.mark.chromium
 
@@ -42,17 +42,17 @@ OPEN = "document.querySelector('.question h2')?.textContent"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ViewServer]:
-    with view_server() as found:
-        found.sites["made"] = made_files(questions=QUESTIONS, checkpoints=CHECKPOINTS)
-        found.sites["hostile"] = made_files(questions=10, checkpoints=4, hostile=True)
-        found.sites["large"] = large_files(questions=14_000, checkpoints=200)
-        yield found
+    with view_server() as running:
+        running.sites["made"] = made_files(questions=QUESTIONS, checkpoints=CHECKPOINTS)
+        running.sites["hostile"] = made_files(questions=10, checkpoints=4, hostile=True)
+        running.sites["large"] = large_files(questions=14_000, checkpoints=200)
+        yield running
 
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("browser"), width=1280, height=800) as found:
-        yield found
+    with browser(tmp_path_factory.mktemp("browser"), width=1280, height=800) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -105,18 +105,18 @@ def rows_in_table(page: Page) -> list[str]:
 
 def paths(scores: np.ndarray) -> list[tuple[int, int, int]]:
     """Returns where each question was learned and lost (-1 for never) and its flips, computed row by row."""
-    found = []
+    changes = []
     for row in scores.T:
         seen = [(place, score >= 127) for place, score in enumerate(row) if score != NO_SCORE]
         if not seen:
-            found.append((-1, -1, 0))
+            changes.append((-1, -1, 0))
             continue
         flips = [place for (_, before), (place, after) in pairwise(seen) if before != after]
         since = flips[-1] if flips else seen[0][0]
         learned = since if seen[-1][1] else -1
         lost = since if not seen[-1][1] and flips else -1
-        found.append((learned, lost, len(flips)))
-    return found
+        changes.append((learned, lost, len(flips)))
+    return changes
 
 
 def test_grid_has_the_colour_of_each_score_and_its_table_the_order_in_which_questions_were_learned(
@@ -156,7 +156,7 @@ def test_questions_are_sorted_by_when_they_were_learned_or_lost_within_a_run_by_
     scores = known.choice([0, 120, 134, 254, NO_SCORE], p=[0.3, 0.1, 0.1, 0.4, 0.1], size=(8, 60)).astype(np.uint8)
     runs = ["first"] * 4 + ["second"] * 4
     show(page, server)
-    found, orders = page.value(
+    summary, orders = page.value(
         "Promise.all([import('./model.js'), import('./table.js')]).then(([model, { ScoreTable }]) => {"
         f" const scores = Uint8Array.from({scores.ravel().tolist()});"
         " const ids = [...Array(60).keys()].map((id) => `q${id}`);"
@@ -176,7 +176,7 @@ def test_questions_are_sorted_by_when_they_were_learned_or_lost_within_a_run_by_
     ]
     learned, lost = zip(*first_of, strict=True)
     flips = [before[2] + after[2] for before, after in zip(*halves, strict=True)]
-    assert found == {"learned": list(learned), "lost": list(lost), "flips": flips}
+    assert summary == {"learned": list(learned), "lost": list(lost), "flips": flips}
     sums = np.where(scores == NO_SCORE, 0, scores).astype(int).sum(axis=0)
     means = sums / np.maximum(1, (scores != NO_SCORE).sum(axis=0))
     keys = {
@@ -194,12 +194,12 @@ def test_questions_are_sorted_by_when_they_were_learned_or_lost_within_a_run_by_
 def test_filters_keep_the_questions_that_the_scores_say(page: Page, server: ViewServer, key: str, metric: str) -> None:
     scores = scores_of(server.sites["made"], key, ["acc", "bpb"].index(metric) if key == CHOICES else 0).astype(int)
     flags = np.frombuffer(server.sites["made"][f"{key}/flags.bin"], np.uint8).reshape(CHECKPOINTS, -1)
-    there = scores != NO_SCORE
-    right = there & (scores < 127 if metric == "bpb" else scores >= 127)
+    scored = scores != NO_SCORE
+    right = scored & (scores < 127 if metric == "bpb" else scores >= 127)
     better = (scores[11] - scores[0]) * (-1 if metric == "bpb" else 1)
-    asked = there[0] & there[11]
+    asked = scored[0] & scored[11]
     expected = {
-        "right": (right == there).all(axis=0),
+        "right": (right == scored).all(axis=0),
         "wrong": ~right.any(axis=0),
         "cut": (flags & 1).any(axis=0),
         "withheld": (flags & 2).any(axis=0),
@@ -222,8 +222,8 @@ def test_filters_keep_the_questions_that_the_scores_say(page: Page, server: View
             page.until("document.getElementById('empty').textContent.startsWith('No question is left')")
             continue
         of = f"{QUESTIONS} questions × {CHECKPOINTS} checkpoints"
-        wanted = of if number == QUESTIONS else f"{number} of {of}"
-        assert page.until(f"{STATUS} === {json.dumps(wanted)} && !document.getElementById('picture').hidden"), name
+        count = of if number == QUESTIONS else f"{number} of {of}"
+        assert page.until(f"{STATUS} === {json.dumps(count)} && !document.getElementById('picture').hidden"), name
     assert 0 < expected["won"].sum() < QUESTIONS
 
 
@@ -258,9 +258,7 @@ def test_keys_move_a_cursor_that_is_read_out_open_its_question_and_walk_on_from_
     assert page.value("document.getElementById('c').value") == "run-a/run-a-3000", "the cell is of A, so B stays"
 
 
-def test_address_shows_somebody_else_what_was_chosen_and_the_back_button_takes_it_back(
-    page: Page, server: ViewServer
-) -> None:
+def test_address_restores_the_selection_elsewhere_and_the_back_button_undoes_it(page: Page, server: ViewServer) -> None:
     show(page, server, b=CHOICES)
     page.click("document.getElementById('tab-question')")
     page.click("document.getElementById('as-table')")
@@ -313,7 +311,7 @@ def test_question_of_choices_has_its_words_as_asked_and_a_curve_and_number_for_e
             assert cell.endswith("likeliest") == (values[place] == max(values))
 
 
-def test_answers_stand_side_by_side_with_the_words_that_differ_marked(page: Page, server: ViewServer) -> None:
+def test_answers_are_side_by_side_with_differing_words_marked(page: Page, server: ViewServer) -> None:
     flags = np.frombuffer(server.sites["made"][f"{ANSWERS}/flags.bin"], np.uint8).reshape(CHECKPOINTS, -1)
     cut = next(question for question in range(QUESTIONS) if flags[2, question] == 1 and flags[0, question] == 0)
     number, place = divmod(cut, 8)
@@ -378,7 +376,7 @@ def test_hostile_names_and_texts_are_shown_as_they_are_and_do_nothing(
 ) -> None:
     files = server.sites["hostile"]
     file = tmp_path / "view.html"
-    file.write_bytes(one_file(files))
+    file.write_bytes(single_file(files))
     at = file.as_uri() if embedded else f"{server.url}/hostile/"
     for key, prefix in ((CHOICES, "made_one "), (ANSWERS, "")):
         page.go("about:blank")
@@ -388,13 +386,13 @@ def test_hostile_names_and_texts_are_shown_as_they_are_and_do_nothing(
             page.value(f"location.hash = {json.dumps(urlencode({'b': key, 'q': prefix + name}))}")
             page.until(f"{OPEN} === {json.dumps(prefix + name)}")
             part = orjson.loads(files[f"{key}/part/0.json"])["questions"][number]
-            found = page.value(
+            shown = page.value(
                 "({prompt: document.querySelector('[aria-label=Prompt]').textContent,"
                 " answers: [...document.querySelectorAll('.answer pre')].map((answer) => answer.textContent),"
                 " made: document.querySelectorAll('body script:not([type]), img, [onload], [onerror]').length})"
             )
-            assert found["prompt"] == part["prompt"] and found["made"] == 0
-            assert found["answers"] == [part["answers"][checkpoint][0]["output"] for checkpoint in (0, 3)]
+            assert shown["prompt"] == part["prompt"] and shown["made"] == 0
+            assert shown["answers"] == [part["answers"][checkpoint][0]["output"] for checkpoint in (0, 3)]
         page.click("document.getElementById('as-table')")
         page.until("document.querySelectorAll('#table tbody tr').length")
         page.click("document.getElementById('tab-pair')")
@@ -402,12 +400,12 @@ def test_hostile_names_and_texts_are_shown_as_they_are_and_do_nothing(
         assert page.value("document.title").endswith("Made questions")
 
 
-def test_one_file_without_a_server_shows_questions_and_is_searched_by_the_page(
+def test_single_file_without_a_server_shows_questions_and_supports_search(
     page: Page, server: ViewServer, tmp_path: Path
 ) -> None:
     file = tmp_path / "view.html"
     files = made_files(questions=30, checkpoints=4)
-    file.write_bytes(one_file(files))
+    file.write_bytes(single_file(files))
     page.go(f"{file.as_uri()}#{urlencode({'b': CHOICES})}")
     page.until(DRAWN)
 
@@ -428,26 +426,28 @@ def test_one_file_without_a_server_shows_questions_and_is_searched_by_the_page(
     assert f"{-pair['difference']:+.3f}" in text and f"{-pair['high']:+.3f} to {-pair['low']:+.3f}" in text
 
 
-def test_one_file_has_mcnemars_test_of_every_pair_where_questions_stand_alone(
+def test_single_file_has_mcnemars_test_of_every_pair_of_independent_questions(
     page: Page, server: ViewServer, tmp_path: Path
 ) -> None:
     files = large_files(questions=60, checkpoints=4)
     before, after = np.frombuffer(files["large/scores/0.bin"], np.uint8).reshape(4, -1)[[0, 2]] > 0
-    found = mcnemar(before, after)
+    finding = mcnemar(before, after)
     file = tmp_path / "view.html"
-    file.write_bytes(one_file(files))
+    file.write_bytes(single_file(files))
     page.go(f"{file.as_uri()}#{urlencode({'a': 'run/step-0', 'c': 'run/step-2'})}")
 
     text = page.until("document.querySelector('.pair .facts')?.innerText && document.querySelector('.pair').innerText")
 
-    assert found.low is not None and found.high is not None and found.p is not None
-    assert f"{found.difference:+.3f}" in text and f"{found.low:+.3f} to {found.high:+.3f}" in text.replace("−", "-")
-    assert f"{found.p:.4f}" in text or f"{found.p:.3f}" in text or (found.p < 0.0001 and "below 0.0001" in text)
+    assert finding.low is not None and finding.high is not None and finding.p is not None
+    assert f"{finding.difference:+.3f}" in text and f"{finding.low:+.3f} to {finding.high:+.3f}" in text.replace(
+        "−", "-"
+    )
+    assert f"{finding.p:.4f}" in text or f"{finding.p:.3f}" in text or (finding.p < 0.0001 and "below 0.0001" in text)
     assert "does not say if more than the weights differs" in page.value("document.querySelector('.pair').innerText")
 
     index = orjson.loads(files["index.json"])
     index["benchmarks"][0]["checkpoints"][2]["scores"] = {}
-    file.write_bytes(one_file({**files, "index.json": orjson.dumps(index)}))
+    file.write_bytes(single_file({**files, "index.json": orjson.dumps(index)}))
     page.go("about:blank")
     page.go(f"{file.as_uri()}#{urlencode({'a': 'run/step-0', 'c': 'run/step-2'})}")
     page.until("document.querySelector('.pair')?.innerText.includes('Not tested: it has no published value.')")
@@ -463,9 +463,9 @@ def test_mcnemars_test_of_the_page_is_that_of_the_comparison(page: Page, server:
     for (won, lost, questions), test in zip(counts, own, strict=True):
         first = np.array([*[False] * won, *[True] * (questions - won)])
         second = np.array([*[True] * won, *[False] * lost, *[True] * (questions - won - lost)])
-        found = mcnemar(first, second)
+        finding = mcnemar(first, second)
         exact = binomtest(won, won + lost, 0.5).pvalue if won + lost else 1.0
-        expected = [found.difference, found.low, found.high, found.p, exact]
+        expected = [finding.difference, finding.low, finding.high, finding.p, exact]
         assert [test[name] for name in ("difference", "low", "high", "p", "exact_p")] == pytest.approx(expected, 1e-9)
 
 
@@ -478,7 +478,7 @@ def test_address_that_names_what_is_not_there_says_so(page: Page, server: ViewSe
     assert page.until("document.getElementById('question-pane').textContent.includes('question-x')")
 
 
-def test_search_asks_the_server_and_a_slow_server_and_a_broken_one_are_said(page: Page, server: ViewServer) -> None:
+def test_search_uses_the_server_and_reports_a_slow_or_broken_server(page: Page, server: ViewServer) -> None:
     show(page, server, "large", b="large")
     server.answers["large/search.json"] = [(200, b'{"in_questions": [3, 4], "in_answers": [9], "complete": false}')]
     page.fill("document.getElementById('text')", "blue & <b>")
@@ -581,16 +581,16 @@ def test_view_on_a_phone_and_on_wide_screens_in_light_and_dark_scrolls_nothing_s
     for width in (390, 1280, 2560):
         for scheme in ("light", "dark"):
             sized(page, width, scheme=scheme)
-            found = page.value(
+            layout = page.value(
                 "new Promise((laid) => requestAnimationFrame(() => requestAnimationFrame(laid))).then(() => ({"
                 "wide: document.scrollingElement.scrollWidth, tall: document.scrollingElement.scrollHeight,"
                 " page: getComputedStyle(document.body).backgroundColor, text: getComputedStyle(document.body).color,"
                 " grid: document.getElementById('grid-pane').offsetWidth > 0,"
                 " side: document.querySelector('.side').offsetWidth > 0}))"
             )
-            assert found["wide"] <= width and found["tall"] <= 800
-            assert (found["grid"], found["side"]) == (width > 390 or view == "grid", width > 390 or view != "grid")
-            assert (brightness(found["page"]) < 60) == (brightness(found["text"]) > 200) == (scheme == "dark")
+            assert layout["wide"] <= width and layout["tall"] <= 800
+            assert (layout["grid"], layout["side"]) == (width > 390 or view == "grid", width > 390 or view != "grid")
+            assert (brightness(layout["page"]) < 60) == (brightness(layout["text"]) > 200) == (scheme == "dark")
 
 
 def brightness(colour: str) -> float:

@@ -29,7 +29,7 @@ def runs_below(folder: Path) -> list[OfflineRun]:
     return [read_offline_run(path) for path in sorted(folder.rglob("*.wandb"))]
 
 
-def test_checkpoints_of_a_series_are_one_run_over_training_steps_whose_files_hold_no_key(
+def test_checkpoints_of_a_series_are_a_single_run_without_keys_in_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # As in the environment of a training job that evaluates itself.

@@ -120,12 +120,12 @@ def answers(port: int) -> list[Any]:
 def refusals(port: int) -> set[int]:
     """Returns the statuses without the engine's key, on paths that vLLM itself guards and on others."""
     paths = ("/v1/completions", "/collective_rpc", "/pause", "/sleep", "/reset_prefix_cache", "/update_weights")
-    found = set()
+    statuses = set()
     for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as http:
-            found |= {http.post(path, json={"method": "reload_weights"}).status_code for path in paths}
-            found |= {http.get(path).status_code for path in ("/health", "/version", "/v1/models", "/server_info")}
-    return found
+            statuses |= {http.post(path, json={"method": "reload_weights"}).status_code for path in paths}
+            statuses |= {http.get(path).status_code for path in ("/health", "/version", "/v1/models", "/server_info")}
+    return statuses
 
 
 def sampled(port: int, prompts: list[str]) -> list[str]:
@@ -160,8 +160,8 @@ def check_valid_answers(port: int) -> None:
             body = {**fields, "stream": stream}
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/{path}", json=body, timeout=120, headers=HEADERS)
             terms = terms_of(body, chat=path.startswith("chat"))
-            found = judge(answer.headers["content-type"], answer.content, stream=stream, terms=terms)
-            if answer.status_code != 200 or found is None:
+            verdict = judge(answer.headers["content-type"], answer.content, stream=stream, terms=terms)
+            if answer.status_code != 200 or verdict is None:
                 odd.append((body, answer.text))
     assert odd == []
 
@@ -189,10 +189,10 @@ def check_scoring(port: int, model: Path) -> None:
 
     whole = rows(len(ids), skips=None)
     for length in (1, block - 1, block, block + 1, block + 2, 4 * block, 4 * block + 1, 400):
-        found = rows(length, skips=False)
-        assert len(found) == length - cache.read(bytes(ids[:length]))
+        token_rows = rows(length, skips=False)
+        assert len(token_rows) == length - cache.read(bytes(ids[:length]))
         assert len(rows(length, skips=True)) == length
-        for row, before in zip(reversed(found[1:]), reversed(whole[:length]), strict=False):
+        for row, before in zip(reversed(token_rows[1:]), reversed(whole[:length]), strict=False):
             token = next(iter(row))
             assert abs(row[token]["logprob"] - before[token]["logprob"]) < 0.05
 
@@ -200,29 +200,29 @@ def check_scoring(port: int, model: Path) -> None:
 def check_reloads(port: int, model: Path, other: Path) -> None:
     """Asserts that reloaded weights are in memory as before, under their name, and that wrong weights are detected."""
     engine = EngineClient(f"http://127.0.0.1:{port}", KEY)
-    found = []
+    weights = []
     for folder, name in ((model, "a"), (other, "b"), (model, "a")):
         engine.reload_weights([str(folder)], version=name)
         assert engine.weights_name() == name
-        found.append(engine.weights_in_memory())
-    assert found[0] == found[2] != found[1]
+        weights.append(engine.weights_in_memory())
+    assert weights[0] == weights[2] != weights[1]
     reset = httpx.post(f"{engine.base_url}/weight_checker", json={"action": "reset"}, headers=HEADERS, timeout=60)
     assert reset.is_success
-    assert differing(found[2], engine.weights_in_memory())
+    assert differing(weights[2], engine.weights_in_memory())
 
 
 def processes_of(server: ForkServer) -> set[int]:
     """Returns the server and its forks, which all have its command line."""
     mark = os.fsencode(server.command().args[4])
-    found = set()
+    pids = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command_line = path.read_bytes().split(b"\0")
         except OSError:
             continue
         if mark in command_line and not any(part.endswith(b"run_forked.py") for part in command_line):
-            found.add(int(path.parent.name))
-    return found
+            pids.add(int(path.parent.name))
+    return pids
 
 
 def log_of_crash(client: LocalClient, server: ForkServer, where: dict[str, Any], variables: dict[str, str]) -> str:

@@ -62,7 +62,7 @@ async def test_refusal_of_a_cell_in_a_fork_is_the_same_file(tmp_path: Path, lm_e
     assert (tmp_path / "warm" / REFUSAL_NAME).read_text() == (tmp_path / "cold" / REFUSAL_NAME).read_text()
 
 
-async def test_cell_whose_variables_were_not_there_at_import_starts_cold_and_is_right(
+async def test_cell_with_variables_missing_at_import_starts_cold_and_is_right(
     tmp_path: Path, lm_eval: Harness, monkeypatch: pytest.MonkeyPatch
 ):
     # lm-eval reads variables at import: with the server's values, a cell could be scored by other rules.
@@ -75,7 +75,7 @@ async def test_cell_whose_variables_were_not_there_at_import_starts_cold_and_is_
 
 
 @pytest.mark.parametrize("warm", [False, True])
-async def test_cell_is_asked_and_scored_by_files_as_they_are_where_their_times_and_sizes_are_those_of_others(
+async def test_cell_uses_current_files_although_their_times_and_sizes_are_unchanged(
     tmp_path: Path, lm_eval: Harness, *, warm: bool
 ):
     code = "def part(doc):\n    return {{**doc, 'part': {0}}}\ndef parts(docs):\n    return docs.map(part)\n"

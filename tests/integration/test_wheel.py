@@ -88,12 +88,12 @@ def test_wheel_holds_every_file_of_the_packages_and_they_import_from_there(insta
     committed = subprocess.run(
         [*lists, *PACKAGES, *DEPLOYMENTS], capture_output=True, text=True, check=True
     ).stdout.split()
-    there = [name for name in committed if (ROOT / name).is_file()]
-    places = [re.sub("^deployments/", "resources/deployments/", name) for name in there]
-    assert there and [name for name in places if not (installed.packages / name).is_file()] == []
+    files = [name for name in committed if (ROOT / name).is_file()]
+    places = [re.sub("^deployments/", "resources/deployments/", name) for name in files]
+    assert files and [name for name in places if not (installed.packages / name).is_file()] == []
     done = installed.run("python", "-c", IMPORT_EVERYTHING, str(installed.packages), *PACKAGES)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == sum(bool(re.search(r"^(?!.*/(programs|bundled)/).*\.py$", name)) for name in there)
+    assert int(done.stdout) == sum(bool(re.search(r"^(?!.*/(programs|bundled)/).*\.py$", name)) for name in files)
 
 
 def test_wheel_shows_the_machine_the_suites_and_the_regions(installed: Installed):

@@ -21,7 +21,7 @@ def test_a_task_of_every_shape_is_asked_answered_and_scored(tmp_path: Path, monk
     entries = benchmarks_of_sets()
     layouts = layouts_of(python, (entry.name for entry in entries))
     tasks = of_each_shape(entries, layouts, most_examples=2)
-    data = repositories(layout for found in layouts.values() for layout in found)
+    data = repositories(layout for group in layouts.values() for layout in group)
     with served_nano(tmp_path) as model, running_hub(data) as hub:
         for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub")}.items():
             monkeypatch.setenv(name, value)
@@ -40,7 +40,7 @@ def test_every_benchmark_of_every_set_is_asked_answered_and_scored(tmp_path: Pat
         for number, entry in enumerate(benchmarks_of_sets())
     ]
     layouts = layouts_of(python, (entry.name for entry in entries))
-    data = repositories(layout for found in layouts.values() for layout in found)
+    data = repositories(layout for group in layouts.values() for layout in group)
     failed: dict[str, str] = {}
     with served_nano(tmp_path) as model, running_hub(data) as hub:
         for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub")}.items():
@@ -49,7 +49,7 @@ def test_every_benchmark_of_every_set_is_asked_answered_and_scored(tmp_path: Pat
             batch = entries[start : start + AT_ONCE]
             try:
                 ask(model, batch, tmp_path / f"cell-{start}", python=python, questions=2)
-            except Exception as error:  # noqa: BLE001 - all that cannot be asked are told at the end
+            except Exception as error:  # noqa: BLE001 - all failures are listed at the end
                 failed[", ".join(entry.name for entry in batch)] = str(error)
             print(f"{min(start + AT_ONCE, len(entries))} of {len(entries)} asked", flush=True)
     assert not failed

@@ -82,5 +82,5 @@ def test_user_information_in_the_address_of_the_prefect_server_is_refused() -> N
     "address",
     ["abfs://container@account.dfs.core.windows.net/x", "http://host:8000/models/x@v1/v1", "gs://bucket/a@b:c@d"],
 )
-def test_addresses_in_which_the_sign_stands_for_another_thing_are_taken(address: str) -> None:
+def test_addresses_with_another_meaning_of_the_sign_are_accepted(address: str) -> None:
     assert EvaluationConfig.model_validate({**EVALUATION, "model_path": address}).model_path == address

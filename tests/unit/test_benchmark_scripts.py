@@ -66,13 +66,13 @@ def compared(ours: float, theirs: float, better: Literal["less", "more"]) -> Com
         (1.0, -0.1, "less", None),
     ],
 )
-def test_comparison_of_two_figures_has_a_ratio_above_one_where_ours_is_better(
+def test_comparison_of_two_figures_has_a_ratio_above_1_for_ours(
     ours: float, theirs: float, better: Literal["less", "more"], ratio: float | None
 ):
     assert compared(ours, theirs, better).ratio == (None if ratio is None else pytest.approx(ratio))
 
 
-def test_comparison_as_json_is_one_line_with_the_figures_and_the_machine():
+def test_comparison_as_json_is_a_line_with_figures_and_machine():
     comparison = Comparison("some", "requests/s", 967.6, 1000.0, better="more", facts={"rounds": 3})
     line = comparison.as_json()
     content = json.loads(line)
@@ -247,7 +247,7 @@ async def test_load_on_a_faulty_engine_names_what_was_not_answered(fault: dict[s
     assert (result.requests, result.errors) == (7, {kind: 3})
 
 
-def test_load_on_nobody_is_refused():
+def test_load_without_clients_is_refused():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         result = run_load(LoadPlan(unused.getsockname()[1], concurrency=1, seconds=0.2, requests=1))
@@ -356,7 +356,7 @@ def test_loglikelihood_with_another_score_than_theirs_is_no_result(script: Calla
             module.largest_difference(ours, module.Asking(1.0, 2.0, ours.answers, scores), "theirs")
 
 
-def test_resume_job_asks_each_greedy_request_once_and_each_sampled_one_so_often(script: Callable[[str], ModuleType]):
+def test_resume_job_asks_greedy_requests_once_and_sampled_requests_repeatedly(script: Callable[[str], ModuleType]):
     resume = script("resume")
     asked = [(body["prompt"], body["temperature"]) for body in resume.bodies(64)]
     times = {kind: [asked.count(pair) for pair in dict.fromkeys(asked) if pair[1] == kind] for kind in (0, 1.0)}
@@ -398,7 +398,7 @@ def test_job_that_is_timed_is_gone_at_the_end_and_both_times_are_seen_from_outsi
     assert jobs.is_gone(int((tmp_path / "pid").read_text()))
 
 
-def test_job_of_ours_whose_process_outlives_its_end_is_no_result(script: Callable[[str], ModuleType], tmp_path: Path):
+def test_job_of_ours_with_a_process_after_its_end_is_refused(script: Callable[[str], ModuleType], tmp_path: Path):
     jobs, backends = script("jobs"), script("backends")
     started: list[Callable[[], object]] = []
 
@@ -424,9 +424,9 @@ def contest(calls: list[str], *seconds: float) -> Contest:
 
 def test_contest_has_its_sides_take_turns_and_does_not_count_what_warms_up():
     calls: list[str] = []
-    found = contest(calls, 100.0, 1.0, 9.0).measured(2)
+    measurements = contest(calls, 100.0, 1.0, 9.0).measured(2)
     assert calls == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
-    assert [phases["started"] for side in ("ours", "theirs") for phases in found[side]] == [1.0, 9.0, 2.0, 18.0]
+    assert [phases["started"] for side in ("ours", "theirs") for phases in measurements[side]] == [1.0, 9.0, 2.0, 18.0]
 
 
 def test_contest_is_compared_by_the_medians_of_each_side_and_phase():
@@ -518,7 +518,7 @@ def test_early_decisions_take_a_small_part_of_so_many_questions(truth: str, most
     assert np.median(outcome.shares) < most and outcome.contradicted == 0
 
 
-def test_script_named_as_a_module_of_python_does_not_stand_in_for_it():
+def test_script_named_as_a_python_module_does_not_replace_it():
     code = "import statistics; print(statistics.median([1, 2, 9]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -553,7 +553,7 @@ def test_runs_without_a_drop_raise_few_alarms(kind: str):
     assert false_alarms(kind, runs=4, seed=1).runs <= (0.75 if kind.startswith(unlike) else 0.25)
 
 
-def test_alarms_of_one_curve_are_as_seldom_as_stated_and_neighbours_are_not():
+def test_alarms_of_a_curve_are_as_seldom_as_stated():
     assert compared_with_neighbours(runs=30, seed=1) == 1.0
     assert distance(stated=200, checkpoints=4_000, seed=1) >= 150
 

@@ -41,7 +41,7 @@ def test_workflows_are_valid_by_the_published_schema_and_a_mistake_is_not(tmp_pa
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_script_of_a_step_is_one_that_the_shell_reads(script: str):
+def test_script_of_a_step_is_valid_for_the_shell(script: str):
     assert "${{" not in script, "values go through the environment: a path from outside must not become code"
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
@@ -71,16 +71,16 @@ def test_workflow_of_images_reads_the_version_and_the_host_to_log_in_to(tmp_path
     assert set(names) == {path.stem for path in root.glob("deployments/images/*.Dockerfile")}
 
 
-def test_example_of_a_gate_is_one():
+def test_example_of_a_gate_is_valid():
     assert {type(rule) for rule in load_gate(str(CI / "gate.yaml")).rules} == {BoundRule, BaselineRule}
 
 
-def test_path_from_outside_is_one_value_of_the_request_whatever_it_holds(tmp_path: Path):
+def test_path_from_outside_is_a_single_value_of_the_request(tmp_path: Path):
     path = 'gs://runs/a", "evaluation_path": "/elsewhere'
     (tmp_path / "gate.yaml").write_text((CI / "gate.yaml").read_text())
-    stand_in = tmp_path / "prefect"
-    stand_in.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
-    stand_in.chmod(0o755)
+    fake_prefect = tmp_path / "prefect"
+    fake_prefect.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    fake_prefect.chmod(0o755)
     done = subprocess.run(
         ["bash", "-e", "-c", SCRIPTS["deployed: Evaluate, and wait"]],
         capture_output=True,

@@ -125,7 +125,7 @@ MODELS: tuple[type[BaseModel], ...] = (
 HAND_DOWN = (EvaluationConfig, SuiteRequest, Policy, PolicySuite)  # unset fields come from the model before
 SINKS = (ObjectStoreSink, WeightsAndBiasesSink, MlflowSink, HuggingFaceSink)
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-DEFAULTS_IN_WORDS = {
+DEFAULT_TEXTS = {
     ("Settings", "cache_dir"): "`$XDG_CACHE_HOME/assay`, else `~/.cache/assay`",
     ("Settings", "slurm_dir"): "`~/.assay/slurm`",
 }
@@ -163,18 +163,18 @@ def lines_of(model: type[BaseModel]) -> list[Line]:
     return [
         Line(name, "", f"`{constant}`")
         if (constant := constant_of(field))
-        else Line(name, field_in_words(model, name, field), documented.get(name, ""))
+        else Line(name, field_text(model, name, field), documented.get(name, ""))
         for name, field in model.model_fields.items()
     ]
 
 
-def field_in_words(model: type[BaseModel], name: str, field: FieldInfo) -> str:
+def field_text(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     """Formats a field: its type, unless text or implied by the default; default, limits, and if it is required."""
     optional = [part for part in get_args(field.annotation) if part is not NoneType]
     kind = optional[0] if len(optional) == 1 and NoneType in get_args(field.annotation) else field.annotation
-    default = DEFAULTS_IN_WORDS.get((model.__name__, name)) or default_in_words(field)
+    default = DEFAULT_TEXTS.get((model.__name__, name)) or default_text(field)
     scalar = kind in (int, float, bool, Path) or get_origin(kind) is tuple
-    shown = "" if kind in (str, SecretStr) or (default and scalar) else type_in_words(kind)
+    shown = "" if kind in (str, SecretStr) or (default and scalar) else type_text(kind)
     if model in WRITTEN_BY_US:
         return shown
     limits = [
@@ -195,7 +195,7 @@ def fields_list(model: type[BaseModel]) -> str:
     own, shared = [], dict[str, list[str]]()
     for line in lines_of(model):
         earlier = MODELS[: MODELS.index(model)] if model in MODELS else ()
-        same = next((other for other in earlier if stands_in(line, other, beside=model)), None)
+        same = next((other for other in earlier if is_listed_in(line, other, owner=model)), None)
         if same is None:
             own.append(entry(*line))
         else:
@@ -205,11 +205,11 @@ def fields_list(model: type[BaseModel]) -> str:
     )
 
 
-def stands_in(line: Line, other: type[BaseModel], *, beside: type[BaseModel]) -> bool:
+def is_listed_in(line: Line, other: type[BaseModel], *, owner: type[BaseModel]) -> bool:
     """Returns True if another model has the same field, or the same except for the default."""
     if len(line.meaning) > 24 and line in lines_of(other):
         return True
-    alike = [found for found in lines_of(other) if found.name == line.name and {other, beside} <= set(HAND_DOWN)]
+    alike = [each for each in lines_of(other) if each.name == line.name and {other, owner} <= set(HAND_DOWN)]
     return bool(alike) and "required" not in f"{line.remark} {alike[0].remark}"
 
 
@@ -237,26 +237,26 @@ def _own_docstrings(model: type[BaseModel]) -> dict[str, str]:
     }
 
 
-def type_in_words(annotation: Any) -> str:
+def type_text(annotation: Any) -> str:
     """Formats a type for writers of YAML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_in_words(arguments[0])
+        return type_text(arguments[0])
     if origin in (Union, UnionType):
         kinds = [part for part in arguments if part is not NoneType]
         if set(kinds) == set(SINKS):
             return "[sinks](#sinks)"
-        return " or ".join(type_in_words(part) for part in kinds)
+        return " or ".join(type_text(part) for part in kinds)
     if origin is Literal:
         return f"`{'|'.join(str(value) for value in arguments)}`"
     if origin is tuple:
-        inner = type_in_words(arguments[0])
+        inner = type_text(arguments[0])
         return "list" if inner == "text" else f"list of {inner}"
     if origin is dict:
-        inner = type_in_words(arguments[1])
+        inner = type_text(arguments[1])
         return "mapping" if inner in ("text", "anything") else f"mapping to {inner}"
     if annotation is EvaluatorOptions:
-        return ", ".join(["a name", *(type_in_words(options_kind(name)) for name in EVALUATORS)])
+        return ", ".join(["a name", *(type_text(options_kind(name)) for name in EVALUATORS)])
     if annotation in MODELS:
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
     return {Any: "anything", AwareDatetime: "datetime", SecretStr: "secret", str: "text", Path: "path"}.get(
@@ -264,7 +264,7 @@ def type_in_words(annotation: Any) -> str:
     )
 
 
-def default_in_words(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     """Formats the default of a field as code; empty if it is missing or trivial."""
     default = field.default
     if field.default_factory_takes_validated_data:
@@ -283,12 +283,12 @@ def commands_list() -> str:
     """Lists every subcommand with its arguments and options; `--help` explains them."""
     parts = []
     for name, command in commands().items():
-        options = ", ".join(f"`{option_in_words(option)}`" for option in command.params)
+        options = ", ".join(f"`{option_text(option)}`" for option in command.params)
         parts.append(f"### assay {name}\n\n{command.help}\n\n{options}\n")
     return "\n".join(parts)
 
 
-def option_in_words(option: Any) -> str:
+def option_text(option: Any) -> str:
     """Formats an option with its default, or an argument in capitals, in brackets if it is optional."""
     if option.param_type_name == "argument":
         return option.name.upper() if option.required else f"[{option.name.upper()}]"
@@ -298,11 +298,11 @@ def option_in_words(option: Any) -> str:
 
 def commands() -> dict[str, Any]:
     """Returns the subcommands of `assay` by name; names in a group are like `pool up`."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, command in vars(COMMAND)["commands"].items():
         group = getattr(command, "commands", None)
-        found |= {name: command} if group is None else {f"{name} {sub}": nested for sub, nested in group.items()}
-    return found
+        by_name |= {name: command} if group is None else {f"{name} {sub}": nested for sub, nested in group.items()}
+    return by_name
 
 
 def command_of(words: list[str]) -> tuple[str, list[str]]:
@@ -369,7 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_current_tables(text: str) -> str:
-    return GENERATED.sub(lambda found: f"{found[1]}\n{TABLES[found['name']]()}\n{found[4]}", text)
+    return GENERATED.sub(lambda match: f"{match[1]}\n{TABLES[match['name']]()}\n{match[4]}", text)
 
 
 # Checks
@@ -380,8 +380,8 @@ def test_document_links_lead_to_files_and_headings_that_exist(path: Path):
     broken = []
     for target in LINK.findall(path.read_text()):
         file, _, anchor = target.partition("#")
-        found = (path.parent / file).resolve() if file else path
-        if not found.exists() or (anchor and anchor not in anchors_of(found)):
+        page = (path.parent / file).resolve() if file else path
+        if not page.exists() or (anchor and anchor not in anchors_of(page)):
             broken.append(target)
     assert not broken
 
@@ -430,7 +430,7 @@ def places_of(named: str) -> tuple[Path, ...]:
     """Returns possible paths of a name in backticks: below the root, or for a module's bare name in any package."""
     if "/" in named:
         return (ROOT / named,)
-    return tuple(found for package in (*PACKAGES, "tests", "deployments") for found in (ROOT / package).rglob(named))
+    return tuple(path for package in (*PACKAGES, "tests", "deployments") for path in (ROOT / package).rglob(named))
 
 
 def shell_commands() -> Iterator[tuple[str, list[str]]]:
@@ -445,9 +445,9 @@ def shell_commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_assay_commands_in_code_blocks_parse_with_the_real_command_line():
-    found = list(shell_commands())
-    assert found
-    for document, words in found:
+    examples = list(shell_commands())
+    assert examples
+    for document, words in examples:
         name, arguments = command_of(
             [word for word in words if word not in ("--traceback", "--insecure")]
         )  # allowed anywhere
@@ -535,7 +535,7 @@ def test_other_yaml_json_and_python_examples_can_be_read():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_document_describes_what_is_and_names_nothing_outside_the_repository(path: Path):
     text = GENERATED.sub("", path.read_text())
-    assert not [found.group() for pattern in (PROMISES, OUTSIDE) for found in pattern.finditer(text)]
+    assert not [match.group() for pattern in (PROMISES, OUTSIDE) for match in pattern.finditer(text)]
 
 
 def test_every_document_is_linked_from_another():
@@ -550,7 +550,7 @@ def test_every_document_is_linked_from_another():
 
 def test_reference_tables_are_what_the_code_says():
     text = REFERENCE.read_text()
-    assert {found["name"] for found in GENERATED.finditer(text)} == set(TABLES)
+    assert {match["name"] for match in GENERATED.finditer(text)} == set(TABLES)
     assert text == with_current_tables(text), f"docs/reference.md is stale: run {REGENERATE}"
 
 

@@ -42,9 +42,9 @@ def expressions() -> list[str]:
 
 def parts_of(expression: str) -> list[Any]:
     """Returns the nodes of an expression; raises for an expression that Prometheus could not read."""
-    found: list[Any] = []
-    promql_parser.walk(promql_parser.parse(expression), found.append, None)
-    return found
+    nodes: list[Any] = []
+    promql_parser.walk(promql_parser.parse(expression), nodes.append, None)
+    return nodes
 
 
 def selectors_of(expression: str) -> Iterator[promql_parser.VectorSelector]:
@@ -87,7 +87,7 @@ def test_dashboard_is_wholly_known_to_grafanas_own_models() -> None:
     check(DASHBOARD, json.loads(json.dumps(Dashboard.from_json(DASHBOARD), cls=JSONEncoder)), "")
 
 
-def test_panels_stand_beside_each_other_and_say_what_they_show() -> None:
+def test_panels_are_adjacent_and_say_what_they_show() -> None:
     places: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
@@ -113,10 +113,10 @@ async def test_every_query_finds_its_metrics_and_labels_in_what_a_pool_gives(tmp
             ):
                 assert reply.status == 200
             series = [
-                found
+                each
                 for job in SCRAPED
                 for labels in [job["static_configs"][0]["labels"]]
-                for found in series_of(await page_of(proxy, job["metrics_path"]), target=labels)
+                for each in series_of(await page_of(proxy, job["metrics_path"]), target=labels)
             ]
     assert len(expressions()) > 20
     for expression in expressions():
@@ -137,13 +137,13 @@ async def test_every_query_finds_its_metrics_and_labels_in_what_a_pool_gives(tmp
 
 def unmatched(selector: promql_parser.VectorSelector, series: Sequence[SERIES]) -> str:
     """Returns the reason if a selector matches nothing, else an empty text. A Grafana variable matches everything."""
-    found = [labels for name, labels in series if name == selector.name]
-    if not found:
+    label_sets = [labels for name, labels in series if name == selector.name]
+    if not label_sets:
         return f"there is no {selector.name}"
     for matcher in selector.matchers.matchers:
-        values = {labels[matcher.name] for labels in found if matcher.name in labels}
-        wanted = matcher.op == promql_parser.MatchOp.Equal and not matcher.value.startswith("$")
-        if not values or (wanted and matcher.value not in values):
+        values = {labels[matcher.name] for labels in label_sets if matcher.name in labels}
+        exact = matcher.op == promql_parser.MatchOp.Equal and not matcher.value.startswith("$")
+        if not values or (exact and matcher.value not in values):
             return f"{selector.name} has no {matcher.name}={matcher.value}"
     return ""
 
@@ -166,9 +166,7 @@ async def test_page_of_engines_has_each_family_once_with_the_samples_of_every_re
 
 
 @pytest.mark.parametrize("page", ["no metrics\nx{\n# HELP\n", "x 1\n" * 3 + 'y{a="b"} 2 17\n# EOF'])
-async def test_page_of_engines_leaves_out_what_is_no_sample_and_whose_engine_is_silent(
-    tmp_path: Path, page: str
-) -> None:
+async def test_page_of_engines_leaves_out_other_lines_and_silent_engines(tmp_path: Path, page: str) -> None:
     async with FakeEngine(metrics=page) as engine, FakeEngine() as gone:
         with running_proxy(tmp_path) as proxy:
             proxy.tell(state_of("m", engine, gone))

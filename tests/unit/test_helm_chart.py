@@ -53,7 +53,7 @@ def pod_of(deployment: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return pod, container
 
 
-def test_helm_finds_no_fault_with_the_chart_whose_version_is_assays() -> None:
+def test_helm_accepts_the_chart_with_the_version_of_assay() -> None:
     report = helm_python.lint(CHART, VALUES, strict=True, kube_version="v1.34.0")
     assert [message for message in report["messages"] if message["severity"] > 1] == report["errors"] == []
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
@@ -64,10 +64,10 @@ def test_helm_finds_no_fault_with_the_chart_whose_version_is_assays() -> None:
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
 @pytest.mark.parametrize("claim", ["", "downloads"])
 def test_everything_that_the_chart_makes_is_valid(version: str, claim: str) -> None:
-    found = rendered(pool={**VALUES["pool"], "scratchClaim": claim})
-    for document in found.values():
+    manifests = rendered(pool={**VALUES["pool"], "scratchClaim": claim})
+    for document in manifests.values():
         validate(document, version)
-    assert [name for kind, name in found if kind == "Deployment"] == [
+    assert [name for kind, name in manifests if kind == "Deployment"] == [
         "team-pool-warm",
         "team-worker-us-central1",
         "team-worker-europe-west4",
@@ -77,9 +77,9 @@ def test_everything_that_the_chart_makes_is_valid(version: str, claim: str) -> N
 def test_values_of_the_how_to_make_what_it_says() -> None:
     page = (ROOT / "docs" / "how-to" / "run-on-a-cluster.md").read_text()
     values = yaml.safe_load(page.partition("# Values of the chart\n")[2].partition("```")[0])
-    found = rendered(**values)
-    assert {("Service", "team-pool-warm"), ("Deployment", "team-worker-us-west4")} <= set(found)
-    InferencePoolConfig.model_validate(yaml.safe_load(found["ConfigMap", "team-pool-warm"]["data"]["pool.yaml"]))
+    manifests = rendered(**values)
+    assert {("Service", "team-pool-warm"), ("Deployment", "team-worker-us-west4")} <= set(manifests)
+    InferencePoolConfig.model_validate(yaml.safe_load(manifests["ConfigMap", "team-pool-warm"]["data"]["pool.yaml"]))
 
 
 def test_chart_without_values_makes_the_service_account_of_jobs_only() -> None:
@@ -107,14 +107,14 @@ def test_values_that_are_wrong_or_missing_are_named(changes: dict[str, Any], wor
 
 
 def test_roles_grant_what_our_client_asks_for_and_are_bound_to_their_service_accounts() -> None:
-    found = rendered()
-    rules = found["Role", "team-jobs"]["rules"]
+    manifests = rendered()
+    rules = manifests["Role", "team-jobs"]["rules"]
     granted = {resource for rule in rules for resource in rule["resources"]}
     assert granted == {*get_args(Resource), "pods/log"} - {"nodes"}  # the right to read nodes is optional
     assert all("*" not in rule["verbs"] + rule["resources"] for rule in rules)
     for name in ("team-jobs", "team-worker"):
-        binding = found["RoleBinding", name]
-        assert binding["roleRef"]["name"] == name and ("ServiceAccount", name) in found
+        binding = manifests["RoleBinding", name]
+        assert binding["roleRef"]["name"] == name and ("ServiceAccount", name) in manifests
         assert binding["subjects"] == [{"kind": "ServiceAccount", "name": name, "namespace": "evaluations"}]
 
 
@@ -137,22 +137,22 @@ def test_pods_have_no_privileges_and_their_keys_come_from_secrets() -> None:
 
 
 def test_worker_serves_its_regions_work_pool_with_the_regions_file() -> None:
-    found = rendered()
-    _, container = pod_of(found["Deployment", "team-worker-europe-west4"])
+    manifests = rendered()
+    _, container = pod_of(manifests["Deployment", "team-worker-europe-west4"])
     assert container["command"][2:] == [
         *("prefect", "worker", "start", "--pool", "pool-eu", "--type", "kubernetes", "--with-healthcheck")
     ]
     assert {"name": "ASSAY_REGIONS", "value": "/etc/assay/regions/regions.yaml"} in container["env"]
-    assert found["ConfigMap", "team-regions"]["data"] == {"regions.yaml": VALUES["regions"]}
+    assert manifests["ConfigMap", "team-regions"]["data"] == {"regions.yaml": VALUES["regions"]}
 
 
 def test_service_reaches_the_port_that_the_pools_proxy_listens_at() -> None:
-    found = rendered()
+    manifests = rendered()
     config = InferencePoolConfig.model_validate(
-        yaml.safe_load(found["ConfigMap", "team-pool-warm"]["data"]["pool.yaml"])
+        yaml.safe_load(manifests["ConfigMap", "team-pool-warm"]["data"]["pool.yaml"])
     )
     assert config.model.path == "gs://bucket/run"
-    deployment, service = found["Deployment", "team-pool-warm"], found["Service", "team-pool-warm"]
+    deployment, service = manifests["Deployment", "team-pool-warm"], manifests["Service", "team-pool-warm"]
     _, container = pod_of(deployment)
     assert (config.proxy_host, [{"name": "http", "containerPort": config.proxy_port}]) == (
         "0.0.0.0",
@@ -164,9 +164,9 @@ def test_service_reaches_the_port_that_the_pools_proxy_listens_at() -> None:
 
 def test_pools_container_keeps_the_pool_up_and_ends_it_with_the_pod(tmp_path: Path) -> None:
     _, container = pod_of(rendered()["Deployment", "team-pool-warm"])
-    stand_in = tmp_path / "assay"
-    stand_in.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
-    stand_in.chmod(0o755)
+    fake_assay = tmp_path / "assay"
+    fake_assay.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    fake_assay.chmod(0o755)
     given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     variables = {**given, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     with subprocess.Popen(["sh", "-c", *container["args"]], env=variables) as program:

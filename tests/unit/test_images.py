@@ -38,14 +38,14 @@ class Image:
 
     def environments(self) -> dict[str, tuple[str, EnvironmentSpec]]:
         """Returns the environments built into the image by name, each with the module that defines it."""
-        found = {}
+        by_name = {}
         for arguments in re.findall(r"python build\.py (.+)", "\n".join(self.all("RUN"))):
             module, name, *keys = arguments.split()
             spec = getattr(import_module(module), name)
             for key in keys:
                 spec = spec[key]
-            found[spec.name] = module, spec
-        return found
+            by_name[spec.name] = module, spec
+        return by_name
 
 
 def _read(path: Path) -> Image:
@@ -59,7 +59,7 @@ IMAGES = {path.stem: _read(path) for path in sorted((ROOT / "deployments" / "ima
 every_image = pytest.mark.parametrize("image", IMAGES.values(), ids=IMAGES)
 
 
-def test_images_are_one_for_the_orchestrator_and_one_for_each_engine_and_hold_every_environment():
+def test_images_are_for_the_orchestrator_and_each_engine_with_every_environment():
     assert set(IMAGES) == {"orchestrator", *(name.removeprefix("vllm-") for name in ENVIRONMENTS)}
     built = {name for image in IMAGES.values() for name in image.environments()}
     assert built == set(ENVIRONMENTS | harness_environments())
@@ -76,7 +76,7 @@ def test_dockerfiles_have_nothing_that_hadolint_warns_of(tmp_path: Path):
 
 
 @every_image
-def test_image_is_made_from_a_named_base_for_a_user_who_is_not_root_and_says_what_it_is(image: Image):
+def test_image_has_a_named_base_an_unprivileged_user_and_labels(image: Image):
     assert image.all("FROM") == ["${BASE}"] and image.instructions[0][0] == "ARG"
     assert image.all("USER") == ["1000:1000"]
     assert image.all("COPY")[-1] == ". source/" and not any(line.startswith(".") for line in image.all("COPY")[:-1])

@@ -13,7 +13,7 @@ import typer
 from flows.console.console import ERR, OUT
 from resources.errors import BackendUnavailable, BadInput
 
-cluster_app = typer.Typer(help="Ray clusters of regions, and one on this machine.", no_args_is_help=True)
+cluster_app = typer.Typer(help="Ray clusters of regions, and a local cluster.", no_args_is_help=True)
 
 _Region = Annotated[str, typer.Argument(help="A region of the regions file, or local for this machine.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the command that would run.")]
@@ -22,7 +22,7 @@ _DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the command 
 @cluster_app.command("up")
 def cluster_up(
     region: _Region,
-    cpus: Annotated[int | None, typer.Option(help="CPUs that a local one has; the machine's when left out.")] = None,
+    cpus: Annotated[int | None, typer.Option(help="CPUs of a local cluster; the machine's when left out.")] = None,
     dry_run: _DryRun = False,
 ) -> None:
     """Start a region's Ray cluster from its file, or update it; `local` starts a cluster on this machine."""

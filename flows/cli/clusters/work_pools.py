@@ -17,7 +17,7 @@ from flows.console.console import OUT, Json, print_json
 work_pool_app = typer.Typer(help="The Prefect work pools of the regions.", no_args_is_help=True)
 
 RegionsFile = Annotated[
-    Path | None, typer.Option("--regions", help="Regions file; the one in ASSAY_REGIONS or Assay's own when left out.")
+    Path | None, typer.Option("--regions", help="Regions file; ASSAY_REGIONS or Assay's own when left out.")
 ]
 
 
@@ -128,10 +128,10 @@ def choose(
     require_server()
     table = load_regions(regions) if regions else known_regions()
     asked = resources_asked(EvaluationOptions(cpu=cpu, **asdict(machine)), regions=table)
-    wanted = build_config(asked, ResourceConfig, source="the options")
+    resources = build_config(asked, ResourceConfig, source="the options")
     states = asyncio.run(work_pool_states(entry.work_pool for entry in table.regions if entry.work_pool))
     choice = choose_work_pool(
-        wanted,
+        resources,
         regions=table,
         states=states,
         source=Source(table.named(source).name, int(gigabytes * 10**9)) if source else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from flows.cli.options.groups import POOL_OPTIONS, EvaluationOptions, refuse_beside_config, tpu_asked
+from flows.cli.options.groups import POOL_OPTIONS, EvaluationOptions, refuse_with_config, tpu_asked
 from resources.errors import BadInput
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
@@ -30,18 +30,18 @@ from tasks.spec.suites import SuiteRequest
 
 def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:
     """Returns the configuration in a file; other options are refused."""
-    refuse_beside_config(options.given(), "an evaluation")
-    found = load_config(uri, EvaluationConfig)
-    entries = getattr(found.evaluator, "run_specs_path", None)
+    refuse_with_config(options.given(), "an evaluation")
+    config = load_config(uri, EvaluationConfig)
+    entries = getattr(config.evaluator, "run_specs_path", None)
     tags = {
         **_git_tags(uri, "config_path_git_repo", "config_git_sha"),
         **_git_tags(entries, "helm_config_path_git_repo"),
     }
     sinks = (
         sink.model_copy(update={"tags": {**tags, **sink.tags}}) if isinstance(sink, MlflowSink) else sink
-        for sink in found.sinks
+        for sink in config.sinks
     )
-    return found.model_copy(update={"sinks": tuple(sinks)})
+    return config.model_copy(update={"sinks": tuple(sinks)})
 
 
 def _git_tags(uri: str | None, *names: str) -> dict[str, str]:
@@ -53,21 +53,21 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
     """Returns the configuration for command-line options."""
     if options.model is None or not options.evals:
         raise BadInput(
-            expected="--model and at least one --eval or a --suite, or --config FILE",
+            expected="--model with --eval or --suite, or --config FILE",
             found=" and ".join(options.given("model", "evals")) or "neither",
             remedy="for example: assay evaluate --model runs/a --eval demo_facts",
         )
-    _refuse_beside("--eval", options.given("only"), "it chooses among the evaluations of a suite")
+    _refuse_with("--eval", options.given("only"), "it chooses among the evaluations of a suite")
     evaluator = _evaluator(options.evaluator)
     kind, judge = options_kind(evaluator), _judge(options)
     chosen: dict[str, Any] = {"name": evaluator}
     if judge is not None:
         if not issubclass(kind, JudgedOptions):
-            _refuse_beside(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
+            _refuse_with(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
         chosen["judge"] = judge
     if options.allow_code:
         if not issubclass(kind, CodeOptions):
-            _refuse_beside(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
+            _refuse_with(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
         chosen["allow_code_execution"] = options.allow_code
     content: dict[str, Any] = {
         **_content(options),
@@ -76,7 +76,7 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
     }
     if issubclass(kind, NativeOptions):
         unused = options.given("base_url", "pool", "pool_key_block", "replicas", "engine", "chat", "served_name")
-        _refuse_beside(f"--evaluator {options.evaluator}", unused, "it loads the checkpoint itself, without an engine")
+        _refuse_with(f"--evaluator {options.evaluator}", unused, "it loads the checkpoint itself, without an engine")
         content["resource_config"] = resources_asked(options)
     elif options.base_url is None and options.pool is None:
         content["pool_config"] = pool_content(options)
@@ -86,9 +86,9 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
 def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
     """Returns the suite request for command-line options."""
     if options.model is None:
-        raise BadInput(expected="--model beside --suite", found="none", remedy="name a run or a checkpoint")
-    beside = options.given("evals", "evaluator", "force_fewshot")
-    _refuse_beside("--suite", beside, "the suite says what is asked, and by whom")
+        raise BadInput(expected="--model with --suite", found="none", remedy="name a run or a checkpoint")
+    conflicting = options.given("evals", "evaluator", "force_fewshot")
+    _refuse_with("--suite", conflicting, "the suite names benchmarks and evaluators")
     content: dict[str, Any] = {
         **_content(options),
         "only": options.only,
@@ -125,7 +125,7 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
     served = options.given("base_url", "pool")
     if served:
         pool_options = options.given(*POOL_OPTIONS)
-        _refuse_beside(served[0], pool_options, "they are for a pool that is started; it serves as its owner chose")
+        _refuse_with(served[0], pool_options, "they are for a pool that is started; it serves as its owner chose")
     require_pool_of_key_block(options)
     return {
         "model_path": options.model,
@@ -147,7 +147,7 @@ def require_pool_of_key_block(options: EvaluationOptions) -> None:
     """Raises BadInput for a key without a pool."""
     if options.pool_key_block is not None and options.pool is None:
         raise BadInput(
-            expected="--pool beside --pool-key-block",
+            expected="--pool with --pool-key-block",
             found="--pool-key-block alone",
             remedy="name the pool by its address, or leave the key out",
         )
@@ -160,19 +160,19 @@ def _mlflow(options: EvaluationOptions) -> list[dict[str, str]]:
     output, place = options.output or "evaluations", options.mlflow_uri
     if place is None and not storage.is_local(output):
         raise BadInput(
-            expected="--mlflow-uri beside --mlflow where the records lie in a store",
+            expected="--mlflow-uri with --mlflow if the records are in a store",
             found=f"--output {output} and --mlflow",
             remedy="name a tracking server, or a folder of this machine: --mlflow-uri mlruns",
         )
-    beside = storage.join(storage.parent(storage.absolute(output)), "mlruns")
+    local_uri = storage.join(storage.parent(storage.absolute(output)), "mlruns")
     experiment = options.name or name_of(options.model)[0]
-    return [{"kind": "mlflow", "tracking_uri": place or beside, "experiment": experiment}]
+    return [{"kind": "mlflow", "tracking_uri": place or local_uri, "experiment": experiment}]
 
 
-def _refuse_beside(option: str, others: list[str], why: str) -> None:
+def _refuse_with(option: str, others: list[str], why: str) -> None:
     if others:
         raise BadInput(
-            expected=f"only options that can be followed beside {option}",
+            expected=f"only options that apply with {option}",
             found=f"{option} and {', '.join(others)}",
             remedy=f"leave {others[0]} out: {why}",
         )

@@ -41,7 +41,7 @@ def form_to_write(given: str | None, *, output: str | None, as_json: bool) -> Fo
         raise BadInput(
             expected="--json, or --format and --output",
             found="both",
-            remedy="--format jsonl exports one line of JSON for each metric",
+            remedy="--format jsonl exports a line of JSON for each metric",
         )
     by_name = form_of(output) if output else None
     if output is not None and by_name is None and given is None and not output.endswith(".txt"):
@@ -64,10 +64,10 @@ def form_to_write(given: str | None, *, output: str | None, as_json: bool) -> Fo
 
 
 def write_every_eval_ever(
-    found: Sequence[FoundRecord],
+    records: Sequence[FoundRecord],
     output: str,
     *,
-    wanted: RecordFilter,
+    filters: RecordFilter,
     organization: str | None,
     developer: str | None,
     samples: bool,
@@ -78,12 +78,12 @@ def write_every_eval_ever(
 
     if organization is None:
         raise BadInput(
-            expected="--organization with --format every-eval-ever, which says who evaluated",
+            expected="--organization with --format every-eval-ever, for the evaluating organization",
             found="none",
             remedy="for example --organization my-lab",
         )
     publisher = Publisher(organization, developer or organization)
-    written = write_every_eval_ever(found, output, publisher=publisher, wanted=wanted, with_samples=samples)
+    written = write_every_eval_ever(records, output, publisher=publisher, filters=filters, with_samples=samples)
     parts = [
         how_many(written.records, "record"),
         how_many(written.results, "result"),
@@ -93,7 +93,7 @@ def write_every_eval_ever(
     return f"{', '.join(parts)} in {output}" + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
 
-def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted: RecordFilter) -> bytes:
+def eval_results(records: Sequence[FoundRecord], sink_file: str | None, *, filters: RecordFilter) -> bytes:
     """Returns the content of a `.eval_results` file for a checkpoint."""
     from tasks.records.verification import verified
     from tasks.sinks.backlog import sinks_in
@@ -103,23 +103,23 @@ def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted:
 
     sinks = [sink for sink in sinks_in(sink_file, None) or () if isinstance(sink, HuggingFaceSink)]
     every = sinks[0].leaderboards if sinks else {}
-    leaderboards = {name: board for name, board in every.items() if wanted.takes(name, board.metric)}
+    leaderboards = {name: board for name, board in every.items() if filters.takes(name, board.metric)}
     if not every:
         raise BadInput(
-            expected="--sink with a file whose hugging_face sink has leaderboards, for --format eval-results",
+            expected="--sink with a file that has a hugging_face sink with leaderboards, for --format eval-results",
             found=sink_file or "none",
             remedy="see docs/how-to/publish-results.md",
         )
-    checkpoints = sorted({item.record.checkpoint.name for item in found})
+    checkpoints = sorted({item.record.checkpoint.name for item in records})
     if len(checkpoints) > 1:
         raise BadInput(
-            expected="records of one checkpoint, which eval-results are of",
+            expected="records of a single checkpoint, for eval-results",
             found=f"{len(checkpoints)} checkpoints: {', '.join(checkpoints[:4])}",
-            remedy="choose one: --run and --steps",
+            remedy="choose a checkpoint: --run and --steps",
         )
     made = [
         (item, entry)
-        for item in found
+        for item in records
         for entry in hub_entries(item.record, leaderboards, source_url=sinks[0].source_url).values()
     ]
     scored = {item.cell_uri: item for item, _ in made}
@@ -135,15 +135,15 @@ def eval_results(found: Sequence[FoundRecord], sink_file: str | None, *, wanted:
     for (dataset, task_id), cells in places.items():
         if len(cells) > 1:
             raise BadInput(
-                expected=f"one score for task {task_id} of {dataset}",
+                expected=f"a single score for task {task_id} of {dataset}",
                 found=f"{len(cells)}, of {', '.join(cells)}",
-                remedy="choose one by --evaluator, --benchmark or --tag, or name the folder of its record",
+                remedy="choose a record by --evaluator, --benchmark or --tag, or name its folder",
             )
     entries = [entry for _, entry in made]
     if not entries:
         raise BadInput(
             expected=f"a score, over all questions, of {', '.join(leaderboards or every)}",
-            found=f"none in {how_many(len(found), 'record')} of {checkpoints[0]}" if checkpoints else "no record",
+            found=f"none in {how_many(len(records), 'record')} of {checkpoints[0]}" if checkpoints else "no record",
             remedy="name benchmarks as records do, and evaluate them without max_eval_instances",
         )
     return as_yaml(entries).encode()

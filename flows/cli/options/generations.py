@@ -39,7 +39,7 @@ def generation_from_options(
     require_pool_of_key_block(served)
     if served.pool is not None and (unused := served.given(*POOL_OPTIONS)):
         raise BadInput(
-            expected="only options that can be followed beside --pool",
+            expected="only options that apply with --pool",
             found=f"--pool and {', '.join(unused)}",
             remedy="leave them out: the pool serves as its owner chose",
         )

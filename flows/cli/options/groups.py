@@ -22,7 +22,7 @@ class EngineOptions:
 
     replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None
     cpu: Annotated[
-        int | None, typer.Option(help="CPU cores per engine; 2 when left out, as its device needs where it has one.")
+        int | None, typer.Option(help="CPU cores per engine; as its device needs when left out, 2 without a device.")
     ] = None
     engine: Annotated[tuple[str, ...], typer.Option("--engine", help="Engine argument key=value; repeatable.")] = ()
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False
@@ -38,7 +38,7 @@ class MachineOptions:
     ] = None
     hosts: Annotated[int | None, typer.Option(min=1, help="Machines of each engine, each with such a GPU.")] = None
     ram: Annotated[str | None, typer.Option(help="Memory per engine, such as 32g; as its device needs else.")] = None
-    disk: Annotated[str | None, typer.Option(help="Local disk per engine, likewise.")] = None
+    disk: Annotated[str | None, typer.Option(help="Local disk per engine; as its device needs else.")] = None
     region: Annotated[tuple[str, ...], typer.Option("--region", help="Region allowed, best first; repeatable.")] = ()
     zone: Annotated[str | None, typer.Option(help="A zone of the region.")] = None
     on_demand: Annotated[bool, typer.Option("--on-demand/--preemptible", help="No machine that can be taken away.")] = (
@@ -85,19 +85,19 @@ class EvaluationOptions(EngineOptions, MachineOptions):
     max_at_limit: Annotated[float | None, typer.Option(help="Share of answers that may end at the limit.")] = None
     benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None
     base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the checkpoint already.")] = None
-    served_name: Annotated[str | None, typer.Option(help="Its name there, where it is another one.")] = None
+    served_name: Annotated[str | None, typer.Option(help="The checkpoint's name at the endpoint, if different.")] = None
     pool: Annotated[str | None, typer.Option(help="A kept pool, by name or https:// address: see assay pool.")] = None
     pool_key_block: PoolKeyBlock = None
     allow_code: Annotated[
         tuple[str, ...], typer.Option("--allow-code", help="A benchmark that may run code the model wrote.")
     ] = ()
     judge_url: Annotated[str | None, typer.Option(help="Endpoint of a judge; its own pool when left out.")] = None
-    judge_pool: Annotated[str | None, typer.Option(help="A kept pool, likewise, as the judge.")] = None
+    judge_pool: Annotated[str | None, typer.Option(help="A kept pool as the judge.")] = None
     judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None
     judge_annotator: Annotated[str | None, typer.Option(help="AlpacaEval's configuration of the judge.")] = None
     sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None
     mlflow: Annotated[
-        bool, typer.Option("--mlflow", help="Show results in MLflow too: in mlruns beside the records.")
+        bool, typer.Option("--mlflow", help="Show results in MLflow too: in mlruns next to the records.")
     ] = False
     mlflow_uri: Annotated[
         str | None, typer.Option(help="Tracking server, sqlite:///FILE or folder for that.", metavar="URI")
@@ -106,8 +106,8 @@ class EvaluationOptions(EngineOptions, MachineOptions):
     def given(self, *names: str) -> list[str]:
         """Returns the given options, among `names` or all, in command-line form."""
         asked = names or tuple(annotations_of(type(self)))
-        found = [name for name in asked if getattr(self, name) not in (None, ()) and getattr(self, name) is not False]
-        return [f"--{name.removesuffix('s') if name == 'evals' else name.replace('_', '-')}" for name in found]
+        given = [name for name in asked if getattr(self, name) not in (None, ()) and getattr(self, name) is not False]
+        return [f"--{name.removesuffix('s') if name == 'evals' else name.replace('_', '-')}" for name in given]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class BudgetOptions:
     max_usd: Annotated[
         float | None,
         typer.Option(
-            help="Begin nothing that is expected to cost more, or of which nobody knows; ASSAY_MAX_USD when left out.",
+            help="Begin nothing with a higher or unknown expected cost; ASSAY_MAX_USD when left out.",
             min=0,
         ),
     ] = None
@@ -157,12 +157,10 @@ class PromptOptions:
         typer.Option("--prompts", help="JSON lines, Parquet or a saved data set; wildcards; repeatable."),
     ] = ()
     column: Annotated[str | None, typer.Option(help="Column with the prompt; prompt, or messages in a chat.")] = None
-    template: Annotated[str | None, typer.Option(help="Jinja template over the columns, or @FILE with one.")] = None
+    template: Annotated[str | None, typer.Option(help="Jinja template over the columns, or @FILE.")] = None
     system: Annotated[str | None, typer.Option(help="System message of each conversation.")] = None
     id_column: Annotated[str | None, typer.Option(help="Column that names each prompt; its number else.")] = None
-    keep: Annotated[
-        tuple[str, ...], typer.Option("--keep", help="Column that is copied beside the answers; repeatable.")
-    ] = ()
+    keep: Annotated[tuple[str, ...], typer.Option("--keep", help="Column to copy to the answers; repeatable.")] = ()
     limit: Annotated[int | None, typer.Option(help="The first so many prompts only.")] = None
 
 
@@ -189,7 +187,7 @@ class GenerationOutputOptions:
 
     output: Annotated[str | None, typer.Option(help="Folder for the answers; local, gs:// or s3://.")] = None
     output_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet"
-    prompts_per_shard: Annotated[int, typer.Option(help="Prompts whose answers are one file.")] = 1000
+    prompts_per_shard: Annotated[int, typer.Option(help="Prompts per file of answers.")] = 1000
     max_errors: Annotated[str, typer.Option(help="Errors before it stops: a number, a share, or any.")] = "0.05"
     workers: Annotated[int, typer.Option(help="Processes that ask the pool.")] = 1
     in_flight: Annotated[int | None, typer.Option(help="Requests at once; as the pool has room when left out.")] = None
@@ -201,7 +199,7 @@ def tpu_asked(text: str) -> dict[str, Any]:
     return {"kind": "tpu", "variant": variant, "alternatives": alternatives}
 
 
-def refuse_beside_config(given: Sequence[str], described: str) -> None:
+def refuse_with_config(given: Sequence[str], described: str) -> None:
     """Raises BadInput if options are given in addition to a file that sets them."""
     if given:
         raise BadInput(

@@ -174,16 +174,16 @@ def _resources(options: SubmitOptions) -> ResourceConfig:
 def _device(options: SubmitOptions) -> Device:
     if options.gpu and options.tpu:
         raise BadInput(
-            expected="either --gpu or --tpu", found=f"--gpu {options.gpu} --tpu {options.tpu}", remedy="Leave one out."
+            expected="either --gpu or --tpu", found=f"--gpu {options.gpu} --tpu {options.tpu}", remedy="Omit either."
         )
     if options.tpu:
         return TpuConfig.model_validate(tpu_asked(options.tpu))
     if options.gpu is None:
         return CpuConfig()
-    found = _GPU.fullmatch(options.gpu)
-    if found is None or not options.gpu:
+    match = _GPU.fullmatch(options.gpu)
+    if match is None or not options.gpu:
         raise BadInput(expected="--gpu H100, --gpu H100:8 or --gpu 8", found=options.gpu, remedy="Correct it.")
-    return GpuConfig(variant=found["variant"] or "auto", count=int(found["count"] or 1))
+    return GpuConfig(variant=match["variant"] or "auto", count=int(match["count"] or 1))
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -46,7 +46,7 @@ QUESTIONS = {
 
 CHOICES = 4
 BACKWARDS_QUESTIONS = 100
-HELD_OUT_WORDS_ONE_IN = 8
+HELD_OUT_WORD_INTERVAL = 8
 
 CONSONANTS = "bdfgklmnprst"
 VOWELS = "aeiou"
@@ -158,7 +158,7 @@ def invented_word(source: random.Random) -> str:
 
 def is_held_out(word: str) -> bool:
     """Returns True if a word is held out for the benchmark."""
-    return rank("word", word) % HELD_OUT_WORDS_ONE_IN == 0
+    return rank("word", word) % HELD_OUT_WORD_INTERVAL == 0
 
 
 def spelt_backwards(word: str) -> Exchange:

@@ -50,8 +50,8 @@ async def tell_reading(scope: dict[str, Any], receive: Call, send: Call) -> None
     """Answers with the reading of a `text` by the tokenizer.json of a `folder`; empty if the folder has none."""
     asked = await importlib.import_module("starlette.requests").Request(scope, receive).json()
     file = Path(asked["folder"]) / "tokenizer.json"
-    found = reading(file.read_bytes(), asked["text"]) if file.is_file() else {}
-    await importlib.import_module("starlette.responses").JSONResponse(found)(scope, receive, send)
+    answer = reading(file.read_bytes(), asked["text"]) if file.is_file() else {}
+    await importlib.import_module("starlette.responses").JSONResponse(answer)(scope, receive, send)
 
 
 @lru_cache(maxsize=1)

@@ -141,12 +141,12 @@ def leave_out_rows_of_the_cache() -> None:
                 if request.in_progress_prompt_logprobs_cpu is None or at > end:
                     first = at
                 request.assay_rows = first, at + scheduled[name]
-        found = collect(self, hidden_states, scheduled)
-        for name, rows in found.items():
+        logprobs = collect(self, hidden_states, scheduled)
+        for name, rows in logprobs.items():
             if rows is not None and (first := self.requests[name].assay_rows[0]):
                 kept = type(rows)(*(column[first:] for column in rows[:3]))
-                found[name] = kept if len(kept.logprobs) else None
-        return found
+                logprobs[name] = kept if len(kept.logprobs) else None
+        return logprobs
 
     GPUModelRunner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
 
@@ -162,6 +162,6 @@ def random_rows(count: int, width: int) -> torch.Tensor:
 
 def digest(tensor: torch.Tensor) -> str:
     """Returns the digest of a tensor's dtype, shape and bytes."""
-    found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+    checksum = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    checksum.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return checksum.hexdigest()

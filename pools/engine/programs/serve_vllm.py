@@ -80,7 +80,7 @@ def import_all(modules: Sequence[str], *, late: Sequence[str]) -> None:
 def main(arguments: list[str]) -> None:
     """Serves until the process is stopped."""
     preload([])
-    fork_one_engine_process()
+    fork_engine_process()
     allocate_kv_cache_untouched()
     take_back_discarded_samples()
     remember_texts_of_tokens()
@@ -115,19 +115,19 @@ def interface_of(address: str) -> str | None:
     Gloo would listen at the address of the host's own name, which is 127.0.1.1 on Debian: no other host reaches that.
     """
     if ":" in address:
-        wanted = ipaddress.ip_address(address).packed.hex()
+        packed = ipaddress.ip_address(address).packed.hex()
         known = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        return next((name for number, *_, name in known if number == wanted), None)
+        return next((name for number, *_, name in known if number == packed), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                ifreq = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(ifreq[20:24]) == address:
                     return name
     return None
 
 
-def fork_one_engine_process() -> None:
+def fork_engine_process() -> None:
     """Runs an engine of a single rank in a single process, forked from this process.
 
     vLLM starts two processes, each importing everything again, to set OpenMP's variables between them; here they are

@@ -83,18 +83,18 @@ def wait_for_port(host: str, port: int) -> None:
 def wait_for_nodes(hosts: int, address: str, ray_process: subprocess.Popen[bytes]) -> None:
     """Returns once the Ray cluster has this number of nodes with TPUs; ends the process after a time limit."""
     ray: Any = importlib.import_module("ray")
-    found = 0
+    nodes = 0
     while not _is_late() and ray_process.poll() is None:
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False)
-            found = sum(node["Alive"] and node["Resources"].get("TPU", 0) > 0 for node in ray.nodes())
+            nodes = sum(node["Alive"] and node["Resources"].get("TPU", 0) > 0 for node in ray.nodes())
         except (ConnectionError, RuntimeError, TimeoutError, ValueError):  # it is still starting
-            found = 0
-        if found == hosts:
+            nodes = 0
+        if nodes == hosts:
             return ray.shutdown()
         time.sleep(_POLL_SECONDS)
-    sys.exit(f"RuntimeError: {found} of {hosts} hosts of the slice have come")
+    sys.exit(f"RuntimeError: {nodes} of {hosts} hosts of the slice have come")
 
 
 def _is_late(began: float = time.monotonic()) -> bool:

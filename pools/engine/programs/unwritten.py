@@ -40,16 +40,16 @@ def mark(module: torch.nn.Module, names: Iterable[str]) -> None:
 
 def find(model: torch.nn.Module) -> dict[str, str]:
     """Returns counts of numbers that still hold the pattern, by parameter, and sets them to 0."""
-    found: dict[str, str] = {}
+    counts: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         bits = bits_of(parameter)
         if bits is None or int(bits.amax()) < PATTERNS[bits.dtype]:  # takes a tenth of the time of comparing all
             continue
         held = bits == PATTERNS[bits.dtype]
         if count := int(held.count_nonzero()):
-            found[name] = f"{count} of {bits.numel()}"
+            counts[name] = f"{count} of {bits.numel()}"
             bits.masked_fill_(held, 0)
-    return found
+    return counts
 
 
 def watch_loading() -> None:

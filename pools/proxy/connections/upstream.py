@@ -172,7 +172,7 @@ class Call:
         patience = min(self._upstream.connect_timeout_seconds, self.deadline - origin.loop.time())
         try:
             if "\0" in origin.host:
-                raise ValueError("a name with a NUL, of which uvloop would look up what stands before it")
+                raise ValueError("a host name with a NUL: uvloop would look up only the part before it")
             async with asyncio.timeout(patience) as self._connecting:
                 _, connection = await origin.loop.create_connection(
                     lambda: EngineConnection(origin), origin.host, origin.port, ssl=origin.tls

@@ -125,20 +125,20 @@ class IrisController:
             raise self._refused(error) from error
 
     def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
-        found = self.ask(lambda: self._calls.get_job_state(_C.GetJobStateRequest(job_ids=list(job_ids))))
-        return {job_id: job_pb2.JobState.Name(state) for job_id, state in found.states.items()}
+        response = self.ask(lambda: self._calls.get_job_state(_C.GetJobStateRequest(job_ids=list(job_ids))))
+        return {job_id: job_pb2.JobState.Name(state) for job_id, state in response.states.items()}
 
     def job(self, job_id: str) -> Seen | None:
         try:
-            found = self._asked(lambda: self._calls.get_job_status(_C.GetJobStatusRequest(job_id=job_id)))
+            response = self._asked(lambda: self._calls.get_job_status(_C.GetJobStatusRequest(job_id=job_id)))
         except ConnectError as error:
             if error.code in {Code.NOT_FOUND, Code.INVALID_ARGUMENT}:
                 return None
             raise self._refused(error) from error
-        return replace(_seen(found.job), command=tuple(found.request.entrypoint.run_command.argv))
+        return replace(_seen(response.job), command=tuple(response.request.entrypoint.run_command.argv))
 
     def jobs(self, prefix: str) -> list[Seen]:
-        found: dict[str, Seen] = {}  # by id: a job submitted meanwhile shifts the others to the next page
+        jobs_by_id: dict[str, Seen] = {}  # by id: a job submitted meanwhile shifts the others to the next page
         offset = 0
         while True:
             query = _C.JobQuery(
@@ -149,22 +149,22 @@ class IrisController:
                 sort_direction=_C.SORT_DIRECTION_DESC,
             )
             page = self.ask(partial(self._calls.list_jobs, _C.ListJobsRequest(query=query)))
-            found.update((job.job_id, _seen(job)) for job in page.jobs)
+            jobs_by_id.update((job.job_id, _seen(job)) for job in page.jobs)
             offset += len(page.jobs)
             if not (page.has_more and page.jobs):
-                return list(found.values())
+                return list(jobs_by_id.values())
 
     def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Task]:
-        found = self.ask(lambda: self._calls.list_tasks(_C.ListTasksRequest(job_id=job_id)))
-        listed = sorted(map(_task, found.tasks), key=lambda task: int(task.task_id.rpartition("/")[2]))
+        response = self.ask(lambda: self._calls.list_tasks(_C.ListTasksRequest(job_id=job_id)))
+        listed = sorted(map(_task, response.tasks), key=lambda task: int(task.task_id.rpartition("/")[2]))
         return [self._whole(task) if every_attempt and task.attempt > 0 else task for task in listed]
 
     def terminate(self, job_id: str) -> None:
         self.ask(lambda: self._calls.terminate_job(_C.TerminateJobRequest(job_id=job_id)))
 
     def records(self, name: str) -> dict[str, dict[str, str]]:
-        found = self.ask(lambda: self._calls.list_endpoints(_C.ListEndpointsRequest(prefix=name, exact=True)))
-        return {endpoint.endpoint_id.rpartition("#")[2]: dict(endpoint.metadata) for endpoint in found.endpoints}
+        response = self.ask(lambda: self._calls.list_endpoints(_C.ListEndpointsRequest(prefix=name, exact=True)))
+        return {endpoint.endpoint_id.rpartition("#")[2]: dict(endpoint.metadata) for endpoint in response.endpoints}
 
     def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
         request = _C.RegisterEndpointRequest(
@@ -189,8 +189,8 @@ class IrisController:
         request = logging_pb2.FetchLogsRequest(
             source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, cursor=cursor
         )
-        found = self.ask(lambda: self._logs.fetch_logs(request))
-        return [(entry.attempt_id, entry.data) for entry in found.entries], found.cursor if found.entries else cursor
+        logs = self.ask(lambda: self._logs.fetch_logs(request))
+        return [(entry.attempt_id, entry.data) for entry in logs.entries], logs.cursor if logs.entries else cursor
 
     def result(self, task_id: str, *, attempt: int) -> str | None:
         request = logging_pb2.FetchLogsRequest(
@@ -200,8 +200,8 @@ class IrisController:
         return entries[-1].data if entries else None
 
     def groups(self) -> list[Group]:
-        found = self.ask(lambda: self._calls.get_autoscaler_status(_C.GetAutoscalerStatusRequest()))
-        return [_group(group.config) for group in found.status.groups]
+        response = self.ask(lambda: self._calls.get_autoscaler_status(_C.GetAutoscalerStatusRequest()))
+        return [_group(group.config) for group in response.status.groups]
 
     def _whole(self, task: Task) -> Task:
         request = _C.GetTaskStatusRequest(task_id=task.task_id)

@@ -162,8 +162,8 @@ class IrisJob:
         tell(self._controller, job_id, STOP, {"reason": "terminated"})
 
     def _records(self) -> dict[str, dict[str, str]]:
-        found = self._controller.records(f"{self._job_id}/{RECORDS}")
-        return {key: record for key, record in found.items() if key.isdigit()}
+        records = self._controller.records(f"{self._job_id}/{RECORDS}")
+        return {key: record for key, record in records.items() if key.isdigit()}
 
     def _left(self, replica: int) -> bytes | None:
         task = self._controller.tasks(self._job_id)[replica * self._hosts]
@@ -260,5 +260,5 @@ def unknown_job(controller: Controller, job_id: str) -> BadInput:
     return BadInput(
         expected=f"the id of a job on the Iris cluster {controller.address}, such as /user/name-0123abcd",
         found=repr(job_id),
-        remedy="Choose one that is listed there; those of old jobs are removed.",
+        remedy="Choose a job that is listed there; old jobs are removed.",
     )

@@ -46,10 +46,10 @@ def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
     hosts = resources.device.slice.vms if isinstance(resources.device, TpuConfig) else 1
     if hosts > 1 and replicas > 1:
         raise UnsatisfiableResources(
-            expected="one slice of several VMs, or several slices of one VM each, in one job",
-            found=f"{replicas} slices {_device_name(resources.device)} of {hosts} VMs each: Iris looks for one slice "
+            expected="a single slice of several VMs, or several slices of a single VM each, per job",
+            found=f"{replicas} slices {_device_name(resources.device)} of {hosts} VMs each: Iris looks for a slice "
             "that holds all tasks of a job, and would wait for ever",
-            remedy="Submit one job for each slice, or all of them to Ray.",
+            remedy="Submit a job for each slice, or all slices to Ray.",
         )
     return Placement(
         cpu_millicores=resources.cpu * 1000,
@@ -66,7 +66,7 @@ def check_groups(resources: ResourceConfig, groups: Sequence[Group]) -> None:
     if not groups:
         return
     fitting = list(groups)
-    for wanted, fits in (
+    for requirement, fits in (
         (f"device {_device_name(resources.device)}", lambda group: _has_device(group, resources.device)),
         (f"one of the regions {resources.regions}", lambda group: _is_one_of(group.region, resources.regions)),
         (f"zone {resources.zone}", lambda group: _is_one_of(group.zone, resources.zone and (resources.zone,))),
@@ -78,7 +78,7 @@ def check_groups(resources: ResourceConfig, groups: Sequence[Group]) -> None:
         left = [group for group in fitting if fits(group)]
         if not left:
             raise UnsatisfiableResources(
-                expected=f"machines with {wanted}",
+                expected=f"machines with {requirement}",
                 found="; ".join(_described(group) for group in fitting),
                 remedy="Ask for less or for another device, or add a scale group to the cluster's configuration.",
             )
@@ -110,8 +110,8 @@ def _is_one_of(place: str, allowed: Sequence[str] | str | None) -> bool:
     return not allowed or not place or place in allowed
 
 
-def _is_enough(offered: int, wanted: int) -> bool:
-    return offered == 0 or offered >= wanted
+def _is_enough(offered: int, required: int) -> bool:
+    return offered == 0 or offered >= required
 
 
 def _described(group: Group) -> str:

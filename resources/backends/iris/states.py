@@ -123,15 +123,15 @@ def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> E
 
 def end_reason(error: str) -> str:
     """Returns the final message of the replica's program in a single line; without any, Iris' own message."""
-    found = _SAID.search(error)
-    text = found["reason"] if found else error.partition("Traceback")[0]
+    match = _SAID.search(error)
+    text = match["reason"] if match else error.partition("Traceback")[0]
     return " ".join(text.split())[:_SHOWN_CHARACTERS]
 
 
 def restarts(error: str) -> int:
     """Returns how often the replica's program had restarted on the same worker before this end."""
-    found = _SAID.search(error)
-    return int(found["restarts"] or 0) if found else 0
+    match = _SAID.search(error)
+    return int(match["restarts"] or 0) if match else 0
 
 
 def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[int] = ()) -> Counts:
@@ -153,8 +153,8 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[i
             taken += ending == "preempted" and not end_reason(attempt.error).startswith(_GAVE_UP)
             preemptions_here += restarts(attempt.error)
         preemptions_of_tasks.append(taken)
-    here = zip(tasks, restarts_now or [0] * len(tasks), strict=True)
-    restarted_now = sum(count for task, count in here if task.is_on_a_worker or task.has_succeeded)
+    tasks_and_restarts = zip(tasks, restarts_now or [0] * len(tasks), strict=True)
+    restarted_now = sum(count for task, count in tasks_and_restarts if task.is_on_a_worker or task.has_succeeded)
     preemptions = max(preemptions_of_tasks) + preemptions_here + restarted_now
     if status is JobStatus.RUNNING:  # the job's status was read before its tasks, which may have ended meanwhile
         present = any(task.is_on_a_worker or task.has_succeeded for task in tasks)

@@ -105,8 +105,8 @@ class OwnedJob:
                 self._write(status=status, reason=reason, counted=self._record.attempts)
 
     def _step(self) -> None:
-        found = read_record(self._cluster, self._record.job_id)
-        if found is None or found[1]:
+        stored = read_record(self._cluster, self._record.job_id)
+        if stored is None or stored[1]:
             if self._record.attempts > self._record.counted:
                 end_attempt(self._cluster, self._record)
             self._write(status=JobStatus.STOPPED, reason=TERMINATED, counted=self._record.attempts)
@@ -174,7 +174,7 @@ class OwnedJob:
     def _states(self, job: dict[str, Any], pods: list[dict[str, Any]], mine: str) -> list[PodState]:
         record, jobs = self._record, [job]
         if record.kind == "jobsets":
-            jobs, pods = (without_collateral(found, job) for found in (self._cluster.list("jobs", mine), pods))
+            jobs, pods = (without_collateral(objects, job) for objects in (self._cluster.list("jobs", mine), pods))
         return states_by_index(pods, count=record.pods, vms=record.vms, jobs=jobs)
 
     def _conclude(self, outcome: PodState, job: dict[str, Any] | None) -> None:

@@ -161,15 +161,15 @@ class KubernetesClient:
     def attach(self, job_id: str) -> KubernetesJob:
         """Returns a handle on a job of any process in this namespace; raises `BadInput` if there is none."""
         name = job_id if job_id.replace("-", "").isalnum() else ""
-        found = read_record(self._cluster, name) if name else None
-        if found is None:
+        stored = read_record(self._cluster, name) if name else None
+        if stored is None:
             raise BadInput(
                 expected=f"the id of a job in the namespace {self._cluster.namespace}",
                 found=repr(job_id),
-                remedy="Choose one that `kubectl get configmaps -l assay-evals/part=record` lists.",
+                remedy="Choose a job that `kubectl get configmaps -l assay-evals/part=record` lists.",
             )
         mine = next((job for job in self._owned if job.record.job_id == job_id), None)
-        return self._handle(found[0], step=mine.step if mine else None)
+        return self._handle(stored[0], step=mine.step if mine else None)
 
     def jobs(self) -> list[JobDetails]:
         """Returns the jobs of all processes that use this namespace."""
@@ -182,7 +182,7 @@ class KubernetesClient:
             raise UnsatisfiableResources(
                 expected="a cluster with JobSet, which keeps several slices of several VMs apart",
                 found=f"{resources.replicas} slices of {where.vms} VMs each, and no jobset.x-k8s.io/v1alpha2",
-                remedy="have JobSet's controller installed (kubernetes-sigs/jobset), or submit one job for each slice",
+                remedy="have JobSet's controller installed (kubernetes-sigs/jobset), or submit a job for each slice",
             )
         if self._queue is not None:
             self._require_queue(self._queue)
@@ -214,14 +214,14 @@ class KubernetesClient:
 
     def _require_queue(self, queue: str) -> None:
         try:
-            found = self._cluster.get("localqueues", quote(queue, safe=""))
+            local_queue = self._cluster.get("localqueues", quote(queue, safe=""))
         except BackendUnavailable:  # users with the right to submit jobs may lack the right to read queues
             return
-        if found is None:
+        if local_queue is None:
             raise BadInput(
                 expected=f"Kueue's queue {queue!r} in the namespace {self._cluster.namespace}",
                 found="none, or no Kueue on the cluster",
-                remedy="choose one that `kubectl get localqueues` lists, or leave ?queue= out of the backend's address",
+                remedy="choose a queue of `kubectl get localqueues`, or remove ?queue= from the backend's address",
             )
 
     def _handle(self, record: Record, *, step: Callable[[], Record] | None = None) -> KubernetesJob:

@@ -31,15 +31,15 @@ class CloudLogs:
         try:
             # Over HTTP: gRPC's threads do not survive a fork.
             client = logging.Client(project=self._project, _use_grpc=False, **self._options)
-            wanted = log_filter(job, namespace=self._namespace, since=since)
-            for entry in client.list_entries(filter_=wanted, order_by=logging.ASCENDING, page_size=_PAGE):
+            expression = log_filter(job, namespace=self._namespace, since=since)
+            for entry in client.list_entries(filter_=expression, order_by=logging.ASCENDING, page_size=_PAGE):
                 yield _line(entry)
         except (GoogleAPIError, GoogleAuthError, OSError) as error:
             raise BackendUnavailable(
                 expected=f"Cloud Logging to give the log of {job}",
                 found=" ".join(str(error).split()) or type(error).__name__,
                 remedy="log in with `gcloud auth application-default login`, name the cluster's project with "
-                "--project, and have somebody grant roles/logging.viewer there",
+                "--project, and ask an administrator for roles/logging.viewer there",
             ) from error
 
 

@@ -50,13 +50,13 @@ class Cluster:
         return self._json("GET", resource, name)
 
     def list(self, resource: Resource, selector: str = "") -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        items: list[dict[str, Any]] = []
         query = {"limit": str(_PAGE), **({"labelSelector": selector} if selector else {})}
         while True:
             page = self._json("GET", resource, query=query) or {}
-            found += page.get("items", [])
+            items += page.get("items", [])
             if not (more := page.get("metadata", {}).get("continue")):
-                return found
+                return items
             query = {**query, "continue": more}
 
     def serves(self, resource: Resource) -> bool:
@@ -144,7 +144,7 @@ class Cluster:
         while True:
             retry_after = 0.0
             try:
-                found: Any = self._api.call_api(
+                response: Any = self._api.call_api(
                     path,
                     verb,
                     query_params=list((query or {}).items()),
@@ -154,7 +154,7 @@ class Cluster:
                     _preload_content=False,
                     _request_timeout=(_CONNECT_SECONDS, None if stream else _READ_SECONDS),
                 )
-                answer = found[0]  # a response of urllib3, because of `_preload_content=False`
+                answer = response[0]  # a response of urllib3, because of `_preload_content=False`
                 if not stream:
                     answer.read(cache_content=True)
                 return answer
@@ -181,7 +181,7 @@ class Cluster:
         target = f"pods/{name.rpartition('/')[2]}" if name.endswith("/log") else resource
         remedies = {
             401: "Log in to the cluster again, such as with `gcloud container clusters get-credentials`.",
-            403: f"Have somebody grant the verb {right!r} on {target!r} in the namespace {self.namespace}.",
+            403: f"Ask an administrator to grant the verb {right!r} on {target!r} in the namespace {self.namespace}.",
             422: "The cluster may be older than Kubernetes 1.29, which jobs need; or a policy there forbids this.",
             None: "See whether the cluster is up and can be reached from here, and try again.",
         }
@@ -210,7 +210,7 @@ def connect(context: str, namespace: str) -> Cluster:
         raise BackendUnavailable(
             expected=f"a context {context!r} in the kubeconfig" if context else "a cluster around us, or a kubeconfig",
             found=str(error),
-            remedy="See `kubectl config get-contexts`, and name one: ASSAY_JOBS=kubernetes://context/namespace.",
+            remedy="See `kubectl config get-contexts`, and name a context: ASSAY_JOBS=kubernetes://context/namespace.",
         ) from error
     configuration.retries = False  # pyright: ignore[reportAttributeAccessIssue]  # `Cluster` retries by its own rules
     configuration.connection_pool_maxsize = 32  # logs of all pods of an attempt are followed at once

@@ -99,7 +99,7 @@ def placement(resources: ResourceConfig) -> Placement:
         case TpuConfig() as tpu:
             if tpu.alternatives:
                 raise UnsatisfiableResources(
-                    expected="one TPU type: a pod names the labels of its nodes before it knows them",
+                    expected="a single TPU type: a pod names the labels of its nodes before it knows them",
                     found=" or ".join(tpu.types),
                     remedy="Ask for one of them, or submit to Ray or Iris, which choose.",
                 )
@@ -130,7 +130,7 @@ def gke_device(name: str | None, *, count: int | None = None, topology: str | No
     tpu = _tpu_of(label, count=count, topology=topology)
     if tpu.slice.vms > 1:
         raise UnsatisfiableResources(
-            expected="a TPU slice of one VM, which one pod can have",
+            expected="a TPU slice of a single VM, which fits a pod",
             found=f"{tpu.variant} with {tpu.slice.vms} VMs",
             remedy="take a smaller slice, or evaluate over a pool on a cluster",
         )
@@ -154,26 +154,26 @@ def accelerator_label(name: str) -> str:
 
 
 def _tpu_of(label: str, *, count: int | None, topology: str | None) -> TpuConfig:
-    found = TPU_TOPOLOGIES.get(canonical_variant(label))
-    if found is None:
+    tpu = TPU_TOPOLOGIES.get(canonical_variant(label))
+    if tpu is None:
         family = next(family for family, gke in TPU_NAMES.items() if gke == label)
         shape = topology if topology is not None and re.fullmatch(r"\d+(x\d+)*", topology) else None
         chips = math.prod(map(int, shape.split("x"))) if shape else count
         same = [known for known in TPU_TOPOLOGIES.values() if known.variant.split("-")[0] == family]
-        found = next((known for known in same if known.chips == chips), None)
-        if found is None:
+        tpu = next((known for known in same if known.chips == chips), None)
+        if tpu is None:
             raise UnsatisfiableResources(
                 expected=f"{label} with its topology, such as 2x2, or with the count of its chips",
                 found=f"topology {topology}, count {count}",
                 remedy=f"use one of {', '.join(str(known.chips) for known in same if known.vms == 1)} chips",
             )
-    if count not in (None, found.chips):
+    if count not in (None, tpu.chips):
         raise UnsatisfiableResources(
-            expected=f"a count of {found.chips}, the chips of {found.variant}",
+            expected=f"a count of {tpu.chips}, the chips of {tpu.variant}",
             found=str(count),
             remedy="leave count out",
         )
-    return TpuConfig(variant=found.variant, topology=topology)
+    return TpuConfig(variant=tpu.variant, topology=topology)
 
 
 def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device: Device) -> None:
@@ -222,7 +222,7 @@ def _gpu_name(variant: str) -> str:
     raise UnsatisfiableResources(
         expected=f"a GPU model that nodes are labelled with: {', '.join(GPU_NAMES)}, or a label's value nvidia-…",
         found=repr(variant),
-        remedy='Choose one of those, or "auto" for whatever GPU a node has.',
+        remedy='Choose one of those, or "auto" for any GPU that a node has.',
     )
 
 

@@ -81,11 +81,11 @@ def log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str
     """Returns a pod's last lines over the last 10 attempts, at most 1 MiB, with headings from the second attempt on."""
     lines: list[str] = []
     for attempt in range(record.attempts, max(0, record.attempts - _SHOWN_ATTEMPTS), -1):
-        wanted = max_lines - len(lines)
-        if wanted <= 0:
+        remaining = max_lines - len(lines)
+        if remaining <= 0:
             break
         heading = [f"--- attempt {attempt} ---"] if attempt > 1 else []
-        lines = [*heading, *_lines_of(cluster, record, attempt=attempt, pod=pod, max_lines=wanted), *lines]
+        lines = [*heading, *_lines_of(cluster, record, attempt=attempt, pod=pod, max_lines=remaining), *lines]
     text = "\n".join(lines[-max_lines:] if max_lines > 0 else [])
     return text.encode()[-LONGEST_LOG_BYTES:].decode(errors="ignore")
 
@@ -122,9 +122,9 @@ def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> Lo
 
 def pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> str | None:
     """Returns the name of an existing pod, or None."""
-    for found in cluster.list("pods", selector(job=record.job_id, attempt=attempt)):
-        if pod_index(found, vms=record.vms) == pod:
-            return found["metadata"]["name"]
+    for manifest in cluster.list("pods", selector(job=record.job_id, attempt=attempt)):
+        if pod_index(manifest, vms=record.vms) == pod:
+            return manifest["metadata"]["name"]
     return None
 
 

@@ -90,11 +90,11 @@ class KubernetesJob:
         parts = [(index, vm, index * record.vms + vm) for index in replicas for vm in range(record.vms)]
         if len(parts) == 1:
             return log_of(self._cluster, record, pod=parts[0][2], max_lines=max_lines)
-        found: list[str] = []
+        sections: list[str] = []
         for index, vm, pod in parts:
             place = f"replica {index}" + (f" worker {vm}" if record.vms > 1 else "")
-            found.append(f"==> {place} <==\n{log_of(self._cluster, record, pod=pod, max_lines=max_lines)}")
-        return "\n".join(found)
+            sections.append(f"==> {place} <==\n{log_of(self._cluster, record, pod=pod, max_lines=max_lines)}")
+        return "\n".join(sections)
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
         """Returns the next part of a log; of output between the last read and the pod's end, only the end is kept."""
@@ -158,8 +158,8 @@ class KubernetesJob:
         write_record(self._cluster, ended)
 
     def _read(self) -> Record:
-        if (found := read_record(self._cluster, self.job_id)) is not None:
-            self._record = found[0]
+        if (stored := read_record(self._cluster, self.job_id)) is not None:
+            self._record = stored[0]
         return self._record
 
     def _now(self) -> Record:

@@ -39,13 +39,13 @@ def keep(
     bounds: Bounds,
 ) -> None:
     """Advances a job from its recorded state until it has finished."""
-    found = read_record(cluster, job_id)
-    if found is None:
+    stored = read_record(cluster, job_id)
+    if stored is None:
         raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")
     where = placement(request.resources)
     job = OwnedJob(
         cluster,
-        found[0],
+        stored[0],
         request,
         environment,
         image=image,

@@ -66,15 +66,15 @@ def followed(
     seen: set[LogLine] = set()
     while True:
         ended = has_ended()
-        found = [line for line in logs.read(job, since=since) if line not in seen]
-        yield from sorted(found)
+        lines = [line for line in logs.read(job, since=since) if line not in seen]
+        yield from sorted(lines)
         if ended:
             return
-        if found:
+        if lines:
             # Clocks of nodes differ: lines of the last minute are read again.
-            newest = datetime.fromisoformat(max(line.at for line in found)[:19] + "+00:00")
+            newest = datetime.fromisoformat(max(line.at for line in lines)[:19] + "+00:00")
             since = max(since or newest - _OVERLAP, newest - _OVERLAP)
-            seen = {line for line in seen.union(found) if line.at >= stamp_of(since)}
+            seen = {line for line in seen.union(lines) if line.at >= stamp_of(since)}
         time.sleep(pause_seconds)
 
 

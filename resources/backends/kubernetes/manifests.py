@@ -81,7 +81,7 @@ def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: st
         raise UnsatisfiableResources(
             expected="a container image that holds the job's code, with a python3",
             found="neither environment.docker_image nor resources.image nor ASSAY_JOB_IMAGE is set",
-            remedy="Build one from the workspace, push it, and name it in resources.image.",
+            remedy="Build an image from the workspace, push it, and name it in resources.image.",
         )
     return image
 

@@ -63,8 +63,8 @@ def keeper_pod_name(job_id: str) -> str:
 
 def labels(job_id: str, part: str, *, attempt: int | None = None) -> dict[str, str]:
     """Returns the labels of an object of a job."""
-    found = {**MANAGED_BY, JOB_LABEL: job_id, PART_LABEL: part}
-    return found if attempt is None else {**found, ATTEMPT_LABEL: str(attempt)}
+    job_labels = {**MANAGED_BY, JOB_LABEL: job_id, PART_LABEL: part}
+    return job_labels if attempt is None else {**job_labels, ATTEMPT_LABEL: str(attempt)}
 
 
 def selector(**parts: str | int) -> str:

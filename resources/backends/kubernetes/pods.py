@@ -113,13 +113,13 @@ def pod_index(pod: Mapping[str, Any], *, vms: int) -> int:
     return _slice_index(pod) * vms + int(labels.get(INDEX_LABEL) or annotations.get(INDEX_LABEL) or 0)
 
 
-def without_collateral(found: Sequence[dict[str, Any]], job: Mapping[str, Any]) -> list[dict[str, Any]]:
+def without_collateral(objects: Sequence[dict[str, Any]], job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the pods or Jobs that caused a JobSet's end, not those deleted by the JobSet because it has failed."""
     if given_up(job) is None:
-        return list(found)
+        return list(objects)
     return [
         each
-        for each in found
+        for each in objects
         if "deletionTimestamp" not in each["metadata"] or _condition(each.get("status", {}), "DisruptionTarget", "True")
     ]
 
@@ -130,8 +130,8 @@ def given_up(job: Mapping[str, Any]) -> PodState | None:
     return None if failed is None else _end("crashed", failed.get("message") or failed.get("reason"))
 
 
-def _slice_index(found: Mapping[str, Any]) -> int:
-    return int(found["metadata"].get("labels", {}).get(SLICE_LABEL, 0))
+def _slice_index(manifest: Mapping[str, Any]) -> int:
+    return int(manifest["metadata"].get("labels", {}).get(SLICE_LABEL, 0))
 
 
 def attempt_outcome(states: Sequence[PodState]) -> PodState | None:
@@ -204,8 +204,8 @@ def _exceeded_own_storage(message: str) -> bool:
 
 
 def _indexes(text: str | None) -> set[int]:
-    found: set[int] = set()
+    indexes: set[int] = set()
     for part in filter(None, (text or "").split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        indexes.update(range(int(first), int(last or first) + 1))
+    return indexes

@@ -105,10 +105,10 @@ def request_stop(cluster: Cluster, job_id: str) -> None:
 
 def read_record(cluster: Cluster, job_id: str) -> tuple[Record, bool] | None:
     """Returns the record, and True if a stop was requested; None if there is no such job."""
-    found = cluster.get("configmaps", job_id)
-    if found is None or "record" not in found.get("data", {}):
+    configmap = cluster.get("configmaps", job_id)
+    if configmap is None or "record" not in configmap.get("data", {}):
         return None
-    return record_in(found), "stop" in found["data"]
+    return record_in(configmap), "stop" in configmap["data"]
 
 
 def record_in(config_map: Mapping[str, Any]) -> Record:
@@ -144,7 +144,7 @@ def as_seen(record: Record, heartbeat: Mapping[str, Any] | None) -> Record:
 def all_records(cluster: Cluster) -> list[Record]:
     """Returns the records of all processes that use the namespace, corrected by `as_seen`, newest first."""
     beats = _heartbeats(cluster)
-    records = [record_in(found) for found in cluster.list("configmaps", selector(part="record"))]
+    records = [record_in(configmap) for configmap in cluster.list("configmaps", selector(part="record"))]
     seen = [as_seen(record, beats.get(heartbeat_name(record.owner))) for record in records]
     return sorted(seen, key=lambda record: record.submitted_at, reverse=True)
 
@@ -154,16 +154,18 @@ def prune(cluster: Cluster) -> None:
     records = all_records(cluster)
     for record in records[_KEPT_JOBS:]:
         if record.finished:
-            for found in cluster.list("configmaps", selector(job=record.job_id)):
-                cluster.delete("configmaps", found["metadata"]["name"])
+            for configmap in cluster.list("configmaps", selector(job=record.job_id)):
+                cluster.delete("configmaps", configmap["metadata"]["name"])
     owners = {heartbeat_name(record.owner) for record in records}
-    for name, found in _heartbeats(cluster).items():
-        if name not in owners and is_silent(found, lease_seconds=_KEPT_HEARTBEAT_SECONDS):
+    for name, heartbeat in _heartbeats(cluster).items():
+        if name not in owners and is_silent(heartbeat, lease_seconds=_KEPT_HEARTBEAT_SECONDS):
             cluster.delete("configmaps", name)
 
 
 def _heartbeats(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    return {found["metadata"]["name"]: found for found in cluster.list("configmaps", selector(part="heartbeat"))}
+    return {
+        configmap["metadata"]["name"]: configmap for configmap in cluster.list("configmaps", selector(part="heartbeat"))
+    }
 
 
 def _beat() -> dict[str, str]:

@@ -141,11 +141,11 @@ class LocalClient:
 
     def jobs(self) -> list[JobDetails]:
         """Returns the jobs of all processes of this machine."""
-        found: list[JobDetails] = []
+        jobs: list[JobDetails] = []
         for status in self._jobs_dir.glob("*/status.json"):
             with suppress(OSError, KeyError, ValueError):  # another process prunes them, or it is not a job's
-                found.append(LocalJob(status.parent).details())
-        return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
+                jobs.append(LocalJob(status.parent).details())
+        return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
         _check_device(resources.device, device_root=self._device_root)
@@ -205,7 +205,7 @@ def _check_device(device: Device, *, device_root: Path) -> None:
             chips = max(len(list(devices.glob("accel[0-9]*"))), len(list((devices / "vfio").glob("[0-9]*"))))
             if tpu.slice.vms > 1 or chips < tpu.slice.chips:
                 raise UnsatisfiableResources(
-                    expected=f"the {tpu.slice.chips} chips of a TPU slice {tpu.variant} in one machine",
+                    expected=f"the {tpu.slice.chips} chips of a TPU slice {tpu.variant} in a single machine",
                     found=f"{chips} TPU chips on this machine",
                     remedy="Submit to a backend with TPUs, or use ResourceConfig.with_cpu().",
                 )

@@ -61,15 +61,15 @@ def counters_of(cgroups: str) -> list[Path]:
 
     Those of a control group count its own processes, for all of its limits; `/proc/vmstat` counts the whole machine.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for line in cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found.append(Path(f"/sys/fs/cgroup{path}/memory.events"))
+            files.append(Path(f"/sys/fs/cgroup{path}/memory.events"))
         elif "memory" in controllers.split(","):
-            found.append(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"))
-            found.append(Path("/sys/fs/cgroup/memory/memory.oom_control"))  # path of its own group inside a container
-    return [*found, Path("/proc/vmstat")]
+            files.append(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"))
+            files.append(Path("/sys/fs/cgroup/memory/memory.oom_control"))  # path of its own group inside a container
+    return [*files, Path("/proc/vmstat")]
 
 
 def kills_counted(counters: list[Path]) -> int:

@@ -282,7 +282,7 @@ class Replica:
         if not packages or os.environ.get("ASSAY_IRIS_SETUP"):
             return (os.environ.get("ASSAY_IRIS_SETUP") and shutil.which("python")) or sys.executable
         folder = self._run_folder / "environment"
-        uv = [found] if (found := shutil.which("uv")) else [sys.executable, "-m", "uv"]
+        uv = [uv_path] if (uv_path := shutil.which("uv")) else [sys.executable, "-m", "uv"]
         python = folder / "bin" / "python"
         self._build([*uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(folder)])
         self._build([*uv, "pip", "install", "--quiet", "--python", str(python), "cloudpickle", *packages])
@@ -302,16 +302,18 @@ class Replica:
         return folder
 
     def _clean(self) -> dict[str, str]:
-        wanted = json.loads(os.environ.get("IRIS_JOB_ENV") or "{}")
-        leaking = {"PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__"} - set(wanted)
+        job_variables = json.loads(os.environ.get("IRIS_JOB_ENV") or "{}")
+        leaking = {"PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__"} - set(job_variables)
         return {name: value for name, value in os.environ.items() if name not in leaking}
 
     def _variables_of_its_tpu(self) -> dict[str, str]:
         known: dict[str, dict[str, str]] = self._job["variables_by_tpu_type"]
         if len(known) < 2:
             return next(iter(known.values()), {})
-        found = iris_records.accelerator_of(self._controller, self._task) or os.environ.get("TPU_ACCELERATOR_TYPE", "")
-        return known.get(found.lower(), {})
+        tpu_type = iris_records.accelerator_of(self._controller, self._task) or os.environ.get(
+            "TPU_ACCELERATOR_TYPE", ""
+        )
+        return known.get(tpu_type.lower(), {})
 
     def _variables(self) -> dict[str, str]:
         variables = {**self._variables_of_its_tpu(), **self._clean()}

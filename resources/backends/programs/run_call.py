@@ -49,8 +49,8 @@ def returned(value: object) -> tuple[str, bytes | str]:
     try:
         content = _pickler().dumps(value)
     except Exception as error:  # noqa: BLE001 - pickling code of user objects may raise anything
-        found = f"a value of type {type(value).__name__}: {type(error).__name__}: {error}"
-        return "unreadable", found[:_SHOWN_CHARACTERS]
+        problem = f"a value of type {type(value).__name__}: {type(error).__name__}: {error}"
+        return "unreadable", problem[:_SHOWN_CHARACTERS]
     if len(content) > LARGEST_RESULT_BYTES:
         return "unreadable", f"a value of type {type(value).__name__} with {len(content):,} bytes once pickled"
     return "returned", content

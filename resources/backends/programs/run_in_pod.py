@@ -45,7 +45,7 @@ def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_f
             "MEGASCALE_NUM_SLICES": str(specification["replicas"]),
             "MEGASCALE_SLICE_ID": str(replica),
         }
-    found = {
+    environment = {
         **slices,
         **inherited,
         "PYTHONUNBUFFERED": "1",
@@ -60,8 +60,8 @@ def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_f
         "ASSAY_RESULT": str(run_folder / "result"),
     }
     if first := specification["path_first"]:
-        found["PATH"] = os.pathsep.join([first, found.get("PATH", os.defpath)])
-    return found
+        environment["PATH"] = os.pathsep.join([first, environment.get("PATH", os.defpath)])
+    return environment
 
 
 def run(job_folder: Path, run_folder: Path, heartbeat_folder: Path, message: Path) -> int:

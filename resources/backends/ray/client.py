@@ -111,13 +111,13 @@ class RayClient:
     def jobs(self) -> list[JobDetails]:
         """Returns the jobs of all drivers of the cluster."""
         connection = self._connection()
-        found: list[JobDetails] = []
+        jobs: list[JobDetails] = []
         for controller in connection.controllers():
             try:
-                found += connection.ask(controller, "jobs")
+                jobs += connection.ask(controller, "jobs")
             except ControllerGone:
                 continue
-        return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
+        return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """Raises `UnsatisfiableResources` if no current node is sufficient and the cluster has no autoscaler."""

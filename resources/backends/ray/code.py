@@ -33,8 +33,8 @@ def this_machine() -> str:
                 pass
             finally:
                 unfinished.unlink()
-        found = path.lstat()
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
             return path.read_text()
     raise AssertionError("numbers do not end")
 
@@ -69,8 +69,8 @@ class SentFolder:
             )
         folders = settings().cache_dir / "workspaces"
         folders.mkdir(parents=True, exist_ok=True)
-        here = folders / self.digest
-        return here if here.is_dir() else unpack(Package(digest=self.digest, content=fetch()), folders)
+        local = folders / self.digest
+        return local if local.is_dir() else unpack(Package(digest=self.digest, content=fetch()), folders)
 
     def moved(self, paths: Sequence[str], *, to: Path) -> list[str]:
         """Returns paths below the folder as paths below `to`; other paths are unchanged."""

@@ -98,13 +98,13 @@ class RayConnection:
         with _unavailable(self._ray, self._asked):
             actors = self._ray.util.list_named_actors(all_namespaces=True)
         names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
-        wanted = DETACHED if detached_only else "controller-"
-        found = []
+        prefix = DETACHED if detached_only else "controller-"
+        controllers = []
         for name in sorted(names, key=lambda name: name != f"controller-{self._key[1]}"):
             with suppress(ValueError):  # it has ended since the listing
-                if name.startswith(wanted):
-                    found.append(self._ray.get_actor(name, namespace=NAMESPACE))
-        return found
+                if name.startswith(prefix):
+                    controllers.append(self._ray.get_actor(name, namespace=NAMESPACE))
+        return controllers
 
     def ask(self, controller: Any, method: str, **arguments: Any) -> Any:
         """Calls a method of a controller and returns its answer; waits 90 s, plus `seconds` if that is an argument.
@@ -118,7 +118,7 @@ class RayConnection:
         while True:
             try:
                 if self._is_replaced:
-                    raise self._gone("the head was started anew")
+                    raise self._gone("the head was restarted")
                 if reference is None:
                     reference = controller.call.remote(method, pickle.dumps(arguments))
                 answer = pickle.loads(self._ray.get(reference, timeout=_ANSWER_POLL_SECONDS))
@@ -219,7 +219,7 @@ class RayConnection:
             raise self._unavailable("this process is not connected to it any more")
         _probe(self._asked.removeprefix("ray://") if self._through_client else self._gcs_address, self._asked)
         if self.is_replaced():
-            raise self._gone("the head was started anew")
+            raise self._gone("the head was restarted")
 
     def _gone(self, reason: str) -> ControllerGone:
         return ControllerGone(
@@ -228,17 +228,17 @@ class RayConnection:
             remedy="Submit the job again.",
         )
 
-    def _unavailable(self, found: str) -> BackendUnavailable:
-        return unavailable(self._asked, found)
+    def _unavailable(self, problem: str) -> BackendUnavailable:
+        return unavailable(self._asked, problem)
 
 
-def unavailable(address: str, found: str) -> BackendUnavailable:
+def unavailable(address: str, problem: str) -> BackendUnavailable:
     """Returns the error for an unusable cluster."""
     return BackendUnavailable(
         expected=f"a Ray cluster at {address}, of the same version as ours",
-        found=found,
+        found=problem,
         remedy="Look with `ray status` whether it is up, and correct the address. "
-        "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN where it wants a token.",
+        "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN where it requires a token.",
     )
 
 

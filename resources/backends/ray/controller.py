@@ -161,7 +161,7 @@ class Controller:
             raise BadInput(
                 expected="the id of a job that its controller still remembers",
                 found=repr(job_id),
-                remedy="Look at the jobs of this backend; finished ones are forgotten after a while.",
+                remedy="List the jobs of this backend; finished jobs are forgotten after a while.",
             )
         return job
 

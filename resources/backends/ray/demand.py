@@ -9,13 +9,13 @@ from resources.backends.ray.nodes import (
     REGION_LABEL,
     ZONE_LABEL,
     RayNode,
-    free_in_words,
+    free_text,
     gpu_type_resource,
-    in_words,
     room,
-    total_in_words,
+    share_text,
+    total_text,
 )
-from resources.backends.ray.tpu import describe_slices, most_in_one_region, slices_of, tpu_types
+from resources.backends.ray.tpu import describe_slices, most_per_region, slices_of, tpu_types
 from resources.config import GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
 
@@ -57,12 +57,12 @@ def best_selector(
     Earlier regions are better. Nodes without accelerators are better: a job without accelerators could block a slice.
     """
     for region in resources.regions or (None,):
-        here = [node for node in allowed if region is None or node.region == region]
-        plain = [node for node in here if not node.total.get("TPU") and not node.total.get("GPU")]
-        for chosen in (plain, here):
+        in_region = [node for node in allowed if region is None or node.region == region]
+        plain = [node for node in in_region if not node.total.get("TPU") and not node.total.get("GPU")]
+        for chosen in (plain, in_region):
             if room((node.free for node in chosen), share) >= replicas:
                 names = {node.node_id for node in chosen}
-                avoided = [node for node in here if node.node_id not in names]
+                avoided = [node for node in in_region if node.node_id not in names]
                 return selector_of(allowed, resources, region=region, avoided=avoided)
     return selector_of(allowed, resources, region=None, avoided=())
 
@@ -89,18 +89,18 @@ def reason_to_wait(nodes: Sequence[RayNode], resources: ResourceConfig, replicas
     allowed = allowed_nodes(nodes, resources)
     share = share_of(nodes, resources)
     if isinstance(resources.device, TpuConfig):
-        found = [
+        slices = [
             f"{replicas} × {tpu.variant}: {describe_slices(allowed, tpu, share=share)}"
             for tpu in resources.device.choices
         ]
-        return f"waits for {'; or '.join(found)}"
-    wanted = in_words(share) if replicas == 1 else f"{replicas} × ({in_words(share)})"
+        return f"waits for {'; or '.join(slices)}"
+    required = share_text(share) if replicas == 1 else f"{replicas} × ({share_text(share)})"
     if not allowed:
-        return f"waits for {wanted}: no node {_where(resources)} at present"
+        return f"waits for {required}: no node {_where(resources)} at present"
     fits = room((node.free for node in allowed), share)
     more = f"room for {fits} of {replicas} now, " if replicas > 1 else ""
     count = f"{len(allowed)} node{'' if len(allowed) == 1 else 's'}"
-    return f"waits for {wanted}: {more}{free_in_words(allowed, share)} free on {count}"
+    return f"waits for {required}: {more}{free_text(allowed, share)} free on {count}"
 
 
 def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) -> UnsatisfiableResources | None:
@@ -119,8 +119,8 @@ def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) 
     types = sorted({name for node in allowed for name in node.gpu_types})
     of_types = f"; GPUs in the cluster: {', '.join(types) or 'none'}" if "GPU" in share else ""
     return UnsatisfiableResources(
-        expected=f"{_nodes_with(replicas)} {in_words(share)}{_where(resources, before=' ')}",
-        found=f"room for {fits}; the largest node has {total_in_words(largest, share)}{of_types}",
+        expected=f"{_nodes_with(replicas)} {share_text(share)}{_where(resources, before=' ')}",
+        found=f"room for {fits}; the largest node has {total_text(largest, share)}{of_types}",
         remedy="Ask for less, or for fewer replicas, or add nodes to the cluster.",
     )
 
@@ -143,10 +143,10 @@ def _refused_slices(
     slices = slices_of(nodes, tpu)
     known = tpu_types(nodes)
     offered = ", ".join(f"{count} × {name}" for name, count in sorted(known.items())) or "no TPUs"
-    wanted = f"{replicas} × {tpu.variant}" + (f" arranged as {tpu.topology}" if tpu.topology else "")
-    if most_in_one_region(slices) < replicas:
+    required = f"{replicas} × {tpu.variant}" + (f" arranged as {tpu.topology}" if tpu.topology else "")
+    if most_per_region(slices) < replicas:
         return UnsatisfiableResources(
-            expected=f"{wanted} in the cluster{_where(resources, before=' ')}, in one region",
+            expected=f"{required} in the cluster{_where(resources, before=' ')}, all in the same region",
             found=offered,
             remedy="Ask for a type and a number that are there, or add slices to the cluster.",
         )
@@ -155,18 +155,18 @@ def _refused_slices(
     if len(slices) - len(unfit) >= replicas:
         return None
     return UnsatisfiableResources(
-        expected=f"{in_words(share)} on each host of {wanted}",
-        found=f"hosts with {total_in_words(lacking[0], share)}",
-        remedy="Ask for no more cpu and ram than one host has; the slice is yours as a whole in any case.",
+        expected=f"{share_text(share)} on each host of {required}",
+        found=f"hosts with {total_text(lacking[0], share)}",
+        remedy="Ask for no more cpu and ram than a host has; the job gets the whole slice in any case.",
     )
 
 
 def _all_of(refused: Sequence[UnsatisfiableResources | None]) -> UnsatisfiableResources:
-    found = [each for each in refused if each is not None]
+    refusals = [each for each in refused if each is not None]
     return UnsatisfiableResources(
-        expected=", or ".join(each.expected for each in found),
-        found="; ".join(dict.fromkeys(each.found for each in found)),
-        remedy=found[0].remedy,
+        expected=", or ".join(each.expected for each in refusals),
+        found="; ".join(dict.fromkeys(each.found for each in refusals)),
+        remedy=refusals[0].remedy,
     )
 
 

@@ -88,24 +88,24 @@ def room(resources: Iterable[Mapping[str, float]], share: Mapping[str, float]) -
 def gpu_type_resource(nodes: Iterable[RayNode], variant: str) -> str:
     """Returns the resource name for GPUs of this type, spelled as on the nodes if any has it."""
     names = {name for node in nodes for name in node.gpu_types}
-    wanted = variant.lower().removeprefix("nvidia-")
+    model = variant.lower().removeprefix("nvidia-")
     return next(
-        (_GPU_TYPE_PREFIX + name for name in sorted(names) if name.lower() == wanted),
+        (_GPU_TYPE_PREFIX + name for name in sorted(names) if name.lower() == model),
         _GPU_TYPE_PREFIX + variant,
     )
 
 
-def in_words(share: Mapping[str, float]) -> str:
+def share_text(share: Mapping[str, float]) -> str:
     """Returns a formatted share: `4 CPUs, 8 GiB of memory`."""
     return ", ".join(_amount(name, f"{_scaled(name, amount):g}", amount) for name, amount in share.items())
 
 
-def total_in_words(node: RayNode, share: Mapping[str, float]) -> str:
+def total_text(node: RayNode, share: Mapping[str, float]) -> str:
     """Returns a node's formatted totals of a share's resources: `8 CPUs, 23 GiB of memory`."""
-    return in_words({name: node.total.get(name, 0.0) for name in share if not name.startswith(_GPU_TYPE_PREFIX)})
+    return share_text({name: node.total.get(name, 0.0) for name in share if not name.startswith(_GPU_TYPE_PREFIX)})
 
 
-def free_in_words(nodes: Sequence[RayNode], share: Mapping[str, float]) -> str:
+def free_text(nodes: Sequence[RayNode], share: Mapping[str, float]) -> str:
     """Returns the nodes' formatted free amounts of a share's resources: `1 of 8 CPUs, 10 of 23 GiB of memory`."""
     amounts: list[str] = []
     for name in share:

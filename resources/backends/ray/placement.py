@@ -139,8 +139,8 @@ def _next_claim(
                 # These hosts looked free. If not granted soon, another job was faster, and other hosts are tried.
                 return _Claim(ray, bundles, lasts=False)
         if shown is not None:  # an autoscaler acts on requests: a claim on the slices' head resources
-            wanted = [_head_bundle(shown, replica) for replica in range(replicas)]
-            return _Claim(ray, wanted, lasts=False, is_real=False)
+            head_bundles = [_head_bundle(shown, replica) for replica in range(replicas)]
+            return _Claim(ray, head_bundles, lasts=False, is_real=False)
         return None
     allowed = allowed_nodes(nodes, resources)
     if not allowed and not resources.preemptible:
@@ -219,8 +219,8 @@ class _Claim:
     async def _decided(self) -> None:
         deadline = time.monotonic() + _DECISION_SECONDS
         while not self._granted.done() and time.monotonic() < deadline:
-            found = await asyncio.to_thread(self._ray.util.placement_group_table, self._group)
-            if found.get("stats", {}).get("scheduling_state") in _NOT_GRANTED:
+            table = await asyncio.to_thread(self._ray.util.placement_group_table, self._group)
+            if table.get("stats", {}).get("scheduling_state") in _NOT_GRANTED:
                 return
             await asyncio.wait({self._granted}, timeout=_DECISION_LOOK_SECONDS)
 

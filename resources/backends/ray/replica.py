@@ -74,7 +74,7 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
         raise BadInput(
             expected=f"the working directory {order.working_directory} on the node, or inside the workspace",
             found="no such folder there",
-            remedy="Choose one inside the workspace, which is sent along.",
+            remedy="Choose a folder inside the workspace, which is sent along.",
         )
     python = interpreter_of(order.environment, workspace=workspace)
     entrypoint = order.entrypoint

@@ -105,7 +105,7 @@ def choose_slices(
     return by_region[best][:count]
 
 
-def most_in_one_region(slices: Iterable[TpuSlice]) -> int:
+def most_per_region(slices: Iterable[TpuSlice]) -> int:
     """Returns the largest number of slices, in any state, that a region has."""
     return max(Counter(tpu_slice.region for tpu_slice in slices).values(), default=0)
 
@@ -116,13 +116,13 @@ def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[
     if not slices:
         return "none in the cluster at present"
     states = Counter(tpu_slice.state(share) for tpu_slice in slices)
-    there = f"{len(slices)} slice{'' if len(slices) == 1 else 's'} in the cluster"
+    total = f"{len(slices)} slice{'' if len(slices) == 1 else 's'} in the cluster"
     if len(states) == 1:
         (state,) = states
         every = {1: "", 2: "both "}.get(len(slices), "all ")
-        return f"{there}, {every}{state}{_missing(slices)}"
+        return f"{total}, {every}{state}{_missing(slices)}"
     counted = ", ".join(f"{states[state]} {state}" for state in SliceState if states[state])
-    return f"{there}: {counted}{_missing(slices)}"
+    return f"{total}: {counted}{_missing(slices)}"
 
 
 def tpu_types(nodes: Iterable[RayNode]) -> Counter[str]:

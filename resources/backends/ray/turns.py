@@ -52,7 +52,7 @@ class Turns:
             while True:
                 asking = asyncio.ensure_future(ask())
                 try:
-                    await self._worth_asking_anew(asking, undisturbed_seconds)
+                    await self._wait_for_retry(asking, undisturbed_seconds)
                     asking.cancel()
                     await asyncio.wait({asking})
                 except asyncio.CancelledError:
@@ -63,7 +63,7 @@ class Turns:
                     return asking.result()
                 undisturbed_seconds = min(undisturbed_seconds * 1.5, _LAST_UNDISTURBED_SECONDS)
 
-    async def _worth_asking_anew(self, asking: asyncio.Task[Placement], undisturbed_seconds: float) -> None:
+    async def _wait_for_retry(self, asking: asyncio.Task[Placement], undisturbed_seconds: float) -> None:
         given_back = self._given_back
         heard = asyncio.get_running_loop().time() - self._given_back_at > _SETTLING_SECONDS
         await asyncio.wait({asking}, timeout=undisturbed_seconds)

@@ -32,8 +32,8 @@ def bring_code(digest: str, content: bytes) -> None:
         return
     folder = Path(tempfile.gettempdir()) / f"assay-code-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         folder = Path(tempfile.mkdtemp(prefix="assay-code-"))  # another user could have put code into the folder
     root = folder / digest
     if not root.is_dir():

@@ -101,15 +101,17 @@ class SlurmClient:
                 self._begin()
             job_id = f"{request.name}-{secrets.token_hex(4)}"
             payload = pickled(request.entrypoint, job_id=job_id) if isinstance(request.entrypoint, Call) else None
-            here = workspace_of(environment, backend="on Slurm we run")
-            workspace = unpack(package_workspace(here), self._folder / "workspaces")
+            local_workspace = workspace_of(environment, backend="on Slurm we run")
+            workspace = unpack(package_workspace(local_workspace), self._folder / "workspaces")
             python = interpreter_of(environment, workspace=workspace)
             folder = self._folder / "jobs" / job_id
             folder.mkdir(parents=True, mode=0o700)
             if payload is not None:
                 (folder / CALL).write_bytes(payload)
-            imports = [str(_moved(Path(path), here, to=workspace)) for path in import_folders()]
-            start_in = _moved(existing_folder(request.working_directory or here), here, to=workspace)
+            imports = [str(_moved(Path(path), local_workspace, to=workspace)) for path in import_folders()]
+            start_in = _moved(
+                existing_folder(request.working_directory or local_workspace), local_workspace, to=workspace
+            )
             start_in.mkdir(parents=True, exist_ok=True)  # empty folders are not in the package
             specification = {
                 "name": request.name,
@@ -155,11 +157,11 @@ class SlurmClient:
 
     def jobs(self) -> list[JobDetails]:
         """Returns the jobs of all processes that use the same folder."""
-        found: list[JobDetails] = []
+        jobs: list[JobDetails] = []
         for job in self._known():
             with suppress(OSError, KeyError, ValueError):  # another process may be pruning them
-                found.append(job.details())
-        return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
+                jobs.append(job.details())
+        return sorted(jobs, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
         self._check(resources, image=None, replicas=resources.replicas * resources.hosts_per_replica)
@@ -177,7 +179,7 @@ class SlurmClient:
         check_nodes(resources, self._slurm.nodes(), replicas=replicas)
         if not resources.preemptible and self._slurm.preempts():
             raise UnsatisfiableResources(
-                expected=f"a partition whose jobs Slurm does not preempt, for preemptible=False, in {self.url}",
+                expected=f"a partition where Slurm preempts no jobs, for preemptible=False, in {self.url}",
                 found="a PreemptMode that is not OFF",
                 remedy="Name another partition, or leave preemptible at True: preempted jobs begin again.",
             )
@@ -224,11 +226,11 @@ class SlurmClient:
         return mine if mine and (self._folder / "jobs" / mine / "status.json").is_file() else None
 
     def _known(self) -> list[SlurmJob]:
-        found: list[SlurmJob] = []
+        jobs: list[SlurmJob] = []
         for status in (self._folder / "jobs").glob("*/status.json"):
             with suppress(OSError, ValueError):
-                found.append(SlurmJob(self._slurm, status.parent))
-        return found
+                jobs.append(SlurmJob(self._slurm, status.parent))
+        return jobs
 
     def _prune(self) -> None:
         jobs = sorted(self._known(), key=lambda job: job.lease.stat().st_mtime, reverse=True)

@@ -206,7 +206,7 @@ class SlurmJob:
         if seen.is_forgotten and ending in ("preempted", None):
             return self._bury(
                 "failed",
-                f"{words}, which nobody saw in time: Slurm has forgotten it, and cannot queue it again",
+                f"{words}, which was read too late: Slurm has forgotten it, and cannot queue it again",
                 preempted=1,
             )
         match ending:

@@ -34,7 +34,7 @@ class Node:
 
 def nodes_of(listing: str, *, default_only: bool = False) -> list[Node]:
     """Parses `sinfo --exact --format=%D|%c|%m|%d|%P|%G`; with `default_only`, only nodes of the default partition."""
-    found = []
+    nodes = []
     for line in listing.splitlines():
         count, cpus, memory, disk, partition, gres = line.strip().split("|", 5)
         if default_only and not partition.endswith("*"):
@@ -43,8 +43,8 @@ def nodes_of(listing: str, *, default_only: bool = False) -> list[Node]:
         for match in _GPUS.finditer(gres):
             kind = match["type"] or ""
             gpus[kind] = gpus.get(kind, 0) + int(match["count"])
-        found.append(Node(count=int(count), cpus=int(cpus), memory_mib=int(memory), disk_mib=int(disk), gpus=gpus))
-    return found
+        nodes.append(Node(count=int(count), cpus=int(cpus), memory_mib=int(memory), disk_mib=int(disk), gpus=gpus))
+    return nodes
 
 
 def refuse_what_slurm_lacks(resources: ResourceConfig, *, image: str | None) -> None:
@@ -57,7 +57,7 @@ def refuse_what_slurm_lacks(resources: ResourceConfig, *, image: str | None) -> 
         )
     if resources.regions or resources.zone:
         raise UnsatisfiableResources(
-            expected="no region or zone: a Slurm cluster is one place, which the address names",
+            expected="no region or zone: a Slurm cluster has a single location, which the address names",
             found=f"regions={resources.regions}, zone={resources.zone}",
             remedy="Leave them out, and name the cluster's partition: slurm://partition.",
         )
@@ -74,9 +74,9 @@ def check_nodes(resources: ResourceConfig, nodes: Sequence[Node], *, replicas: i
     if sum(node.count * _replicas_on(node, resources) for node in nodes) >= replicas:
         return
     gpus = resources.device
-    wanted = f"{gpus.count} × {gpus.variant} GPU, " if isinstance(gpus, GpuConfig) else ""
+    gpu_text = f"{gpus.count} × {gpus.variant} GPU, " if isinstance(gpus, GpuConfig) else ""
     raise UnsatisfiableResources(
-        expected=f"nodes for {replicas} × ({wanted}cpu {resources.cpu}, ram {resources.ram}, disk {resources.disk})",
+        expected=f"nodes for {replicas} × ({gpu_text}cpu {resources.cpu}, ram {resources.ram}, disk {resources.disk})",
         found="; ".join(_described(node) for node in nodes),
         remedy="Ask for less, or name another partition: slurm://partition.",
     )
@@ -110,13 +110,13 @@ def warning_seconds(time_limit: str | None) -> int:
 
     `time_limit` is as in `sbatch --time`: minutes, or [days-]hours:minutes[:seconds]; None if unknown.
     """
-    found = _TIME.fullmatch(time_limit or "")
-    if not found:
+    match = _TIME.fullmatch(time_limit or "")
+    if not match:
         return _LONGEST_WARNING_SECONDS
-    days, first, second, third = (int(part) if part else 0 for part in found.groups())
-    if found[1]:
+    days, first, second, third = (int(part) if part else 0 for part in match.groups())
+    if match[1]:
         seconds = days * 86400 + first * 3600 + second * 60 + third
-    elif found[4]:
+    elif match[4]:
         seconds = first * 3600 + second * 60 + third
     else:
         seconds = first * 60 + second

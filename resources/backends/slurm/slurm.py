@@ -138,7 +138,7 @@ class Slurm:
                 raise BadInput(
                     expected=f"a partition of this Slurm: {self._partitions()}",
                     found=self.partition or "none that is the default",
-                    remedy="Name one in the address: slurm://partition.",
+                    remedy="Name a partition in the address: slurm://partition.",
                 )
             self._nodes = (time.monotonic(), nodes)
         return nodes
@@ -192,9 +192,9 @@ def limit_warning(seconds: int) -> str:
     return f"--signal=B:USR1@{seconds}"
 
 
-def _unavailable(found: str) -> BackendUnavailable:
+def _unavailable(problem: str) -> BackendUnavailable:
     return BackendUnavailable(
         expected="Slurm's commands on this machine, and its controller to answer them",
-        found=found,
+        found=problem,
         remedy="Submit from a login node, or set SLURM_CONF; `sinfo` shows whether it answers.",
     )

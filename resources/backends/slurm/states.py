@@ -98,8 +98,8 @@ def seen_by_sacct(listing: str) -> Seen | None:
 
 
 def _seen(state: str, reason: str = "", exit_code: str = "") -> Seen:
-    found = _EXIT.match(exit_code)
-    code, signal = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = _EXIT.match(exit_code)
+    code, signal = (int(match[1]), int(match[2])) if match else (0, 0)
     return Seen(
         state=state.split()[0] if state.strip() else "",  # such as "CANCELLED by 1000"
         reason="" if reason in ("None", "(null)") else reason,

@@ -58,9 +58,9 @@ class Program:
 
     def unlike(self, variables: dict[str, str]) -> list[str]:
         """Returns the names of variables that were read at import and differ now."""
-        wanted = self._read(variables)
-        names = wanted.keys() | self._variables.keys()
-        return sorted(name for name in names if wanted.get(name) != self._variables.get(name))
+        values = self._read(variables)
+        names = values.keys() | self._variables.keys()
+        return sorted(name for name in names if values.get(name) != self._variables.get(name))
 
     def run(self, arguments: list[str]) -> NoReturn:
         """Runs the program as a new interpreter would, and ends this process without tearing down modules."""

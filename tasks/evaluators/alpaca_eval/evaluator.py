@@ -112,9 +112,9 @@ class AlpacaEval:
         bars = list(_BAR.finditer(log))  # first of outputs, then of verdicts
         if not bars:
             return None
-        found = bars[-1]
-        done, total = int(found["done"]), int(found["total"])
-        return Progress(f"{found['key']}, {found['stage']}", min(done, total), total)
+        bar = bars[-1]
+        done, total = int(bar["done"]), int(bar["total"])
+        return Progress(f"{bar['key']}, {bar['stage']}", min(done, total), total)
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         check_instructions(config)
@@ -155,18 +155,20 @@ def _annotator_folders(config: EvaluationConfig) -> list[str]:
 
 
 def _check_annotator(config: EvaluationConfig, python: Path) -> None:
-    wanted = config.options(AlpacaEvalOptions).judge.annotator
+    annotator = config.options(AlpacaEvalOptions).judge.annotator
     own = [config.benchmarks_path] if config.benchmarks_path else []
-    if any(storage.exists(storage.join(place, wanted, "configs.yaml")) for place in (*own, str(_BUNDLED_ANNOTATORS))):
+    if any(
+        storage.exists(storage.join(place, annotator, "configs.yaml")) for place in (*own, str(_BUNDLED_ANNOTATORS))
+    ):
         return
     theirs = list(python.absolute().parents[1].glob("lib/python3*/site-packages/alpaca_eval/evaluators_configs"))
-    if not theirs or (theirs[0] / wanted / "configs.yaml").is_file():
+    if not theirs or (theirs[0] / annotator / "configs.yaml").is_file():
         return
     names = [path.parent.name for place in (_BUNDLED_ANNOTATORS, theirs[0]) for path in place.glob("*/configs.yaml")]
-    close = difflib.get_close_matches(wanted, names, n=3)
+    close = difflib.get_close_matches(annotator, names, n=3)
     raise BadInput(
         expected=f"a configuration of a judge: {', '.join(sorted(names))}; or a folder in benchmarks_path",
-        found=f"{wanted!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""),
+        found=f"{annotator!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""),
         remedy="Correct evaluator.judge.annotator",
     )
 

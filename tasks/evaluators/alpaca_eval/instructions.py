@@ -76,7 +76,7 @@ def check_instructions(config: EvaluationConfig) -> None:
         )
     if options.instructions_path is not None and len(config.evals) > 1:
         raise BadInput(
-            expected="one name in evals, since instructions_path is one set",
+            expected="a single name in evals, since instructions_path is a single set",
             found=f"{len(config.evals)} names",
             remedy="Leave the others out, or put the sets into benchmarks_path, a file NAME.json each",
         )
@@ -85,7 +85,7 @@ def check_instructions(config: EvaluationConfig) -> None:
             raise BadInput(
                 expected=f"neither num_fewshot nor task_kwargs for {task.name}: AlpacaEval has no use for them",
                 found="at least one of them",
-                remedy="Leave them out; how outputs are sampled stands in evaluator.generation_params",
+                remedy="Leave them out; evaluator.generation_params sets how outputs are sampled",
             )
         references = _read(chosen.references, content="outputs to compare with") if chosen.references else None
         if chosen.uri is None:
@@ -113,16 +113,16 @@ def _read(uri: str, *, content: str) -> list[Instruction]:
     if storage.content_digest(uri) is None:
         raise BadInput(expected=expected, found="no such file, or none that can be read", remedy=remedy)
     try:
-        found = _INSTRUCTIONS.validate_python(json.loads(storage.read_bytes(uri, within="/")))
+        instructions = _INSTRUCTIONS.validate_python(json.loads(storage.read_bytes(uri, within="/")))
     except ValidationError as error:
         first: Any = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the whole"
         raise BadInput(expected=expected, found=f"{place}: {first['msg']}", remedy=remedy) from error
     except ValueError as error:  # not JSON, or not text
         raise BadInput(expected=expected, found=str(error), remedy=remedy) from error
-    if not found:
+    if not instructions:
         raise BadInput(expected=expected, found="an empty list", remedy=remedy)
-    return found
+    return instructions
 
 
 def _unknown(name: str, config: EvaluationConfig) -> UnknownBenchmark:

@@ -50,7 +50,9 @@ def check_entries(config: EvaluationConfig, *, python: Path) -> None:
     if path is None:
         for task in foreign:
             if task.name not in known.entries:
-                raise _unknown(task.name, {*own, *known.entries}, place=f"HELM, or one in {benchmarks_uri(config)}")
+                raise _unknown(
+                    task.name, {*own, *known.entries}, place=f"HELM, or a benchmark in {benchmarks_uri(config)}"
+                )
             _check_arguments(task, known)
             _check_needed(task, known)
         return
@@ -115,10 +117,10 @@ def _check_arguments(task: EvalTaskConfig, known: _Known) -> None:
 
 def _unknown(name: str, known: Collection[str], *, place: str) -> UnknownBenchmark:
     close = difflib.get_close_matches(name, sorted(known), n=3)
-    there = ", ".join(sorted(known)) if len(known) <= _FEW else f"{len(known)} others"
+    alternatives = ", ".join(sorted(known)) if len(known) <= _FEW else f"{len(known)} others"
     return UnknownBenchmark(
         expected=f"a run entry of {place}",
-        found=f"{name!r}; " + (f"did you mean {' or '.join(close)}?" if close else f"there: {there}"),
+        found=f"{name!r}; " + (f"did you mean {' or '.join(close)}?" if close else f"there: {alternatives}"),
         remedy="Correct its name in evals; arguments belong into task_kwargs",
     )
 

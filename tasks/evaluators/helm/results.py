@@ -40,12 +40,12 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     details: dict[str, BenchmarkDetails] = {}
     requested = answered = scored = truncated = 0
     for run in planned_runs(output, plan, config):
-        found = list(_metrics(run, plan))
-        metrics[run.plan.key].append(found)
+        run_metrics = list(_metrics(run, plan))
+        metrics[run.plan.key].append(run_metrics)
         whole = {key for key, states in run.states.items() if all(is_answered(state) for state in states)}
         requested += run.plan.questions or 0
         answered += len(whole)
-        scored += _scored(run, whole, found)
+        scored += _scored(run, whole, run_metrics)
         truncated += sum(stats.get(TRUNCATED, 0) > 0 for stats in run.by_question.values())
         details[run.benchmark] = _details(run)
     counts = Counts(requested=requested, answered=answered, scored=scored, truncated=truncated)

@@ -160,20 +160,20 @@ class Run:
 
     def scores(self, key: QuestionKey) -> dict[str, float]:
         """Returns a question's scores in the metrics that count."""
-        found = self.statistics(key)
-        return {name: found[name] for name in self.plan.metrics if name in found}
+        values = self.statistics(key)
+        return {name: values[name] for name in self.plan.metrics if name in values}
 
     @cached_property
     def published(self) -> dict[str, Stat]:
         """HELM's values of the metrics that count: on the main split, without perturbations, over all trials."""
         chosen: dict[str, Stat] = {}
         for name in self.plan.metrics:
-            found = {
+            by_split = {
                 stat.name.split: stat for stat in self.stats if stat.name.name == name and not stat.name.perturbation
             }
-            preferred = [split for split in (self.plan.split, "test", "valid", *found) if split in found]
+            preferred = [split for split in (self.plan.split, "test", "valid", *by_split) if split in by_split]
             if preferred:
-                chosen[name] = found[preferred[0]]
+                chosen[name] = by_split[preferred[0]]
         return chosen
 
     def shares(self, key: QuestionKey) -> dict[str, float]:

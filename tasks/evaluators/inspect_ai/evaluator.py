@@ -65,11 +65,11 @@ class Inspect:
                 {
                     "name": task.name,
                     "key": task.metric_key,
-                    "task": found.task,
-                    "file": found.file,
+                    "task": inspect_task.task,
+                    "file": inspect_task.file,
                     "arguments": task.task_kwargs,
                 }
-                for task, found in zip(config.evals, find_tasks(config), strict=True)
+                for task, inspect_task in zip(config.evals, find_tasks(config), strict=True)
             ],
             "benchmarks_path": benchmarks_here(config),
             "limit": config.max_eval_instances,
@@ -106,9 +106,9 @@ class Inspect:
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         """Looks up every task, and refuses settings that Inspect would ignore."""
-        for task, found in zip(config.evals, find_tasks(config), strict=True):
-            package = found.task.partition("/")[0]
-            if found.file is None and not installed(package, python):
+        for task, inspect_task in zip(config.evals, find_tasks(config), strict=True):
+            package = inspect_task.task.partition("/")[0]
+            if inspect_task.file is None and not installed(package, python):
                 raise UnknownBenchmark(
                     expected=f"a file of tasks called {package}.py, or the package {package} in Inspect's environment",
                     found=f"{task.name!r}, and neither",
@@ -119,14 +119,14 @@ class Inspect:
                 raise BadInput(
                     expected=f"no num_fewshot of {task.name}: examples are the task's own affair in Inspect",
                     found=str(task.num_fewshot),
-                    remedy="Leave it out; give the task an argument for it in task_kwargs, if it has one",
+                    remedy="Leave it out, or pass the task's own argument for it, if any, in task_kwargs",
                 )
         options = config.options(InspectOptions)
         if options.allow_code_execution and options.judge is not None and options.judge.elsewhere:
             raise BadInput(
                 expected="no judge elsewhere where the model's code runs: nothing is reached there but the model",
-                found="evaluator.judge beside evaluator.allow_code_execution",
-                remedy="Evaluate tasks with a sandbox and those with a judge one after the other",
+                found="both evaluator.judge and evaluator.allow_code_execution",
+                remedy="Evaluate tasks with a sandbox and tasks with a judge in separate evaluations",
             )
 
 

@@ -89,9 +89,9 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     details: dict[str, BenchmarkDetails] = {}
     answered = scored = errors = 0
     for key, questions in plan.questions.items():
-        wanted = {number.score for number in results.metrics.get(key, ())}
+        score_names = {number.score for number in results.metrics.get(key, ())}
         answers = [row for row in rows[key] if row.answered]
-        without = [row for row in answers if not row.scores or not wanted <= set(row.scores)]
+        without = [row for row in answers if not row.scores or not score_names <= set(row.scores)]
         answered, scored = answered + len(answers), scored + len(answers) - len(without)
         errors += sum(row.graded for row in without)
         unclosed = sum(is_unclosed(row.output) for row in rows[key])
@@ -133,7 +133,7 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
         for row in rows[key]:
             own = {name: score for name, score in means.items() if score in row.scores and id(row) in among[name]}
             scores = {name: row.scores[score] for name, score in own.items()}
-            others = {_one_line(name): value for name, value in row.scores.items() if name not in means.values()}
+            others = {_flat_name(name): value for name, value in row.scores.items() if name not in means.values()}
             yield Sample(
                 benchmark=key,
                 id=f"{row.id}/epoch {row.epoch}" if epochs else row.id,
@@ -170,7 +170,7 @@ def _is_mean(number: _Number, rows: Sequence[_Row]) -> bool:
     return bool(scores) and math.isclose(math.fsum(scores) / len(scores), number.value, abs_tol=_ROUNDING)
 
 
-def _one_line(score: str) -> str:
+def _flat_name(score: str) -> str:
     return score.replace("\n", "_")
 
 

@@ -40,28 +40,28 @@ def installed(package: str, python: Path) -> bool:
 def _found(name: str, own: list[FoundTask], config: EvaluationConfig) -> FoundTask:
     before, at, task = name.partition("@")
     if not at:
-        matching = [found for found in own if found.task == name]
+        matching = [candidate for candidate in own if candidate.task == name]
         if len(matching) > 1:
             raise BadInput(
-                expected=f"one file with a task {name}",
-                found=", ".join(str(found.file) for found in matching),
+                expected=f"a single file with a task {name}",
+                found=", ".join(str(candidate.file) for candidate in matching),
                 remedy=f"say which: {_stem(matching[0])}@{name}",
             )
         if matching:
             return matching[0]
-        names = sorted({found.task for found in own})
+        names = sorted({candidate.task for candidate in own})
         close = difflib.get_close_matches(name, names, n=3)
         raise UnknownBenchmark(
             expected=f"a task of Inspect in {benchmarks_uri(config)}, or package@task",
             found=f"{name!r}; " + (f"did you mean {' or '.join(close)}?" if close else f"there: {', '.join(names)}"),
             remedy="Correct its name in evals, or benchmarks_path",
         )
-    matching = [found for found in own if found.task == task and _stem(found) == before]
+    matching = [candidate for candidate in own if candidate.task == task and _stem(candidate) == before]
     return matching[0] if matching else FoundTask(f"{before}/{task}", None)
 
 
-def _stem(found: FoundTask) -> str:
-    return storage.basename(found.file or "").removesuffix(".py")
+def _stem(task: FoundTask) -> str:
+    return storage.basename(task.file or "").removesuffix(".py")
 
 
 def _own_tasks(config: EvaluationConfig) -> Iterator[FoundTask]:

@@ -16,7 +16,7 @@ from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput, HarnessOutputInvalid
 from resources.settings import settings
 from resources.storage import storage
-from resources.tpu import largest_of_one_vm
+from resources.tpu import largest_single_vm_slice
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.options import LevanterOptions
@@ -117,7 +117,7 @@ class Levanter:
             raise HarnessOutputInvalid(
                 expected=f"{_FACTS_NAME} in {output}, with versions",
                 found=str(error).splitlines()[0],
-                remedy="Look into harness.log beside the record, then evaluate again",
+                remedy="Read harness.log next to the record, then evaluate again",
             ) from error
         return replace(parsed, versions={**parsed.versions, **facts.versions})
 
@@ -129,7 +129,7 @@ class Levanter:
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         """Looks up every benchmark as for lm-eval; refuses benchmarks that generate, some only in the program."""
-        _check_one_machine(config.resource_config or ResourceConfig())
+        _check_single_vm(config.resource_config or ResourceConfig())
         _LM_EVAL.check(config, python=python)
         writing = [task.name for task in config.evals if task.name in _known_to_generate(config)]
         if writing:
@@ -140,13 +140,13 @@ class Levanter:
             )
 
 
-def _check_one_machine(resources: ResourceConfig) -> None:
+def _check_single_vm(resources: ResourceConfig) -> None:
     device = resources.device
     if isinstance(device, TpuConfig) and device.slice.vms > 1:
         raise BadInput(
-            expected="a TPU slice of one VM, which is what Levanter evaluates on",
+            expected="a TPU slice of a single VM, as Levanter requires",
             found=f"{device.variant}, which has {device.slice.vms}",
-            remedy=f"Ask for {largest_of_one_vm(device.variant)}, or serve the model to lm_evaluation_harness",
+            remedy=f"Ask for {largest_single_vm_slice(device.variant)}, or serve the model to lm_evaluation_harness",
         )
 
 

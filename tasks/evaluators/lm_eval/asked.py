@@ -66,12 +66,12 @@ class Asked(BaseModel):
     def detailed(self, name: str, details: BenchmarkDetails) -> BenchmarkDetails:
         ends = list(self.ends.get(name, {}).values())
         reasons = Counter(reason for end in ends for reason in end.reasons if reason)
-        found = {
+        counts = {
             "finish_reasons": dict(sorted(reasons.items())),
             "at_limit": sum(LENGTH in end.reasons for end in ends) if reasons else None,
             "unclosed": sum(end.unclosed for end in ends),
         }
-        return details.model_copy(update=found)
+        return details.model_copy(update=counts)
 
 
 def read_asked(output: Path) -> Asked:

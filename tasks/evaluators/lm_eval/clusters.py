@@ -26,10 +26,10 @@ def clusters_of(names: Sequence[str], docs: Mapping[str, Any], *, cluster_by: st
     """
     fields = [cluster_by] if cluster_by else _fields(names)
     for field in fields:
-        found = {name: _digest(doc[field]) for name, doc in docs.items() if isinstance(doc, dict) and doc.get(field)}
-        times = Counter(found.values())
+        clusters = {name: _digest(doc[field]) for name, doc in docs.items() if isinstance(doc, dict) and doc.get(field)}
+        times = Counter(clusters.values())
         if cluster_by or (len(times) > 1 and max(times.values()) > 1):
-            return {name: cluster for name, cluster in found.items() if times[cluster] > 1}
+            return {name: cluster for name, cluster in clusters.items() if times[cluster] > 1}
     return {}
 
 

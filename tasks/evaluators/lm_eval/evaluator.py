@@ -136,11 +136,11 @@ class LmEval:
         bars = list(_BAR.finditer(log))
         if not bars:
             return None
-        found = bars[-1]
-        done, total = int(found["done"]), int(found["total"])
-        if found["stage"] is None:
+        bar = bars[-1]
+        done, total = int(bar["done"]), int(bar["total"])
+        if bar["stage"] is None:
             return Progress("requests", done, total)
-        return Progress(found["stage"], min(int(found["before"]) + done, int(found["all"])), int(found["all"]))
+        return Progress(bar["stage"], min(int(bar["before"]) + done, int(bar["all"])), int(bar["all"]))
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         """Looks up every benchmark: first in the user's folder, then among lm-eval's own."""
@@ -184,7 +184,7 @@ def _unknown(name: str, *, own: OwnBenchmarks, known: list[str], place: str) -> 
     hint = f"did you mean {' or '.join(close)}?" if close else f"there: {', '.join(sorted(own.names)) or 'none'}"
     broken = f" (not readable there: {', '.join(own.unreadable)})" if own.unreadable else ""
     return UnknownBenchmark(
-        expected=f"a benchmark in {place}{broken}, or one that comes with lm-eval",
+        expected=f"a benchmark in {place}{broken}, or in lm-eval itself",
         found=f"{name!r}; {hint}",
         remedy="Correct its name in evals, or set benchmarks_path to the folder with its YAML file",
     )

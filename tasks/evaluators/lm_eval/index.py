@@ -58,7 +58,7 @@ def listing(python: Path) -> Listing:
     try:
         variables = process_environment(inherited=inheritance.HARNESS)
         listed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=variables)
-        found = Listing.model_validate_json(listed.stdout)
+        benchmarks = Listing.model_validate_json(listed.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         output = str(getattr(error, "stderr", None) or "")
         reason = "\n".join([str(error), *output.splitlines()[-10:]])
@@ -66,15 +66,15 @@ def listing(python: Path) -> Listing:
             raise EnvironmentBuildFailed(
                 expected=f"an environment with lm-eval in {environment}",
                 found=reason,
-                remedy=f"Delete the folder {environment} and run again: it is built anew",
+                remedy=f"Delete the folder {environment} and run again: it is built again",
             ) from error
         raise HarnessFailed(
             expected="lm-eval to list its benchmarks",
             found=reason,
             remedy=f"Run it by hand: {subprocess.list2cmdline(argv)}",
         ) from error
-    storage.write_bytes(str(remembered), json.dumps(found.model_dump()).encode())
-    return found
+    storage.write_bytes(str(remembered), json.dumps(benchmarks.model_dump()).encode())
+    return benchmarks
 
 
 def local_benchmarks(config: EvaluationConfig) -> Path:
@@ -100,18 +100,18 @@ def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
 
 
 def _found_in(folder: Path) -> OwnBenchmarks:
-    found = OwnBenchmarks()
+    benchmarks = OwnBenchmarks()
     for path in sorted(folder.rglob("*.yaml")):
         try:
             content = read_benchmark(path.read_bytes()) if path.is_file() else None
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
-            found.unreadable.append(path.name)
+            benchmarks.unreadable.append(path.name)
             continue
         if isinstance(content, dict):
             tags = content.get("tag") or []
             named = [content.get("task"), content.get("group"), *([tags] if isinstance(tags, str) else tags)]
             names = {name for name in named if isinstance(name, str)}
-            found.names |= names
+            benchmarks.names |= names
             if content.get("unsafe_code", False) is not False:
-                found.run_code |= names
-    return found
+                benchmarks.run_code |= names
+    return benchmarks

@@ -260,7 +260,7 @@ def _results_in(output: Path) -> list[Path]:
 
 
 def _newest_results(output: Path) -> Path:
-    found = _results_in(output)
-    if not found:
+    paths = _results_in(output)
+    if not paths:
         raise invalid_results(_HARNESS, output, f"no {RESULTS_FOLDER}/*/results_*.json")
-    return found[-1]
+    return paths[-1]

@@ -149,8 +149,8 @@ def _named(target: str, choices: list[str]) -> str:
 
 
 def _log_likelihoods(answers: list[Any]) -> tuple[float, ...]:
-    found = tuple(map(_log_probability, answers))
-    return found if all(map(math.isfinite, found)) else ()
+    values = tuple(map(_log_probability, answers))
+    return values if all(map(math.isfinite, values)) else ()
 
 
 def _log_probability(answer: Any) -> float:
@@ -162,16 +162,16 @@ def _log_probability(answer: Any) -> float:
 
 
 def _ratios(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
+    ratios: dict[str, tuple[float, float]] = {}
     for line in lines:
         for metric in (*RATIOS, "perplexity"):
             match line.get(metric):
                 case int() | float() as likelihood if metric == "perplexity" and is_finite(likelihood):
-                    found[results.metric_name(name, metric, str(line.get("filter")))] = (float(likelihood), 1.0)
+                    ratios[results.metric_name(name, metric, str(line.get("filter")))] = (float(likelihood), 1.0)
                 case [int() | float() as likelihood, int() | float() as units] if is_finite(likelihood) and units > 0:
                     key = results.metric_name(name, metric, str(line.get("filter")))
-                    found[key] = (float(likelihood), float(units))
-    return found
+                    ratios[key] = (float(likelihood), float(units))
+    return ratios
 
 
 def _scores(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict[str, float]:

@@ -57,14 +57,14 @@ class Step:
 
 def plan(choices: Sequence[Choice], places: Iterable[int]) -> list[Step]:
     """Returns the requests that score the choices at these indexes, in the order of sending if none waits."""
-    found: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    by_context: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for place in places:
-        found[choices[place].context][choices[place].continuation].append(place)
-    contexts = sorted(found)
+        by_context[choices[place].context][choices[place].continuation].append(place)
+    contexts = sorted(by_context)
     steps: list[Step] = []
     first_steps: list[int] = []
     for context, (leader, shared) in zip(contexts, _leaders(contexts), strict=True):
-        continuations = found[context]
+        continuations = by_context[context]
         labels = sorted({continuation[0] for continuation in continuations})
         after, added = None if leader is None else first_steps[leader], len(context) - shared
         first_steps.append(len(steps))
@@ -80,7 +80,7 @@ def plan(choices: Sequence[Choice], places: Iterable[int]) -> list[Step]:
 
 
 def _leaders(contexts: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int]]:
-    found: list[tuple[int | None, int]] = [(None, 0)] if contexts else []
+    leaders: list[tuple[int | None, int]] = [(None, 0)] if contexts else []
     open_runs: list[tuple[int, int]] = []  # depth that a run's contexts share, and its first context
     for place, (before, context) in enumerate(pairwise(contexts), start=1):
         shared = _shared(before, context)
@@ -89,8 +89,8 @@ def _leaders(contexts: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int]
             leader = open_runs.pop()[1]
         if depth:
             open_runs.append((depth, leader))
-        found.append((leader, shared) if depth else (None, 0))
-    return found
+        leaders.append((leader, shared) if depth else (None, 0))
+    return leaders
 
 
 def _shared(tokens: Sequence[int], others: Sequence[int]) -> int:

@@ -91,7 +91,7 @@ def prompt_rows(answer: Any, tokens: Sequence[int], start: int) -> list[Row] | N
         return None
     if len(rows) > len(tokens):
         raise UnreadableAnswerError("more rows than the prompt has tokens")
-    found: list[Row] = []
+    scored: list[Row] = []
     for place in range(start, len(tokens)):
         row = rows[place - len(tokens)] if len(tokens) - place <= len(rows) else None
         entries = row if isinstance(row, dict) else {}
@@ -99,17 +99,17 @@ def prompt_rows(answer: Any, tokens: Sequence[int], start: int) -> list[Row] | N
         value = _at(entries, str(tokens[place]), "logprob")
         if value is None or not all(map(_is_log_probability, values)):
             return None
-        found.append((value, max(values)))
-    return found
+        scored.append((value, max(values)))
+    return scored
 
 
-def _at(found: Any, *keys: str | int) -> Any:
+def _at(value: Any, *keys: str | int) -> Any:
     for key in keys:
         try:
-            found = found[key]
+            value = value[key]
         except (LookupError, TypeError):
             return None
-    return found
+    return value
 
 
 def _is_log_probability(value: Any) -> bool:
@@ -142,8 +142,8 @@ class Trust:
     def recall(self) -> dict[str, Any]:
         """Returns the number of contexts `audited`, and the `reason` for distrust or None."""
         try:
-            found = json.loads(self.path.read_bytes()) if self.path else {}
-            return {"audited": int(found.get("audited", 0)), "reason": found.get("reason")}
+            record = json.loads(self.path.read_bytes()) if self.path else {}
+            return {"audited": int(record.get("audited", 0)), "reason": record.get("reason")}
         except (OSError, ValueError, TypeError, AttributeError):
             return {"audited": 0, "reason": None}
 
@@ -248,12 +248,12 @@ class Scorer:
                         self._set(rows, place, [first[place]])
                 return
             tokens, start = (*step.context, *step.continuation), len(step.context) + 1
-            found = await self.ask(path, body, lambda answer: prompt_rows(answer, tokens, start))
-            if found is None:
+            rest = await self.ask(path, body, lambda answer: prompt_rows(answer, tokens, start))
+            if rest is None:
                 missing.extend(step.choices)
                 return
             for place in step.choices:
-                self._set(rows, place, [first[place], *found])
+                self._set(rows, place, [first[place], *rest])
 
         most_added = self.kv_cache_tokens // CACHE_SHARE if self.kv_cache_tokens else None
         await in_order(plan(choices, places), ask, most_requests=self.most_requests, most_added=most_added)
@@ -270,20 +270,20 @@ class Scorer:
     ) -> None:
         async def ask(step: Step) -> None:
             echoed = await self.echo([choices[place] for place in step.choices])
-            for place, found in zip(step.choices, echoed, strict=True):
-                take(place, found)
+            for place, choice_rows in zip(step.choices, echoed, strict=True):
+                take(place, choice_rows)
 
         starts = range(0, len(places), self.echoed_at_once)
         together = [tuple(places[start : start + self.echoed_at_once]) for start in starts]
         steps = [Step((), (), (), batch, None, 0) for batch in together]
         await in_order(steps, ask, most_requests=self.most_requests, most_added=None)
 
-    def _set(self, rows: list[Sequence[Row]], place: int, found: Sequence[Row]) -> None:
-        rows[place] = found
+    def _set(self, rows: list[Sequence[Row]], place: int, choice_rows: Sequence[Row]) -> None:
+        rows[place] = choice_rows
         self.on_weighed(1)
 
-    def _compare(self, found: Sequence[Row], echoed: Sequence[Row]) -> None:
-        difference = largest_difference(found, echoed)
+    def _compare(self, cached: Sequence[Row], echoed: Sequence[Row]) -> None:
+        difference = largest_difference(cached, echoed)
         self.outcome.largest_difference = max(self.outcome.largest_difference or 0.0, difference)
         if difference > self.trust.bound:
             raise Differing(difference)

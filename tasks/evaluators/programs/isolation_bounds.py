@@ -101,19 +101,19 @@ def remove_group(group: Path | None) -> bool:
 
 def excess(specification: dict[str, Any]) -> str | None:
     """Returns the limit that the processes in /proc exceed together, formatted; None if none."""
-    found = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    processes = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
     for kind, count, most in (  # cheapest first: inspecting each of too many processes is slow
-        ("", lambda: len(found), specification["processes"]),
-        ("threads ", lambda: sum(map(_threads, found)), specification["tasks"]),
+        ("", lambda: len(processes), specification["processes"]),
+        ("threads ", lambda: sum(map(_threads, processes)), specification["tasks"]),
         ("sockets ", _sockets, specification["open_files"]),
     ):
         if (number := count()) > most:
             return f"{number} {kind}at once, and {most} are allowed"
     memory_bytes = specification["memory_bytes"]
-    used = sum(_memory_bytes(path, exactly=False) for path in found)
+    used = sum(_memory_bytes(path, exactly=False) for path in processes)
     if used > memory_bytes:  # counts shared pages of forked processes for each; the exact number is slow
         until = time.monotonic() + _EXACT_SECONDS
-        used = sum(_memory_bytes(path, exactly=time.monotonic() < until) for path in found)
+        used = sum(_memory_bytes(path, exactly=time.monotonic() < until) for path in processes)
     return None if used <= memory_bytes else f"up to {used >> 20} MiB together, and {memory_bytes >> 20} are allowed"
 
 

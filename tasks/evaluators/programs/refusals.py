@@ -31,8 +31,8 @@ def chat_template(tokenizer: Path) -> str | None:
         described = json.loads((tokenizer / "tokenizer_config.json").read_text())
     except (OSError, ValueError):
         return None
-    found = described.get("chat_template") if isinstance(described, dict) else None
-    return json.dumps(found, sort_keys=True) if found else None
+    template = described.get("chat_template") if isinstance(described, dict) else None
+    return json.dumps(template, sort_keys=True) if template else None
 
 
 def digest_of(text: str | None) -> str | None:
@@ -49,6 +49,6 @@ def chat_template_needed(job: dict[str, Any], output: Path) -> str | None:
             kind="BadInput",
             expected="a tokenizer with a chat template, since apply_chat_template is set",
             found=f"chat asked of a model without a template: none in {job['tokenizer']}",
-            remedy="Add one to the checkpoint, or set apply_chat_template to false",
+            remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
         )
     return template

@@ -196,8 +196,8 @@ def _isolate(
 def _watch(first: int, specification: dict[str, Any]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while not (ended := os.waitpid(first, os.WNOHANG))[0]:
-        if found := excess(specification):
-            print(f"isolation: ended all processes: {found}", file=sys.stderr, flush=True)
+        if problem := excess(specification):
+            print(f"isolation: ended all processes: {problem}", file=sys.stderr, flush=True)
             os.kill(first, signal.SIGKILL)
             os.waitpid(first, 0)
             os._exit(_TOO_MUCH)

@@ -119,10 +119,10 @@ def check_reply(reply: Any) -> None:
         if halves:
             reply._content = json.dumps(answer).encode()  # httpx has no public way to change an answer
     except (Malformed, ValueError, TypeError, AttributeError, LookupError) as error:
-        found = str(error) if isinstance(error, Malformed) else f"{type(error).__name__} in it"
-        logging.getLogger("assay").warning("malformed answer: %s", found)
+        problem = str(error) if isinstance(error, Malformed) else f"{type(error).__name__} in it"
+        logging.getLogger("assay").warning("malformed answer: %s", problem)
         library = sys.modules[type(reply).__module__.partition(".")[0]]
-        raise library.RemoteProtocolError(f"malformed answer: {found}", request=reply.request) from None
+        raise library.RemoteProtocolError(f"malformed answer: {problem}", request=reply.request) from None
 
 
 def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def check_columns(logprobs: dict[str, Any], *, echo: bool) -> None:
     if {len(column) for column in columns} != {len(values)}:
         raise Malformed("columns of different lengths")
     if echo and values.pop(0) is not None:
-        raise Malformed("a log-probability of the first token, which nothing stands before")
+        raise Malformed("a log-probability of the first token, which has no context")
     check_values(values)
     if echo and len(values) > 1 and not any(values):
         raise Malformed("log-probabilities that are all 0")

@@ -71,22 +71,22 @@ def fetch(job: dict[str, Any]) -> None:
     problems: dict[str, str] = {}
     known = {} if job["refresh"] else {path: dataset["revision"] for path, dataset in staged["datasets"].items()}
     pinned = Pinned({**known, **job["revisions"]})
-    wanted = [name for name in job["benchmarks"] if job["refresh"] or name not in done.get("benchmarks", {})]
-    load = loader(job) if wanted else None
-    for number, name in enumerate(wanted, 1):
+    names = [name for name in job["benchmarks"] if job["refresh"] or name not in done.get("benchmarks", {})]
+    load = loader(job) if names else None
+    for number, name in enumerate(names, 1):
         pinned.used = {}
         try:
             assert load is not None
             load(name)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any code of any benchmark; the others are wanted
             problems[name] = shown(error)
-            tell(f"{number} of {len(wanted)} {name}: {problems[name]}")
+            tell(f"{number} of {len(names)} {name}: {problems[name]}")
             continue
         staged["benchmarks"][name] = dict(pinned.used)
         staged["datasets"].update({path: {"revision": revision} for path, revision in pinned.used.items()})
         write(unfinished, staged)
         at = ", ".join(f"{path}@{revision[:10]}" for path, revision in pinned.used.items()) or "nothing to fetch"
-        tell(f"{number} of {len(wanted)} {name}: {at}")
+        tell(f"{number} of {len(names)} {name}: {at}")
     for asked in job["tokenizers"]:
         name, _, revision = asked.partition("@")
         try:

@@ -48,7 +48,7 @@ gc.enable()
 
 PARTS = ("helm", "scenarios", "datasets")
 """Parts of the manifest that this program writes; other parts are left unchanged."""
-STAND_IN = "stand-in"
+PLACEHOLDER = "stand-in"
 
 
 class Downloads:
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
     run_helm.built_in()
     helm_asking.bound_retries()
     helm_asking.leave_prompts_out_of_the_log()
-    register_stand_in()
+    register_placeholder()
     {"fetch": fetch, "prove": prove}[action](job)
 
 
@@ -110,12 +110,12 @@ def fetch(job: dict[str, Any]) -> None:
         }
     pinned = Pinned({**known, **job["revisions"]})
     downloads = Downloads({**known, **job["revisions"]}, refresh=job["refresh"])
-    for key, wanted in job["helm"].items():
+    for key, run_entries in job["helm"].items():
         if not job["refresh"] and key in done.get("helm", {}):
             continue
         pinned.used = {}
         try:
-            runs, scenarios = tried(key, wanted, job)
+            runs, scenarios = tried(key, run_entries, job)
         except CannotBeHadError as error:
             problems[key] = str(error)
             continue
@@ -138,15 +138,15 @@ def prove(job: dict[str, Any]) -> None:
     """Tries everything as an offline worker does; writes the failures by name."""
     socket.socket.connect = general.shell = unreachable
     problems: dict[str, str] = {}
-    for key, wanted in job["helm"].items():
+    for key, run_entries in job["helm"].items():
         try:
-            tried(key, wanted, job)
+            tried(key, run_entries, job)
         except CannotBeHadError as error:
             problems[key] = str(error)
     write(Path(job["problems"]), problems)
 
 
-def tried(key: str, wanted: dict[str, Any], job: dict[str, Any]) -> tuple[list[str], list[str]]:
+def tried(key: str, run_entries: dict[str, Any], job: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Tries each run of some benchmarks with a single instance; returns the runs and their scenarios.
 
     Raises:
@@ -154,11 +154,11 @@ def tried(key: str, wanted: dict[str, Any], job: dict[str, Any]) -> tuple[list[s
     """
     output = Path("trials", key).absolute()
     output.mkdir(parents=True, exist_ok=True)
-    given = {**STAND_IN_JOB, **wanted, "output": str(output)}
+    given = {**PLACEHOLDER_JOB, **run_entries, "output": str(output)}
     given |= {name: job[name] for name in ("benchmarks_path", "scenarios_path")}
-    if wanted["run_specs"] is not None:
+    if run_entries["run_specs"] is not None:
         given["run_specs_path"] = str(output / "run_specs.conf")
-        Path(given["run_specs_path"]).write_text(wanted["run_specs"])
+        Path(given["run_specs_path"]).write_text(run_entries["run_specs"])
     run_helm.keep_words(given)
     try:
         runs = run_helm.plan_runs(given, output)
@@ -176,22 +176,22 @@ def tried(key: str, wanted: dict[str, Any], job: dict[str, Any]) -> tuple[list[s
             reason = helm_asking.missing_data(error, run)
             if seen.last is None or reason:
                 raise CannotBeHadError(f"{name}: {reason['found'] if reason else shown(error)}") from error
-            tell(f"{name}: its data are there; what the stand-in answered cannot be scored ({type(error).__name__})")
+            tell(f"{name}: its data are staged; placeholder answers cannot be scored ({type(error).__name__})")
     return [name_of(run) for run in runs], sorted(seen.scenarios)
 
 
 def name_of(run: helm_asking.Run) -> str:
     """Returns a run's name without the model's."""
-    return re.sub(f"[:,]model=assay_{STAND_IN}", "", run.spec.name)
+    return re.sub(f"[:,]model=assay_{PLACEHOLDER}", "", run.spec.name)
 
 
-STAND_IN_JOB: dict[str, Any] = {
+PLACEHOLDER_JOB: dict[str, Any] = {
     "apply_chat_template": False,
     "exit_on_error": False,
     "failed_control": "note",
     "limit": 1,
     "max_truncated": 1.0,
-    "model": STAND_IN,
+    "model": PLACEHOLDER,
     "num_threads": 1,
     "num_train_trials": 1,
     "prompt_logprobs": True,
@@ -219,20 +219,20 @@ class Seen:
         get_instances = scenario.get_instances
 
         def noted(output_path: str) -> Any:
-            found = get_instances(output_path)
+            instances = get_instances(output_path)
             self.last = Path(output_path).relative_to(self._folder).as_posix()
             self.scenarios.add(self.last)
-            return found
+            return instances
 
         scenario.get_instances = noted
         return scenario
 
 
-def register_stand_in() -> None:
+def register_placeholder() -> None:
     """Registers HELM's simple client, which calls no model, as a model of ours."""
-    name = f"assay/{STAND_IN}"
+    name = f"assay/{PLACEHOLDER}"
     tags = [TEXT_MODEL_TAG, FULL_FUNCTIONALITY_TEXT_MODEL_TAG]
-    register_model_metadata(ModelMetadata(name, "Assay", name, "Asks nobody.", "open", None, tags))
+    register_model_metadata(ModelMetadata(name, "Assay", name, "Calls no model.", "open", None, tags))
     client = ClientSpec("helm.clients.simple_client.SimpleClient")
     register_model_deployment(
         ModelDeployment(name, client, tokenizer_name="simple/tokenizer1", max_sequence_length=1_000_000)

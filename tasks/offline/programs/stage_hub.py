@@ -38,12 +38,12 @@ class Pinned:
     def __call__(self, path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
         """Loads a configuration of a data set; an explicit `revision` overrides the pinned revision."""
         if is_on_hub(path):
-            wanted = options.get("revision") or self.revisions.get(path)
-            if wanted is None or not is_commit(wanted):
-                wanted = str(patiently(lambda asked=wanted: HfApi().dataset_info(path, revision=asked).sha))
+            revision = options.get("revision") or self.revisions.get(path)
+            if revision is None or not is_commit(revision):
+                revision = str(patiently(lambda asked=revision: HfApi().dataset_info(path, revision=asked).sha))
             if options.get("revision") is None:
-                self.revisions[path] = wanted
-            self.used[path] = options["revision"] = wanted
+                self.revisions[path] = revision
+            self.used[path] = options["revision"] = revision
         return patiently(lambda: self._load(path, name, *args, **options))
 
 

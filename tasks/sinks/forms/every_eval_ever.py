@@ -70,20 +70,20 @@ class Written(NamedTuple):
 
 
 def write_every_eval_ever(
-    found: Sequence[FoundRecord],
+    found_records: Sequence[FoundRecord],
     folder: str,
     *,
     publisher: Publisher,
-    wanted: RecordFilter,
+    filters: RecordFilter,
     with_samples: bool = True,
 ) -> Written:
     """Writes records below `<folder>/data/<evaluator>/<developer>/<checkpoint>/`; a record always yields the same file.
-    `folder` may be in an object store, `wanted` selects metrics, `with_samples` adds prompts and outputs."""
+    `folder` may be in an object store, `filters` selects metrics, `with_samples` adds prompts and outputs."""
     publisher.check()
     left_out: Counter[str] = Counter()
     records = results = rows = 0
     with tempfile.TemporaryDirectory(prefix="assay-export-") as aside:
-        for item in found:
+        for item in found_records:
             try:
                 kept = kept_samples(item) if item.record.succeeded else None
             except StorageError:
@@ -94,7 +94,7 @@ def write_every_eval_ever(
             elif verified_with(item, kept).integrity == "changed":
                 left_out["changed since it was written"] += 1
             else:
-                log = evaluation_log(item.record, kept.questions if kept else {}, publisher=publisher, wanted=wanted)
+                log = evaluation_log(item.record, kept.questions if kept else {}, publisher=publisher, filters=filters)
                 if not log["evaluation_results"]:
                     left_out["without a metric that is wanted"] += 1
                     continue
@@ -109,10 +109,10 @@ def write_every_eval_ever(
 
 
 def evaluation_log(
-    record: Record, questions: Questions, *, publisher: Publisher, wanted: RecordFilter
+    record: Record, questions: Questions, *, publisher: Publisher, filters: RecordFilter
 ) -> dict[str, Any]:
     """Returns a succeeded record as an evaluation of the schema, without samples. The method of its intervals is
-    derived from `questions`, its samples by benchmark; `wanted` selects metrics."""
+    derived from `questions`, its samples by benchmark; `filters` selects metrics."""
     model_id = f"{publisher.developer}/{_portable(record.checkpoint.name)}"
     created = str(int(record.created.timestamp()))
     library, version = library_of(record)
@@ -148,7 +148,7 @@ def evaluation_log(
         "evaluation_results": [
             _result(metric, record, questions, created)
             for metric in record.metrics
-            if wanted.takes(metric.benchmark, metric.name, smooth=metric.smooth) and math.isfinite(metric.value)
+            if filters.takes(metric.benchmark, metric.name, smooth=metric.smooth) and math.isfinite(metric.value)
         ],
     }
 
@@ -232,8 +232,8 @@ def _metric_config(metric: Metric, library: str) -> dict[str, Any]:
 
 def _score_details(metric: Metric, record: Record, questions: Questions) -> dict[str, Any]:
     noticed = record.noticed(metric.benchmark)
-    found = composition_of(metric, questions, record.metrics)
-    interval = None if isinstance(found, str) else composed(found)[1]
+    composition = composition_of(metric, questions, record.metrics)
+    interval = None if isinstance(composition, str) else composed(composition)[1]
     uncertainty: dict[str, Any] = {"num_samples": metric.n}
     if metric.stderr is not None and math.isfinite(metric.stderr):
         ours = interval is not None and interval.stderr is not None and math.isclose(interval.stderr, metric.stderr)
@@ -246,7 +246,7 @@ def _score_details(metric: Metric, record: Record, questions: Questions) -> dict
         same = math.isclose(interval.low or 0.0, metric.low) and math.isclose(interval.high or 0.0, metric.high)
         method = interval.method if same and questions else None
         uncertainty["confidence_interval"] = ends | ({"method": method} if method else {})
-    clusters = None if isinstance(found, str) else found.clusters
+    clusters = None if isinstance(composition, str) else composition.clusters
     details: dict[str, Any] = {"recomputed_from_samples": metric.recomputed, "clusters": clusters}
     if noticed is not None:
         details |= {
@@ -328,8 +328,8 @@ def sample_rows(sample: Sample, log: Mapping[str, Any]) -> Iterator[dict[str, An
 
 
 def _attribution(sample: Sample) -> dict[str, Any]:
-    found = {"turn_idx": 0, "source": "output.raw", "extracted_value": sample.output}
-    return {**found, "extraction_method": "likeliest choice", "is_terminal": True}
+    answer = {"turn_idx": 0, "source": "output.raw", "extracted_value": sample.output}
+    return {**answer, "extraction_method": "likeliest choice", "is_terminal": True}
 
 
 def _path(log: Mapping[str, Any], record: Record, end: str) -> str:

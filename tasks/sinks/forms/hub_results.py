@@ -106,5 +106,5 @@ def _notes(record: Record, metric: Metric, board: Leaderboard) -> list[str]:
         *(f"{number:,} {happened}" for happened, number in counted.items() if number),
         *([f"data of {data.repository}"] if data and data.repository not in (None, board.dataset) else []),
         *([f"weights: {made}"] if (made := how_merged(record.checkpoint)) else []),
-        *(f"{name} {found}" for name, found in programs if name and found),
+        *(f"{name} {version}" for name, version in programs if name and version),
     ]

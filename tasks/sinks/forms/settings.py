@@ -46,8 +46,8 @@ def data_of(record: Record, benchmark: str) -> Data | None:
     if len(known) != 1:
         return None
     text = known.pop()
-    found = _ON_THE_HUB.fullmatch(text)
-    return Data(found[1], found[2]) if found else Data(None, text)
+    match = _ON_THE_HUB.fullmatch(text)
+    return Data(match[1], match[2]) if match else Data(None, text)
 
 
 def answers_of(record: Record, benchmark: str) -> dict[str, Any]:

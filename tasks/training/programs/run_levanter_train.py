@@ -72,7 +72,7 @@ def read(content: dict[str, Any]) -> train_lm.TrainLmConfig:
     """Returns the configuration, parsed as by Levanter's own command."""
     try:
         return draccus.decode(train_lm.TrainLmConfig, content)
-    except Exception as error:  # noqa: BLE001 - draccus, and what configurations check of themselves, raise whatever they like
+    except Exception as error:  # noqa: BLE001 - draccus and the checks of configurations raise any exception
         refuse(
             Path(),
             kind="BadInput",

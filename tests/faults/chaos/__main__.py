@@ -58,11 +58,11 @@ class Chaos:
         return self._ways[by_deployment]
 
     def _undisturbed(self, way: Way) -> Undisturbed:
-        found = undisturbed(way, self._run, self._place())
-        _say(f"undisturbed: {found.seconds:.0f} s, {found.requests} requests, {found.asked} prompts")
+        expected = undisturbed(way, self._run, self._place())
+        _say(f"undisturbed: {expected.seconds:.0f} s, {expected.requests} requests, {expected.asked} prompts")
         for _, other in self._ways.values():
-            assert not (wrong := differences(found.outcome, other.outcome)), wrong
-        return found
+            assert not (wrong := differences(expected.outcome, other.outcome)), wrong
+        return expected
 
     def _place(self) -> Place:
         return Place.new(self._folder / str(next(self._numbers)))
@@ -91,7 +91,7 @@ def _described(number: int, kill: Kill) -> str:
 
 def _table(kills: list[Kill]) -> Table:
     table = Table("Killed", "Kills", "Started again", "Differences", "Samples replayed", "Seconds", "At most")
-    table.caption = "seconds: the median; temporary files left by one evaluation: "
+    table.caption = "seconds: the median; temporary files left by a single evaluation: "
     table.caption += f"{max((kill.temporary for kill in kills), default=0)} at most"
     for role in (*ROLES, "all"):
         of_role = [kill for kill in kills if role in (kill.role, "all") and not kill.missed]

@@ -50,7 +50,7 @@ _LONGEST_SECONDS = 3600.0
 _POLL_SECONDS = 0.05
 _TOO_LONG = 5000
 """Bytes of a prompt that engines refuse."""
-_ONE_TOO_LONG = 250
+_PROMPTS_PER_TOO_LONG = 250
 """1 of so many prompts is too long."""
 _SUPERVISOR = "programs/supervise.py"
 
@@ -79,7 +79,7 @@ class Job:
     @property
     def too_long(self) -> int:
         """Number of prompts that engines refuse."""
-        return self.prompts // _ONE_TOO_LONG
+        return self.prompts // _PROMPTS_PER_TOO_LONG
 
     @property
     def output(self) -> Path:
@@ -94,7 +94,10 @@ class Job:
     def write_prompts(self) -> None:
         """Writes the prompts; those too long are spread among the others."""
         lines = (
-            {"prompt": f"prompt {number} " + ("x" * _TOO_LONG if number % _ONE_TOO_LONG == _ONE_TOO_LONG - 1 else "")}
+            {
+                "prompt": f"prompt {number} "
+                + ("x" * _TOO_LONG if number % _PROMPTS_PER_TOO_LONG == _PROMPTS_PER_TOO_LONG - 1 else "")
+            }
             for number in range(self.prompts)
         )
         (self.folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -158,9 +161,9 @@ def disturbed(job: Job, moments: Sequence[tuple[int, str]], source: random.Rando
     ours: set[int] = set()
 
     def start_pool() -> None:
-        there = set(children(os.getpid()))
+        children_before = set(children(os.getpid()))
         job.start_pool()
-        ours.update(set(children(os.getpid())) - there)
+        ours.update(set(children(os.getpid())) - children_before)
 
     start_pool()
     command = job.start()
@@ -206,10 +209,12 @@ def differences(job: Job, kills: Kills) -> list[str]:
     """Returns all differences from the expected end state."""
     wrong = list(kills.wrong)
     rows = [(part, row) for part in job.parts() for row in decoded(part.read_bytes(), "parquet")]
-    found = Counter((row["prompt_index"], row["sample"]) for _, row in rows)
-    wanted = Counter((index, sample) for index in range(job.prompts) for sample in range(job.samples))
-    if found != wanted:
-        wrong.append(f"{(wanted - found).total()} answers are missing, {(found - wanted).total()} are there too often")
+    written = Counter((row["prompt_index"], row["sample"]) for _, row in rows)
+    planned = Counter((index, sample) for index in range(job.prompts) for sample in range(job.samples))
+    if written != planned:
+        wrong.append(
+            f"{(planned - written).total()} answers are missing, {(written - planned).total()} are there too often"
+        )
     manifest_file = job.output / MANIFEST
     if not manifest_file.is_file():
         return [*wrong, "there is no manifest"]
@@ -220,7 +225,7 @@ def differences(job: Job, kills: Kills) -> list[str]:
     if counted != expected or errors != expected["errors"]:
         wrong.append(f"the manifest says {counted}, rows with errors are {errors}, expected {expected}")
     if {each["file"]: each["sha256"] for each in manifest["shards"]} != kills.digests:
-        wrong.append("the manifest names other files than those that were seen")
+        wrong.append("the manifest names other files than those seen")
     if empty := sum(row["error"] is None and not row["text"] for _, row in rows):
         wrong.append(f"{empty} answers are empty")
     texts = Counter((row["prompt_index"], row["text"]) for _, row in rows if row["error"] is None)

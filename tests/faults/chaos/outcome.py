@@ -69,10 +69,10 @@ def count_answers(place: Place) -> int:
 
 def outcome_of(place: Place) -> tuple[Outcome | None, list[str]]:
     """Returns the record and samples of an evaluation, and their errors."""
-    found = find_records(str(place.evaluations))
-    if len(found) != 1:
-        return None, [f"{len(found)} records, 1 is expected"]
-    record, folder = found[0].record, Path(found[0].cell_uri)
+    records = find_records(str(place.evaluations))
+    if len(records) != 1:
+        return None, [f"{len(records)} records, 1 is expected"]
+    record, folder = records[0].record, Path(records[0].cell_uri)
     if not record.succeeded:
         return None, [f"the record is {record.status}: {record.reason}"]
     samples = list(read_samples(str(folder / record.attempt / SAMPLES_NAME)))
@@ -94,24 +94,24 @@ def outcome_of(place: Place) -> tuple[Outcome | None, list[str]]:
 
 def differences(outcome: Outcome, undisturbed: Outcome) -> list[str]:
     """Returns differences from the undisturbed evaluation; sampled answers differ each time."""
-    found = []
+    problems = []
     if outcome.record.counts != undisturbed.record.counts:
-        found.append(f"counts are {outcome.record.counts}, undisturbed {undisturbed.record.counts}")
+        problems.append(f"counts are {outcome.record.counts}, undisturbed {undisturbed.record.counts}")
     of, expected = _scores(outcome.record), _scores(undisturbed.record)
     if of != expected:
-        found.append(f"scores are {of}, undisturbed {expected}")
+        problems.append(f"scores are {of}, undisturbed {expected}")
     if outcome.samples.keys() != undisturbed.samples.keys():
-        found.append("samples are of other questions")
+        problems.append("samples are of other questions")
     others = [
         f"{name}: {sample.output!r}, undisturbed {undisturbed.samples[name].output!r}"
         for name, sample in outcome.samples.items()
         if name[0] != SAMPLED and name in undisturbed.samples and sample != undisturbed.samples[name]
     ]
     if others:
-        found.append(f"{len(others)} samples differ, such as {'; '.join(others[:_SHOWN])}")
+        problems.append(f"{len(others)} samples differ, such as {'; '.join(others[:_SHOWN])}")
     if outcome.sampled.total() != undisturbed.sampled.total():
-        found.append(f"{outcome.sampled.total()} sampled answers, undisturbed {undisturbed.sampled.total()}")
-    return found
+        problems.append(f"{outcome.sampled.total()} sampled answers, undisturbed {undisturbed.sampled.total()}")
+    return problems
 
 
 def _scores(record: Record) -> dict[str, tuple[float, float | None, int]]:
@@ -138,21 +138,21 @@ def asked_too_often(asked: int, undisturbed: int, *, starts: int) -> list[str]:
 
 
 def leftovers(place: Place, tree: Tree) -> list[str]:
-    found = []
+    problems = []
     for process in tree.processes.values():
         ports = ", ".join(str(port) for _, port in listens_on(process.pid))
         where = f" at port {ports}" if ports else ""
-        found.append(f"process {process.pid}{where}: {process.executes[-160:]}")
+        problems.append(f"process {process.pid}{where}: {process.executes[-160:]}")
     for record in find_records(str(place.evaluations)):
         kept = [Path(record.cell_uri) / SCOPE_NAME, *(Path(record.cell_uri) / JOURNAL_FOLDER).glob("*")]
-        found += [f"{path.name} beside the record" for path in kept if path.exists()]
+        problems += [f"{path.name} next to the record" for path in kept if path.exists()]
     for folder in (place.evaluations, place.cache):
-        found += [str(path.relative_to(place.folder)) for path in folder.rglob("*.partial")]
+        problems += [str(path.relative_to(place.folder)) for path in folder.rglob("*.partial")]
     for name in ("pools", "proxies"):
-        found += [str(path.relative_to(place.folder)) for path in (place.cache / name).glob("*")]
+        problems += [str(path.relative_to(place.folder)) for path in (place.cache / name).glob("*")]
     claims = read_claims(claims_folder(str(place.evaluations), RUN))
-    found += [f"a claim of {seen.claim.subject.key} is held" for seen in claims if seen.live(time.time())]
-    return found
+    problems += [f"a claim of {seen.claim.subject.key} is held" for seen in claims if seen.live(time.time())]
+    return problems
 
 
 def journal_damage(place: Place) -> list[str]:
@@ -161,5 +161,5 @@ def journal_damage(place: Place) -> list[str]:
     with closing(sqlite3.connect(path)) as journal:
         verdict = [row[0] for row in journal.execute("PRAGMA integrity_check").fetchall()]
         (kept,) = journal.execute("SELECT count(*) FROM answers WHERE deterministic = 0").fetchone()
-    found = [] if verdict == ["ok"] else [f"the journal is damaged: {verdict[:_SHOWN]}"]
-    return [*found, f"{kept} sampled answers of a finished cell stay in the journal"] if kept else found
+    problems = [] if verdict == ["ok"] else [f"the journal is damaged: {verdict[:_SHOWN]}"]
+    return [*problems, f"{kept} sampled answers of a finished cell stay in the journal"] if kept else problems

@@ -32,12 +32,12 @@ class Tree:
 
     @classmethod
     def below(cls, root: int) -> Tree:
-        found = {
+        processes = {
             pid: Process(pid, parent(pid), " ".join(command_line(pid)))
             for pid in descendants(root)
             if state_of(pid) not in ("", "Z")
         }
-        return cls(MappingProxyType(found))
+        return cls(MappingProxyType(processes))
 
     def executing(self, *words: str, without: tuple[str, ...] = ()) -> list[int]:
         """Returns the processes with all of `words` in their arguments and none of `without`."""

@@ -132,10 +132,10 @@ class Watch:
 
     def lives(self) -> dict[str, float]:
         """Returns the longest lifetime of each kind of process, in seconds."""
-        found: dict[str, float] = {}
+        lifetimes: dict[str, float] = {}
         for pid, role in self.roles.items():
-            found[role] = max(found.get(role, 0.0), self.last[pid] - self.first[pid])
-        return found
+            lifetimes[role] = max(lifetimes.get(role, 0.0), self.last[pid] - self.first[pid])
+        return lifetimes
 
 
 @dataclass(frozen=True)
@@ -210,14 +210,14 @@ def _kill(role: str, moment: Moment, started: Started, watch: Watch, *, until: f
     since: float | None = None
     while started.outcome() is None and time.monotonic() < until:
         tree = watch.look()
-        found = ROLES[role](tree)
-        if found and since is None:
+        pids = ROLES[role](tree)
+        if pids and since is None:
             since = time.monotonic()
-        if found and since is not None and moment.has_come(watch.place, since=since):
+        if pids and since is not None and moment.has_come(watch.place, since=since):
             watch.ask_engines(tree)
             before = answered(watch.place)
             try:
-                os.kill(random.Random(len(tree.processes)).choice(sorted(found)), signal.SIGKILL)
+                os.kill(random.Random(len(tree.processes)).choice(sorted(pids)), signal.SIGKILL)
             except ProcessLookupError:
                 return None
             return before

@@ -62,7 +62,7 @@ async def _cut_streams(target: Target, scale: Scale) -> ScenarioOutcome:
     trial = await _with_fault(target, plan, "die_mid_stream", cut)
     rules = trial.broken_rules(broken_streams=cut)
     if trial.report.broken_streams != cut:
-        rules.append(f"{cut} streams were cut, and clients were told of {trial.report.broken_streams}")
+        rules.append(f"{cut} streams were cut, and clients noticed {trial.report.broken_streams}")
     return _given_only_once(trial, trial.outcome("stream-cut", rules))
 
 

@@ -133,11 +133,11 @@ async def _converse(endpoint: Endpoint, stream: bytes, seen: _Seen) -> None:
     if not reply:
         seen.statuses["no answer"] += 1
         return
-    found = _STATUS.match(reply)
-    if found is None:
+    match = _STATUS.match(reply)
+    if match is None:
         seen.note(f"{reply[:60]!r} to {stream[:120]!r}")
         return
-    status = int(found[1])
+    status = int(match[1])
     seen.statuses[status] += 1
     if status >= 500:
         seen.note(f"{status} to {stream[:200]!r}")

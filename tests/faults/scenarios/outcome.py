@@ -70,5 +70,5 @@ class Scenario:
         if self.injects and target.inject is None:
             return ScenarioOutcome(self.name, skipped="a real engine cannot be made to do that")
         if self.needs_recipe and target.recipe is None:
-            return ScenarioOutcome(self.name, skipped="it is not known how to start another pool like this one")
+            return ScenarioOutcome(self.name, skipped="the target has no recipe for another pool")
         return await self.run(target, scale)

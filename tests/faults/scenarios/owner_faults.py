@@ -76,7 +76,7 @@ async def _owner_killed(target: Target, scale: Scale) -> ScenarioOutcome:
         rules: list[str] = []
         left = await asyncio.to_thread(_run_and_kill, target.recipe, work)
         if left:
-            rules.append(f"{len(left)} processes outlived whoever had started them")
+            rules.append(f"{len(left)} processes outlived the process that started them")
         given = work.answers_of("first")
         kept = kept_answers(settings().journal_path, work.cell).answers
         job = _submit(target.recipe, work, "second")
@@ -150,7 +150,7 @@ OWNER_SCENARIOS = (
     Scenario(
         "owner-killed",
         "kills a process that has a pool of its own, half-way through its requests, and begins the same work again",
-        "nothing of the first pool is left; what was answered is replayed, sampled answers too",
+        "nothing of the first pool is left; given answers are replayed, sampled answers too",
         _owner_killed,
         needs_recipe=True,
     ),

@@ -30,20 +30,20 @@ def children(pid: int) -> list[int]:
 def descendants(pid: int) -> list[int]:
     """Returns all running processes that a process has started, directly or not."""
     children_of = _children()
-    found: list[int] = []
+    pids: list[int] = []
     left = [pid]
     while left:
         below = children_of[left.pop()]
-        found += below
+        pids += below
         left += below
-    return found
+    return pids
 
 
 def _children() -> defaultdict[int, list[int]]:
-    found: defaultdict[int, list[int]] = defaultdict(list)
+    children_of: defaultdict[int, list[int]] = defaultdict(list)
     for folder in _PROC.glob("[0-9]*"):
-        found[parent(int(folder.name))].append(int(folder.name))
-    return found
+        children_of[parent(int(folder.name))].append(int(folder.name))
+    return children_of
 
 
 def parent(pid: int) -> int:
@@ -55,10 +55,10 @@ def parent(pid: int) -> int:
 
 def ancestors(pid: int) -> list[int]:
     """Returns the parent of a process, its parent, and so on."""
-    found: list[int] = []
+    pids: list[int] = []
     while pid > 1 and (pid := parent(pid)):
-        found.append(pid)
-    return found
+        pids.append(pid)
+    return pids
 
 
 def command_line(pid: int) -> list[str]:
@@ -124,15 +124,15 @@ def listener(port: int, among: Iterable[int]) -> int | None:
 
 
 def _socket_inodes(pid: int) -> list[str]:
-    found = []
+    inodes = []
     try:
         for entry in (_PROC / str(pid) / "fd").iterdir():
             target = str(entry.readlink())
             if target.startswith("socket:["):
-                found.append(target[len("socket:[") : -1])
+                inodes.append(target[len("socket:[") : -1])
     except OSError:
-        return found
-    return found
+        return inodes
+    return inodes
 
 
 def _listening_sockets() -> dict[str, tuple[str, int]]:

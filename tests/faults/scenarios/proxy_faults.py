@@ -33,9 +33,9 @@ async def _proxy_killed(target: Target, scale: Scale) -> ScenarioOutcome:
         rules.append("no other proxy was started")
     if trial.engine_answers > plan.requests + plan.concurrency:
         rules.append(f"engines gave {trial.engine_answers} answers to {plan.requests} requests")
-    found = set((await asyncio.to_thread(target.status)).leases)
-    if not leases <= found:
-        rules.append(f"{len(leases - found)} of {len(leases)} leases are gone")
+    leases_after = set((await asyncio.to_thread(target.status)).leases)
+    if not leases <= leases_after:
+        rules.append(f"{len(leases - leases_after)} of {len(leases)} leases are gone")
     return trial.outcome("proxy-killed", rules, asked_again=trial.report.retried, engine_answers=trial.engine_answers)
 
 
@@ -67,7 +67,7 @@ async def _disk_full(target: Target, scale: Scale) -> ScenarioOutcome:
     if kept >= plan.requests:
         rules.append("the journal went on as before: its disk was not full")
     if len(warnings) != 1:
-        rules.append(f"{len(warnings)} warnings were written, one is right")
+        rules.append(f"{len(warnings)} warnings were written, expected 1")
     return trial.outcome("disk-full", rules, kept=kept, errors=errors, journal_bytes=_journal_bytes())
 
 
@@ -86,7 +86,7 @@ PROXY_SCENARIOS = (
     Scenario(
         "disk-full",
         "lets no file of the proxy grow any more",
-        "requests are answered as before, and one warning is written",
+        "requests are answered as before, and a single warning is written",
         _disk_full,
     ),
 )

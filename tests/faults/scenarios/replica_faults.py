@@ -105,7 +105,7 @@ async def _slow_replica(target: Target, scale: Scale) -> ScenarioOutcome:
     of_slow = shares[slow.replica] - begun[slow.replica]
     of_quick = sum(shares[engine.replica] - begun[engine.replica] for engine in quick) / len(quick)
     if of_slow > _MOST_OF_SLOW * of_quick:
-        rules.append(f"the slow replica got {of_slow} requests, a quick one {of_quick:g}")
+        rules.append(f"the slow replica got {of_slow} requests, a quick replica {of_quick:g}")
     return trial.outcome("slow-replica", rules, of_slow=of_slow, of_quick=of_quick)
 
 
@@ -142,7 +142,7 @@ REPLICA_SCENARIOS = (
     ),
     Scenario(
         "slow-replica",
-        "makes one replica slow",
+        "makes a replica slow",
         "it gets fewer requests than the others, and no client sees an error",
         _slow_replica,
         least_replicas=2,

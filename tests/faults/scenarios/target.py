@@ -120,25 +120,25 @@ class Target:
 
     def engines(self) -> list[EngineProcess]:
         """Returns the ready engines, by the name of their replica."""
-        found = []
+        processes = []
         mine = descendants(self._owner_pid)
         for replica in sorted(self.status().replicas, key=lambda replica: replica.name):
             if replica.announcement.state != "ready" or replica.announcement.url is None:
                 continue
             pid = listener(int(replica.announcement.url.rpartition(":")[2]), mine)
             if pid is not None:
-                found.append(EngineProcess(replica.name, pid, replica.announcement.url))
-        return found
+                processes.append(EngineProcess(replica.name, pid, replica.announcement.url))
+        return processes
 
     def agents(self) -> dict[str, int]:
         """Returns the agent process of each replica with a ready engine: the engine's nearest ancestor of this kind."""
-        found: dict[str, int] = {}
+        pids: dict[str, int] = {}
         for engine in self.engines():
             for pid in ancestors(engine.pid):
                 if job_of(pid).startswith(f"{engine.replica}-") and _AGENT_PROGRAM in " ".join(command_line(pid)):
-                    found[engine.replica] = pid
+                    pids[engine.replica] = pid
                     break
-        return found
+        return pids
 
     @property
     def proxy_pid(self) -> int:
@@ -173,7 +173,7 @@ class Target:
             return f"{len(usable)} of {self.replicas} replicas are usable ({seen or 'none is known'})"
         in_flight = sum(replica.in_flight for replica in status.replicas)
         if in_flight or status.held:
-            return f"{in_flight} requests are in flight and {status.held} are held, though nobody asks"
+            return f"{in_flight} requests are in flight and {status.held} are held, though no client sends requests"
         return None
 
     async def settled(self) -> str | None:

@@ -36,25 +36,25 @@ class Trial:
 
     def broken_rules(self, *, most_upstream: int | None = None, broken_streams: int = 0) -> list[str]:
         """Returns violations of the rules for all faults, given the allowed attempts at engines and cut streams."""
-        found = []
+        rules = []
         errors = self.report.errors
         if errors:
             shown = ", ".join(f"{count} × {problem}" for problem, count in errors.most_common(_SHOWN))
-            found.append(f"{errors.total()} of {self.plan.requests} requests failed: {shown}")
+            rules.append(f"{errors.total()} of {self.plan.requests} requests failed: {shown}")
         if self.report.broken_streams > broken_streams:
-            found.append(f"{self.report.broken_streams} streams were cut, {broken_streams} at most may be")
+            rules.append(f"{self.report.broken_streams} streams were cut, {broken_streams} at most may be")
         if self.wrong:
-            found.append(f"{self.wrong} answers are not those of the checkpoint")
+            rules.append(f"{self.wrong} answers are not those of the checkpoint")
         if self.duplicates:
-            found.append(f"the journal holds {self.duplicates} answers more than there were requests")
+            rules.append(f"the journal holds {self.duplicates} answers more than there were requests")
         answered = sum(answer.payload is not None for answer in self.report.answers)
         if self.kept is not None and self.kept.questions < answered:
-            found.append(f"the journal lacks {answered - self.kept.questions} of {answered} answers that were given")
+            rules.append(f"the journal lacks {answered - self.kept.questions} of {answered} answers that were given")
         if most_upstream is not None and self.counts.upstream > most_upstream:
-            found.append(f"engines were asked {self.counts.upstream} times, {most_upstream} would do")
+            rules.append(f"engines were asked {self.counts.upstream} times, {most_upstream} would do")
         if self.unsettled is not None:
-            found.append(f"the pool is not whole again: {self.unsettled}")
-        return found
+            rules.append(f"the pool is not whole again: {self.unsettled}")
+        return rules
 
     def outcome(self, scenario: str, violations: list[str], **figures: float) -> ScenarioOutcome:
         return ScenarioOutcome(

@@ -55,9 +55,9 @@ async def _table(harness: Harness, engine: Engine, folder: Path, console: Consol
                 place = folder / f"{number}-{WAYS.index(way)}-{share}"
                 outcomes.append((way, await evaluated(harness, engine, place, way=way, lie=lie, share=share, **_MOST)))
         words = [(outcome.lies, outcome.words(undisturbed[way], lie)) for way, outcome in outcomes]
-        wrong = wrong or any("OTHER" in found for _, found in words)
-        cells = " | ".join(f"{lies}: {found}" for lies, found in words)
-        console.print(f"| {LIES.get(lie, 'half of each text, whose end is `length`')} | {cells} |")
+        wrong = wrong or any("OTHER" in verdict for _, verdict in words)
+        cells = " | ".join(f"{lies}: {verdict}" for lies, verdict in words)
+        console.print(f"| {LIES.get(lie, 'half of each text, with the end `length`')} | {cells} |")
     return wrong
 
 

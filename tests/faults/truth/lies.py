@@ -15,7 +15,7 @@ ANY = "any"
 """Any applicable lie of those below, drawn for each answer."""
 LIES = {
     "too few rows": "the last row of log-probabilities is not there",
-    "too many rows": "the last row stands there twice",
+    "too many rows": "the last row is there twice",
     "only the last row": "the generated token alone has a row",
     "positive": "log-probabilities without their sign",
     "all zero": "every log-probability is 0",
@@ -25,13 +25,13 @@ LIES = {
     "no log-probabilities": "none, though they were asked for",
     "another prompt": "log-probabilities of other prompts",
     "indices swapped": "the choices' indices in reverse",
-    "indices repeated": "all choices have one index",
-    "one choice too few": "one choice fewer than prompts",
-    "too many": "one choice more than prompts",
+    "indices repeated": "all choices have the same index",
+    "a choice too few": "a choice fewer than prompts",
+    "too many": "a choice more than prompts",
     "no choices": "an empty list of choices",
     "no text": "null for each text",
-    "aborted": "texts that were cut, whose end is `abort`",
-    "unknown finish": "a reason for the end that nobody knows",
+    "aborted": "texts that were cut, with the end `abort`",
+    "unknown finish": "an unknown reason for the end",
     "no finish": "no reason for the end",
 }
 """Detectable lies, with their descriptions."""
@@ -63,8 +63,8 @@ def lied(lie: str, answer: Answer, earlier: Answer | None, drawn: random.Random)
         kind = drawn.choice([name for name in OF_TOKENS if len(answer["prompt_logprobs"] or ()) > 2 or name in _ALWAYS])
         return malformed_tokens(kind, changed)
     if lie == ANY:
-        found = [told for each in LIES if (told := lied(each, answer, earlier, drawn)) is not None]
-        return drawn.choice(found) if found else None
+        possible = [told for each in LIES if (told := lied(each, answer, earlier, drawn)) is not None]
+        return drawn.choice(possible) if possible else None
     if "output_mode" in answer:  # answers of token ids have only lies of their own
         return None
     scored = _is_scored(answer)

@@ -45,7 +45,7 @@ def test_key_of_a_pool_at_an_address_may_be_in_a_block() -> None:
     options = {"model": "runs/a", "evals": ("piqa",), "pool_key_block": "kept-pool"}
     config = evaluation_from_options(EvaluationOptions(**options, pool="https://pool.test"))
     assert (config.pool_name, config.pool_key_block) == ("https://pool.test", "kept-pool")
-    with pytest.raises(BadInput, match="--pool beside --pool-key-block"):
+    with pytest.raises(BadInput, match="--pool with --pool-key-block"):
         evaluation_from_options(EvaluationOptions(**options))
 
 

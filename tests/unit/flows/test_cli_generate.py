@@ -45,10 +45,13 @@ def test_options_become_fields_and_files_are_read(tmp_path: Path) -> None:
         max_errors="2%",
     )
     assert config.prompts.template == "Say {{ x }}" and config.prompts.chat
-    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True}}
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+    }
     assert config.sampling.body() == {
         "max_tokens": 256,
-        "response_format": wanted,
+        "response_format": response_format,
         "tools": ({"type": "function"},),
         "top_k": 5,
         "ignore_eos": True,
@@ -71,7 +74,7 @@ def test_most_errors_are_a_number_a_share_or_any(text: str, most: float) -> None
         ({"prompts": ()}, "--model or --pool, --prompts and --output"),
         ({"output": None}, "--model or --pool, --prompts and --output"),
         ({"served": {"pool": "warm", "replicas": 2}}, "--pool and --replicas"),
-        ({"served": {"pool_key_block": "kept-pool"}}, "--pool beside --pool-key-block"),
+        ({"served": {"pool_key_block": "kept-pool"}}, "--pool with --pool-key-block"),
         ({"max_errors": "few"}, "a number, a share or any"),
         ({"template": "@nowhere"}, "nowhere is not there"),
         ({"template": "{{"}, "expected a Jinja template"),
@@ -86,7 +89,7 @@ def test_options_that_cannot_be_meant_are_refused(fields: dict[str, Any], words:
     assert words in str(refused.value)
 
 
-def test_configuration_names_one_way_of_serving() -> None:
+def test_configuration_with_two_ways_of_serving_is_refused() -> None:
     fields = {"prompts": {"files": ["a.jsonl"]}, "output_path": "out"}
     with pytest.raises(ValueError, match="expected model_path, or the pool_name"):
         GenerationConfig.model_validate(fields)

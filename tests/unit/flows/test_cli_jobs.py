@@ -65,7 +65,7 @@ def test_submit_options_become_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"tpu": "v5e-8, v6e-8"}, TpuConfig(variant="v5litepod-8", alternatives=("v6e-8",))),
     ],
 )
-def test_submit_device_is_read_from_one_word(tmp_path: Path, options: dict[str, str], device: object):
+def test_submit_reads_the_device_from_a_word(tmp_path: Path, options: dict[str, str], device: object):
     assert job(tmp_path, **options).resources.device == device
 
 
@@ -90,7 +90,7 @@ def test_submit_option_that_cannot_be_right_is_refused(tmp_path: Path, options: 
     assert hint in str(caught.value)
 
 
-def test_submit_to_a_region_without_the_device_names_one_that_has_it(tmp_path: Path):
+def test_submit_to_a_region_without_the_device_names_another_region(tmp_path: Path):
     with pytest.raises(NoMatchingRegion, match="us-central2"):
         job(tmp_path, tpu="v4-8", regions=("us-east1",))
 
@@ -103,7 +103,7 @@ def test_job_name_follows_from_the_command(command: tuple[str, ...], name: str):
     assert job_name(command) == name
 
 
-def test_cluster_without_an_address_says_how_to_get_one():
+def test_cluster_without_an_address_says_how_to_set_it():
     with pytest.raises(BadInput, match="assay cluster dashboard us-east5"):
         client_of(backend=None, cluster="us-east5")
     with pytest.raises(BadInput, match="assay cluster up local"):
@@ -143,7 +143,7 @@ def followed(parts: list[LogPart], *, replicas: int = 1) -> tuple[str, list[str]
 LOADING = [LogPart(text.encode(), "") for text in ("Load", "ing…", " done\n10%\r", "20%\n\nla", "st")]
 
 
-def test_following_one_replica_shows_its_log_as_it_was_written():
+def test_following_a_replica_shows_its_log_as_written():
     assert followed(LOADING) == ("Loading… done\n10%\r20%\n\nlast\n", [])
 
 

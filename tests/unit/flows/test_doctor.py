@@ -26,7 +26,7 @@ NEWER = {"aaaaaaa": 3, "bbbbbbb": 1, "ccccccc": 0}
         ("assay-cpu:aaaaaaa", False, "note", "3 commits older than this code"),
         ("assay-cpu:bbbbbbb", False, "note", "1 commit older than this code"),
         ("assay-cpu:ccccccc", False, "ok", "no older"),
-        ("assay-cpu:ddddddd", False, "note", "of another commit than this code, which is of 0123456789ab"),
+        ("assay-cpu:ddddddd", False, "note", "of another commit than this code's (0123456789ab)"),
         (f"assay-cpu:v{versions()['assay']}", False, "ok", "this code's"),
         ("assay-cpu:0.0.1", False, "note", "another version than this code's"),
         ("r.example:5000/assay-cpu", False, "note", "its tag does not say"),
@@ -35,13 +35,13 @@ NEWER = {"aaaaaaa": 3, "bbbbbbb": 1, "ccccccc": 0}
     ],
 )
 def test_image_is_as_old_as_its_tag_says(image: str, changed: bool, level: str, seen: str) -> None:
-    found = image_finding(image, COMMIT, changed=changed, since=NEWER.get)
-    assert (found.subject, found.level) == (f"Image {image}", level)
-    assert seen in found.seen
-    assert bool(found.remedy) == (level == "note")
+    finding = image_finding(image, COMMIT, changed=changed, since=NEWER.get)
+    assert (finding.subject, finding.level) == (f"Image {image}", level)
+    assert seen in finding.seen
+    assert bool(finding.remedy) == (level == "note")
 
 
-def test_commits_are_counted_from_those_that_this_clone_knows() -> None:
+def test_commits_are_counted_from_a_commit_of_this_clone() -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert commits_since(head.stdout.strip()) == 0
     assert commits_since("d" * 40) is None
@@ -61,8 +61,8 @@ def test_images_of_settings_and_regions_are_examined_each_once(tmp_path: Path, m
     monkeypatch.setenv("ASSAY_REGIONS", str(regions))
     monkeypatch.setenv("ASSAY_JOB_IMAGE", "jobs:1.2")
     settings.cache_clear()
-    found = [each.subject for each in examine() if each.subject.startswith("Image ")]
-    assert found == ["Image jobs:1.2", "Image cpu:1.2", "Image tpu:1.2"]
+    subjects = [each.subject for each in examine() if each.subject.startswith("Image ")]
+    assert subjects == ["Image jobs:1.2", "Image cpu:1.2", "Image tpu:1.2"]
     settings.cache_clear()
 
 

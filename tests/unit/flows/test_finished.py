@@ -142,7 +142,7 @@ def test_gate_is_judged_without_a_flow_run(config: EvaluationConfig, recorded: l
         pytest.param("pyproject.toml", '[project]\ndependencies = ["prefect"]', id="no server"),
     ],
 )
-def test_server_is_named_where_prefect_finds_one(place: str, text: str, tmp_path: Path) -> None:
+def test_server_is_named_if_prefect_has_an_address(place: str, text: str, tmp_path: Path) -> None:
     variables = {"PREFECT_API_URL": text} if place == "variable" else {}
     if not variables:
         file = tmp_path / place
@@ -185,9 +185,9 @@ def test_evaluation_that_may_cost_less_than_is_expected_is_refused_before_anythi
     assert words in " ".join(dear.stderr.split())
     assert "an evaluation that is expected to cost at most 3.00 USD" in " ".join(dear.stderr.split())
     assert "3.84 USD expected for 1 cell" in " ".join(dear.stderr.split())
-    assert "unknown for 2 cells: an endpoint of others answers" in " ".join(unknown.stderr.split())
+    assert "unknown for 2 cells: an endpoint of another owner answers" in " ".join(unknown.stderr.split())
     assert nothing.returncode == 0 and "Nothing to evaluate: 1 cell recorded already." in nothing.stdout
-    assert not list((tmp_path / "there").rglob("*.json")), "nothing was begun"
+    assert not list((tmp_path / "there").rglob("*.json")), "no cell was started"
 
 
 def slices(folder: Path) -> Path:

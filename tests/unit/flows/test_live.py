@@ -36,7 +36,7 @@ def test_progress_names_checkpoint_benchmark_requests_and_time_left() -> None:
     assert "run-30: withheld" in progress.describe()
 
 
-def test_progress_of_cells_side_by_side_shows_the_one_that_has_come_farthest_and_what_the_pool_counted() -> None:
+def test_progress_of_parallel_cells_shows_the_farthest_and_pool_counts() -> None:
     progress = Progress(Clock())
     counts = {"journal_hits": 30, "held": 2, "retried": 1, "prompt_tokens": 4000, "completion_tokens": 500}
     progress.take(CellProgress("run-10", 1, 3, "demo_facts", 400, 480, counts))

@@ -80,11 +80,11 @@ def test_options_are_all_those_of_a_pool() -> None:
 
 
 def test_options_become_resources() -> None:
-    found = resources_of(*ON_DEMAND)
-    assert found.device == GpuConfig(variant="H100", count=2)
-    assert (found.replicas, found.cpu, found.ram, found.disk) == (3, 11, "77g", "200g")
-    assert (found.regions, found.zone, found.preemptible) == (("us-central1",), "us-central1-a", False)
-    assert found.image == "team/image:1"
+    resources = resources_of(*ON_DEMAND)
+    assert resources.device == GpuConfig(variant="H100", count=2)
+    assert (resources.replicas, resources.cpu, resources.ram, resources.disk) == (3, 11, "77g", "200g")
+    assert (resources.regions, resources.zone, resources.preemptible) == (("us-central1",), "us-central1-a", False)
+    assert resources.image == "team/image:1"
     assert resources_of("--gpu", "H100:2", "--preemptible").preemptible
 
 
@@ -100,22 +100,22 @@ def test_machines_of_a_replica_reach_its_jobs_its_price_and_its_cluster(tmp_path
     with set_current_client(CloudClient()):
         _, machine, *_ = planned(*ON_DEMAND, "--hosts", "2", folder=tmp_path).lines()
     assert machine.startswith("3 × 2 × 2 H100 GPUs, 11 cores")
-    with pytest.raises(BadInput, match="one machine for each replica of a job"):
+    with pytest.raises(BadInput, match="a single machine for each replica of a job"):
         JobRequest("job", Command("true"), resources=given)
-    with pytest.raises(ValueError, match="expected no hosts beside a TPU"):
+    with pytest.raises(ValueError, match="expected no hosts with a TPU"):
         ResourceConfig.with_tpu("v6e-8", hosts=2)
 
 
 def test_options_that_are_left_out_go_with_the_device() -> None:
     plain = resources_of()
     assert (plain.cpu, plain.ram, plain.disk, plain.preemptible) == (2, "4g", "16g", True)
-    beside = resources_of("--tpu", "v5e-8")
-    assert beside.device == TpuConfig(variant="v5litepod-8")
-    assert (beside.cpu, beside.ram, beside.disk) == (32, "128g", "50g")
+    tpu_resources = resources_of("--tpu", "v5e-8")
+    assert tpu_resources.device == TpuConfig(variant="v5litepod-8")
+    assert (tpu_resources.cpu, tpu_resources.ram, tpu_resources.disk) == (32, "128g", "50g")
     assert resources_of("--tpu", "v5e-8,v6e-8").device == TpuConfig(variant="v5litepod-8", alternatives=("v6e-8",))
 
 
-def test_region_that_nobody_described_is_refused() -> None:
+def test_region_without_a_description_is_refused() -> None:
     with pytest.raises(BadInput, match="us-central1"):
         evaluation_from_options(options_of("--region", "us-centrl1"))
 
@@ -135,29 +135,29 @@ def test_options_reach_the_pods_of_kubernetes() -> None:
 
 
 def test_options_reach_the_nodes_of_ray() -> None:
-    found = resources_of(*ON_DEMAND)
-    there = {REGION_LABEL: "us-central1", ZONE_LABEL: "us-central1-a", "ray.io/market-type": "on-demand"}
+    resources = resources_of(*ON_DEMAND)
+    labels = {REGION_LABEL: "us-central1", ZONE_LABEL: "us-central1-a", "ray.io/market-type": "on-demand"}
     total = {"CPU": 64.0, "memory": 640.0 * GIB, "GPU": 8.0, "accelerator_type:H100": 1.0}
     nodes = [
-        RayNode(node_id=name, address=name, labels={**there, **other}, total=total, free=total)
+        RayNode(node_id=name, address=name, labels={**labels, **other}, total=total, free=total)
         for name, other in {
             "right": {},
             "elsewhere": {ZONE_LABEL: "us-central1-b"},
             "passing": {"ray.io/market-type": "spot"},
         }.items()
     ]
-    allowed = allowed_nodes(nodes, found)
+    allowed = allowed_nodes(nodes, resources)
     assert [node.node_id for node in allowed] == ["right"]
-    share = share_of(nodes, found)
+    share = share_of(nodes, resources)
     assert (share["CPU"], share["memory"], share["GPU"]) == (11.0, 77.0 * GIB, 2.0)
     assert "accelerator_type:H100" in share
-    selector = selector_of(allowed, found, region=None, avoided=())
+    selector = selector_of(allowed, resources, region=None, avoided=())
     assert (selector[REGION_LABEL], selector[ZONE_LABEL]) == ("in(us-central1)", "us-central1-a")
 
 
 def test_options_reach_iris() -> None:
-    found = resources_of(*ON_DEMAND)
-    placed = on_iris(found, replicas=found.replicas)
+    resources = resources_of(*ON_DEMAND)
+    placed = on_iris(resources, replicas=resources.replicas)
     assert (placed.cpu_millicores, placed.memory_bytes, placed.disk_bytes) == (11_000, 77 * GIB, 200 * GIB)
     assert placed.tasks == 3
     right: dict[str, Any] = {
@@ -168,10 +168,10 @@ def test_options_reach_iris() -> None:
         "region": "us-central1",
         "zone": "us-central1-a",
     }
-    check_groups(found, [Group(**right)])
+    check_groups(resources, [Group(**right)])
     for other in ({"variant": "A100"}, {"zone": "us-central1-b"}, {"region": "us-east5"}, {"preemptible": True}):
         with pytest.raises(UnsatisfiableResources):
-            check_groups(found, [Group(**{**right, **other})])
+            check_groups(resources, [Group(**{**right, **other})])
 
 
 def test_options_reach_the_job_of_a_work_pool() -> None:
@@ -216,8 +216,8 @@ def planned(*arguments: str, folder: Path) -> Plan:
 
 def test_dry_run_says_what_would_be_asked_for_where_and_at_what_price(tmp_path: Path) -> None:
     with set_current_client(CloudClient()):
-        found = planned(*ON_DEMAND, folder=tmp_path)
-    first, machine, price, expected, guess = found.lines()
+        plan = planned(*ON_DEMAND, folder=tmp_path)
+    first, machine, price, expected, guess = plan.lines()
     assert first == "4 cells wanted, 1 recorded already, 3 to evaluate"
     assert machine == (
         "3 × 2 H100 GPUs, 11 cores, 77g of memory, 200g of disk, on demand, zone us-central1-a, image team/image:1; "
@@ -226,19 +226,19 @@ def test_dry_run_says_what_would_be_asked_for_where_and_at_what_price(tmp_path: 
     usd = price_per_hour(known_regions().named("us-central1"), resources_of(*ON_DEMAND))
     assert usd is not None and usd > 3 * 2 * Decimal("10.98")
     assert price == f"  us-central1: {usd:.2f} USD an hour"
-    (asked,) = found.as_dict()["machines"]
+    (asked,) = plan.as_dict()["machines"]
     assert (asked["resources"]["cpu"], asked["backend"]) == (11, "iris://controller:10000")
     assert asked["usd_per_hour"] == {"us-central1": pytest.approx(float(usd), abs=1e-4)}
     hours = 1 + 2 * 2 / 120
     assert f"{2 * hours:.3f} chip-hours, {float(usd) / 3 * hours:.2f} USD; partly a guess" in expected
     assert expected.endswith("(1 measured, 2 guess)")
     assert guess.startswith("  guess: 2 questions × 100 tokens (1 record of demo_facts) ÷ 3 tokens/s")
-    assert found.as_dict()["expected"]["usd"] == pytest.approx(float(usd) / 3 * hours, rel=1e-4)
+    assert plan.as_dict()["expected"]["usd"] == pytest.approx(float(usd) / 3 * hours, rel=1e-4)
 
 
 def test_dry_run_on_this_machine_costs_nothing_and_refuses_what_it_has_not(tmp_path: Path) -> None:
-    found = planned("--replicas", "2", folder=tmp_path)
-    _, machine, expected, _ = found.lines()
+    plan = planned("--replicas", "2", folder=tmp_path)
+    _, machine, expected, _ = plan.lines()
     assert machine == "2 × 2 cores, 4g of memory, 16g of disk, preemptible; on this machine"
     assert "0.000 chip-hours, unknown (this machine is in no region that has prices)" in expected
     client = LocalClient(tmp_path / "jobs", device_root=tmp_path)

@@ -63,10 +63,10 @@ def run(runner: str, **parameters: Any) -> None:
 
 
 def test_every_deployed_runner_has_its_suite_or_evaluator():
-    of_one_step = {f"evaluate_{name}_on_step": name for name in EVALUATORS}
+    step_runners = {f"evaluate_{name}_on_step": name for name in EVALUATORS}
     assert {name: given.get("suite") or given["evaluator"] for name, given in DEPLOYED.items()} == {
         **SUITES,
-        **of_one_step,
+        **step_runners,
     }
 
 
@@ -84,13 +84,13 @@ def test_runner_makes_every_evaluation_of_its_suite(
 
 
 @pytest.mark.parametrize("evaluator", EVALUATORS)
-@pytest.mark.parametrize(("step", "found"), [(1, 1), (None, 2)])
-def test_runner_of_one_step_asks_its_evaluator_about_that_step_or_the_latest(
-    request_of_run: SuiteRequest, evaluated: list[Evaluated], evaluator: str, step: int | None, found: int
+@pytest.mark.parametrize(("step", "evaluated_step"), [(1, 1), (None, 2)])
+def test_step_runner_evaluates_that_step_or_the_latest(
+    request_of_run: SuiteRequest, evaluated: list[Evaluated], evaluator: str, step: int | None, evaluated_step: int
 ):
     runner, evals = f"evaluate_{evaluator}_on_step", (EvalTaskConfig(name="demo"),)
     run(runner, request=request_of_run, evals=evals, step=step)
     [([config], checkpoints)] = evaluated
     assert (config.evaluator.name, config.evals) == (evaluator, evals)
     assert config.native is (config.base_url is None)
-    assert [checkpoint.step for checkpoint in checkpoints] == [found]
+    assert [checkpoint.step for checkpoint in checkpoints] == [evaluated_step]

@@ -77,7 +77,7 @@ def test_load_that_its_own_end_cuts_short_is_no_failure_of_the_checkpoint(
     assert {announcement.start for announcement in pool.heard} == {7}
 
 
-def test_replica_whose_engine_died_once_too_often_starts_none_though_it_is_still_ordered_to(
+def test_replica_with_an_engine_that_died_too_often_ignores_start_orders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1))).served
@@ -238,7 +238,7 @@ def test_replica_between_two_checkpoints_never_says_that_it_is_ready_for_the_for
 
 
 @pytest.mark.parametrize(
-    ("silent", "started", "wanted"),
+    ("silent", "started", "expected"),
     [
         (5, 100, False),
         (7, 100, True),  # announced before, silent now
@@ -248,9 +248,9 @@ def test_replica_between_two_checkpoints_never_says_that_it_is_ready_for_the_for
     ],
 )
 def test_new_agent_may_be_silent_for_as_long_as_a_start_takes_and_others_for_some_leases(
-    silent: float, started: float, wanted: bool
+    silent: float, started: float, expected: bool
 ) -> None:
-    assert is_silent(silent, started_seconds=started, patience_seconds=6, startup_seconds=60) is wanted
+    assert is_silent(silent, started_seconds=started, patience_seconds=6, startup_seconds=60) is expected
 
 
 def test_stop_reports_an_agent_that_could_not_be_ended() -> None:

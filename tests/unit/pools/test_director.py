@@ -55,11 +55,11 @@ def test_assign_held_requests_get_the_replica_once_it_is_idle() -> None:
     assert _assigned({"r0": "a"}, {"a": DONE, "b": HELD}) == {"r0": "b"}
 
 
-def test_assign_held_requests_get_an_idle_replica_that_somebody_else_wants() -> None:
+def test_assign_held_requests_get_an_idle_replica_despite_another_want() -> None:
     assert _assigned({"r0": "a"}, {"a": DONE, "b": HELD}, wants=["a"]) == {"r0": "b"}
 
 
-def test_assign_mere_want_leaves_an_idle_replica_to_who_wanted_it_first() -> None:
+def test_assign_want_alone_leaves_an_idle_replica_to_its_model() -> None:
     assert _assigned({"r0": "a"}, {"a": DONE}, wants=["a", "b"]) == {"r0": "a"}
 
 
@@ -109,7 +109,7 @@ _models = st.sampled_from(["a", "b", "c", "d"])
     demand=st.dictionaries(_models, _demands),
     wants=st.lists(_models, unique=True),
 )
-def test_assign_whatever_is_asked_settles_and_takes_no_working_replica_without_need(
+def test_assign_of_any_requests_settles_and_spares_working_replicas(
     orders: dict[str, str | None], demand: dict[str, Demand], wants: list[str]
 ) -> None:
     once = _assigned(orders, demand, wants)

@@ -70,13 +70,13 @@ HELD = {"max_position_embeddings": 64}
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, HELD, {"max_num_batched_tokens": 64}),
     ],
 )
-def test_engine_has_room_for_one_token_that_is_generated_and_never_read(
+def test_engine_has_room_for_the_last_token_that_is_never_read(
     kwargs: dict[str, Any], described: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     given = dict(kwargs)
-    found = with_last_token(kwargs, described)
-    assert expected.items() <= found.items() and kwargs == given
-    assert ("max_model_len" in found) is ("max_model_len" in expected)
+    arguments = with_last_token(kwargs, described)
+    assert expected.items() <= arguments.items() and kwargs == given
+    assert ("max_model_len" in arguments) is ("max_model_len" in expected)
 
 
 def pool(device: str = "cpu", **model: Any) -> InferencePoolConfig:
@@ -105,14 +105,14 @@ def test_cpu_engine_takes_a_quarter_of_the_memory_asked_for_unless_told_otherwis
     assert "kv_cache_memory_bytes" not in engine_kwargs(pool("cuda"))
 
 
-def test_gpus_of_one_replica_share_its_model() -> None:
+def test_gpus_of_a_replica_share_its_model() -> None:
     resources = {"device": {"kind": "gpu", "count": 4}}
     config = InferencePoolConfig.model_validate({"resource_config": resources, "model": {"name": "run"}})
     assert engine_kwargs(config)["tensor_parallel_size"] == 4
     assert "tensor_parallel_size" not in engine_kwargs(pool("cuda"))
 
 
-def test_tpu_engine_keeps_its_workers_in_one_host() -> None:
+def test_tpu_engine_keeps_its_workers_in_a_single_host() -> None:
     assert engine_kwargs(pool("tpu"))["distributed_executor_backend"] == "mp"
 
 
@@ -125,7 +125,7 @@ def test_variables_keep_caches_and_stay_off_the_hub() -> None:
 
 
 @pytest.mark.parametrize(("length", "sockets"), [(70, None), (71, "/tmp")])
-def test_engine_whose_temporary_folder_is_too_long_for_a_socket_has_its_sockets_elsewhere(
+def test_engine_with_a_long_temporary_folder_puts_its_sockets_elsewhere(
     length: int, sockets: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp/".ljust(length, "x"))
@@ -139,8 +139,8 @@ def test_compile_caches_lie_apart_by_engine_arguments(device: Any) -> None:
         return engine_variables(device, cache=Path("/cache/build"), cpu=4, offline=True, kwargs=kwargs)
 
     def folders(**kwargs: Any) -> dict[str, str]:
-        found = variables(**kwargs)
-        return {name: value for name, value in found.items() if value.startswith("/") and name != "PYTHONPATH"}
+        environment = variables(**kwargs)
+        return {name: value for name, value in environment.items() if value.startswith("/") and name != "PYTHONPATH"}
 
     first = folders(max_model_len=512, dtype="bfloat16")
     assert len(first) == 3
@@ -151,7 +151,7 @@ def test_compile_caches_lie_apart_by_engine_arguments(device: Any) -> None:
     assert not set(first.values()) & set(other.values())
 
 
-def test_cpu_engines_share_what_they_know_of_architectures_whatever_their_arguments() -> None:
+def test_cpu_engines_share_an_architecture_cache_for_all_arguments() -> None:
     roots = {
         engine_variables("cpu", cache=Path("/c"), cpu=1, offline=True, kwargs={"max_model_len": length})[
             "VLLM_CACHE_ROOT"
@@ -190,7 +190,7 @@ def test_hand_command_can_be_pasted_into_a_shell() -> None:
         lambda folder: {"lora_modules": [f"sql={folder}"]},
     ],
 )
-def test_engine_is_told_apart_by_files_that_its_arguments_name(naming: Any, tmp_path: Path) -> None:
+def test_engine_digest_differs_with_files_that_its_arguments_name(naming: Any, tmp_path: Path) -> None:
     (tmp_path / "kv.json").write_text("1")
     first = engine_digest(pool(engine_kwargs=naming(tmp_path)), "b")
     assert engine_digest(pool(engine_kwargs=naming(tmp_path)), "b") == first
@@ -198,7 +198,7 @@ def test_engine_is_told_apart_by_files_that_its_arguments_name(naming: Any, tmp_
     assert engine_digest(pool(engine_kwargs=naming(tmp_path)), "b") != first
 
 
-def test_engine_is_told_apart_by_variables_that_can_change_an_answer() -> None:
+def test_engine_digest_differs_with_variables_that_can_change_an_answer() -> None:
     plain = engine_digest(pool(), "b")
     assert engine_digest(pool(engine_variables={}), "b") == plain
     assert engine_digest(pool(engine_variables={"VLLM_BATCH_INVARIANT": "1"}), "b") != plain
@@ -240,7 +240,7 @@ def test_variables_of_the_process_that_plans_reach_the_engine_and_no_others(
     assert launcher.launch(served, port=81).variables["VLLM_BATCH_INVARIANT"] == "1"
 
 
-def test_engine_sends_its_traces_where_its_agent_was_told_unless_that_holds_a_password(
+def test_engine_sends_traces_to_its_agents_address_except_with_a_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(tmp_path / "step-1")
@@ -328,8 +328,8 @@ def test_parts_meet_on_the_interface_that_has_the_address_of_their_host() -> Non
     interface_of = runpy.run_path(str(program))["interface_of"]
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") is None  # reserved for documentation
-    if not is_loopback(here := own_address()):
-        assert interface_of(here) not in (None, "lo")
+    if not is_loopback(address := own_address()):
+        assert interface_of(address) not in (None, "lo")
 
 
 def test_parts_on_the_vms_of_a_slice_are_nodes_of_a_ray_of_its_own_and_only_the_first_serves(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_door_is_open_to_hosts_alone(gang: Gang, rank: int | str, body: str, tok
     assert post(gang, rank, body, token=token)[0] == status
 
 
-def test_check_ends_with_the_folder_of_each_host_or_the_reason_of_one_that_has_none(gang: Gang) -> None:
+def test_check_ends_with_the_folder_of_each_host_or_a_reason(gang: Gang) -> None:
     check = gang.check(SERVED)
     orders = say(gang)
     assert (orders.check, orders.served) == (check, SERVED)
@@ -72,7 +72,7 @@ def test_check_ends_with_the_folder_of_each_host_or_the_reason_of_one_that_has_n
         gang.folders(again)
 
 
-def test_orders_reach_a_host_that_waits_for_them_at_once_and_one_that_has_seen_them_after_a_while(gang: Gang) -> None:
+def test_orders_reach_a_waiting_host_at_once_and_seen_orders_later(gang: Gang) -> None:
     seen = say(gang, seen=-1).version
     assert say(gang, sequence=1, seen=seen).version == seen
     with ThreadPoolExecutor(1) as threads:
@@ -81,7 +81,7 @@ def test_orders_reach_a_host_that_waits_for_them_at_once_and_one_that_has_seen_t
         assert waiting.result(timeout=20).next == SERVED
 
 
-def test_part_of_an_engine_is_begun_and_ended_and_its_end_by_itself_is_told_with_its_log(gang: Gang) -> None:
+def test_engine_part_starts_ends_and_reports_its_own_end_with_log(gang: Gang) -> None:
     part = gang.begin_parts()
     assert part is not None
     assert (part.rank, part.hosts, part.meeting[0]) == (0, 2, "127.0.0.1")
@@ -102,14 +102,14 @@ def test_part_of_an_engine_is_begun_and_ended_and_its_end_by_itself_is_told_with
 
 
 @pytest.mark.parametrize("other", [{"instance": "j"}, {"start": 6}, {"start": 8}])
-def test_second_process_of_a_host_and_one_of_another_start_are_told_to_stop(gang: Gang, other: dict[str, Any]) -> None:
+def test_second_process_of_a_host_and_another_start_must_stop(gang: Gang, other: dict[str, Any]) -> None:
     assert not say(gang).stop
     assert say(gang, **other).stop
     assert not say(gang, sequence=1).stop
     assert say(gang, rank=2).stop
 
 
-def test_host_that_falls_silent_is_lost_and_nobody_waits_for_it() -> None:
+def test_silent_host_is_lost_without_further_waiting() -> None:
     gang = gang_of(3, lease_seconds=0.4)
     say(gang)
     check = gang.check(SERVED)
@@ -122,7 +122,7 @@ def test_host_that_falls_silent_is_lost_and_nobody_waits_for_it() -> None:
     gang.close()
 
 
-def test_hosts_are_told_of_the_end_before_the_door_closes(gang: Gang) -> None:
+def test_hosts_learn_of_the_end_before_the_door_closes(gang: Gang) -> None:
     say(gang)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(say, gang, sequence=1, seen=0)
@@ -131,7 +131,7 @@ def test_hosts_are_told_of_the_end_before_the_door_closes(gang: Gang) -> None:
     assert gang.lost is None
 
 
-def test_replica_of_one_host_waits_for_nobody() -> None:
+def test_replica_of_a_single_host_does_not_wait() -> None:
     gang = gang_of(1)
     assert gang.door is None
     assert gang.begin_parts() is None

@@ -19,8 +19,8 @@ from fakes.journal import (
     SECOND,
     SUBJECT,
     answer,
-    answer_whatever,
     asked,
+    claim_and_answer,
     opened,
     replayed,
     rows,
@@ -195,9 +195,9 @@ async def test_file_keeps_no_prompt_unless_told_to(path: Path, keep_prompts: boo
     assert (zlib.decompress(request) if request else None) == (question.body if keep_prompts else None)
 
 
-@pytest.mark.parametrize("there", [False, True])
-async def test_file_and_its_log_are_for_their_owner_alone(path: Path, there: bool) -> None:
-    if there:
+@pytest.mark.parametrize("exists", [False, True])
+async def test_file_and_its_log_are_for_their_owner_alone(path: Path, exists: bool) -> None:
+    if exists:
         path.parent.mkdir()
         path.touch(mode=0o644)
     async with opened(path) as (journal, _):
@@ -264,7 +264,7 @@ async def test_damaged_row_is_deleted_and_asked_again(path: Path, damage: str) -
         "imported = 1",
     ],
 )
-async def test_row_with_one_column_changed_is_asked_again(path: Path, change: str) -> None:
+async def test_row_with_a_changed_column_is_asked_again(path: Path, change: str) -> None:
     async with opened(path, keep_prompts=True) as (journal, _):
         await answer(journal, asked("a"), b"1")
     with closing(sqlite3.connect(path)) as connection, connection:
@@ -315,7 +315,7 @@ async def test_answer_larger_than_the_bound_allows_is_not_kept(path: Path) -> No
         assert replayed(journal, asked("a")) is None
 
 
-async def test_log_is_moved_into_the_file_beside_the_loop(path: Path) -> None:
+async def test_log_is_moved_into_the_file_next_to_the_loop(path: Path) -> None:
     async with opened(path) as (journal, _):
         await answer(journal, asked("a"), os.urandom(100_000))
         assert path.stat().st_size < 100_000
@@ -333,7 +333,7 @@ async def test_clock_that_goes_back_changes_nothing_but_names(path: Path) -> Non
 
 async def test_keep_many_at_once_while_cancelled_clients_leave_loses_no_other(path: Path) -> None:
     async with opened(path) as (journal, _):
-        tasks = [asyncio.create_task(answer_whatever(journal, str(number), b"%d" % number)) for number in range(64)]
+        tasks = [asyncio.create_task(claim_and_answer(journal, str(number), b"%d" % number)) for number in range(64)]
         await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
@@ -352,7 +352,7 @@ async def test_close_twice_is_safe_and_answers_after_it_are_not_kept(path: Path)
     assert rows(path, "SELECT count(*) FROM answers") == [(0,)]
 
 
-async def test_key_filter_knows_every_key_of_a_file_in_slices_and_those_that_others_add(path: Path) -> None:
+async def test_key_filter_knows_keys_in_slices_and_keys_added_by_others(path: Path) -> None:
     async with opened(path) as (journal, _):
         await journal.open_cell(FIRST, mirror=None)
         old = [asked(f"{number}") for number in range(2100)]

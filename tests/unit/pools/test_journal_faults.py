@@ -23,8 +23,8 @@ from fakes.journal import (
     JSON,
     SECOND,
     answer,
-    answer_whatever,
     asked,
+    claim_and_answer,
     opened,
     replayed,
     rows,
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journals" / "journal.sqlite"
 
 
-async def test_open_garbage_sets_it_aside_and_begins_anew(path: Path) -> None:
+async def test_open_garbage_sets_it_aside_and_starts_an_empty_file(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"this is no database" * 1000)
     async with opened(path, clock=lambda: 0.0) as (journal, warnings):
@@ -70,7 +70,7 @@ async def test_open_a_truncated_file_ends_in_a_journal_that_works(path: Path) ->
     os.truncate(path, path.stat().st_size // 2)
     async with opened(path) as (journal, warnings):
         for number in range(300):
-            await answer_whatever(journal, str(number), b"again")
+            await claim_and_answer(journal, str(number), b"again")
         assert all(replayed(journal, asked(str(number))) for number in range(300))
     assert len(warnings) == 1 and "corrupt" in warnings[0]
 
@@ -160,7 +160,7 @@ async def test_file_damaged_between_claim_and_keep_is_set_aside_and_the_answer_k
     assert len(warnings) == 1 and "corrupt" in warnings[0]
 
 
-async def test_file_removed_while_open_is_followed_by_a_new_one(path: Path) -> None:
+async def test_file_removed_while_open_is_followed_by_a_new_file(path: Path) -> None:
     async with opened(path) as (journal, _):
         await answer(journal, asked("a"), b"1")
         for part in path.parent.iterdir():
@@ -187,7 +187,7 @@ async def kept_at_last(journal: Journal) -> None:
     deadline = asyncio.get_running_loop().time() + 20
     while not replayed(journal, asked("at last")):
         assert asyncio.get_running_loop().time() < deadline
-        await answer_whatever(journal, "at last", b"1")
+        await claim_and_answer(journal, "at last", b"1")
         await asyncio.sleep(0.02)
 
 
@@ -226,7 +226,7 @@ async def test_lock_held_by_another_process_never_stops_the_loop(path: Path) -> 
     async with opened(path) as (journal, warnings):
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            keeping = asyncio.create_task(answer_whatever(journal, "a", b"1"))
+            keeping = asyncio.create_task(claim_and_answer(journal, "a", b"1"))
             for _ in range(20):
                 await asyncio.sleep(0)
             assert not keeping.done()
@@ -236,11 +236,11 @@ async def test_lock_held_by_another_process_never_stops_the_loop(path: Path) -> 
         assert not warnings and not journal.counters.errors
 
 
-async def test_lock_that_is_never_given_back_is_told_once_and_costs_no_request(path: Path) -> None:
+async def test_lock_never_released_is_logged_once_and_costs_no_request(path: Path) -> None:
     async with opened(path, retry_seconds=0.05) as (journal, warnings):
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            await asyncio.gather(*(answer_whatever(journal, str(number), b"1") for number in range(3)))
+            await asyncio.gather(*(claim_and_answer(journal, str(number), b"1") for number in range(3)))
             assert journal.counters.errors == 3 and len(warnings) == 1
             other.execute("COMMIT")
         await kept_at_last(journal)
@@ -263,7 +263,7 @@ async def test_replay_waits_until_its_use_is_committed(path: Path) -> None:
         assert rows(path, "SELECT attempt, occurrence FROM replays") == [("second", 0)]
 
 
-async def test_sample_whose_use_cannot_be_committed_is_not_given_and_an_engine_is_asked(path: Path) -> None:
+async def test_sample_without_a_committed_use_is_withheld_for_an_engine(path: Path) -> None:
     async with opened(path, retry_seconds=0.05) as (journal, warnings):
         await journal.open_cell(FIRST, mirror=None)
         await answer(journal, sampled(), b"0", cell=FIRST)
@@ -292,12 +292,12 @@ from pools.journal.store import Journal
 
 async def main(path, name):
     journal = Journal.open(Path(path), max_bytes=10**9, keep_prompts=False, warn=lambda text: sys.exit(text))
-    async def one(number):
+    async def keep(number):
         claim = journal.claim(asked(f"{name}{number}"), cell=None)
         await journal.keep(claim, "application/json", b"%d" % number, facts=AnswerFacts(0, 0, ()))
         print(number, flush=True)
     for start in range(0, 100_000, 16):
-        await asyncio.gather(*(one(number) for number in range(start, start + 16)))
+        await asyncio.gather(*(keep(number) for number in range(start, start + 16)))
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -324,7 +324,7 @@ async def test_answers_acknowledged_before_a_kill_are_there(path: Path) -> None:
         assert not warnings
 
 
-async def test_two_processes_share_one_file(path: Path) -> None:
+async def test_two_processes_share_a_file(path: Path) -> None:
     with writer(path, "a") as first, writer(path, "b") as other:
         async with opened(path) as (journal, warnings):
             await answer(journal, asked("ours"), b"1")

@@ -75,23 +75,23 @@ def asked(body: Any, *, subject: Subject = SUBJECT, target: str = PATH) -> Quest
         {"response_format": {"type": "json_object", "schema": {"a": 2}}},
         {"response_format": {"type": "json_object", "schema": [{"a": 1}]}},
         {"response_format": {"schema": {"a": 1}, "type": "json_object"}},
-        {"user": "somebody else"},
+        {"user": "another user"},
         {"messages": [{"role": "user", "content": "Two and two is"}]},
         {"stream": False},
         {"guided_regex": "a+"},
         {"prompt_logprobs": 1},
-        {"a field nobody knows": None},
+        {"an unknown field": None},
     ],
     ids=lambda changed: json.dumps(changed)[:40],
 )
-def test_question_with_one_field_changed_has_another_key(changed: dict[str, Any]) -> None:
+def test_question_with_a_changed_field_has_another_key(changed: dict[str, Any]) -> None:
     ours = asked(BODY | changed)
     others = [asked(other) for other in (BODY, *LARGE_SEEDS) if json.dumps(other) != json.dumps(BODY | changed)]
     assert ours.key not in {other.key for other in others}
 
 
 @pytest.mark.parametrize("name", BODY)
-def test_question_without_one_field_has_another_key(name: str) -> None:
+def test_question_without_a_field_has_another_key(name: str) -> None:
     assert asked({key: value for key, value in BODY.items() if key != name}).key != asked(BODY).key
 
 
@@ -221,7 +221,7 @@ def test_question_of_two_different_objects_never_shares_a_key(first: dict[str, A
 
 @generous
 @given(OBJECTS, VALUES, VALUES)
-def test_question_with_one_value_changed_never_shares_a_key(body: dict[str, Any], value: Any, other: Any) -> None:
+def test_question_with_a_changed_value_never_shares_a_key(body: dict[str, Any], value: Any, other: Any) -> None:
     assume(exactly(value, top=False) != exactly(other, top=False))
     assert asked(body | {"field": value}).key != asked(body | {"field": other}).key
 
@@ -272,7 +272,7 @@ def test_question_with_nested_names_in_another_order_never_shares_a_key(
     assert asked(body | {"field": [nested]}).key != asked(body | {"field": [other]}).key
 
 
-ONE_VALUE_EACH = [
+DISTINCT_VALUES = [
     *("1", "1.0", "true", "null", '"1"', "[1]", '{"1": 1}', "0", "0.0", "-0.0", "false", '""', "[]", "{}", "-1"),
     *("NaN", "Infinity", "-Infinity", "[NaN]", "[null]", '"NaN"', "9007199254740993", "9007199254740993.0"),
     *("18446744073709551615", "18446744073709551616", "1.8446744073709552e19", "-18446744073709551616", "5e-324"),
@@ -281,8 +281,8 @@ ONE_VALUE_EACH = [
 
 
 def test_question_has_another_key_for_each_value_that_engines_tell_apart() -> None:
-    texts = [f'{{"prompt": "x", "field": {value}}}'.encode() for value in ONE_VALUE_EACH]
-    assert len({asked(text).key for text in texts}) == len(ONE_VALUE_EACH)
+    texts = [f'{{"prompt": "x", "field": {value}}}'.encode() for value in DISTINCT_VALUES]
+    assert len({asked(text).key for text in texts}) == len(DISTINCT_VALUES)
 
 
 SPELLINGS = [
@@ -296,7 +296,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize(("value", "other"), SPELLINGS)
-def test_question_has_one_key_for_two_spellings_of_a_value(value: str, other: str) -> None:
+def test_question_has_the_same_key_for_two_spellings_of_a_value(value: str, other: str) -> None:
     assert asked(b'{"field": %b}' % value.encode()).key == asked(b'{"field": %b}' % other.encode()).key
 
 

@@ -44,7 +44,9 @@ async def leave(path: Path, folder: str, *, numbers: range = range(3)) -> None:
         assert not warnings
 
 
-async def found(path: Path, folder: str, *, numbers: range = range(3)) -> tuple[list[bytes | None], list[str]]:
+async def replays_and_warnings(
+    path: Path, folder: str, *, numbers: range = range(3)
+) -> tuple[list[bytes | None], list[str]]:
     """Returns a second attempt's replays for the same requests, sampled requests first, and the warnings."""
     async with opened(path) as (journal, warnings):
         await journal.open_cell(SECOND, mirror=folder)
@@ -55,8 +57,8 @@ async def found(path: Path, folder: str, *, numbers: range = range(3)) -> tuple[
 async def test_new_database_with_the_mirror_gives_the_same_replays(tmp_path: Path, folder: str) -> None:
     await leave(tmp_path / "one.sqlite", folder)
     expected = [b"0", b"1", b"2"] * 2
-    assert await found(tmp_path / "two.sqlite", folder) == (expected, [])
-    assert await found(tmp_path / "one.sqlite", folder) == (expected, [])
+    assert await replays_and_warnings(tmp_path / "two.sqlite", folder) == (expected, [])
+    assert await replays_and_warnings(tmp_path / "one.sqlite", folder) == (expected, [])
     assert len(segments(folder)) == 1
 
 
@@ -66,7 +68,7 @@ async def test_news_is_exported_while_the_cell_is_open(tmp_path: Path, folder: s
         for number in range(3):
             await answer(journal, sampled(), b"%d" % number, cell=FIRST)
             await until(lambda: len(segments(folder)) > number)  # noqa: B023 - used up before the next turn
-        assert (await found(tmp_path / "two.sqlite", folder))[0][:3] == [b"0", b"1", b"2"]
+        assert (await replays_and_warnings(tmp_path / "two.sqlite", folder))[0][:3] == [b"0", b"1", b"2"]
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -89,10 +91,10 @@ async def test_rows_left_by_a_killed_process_are_exported_by_the_next(tmp_path: 
     async with opened(tmp_path / "one.sqlite") as (journal, _):
         await journal.open_cell(SECOND, mirror=folder)
         assert len(segments(folder)) == 1
-    assert (await found(tmp_path / "two.sqlite", folder, numbers=range(1)))[0][0] == b"0"
+    assert (await replays_and_warnings(tmp_path / "two.sqlite", folder, numbers=range(1)))[0][0] == b"0"
 
 
-async def test_two_machines_in_turn_add_to_one_mirror(tmp_path: Path, folder: str) -> None:
+async def test_two_machines_in_turn_add_to_the_same_mirror(tmp_path: Path, folder: str) -> None:
     await leave(tmp_path / "one.sqlite", folder)
     async with opened(tmp_path / "two.sqlite") as (journal, _):
         await journal.open_cell(SECOND, mirror=folder)
@@ -114,7 +116,7 @@ async def test_segment_cut_anywhere_gives_the_rows_before_and_a_warning(tmp_path
     numbers_found = set()
     for part in range(8):
         Path(segment).write_bytes(content[: len(content) * part // 8])
-        replays, warnings = await found(tmp_path / f"{part}.sqlite", folder, numbers=range(20))
+        replays, warnings = await replays_and_warnings(tmp_path / f"{part}.sqlite", folder, numbers=range(20))
         kept = [replay for replay in replays[:20] if replay is not None]
         assert kept == [b"%d" % number for number in range(len(kept))]
         assert len(warnings) == 1 and "damaged" in warnings[0]
@@ -139,7 +141,7 @@ async def test_segment_of_something_else_is_passed_over(tmp_path: Path, content:
     await leave(tmp_path / "one.sqlite", folder)
     (tmp_path / "cell" / "segment-000000-00.jsonl.gz").write_bytes(content)
     (tmp_path / "cell" / "notes.txt").write_text("not a segment")
-    replays, _ = await found(tmp_path / "two.sqlite", folder)
+    replays, _ = await replays_and_warnings(tmp_path / "two.sqlite", folder)
     assert replays == [b"0", b"1", b"2"] * 2
 
 
@@ -170,7 +172,7 @@ async def test_row_too_large_for_a_segment_stays_on_its_machine(tmp_path: Path) 
         for body in (random.Random(0).randbytes(LARGEST_ROW_BYTES), b"1", bytes(LARGEST_BYTES + 1)):
             await answer(journal, sampled(), body, cell=FIRST)
         assert journal.counters.kept == 2
-    assert (await found(tmp_path / "two.sqlite", folder))[0][:3] == [None, b"1", None]
+    assert (await replays_and_warnings(tmp_path / "two.sqlite", folder))[0][:3] == [None, b"1", None]
 
 
 async def test_segment_keeps_no_prompt_and_names_its_schema(tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ async def test_row_with_a_content_type_that_is_no_header_is_not_taken_up(tmp_pat
     folder = str(tmp_path / "cell")
     await leave(tmp_path / "one.sqlite", folder, numbers=range(1))
     change_rows(folder, content_type=content_type)
-    replays, warnings = await found(tmp_path / "two.sqlite", folder, numbers=range(1))
+    replays, warnings = await replays_and_warnings(tmp_path / "two.sqlite", folder, numbers=range(1))
     assert replays == [None, None]
     assert len(warnings) == 1 and "content type" in warnings[0]
 
@@ -215,7 +217,7 @@ async def test_row_of_a_mirror_that_was_changed_is_not_taken_up(tmp_path: Path) 
     folder = str(tmp_path / "cell")
     await leave(tmp_path / "one.sqlite", folder, numbers=range(1))
     change_rows(folder, seal=False, content_type="text/html")
-    replays, warnings = await found(tmp_path / "two.sqlite", folder, numbers=range(1))
+    replays, warnings = await replays_and_warnings(tmp_path / "two.sqlite", folder, numbers=range(1))
     assert replays == [None, None]
     assert len(warnings) == 1 and "checksum" in warnings[0]
 

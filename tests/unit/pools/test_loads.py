@@ -27,8 +27,8 @@ class Pool:
         return {model: failure.found for model, failure in self.loads.unusable(SERVED).items()}
 
 
-def failure(kind: str = "StorageError", found: str = "NaN") -> Failure:
-    return Failure(kind=kind, expected="finite numbers", found=found, remedy="train again")
+def failure(kind: str = "StorageError", problem: str = "NaN") -> Failure:
+    return Failure(kind=kind, expected="finite numbers", found=problem, remedy="train again")
 
 
 def load(
@@ -56,7 +56,7 @@ def leases(tries: int) -> dict[str, LeaseStatus]:
     return {"lease": LeaseStatus(holder="x", seconds_left=1, models={}, wants=("run-2",), tries={"run-2": tries})}
 
 
-def test_load_that_failed_makes_its_checkpoint_unusable_until_it_is_wanted_anew() -> None:
+def test_failed_load_makes_its_checkpoint_unusable_until_the_next_want() -> None:
     pool = Pool()
     pool.loads.forgive(leases(1), SERVED)
     pool.loads.take_in([replica("r0", load(1, "run-1"), load(2, "run-2", failed=failure()))])
@@ -115,11 +115,11 @@ def test_start_failure_is_the_pools_once_two_checkpoints_met_it(
     failures: list[tuple[str, str, str]], unusable: set[str]
 ) -> None:
     pool = Pool()
-    loads = [load(number, name, failed=failure(kind, found)) for number, (name, kind, found) in enumerate(failures)]
+    loads = [load(number, name, failed=failure(kind, problem)) for number, (name, kind, problem) in enumerate(failures)]
     pool.loads.take_in([replica("r0", *loads)])
     assert set(pool.unusable) == unusable
     assert (pool.loads.start_failure(SERVED) is not None) == (unusable == set(SERVED))
-    assert {name: pool.unusable[name] for name, _, _ in failures} == {name: found for name, _, found in failures}
+    assert {name: pool.unusable[name] for name, _, _ in failures} == {name: problem for name, _, problem in failures}
     pool.loads.take_in([replica("r1", load(1, "run-3"))])
     assert set(pool.unusable) == {name for name, _, _ in failures}
 
@@ -157,7 +157,7 @@ def test_load_before_which_the_engine_had_died_is_no_fault_of_its_checkpoint() -
     assert pool.unusable == {}
 
 
-def test_load_reported_again_is_told_once() -> None:
+def test_load_reported_again_counts_once() -> None:
     pool = Pool()
     for _ in range(3):
         pool.loads.take_in([replica("r0", load(1, "run-1"), restarts=1)])

@@ -39,7 +39,7 @@ def test_merge_name_of_every_form_says_what_goes_in(name: str, sources: list[Sou
     ("text", "taken"),
     [("last:2", [3, 4]), ("2..3", [2, 3]), ("..2", [1, 2]), ("3..", [3, 4]), ("..", [1, 2, 3, 4]), ("4+1", [4, 1])],
 )
-def test_steps_of_a_name_are_taken_among_those_that_are_known(text: str, taken: list[int]) -> None:
+def test_steps_of_a_name_come_from_the_known_steps(text: str, taken: list[int]) -> None:
     assert Source("a", text).taken({4, 2, 1, 3}) == taken
 
 
@@ -71,7 +71,7 @@ def test_merge_name_that_cannot_be_right_is_refused_with_what_is_expected(name: 
 
 
 @given(st.sampled_from(KINDS), st.integers(2, 40))
-def test_weights_of_every_kind_are_positive_and_together_one(kind: tuple, count: int) -> None:
+def test_weights_of_every_kind_are_positive_and_sum_to_1(kind: tuple, count: int) -> None:
     weights = Merge(kind[0], (), kind[1]).weights(count)
     assert len(weights) == count
     assert math.fsum(weights) == pytest.approx(1, abs=1e-12)

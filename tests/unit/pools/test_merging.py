@@ -49,10 +49,10 @@ def named(folders: Sequence[str | Path], kind: Any = "mean", parameter: str = ""
 
 
 def tensors(folder: str | Path) -> dict[str, np.ndarray]:
-    found = read_tensors(inspect_model_folder(str(folder)))
+    by_name = read_tensors(inspect_model_folder(str(folder)))
     return {
         name: np.frombuffer(storage.read_bytes(t.uri, start=t.span[0], end=t.span[1]), np.float32).reshape(t.shape)
-        for name, t in found.items()
+        for name, t in by_name.items()
     }
 
 
@@ -110,9 +110,7 @@ def test_average_with_what_is_no_finite_number_is_none_either(number: int) -> No
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_merged_checkpoint_is_staged_as_a_folder_like_the_last_one_with_averages_in_it(
-    tmp_path: Path, shards: int
-) -> None:
+def test_merged_checkpoint_is_staged_like_its_last_input_with_averages(tmp_path: Path, shards: int) -> None:
     # The first checkpoint has its tensors in a single file, independent of the number of shards of the last.
     folders = [
         write_checkpoint(tmp_path / f"step-{step}", seed=step, parameters=PARAMETERS, shards=shards if step > 1 else 1)
@@ -121,14 +119,14 @@ def test_merged_checkpoint_is_staged_as_a_folder_like_the_last_one_with_averages
     uri, digests = named(folders)
     progress: list[tuple[int, int]] = []
     with staging(tmp_path).stage(uri, digests, on_progress=lambda *bytes_: progress.append(bytes_)) as staged:
-        found = {path.name: path for path in staged.path.iterdir()}
-        assert found.keys() == {path.name for path in folders[-1].iterdir()}
-        for name in found.keys() - {path.name for path in folders[-1].glob("*.safetensors")}:
-            assert found[name].read_bytes() == (folders[-1] / name).read_bytes()
+        files = {path.name: path for path in staged.path.iterdir()}
+        assert files.keys() == {path.name for path in folders[-1].iterdir()}
+        for name in files.keys() - {path.name for path in folders[-1].glob("*.safetensors")}:
+            assert files[name].read_bytes() == (folders[-1] / name).read_bytes()
         each = [tensors(folder) for folder in folders]
         for name, got in tensors(staged.path).items():
             assert got.tobytes() == ((each[0][name] + each[1][name] + each[2][name]) / np.float32(3)).tobytes()
-        assert progress[-1] == (sum(path.stat().st_size for path in found.values()),) * 2
+        assert progress[-1] == (sum(path.stat().st_size for path in files.values()),) * 2
 
 
 def test_tensors_of_many_blocks_are_averaged_whole(tmp_path: Path) -> None:
@@ -193,7 +191,7 @@ def test_merge_of_checkpoints_in_a_store_is_made_of_verified_copies_that_are_kep
             assert again.path == staged.path
 
 
-def test_merge_that_does_not_fit_beside_its_checkpoints_is_refused_with_what_is_in_use(
+def test_merge_without_room_for_its_checkpoints_is_refused_with_the_usage(
     tmp_path: Path, store: type[FolderStore]
 ) -> None:
     folders = [write_checkpoint(tmp_path / f"step-{step}", seed=step, parameters=PARAMETERS) for step in (1, 2)]
@@ -296,7 +294,7 @@ def test_integers_must_be_the_same_and_are_kept_while_what_cannot_be_averaged_is
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("options", "difference"),
     [
         ({"config": {**CONFIG, "hidden_size": 9}}, r"config.json differs \(hidden_size\)"),
         ({"template": "{{ other }}"}, r"the tokenizer differs \(tokenizer_config.json\)"),
@@ -305,17 +303,17 @@ def test_integers_must_be_the_same_and_are_kept_while_what_cannot_be_averaged_is
     ],
 )
 def test_checkpoints_that_do_not_belong_together_are_refused_with_what_differs(
-    tmp_path: Path, options: dict[str, Any], found: str
+    tmp_path: Path, options: dict[str, Any], difference: str
 ) -> None:
     folders = [
         write_checkpoint(tmp_path / "step-1", parameters=PARAMETERS),
         write_checkpoint(tmp_path / "step-2", **{"parameters": PARAMETERS, **options}),
     ]
-    with pytest.raises(CheckpointError, match=found):
+    with pytest.raises(CheckpointError, match=difference):
         named(folders)
 
 
-def test_config_that_differs_in_who_wrote_it_alone_is_the_same(tmp_path: Path) -> None:
+def test_config_that_differs_in_its_writer_alone_is_the_same(tmp_path: Path) -> None:
     for step, version in ((1, "4.57.0"), (2, "4.57.1")):
         write_checkpoint(tmp_path / f"step-{step}", config={**CONFIG, "transformers_version": version})
     assert inspect_checkpoint(str(Merge.of_folders("mean", [f"{tmp_path}/step-1", f"{tmp_path}/step-2"]))).complete

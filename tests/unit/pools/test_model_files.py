@@ -106,11 +106,11 @@ def test_damaged_folder_is_incomplete_and_says_why(
     folder = write_checkpoint(tmp_path / "step-1")
     assert inspect_model_folder(str(folder)).complete
     damage(folder)
-    found = inspect_model_folder(str(folder))
-    assert not found.complete
-    assert problem in "; ".join(found.problems)
+    model_folder = inspect_model_folder(str(folder))
+    assert not model_folder.complete
+    assert problem in "; ".join(model_folder.problems)
     with pytest.raises(IncompleteCheckpoint, match="wait until it is written"):
-        digest_model_folder(found)
+        digest_model_folder(model_folder)
 
 
 JSON = st.recursive(
@@ -155,8 +155,8 @@ def test_sharded_folder_wants_every_shard_its_index_names(tmp_path: Path) -> Non
     folder = write_checkpoint(tmp_path / "step-1", shards=2)
     assert inspect_model_folder(str(folder)).complete
     (folder / "model-00002-of-00002.safetensors").unlink()
-    found = inspect_model_folder(str(folder))
-    assert found.problems == (
+    model_folder = inspect_model_folder(str(folder))
+    assert model_folder.problems == (
         "model-00002-of-00002.safetensors is named by model.safetensors.index.json and is not there",
     )
 
@@ -178,8 +178,8 @@ def test_shards_that_contradict_themselves_or_their_index_are_incomplete(
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(also_named, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    [found] = inspect_model_folder(str(folder)).problems
-    assert problem in found and found.endswith("write the weights again")
+    [message] = inspect_model_folder(str(folder)).problems
+    assert problem in message and message.endswith("write the weights again")
 
 
 def test_shards_without_an_index_are_incomplete(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_digests_tell_weights_from_texts(tmp_path: Path) -> None:
     assert len({original.checkpoint, weights.checkpoint, template.checkpoint}) == 3
 
 
-def test_digest_follows_weights_of_the_same_size_whose_time_was_put_back(tmp_path: Path) -> None:
+def test_digest_follows_weights_of_equal_size_with_a_restored_time(tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path / "a", seed=1) / "model.safetensors"
     os.utime(weights, (1e9, 1e9))
 
@@ -292,7 +292,7 @@ def test_tokenizer_digest_tells_small_files_apart(tmp_path: Path, name: str) -> 
     assert digests[0].weights == digests[1].weights
 
 
-def test_tokenizer_too_large_to_be_served_is_a_problem_and_what_nobody_reads_is_none(tmp_path: Path) -> None:
+def test_tokenizer_too_large_is_a_problem_and_unread_files_are_none(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "a")
     (folder / "rust_model.ot").touch()
     os.truncate(folder / "rust_model.ot", 2**27 + 1)
@@ -327,18 +327,18 @@ def test_reload_is_refused_for_what_an_engine_cannot_take(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_tensor_in_common_is_found_wherever_it_lies(tmp_path: Path, shards: int) -> None:
+def test_tensor_in_common_is_found_in_any_file(tmp_path: Path, shards: int) -> None:
     parameters = {"model.embed_tokens.weight": (16, 100), "lm_head.weight": (16, 100), "empty": (0,)}
-    one, same, other = (
+    first, same, other = (
         inspect_model_folder(
             str(write_checkpoint(tmp_path / name, seed=seed, parameters=parameters, reseeded=reseeded, shards=shards))
         )
         for name, seed, reseeded in (("a", 1, {}), ("b", 2, {"lm_head.weight": 1}), ("c", 2, {}))
     )
     sharded = inspect_model_folder(str(write_checkpoint(tmp_path / "d", seed=1, parameters=parameters, shards=2)))
-    assert tensor_in_common(one, same) == "lm_head.weight"
-    assert tensor_in_common(one, other) is None
-    assert tensor_in_common(one, sharded) == "model.embed_tokens.weight"
+    assert tensor_in_common(first, same) == "lm_head.weight"
+    assert tensor_in_common(first, other) is None
+    assert tensor_in_common(first, sharded) == "model.embed_tokens.weight"
     almost = inspect_model_folder(str(shutil.copytree(tmp_path / "d", tmp_path / "e")))
     for name in almost.weight_files:  # the last byte of each file, so of its last tensor
         content = (tmp_path / "e" / name).read_bytes()

@@ -145,7 +145,7 @@ def test_model_is_divided_where_its_heads_and_layers_allow(
 
 
 @pytest.mark.parametrize(
-    ("pool_config", "model", "found", "remedy"),
+    ("pool_config", "model", "problem", "remedy"),
     [
         (gpus(8), SEVEN, "7 KV heads do not divide by 8", "tensor_parallel_size: 1 and pipeline_parallel_size: 8"),
         (gpus(8), {**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 12}, "12 attention", "size: 4 and .* 2 "),
@@ -166,16 +166,21 @@ def test_model_is_divided_where_its_heads_and_layers_allow(
         (gpus(1, hosts=4), {"num_hidden_layers": 3}, "3 layers are fewer than 4 parts", "tensor_parallel_size: 4"),
         (gpus(8, hosts=2, data_parallel_size=2), LLAMA, "data_parallel_size: 2", "ask for more replicas"),
         (gpus(2, hosts=2, distributed_executor_backend="ray"), LLAMA, "backend: ray", "leave it out"),
-        (gpus(2, hosts=3, tensor_parallel_size=2, pipeline_parallel_size=2), LLAMA, "4 in all", "divides by the hosts"),
+        (
+            gpus(2, hosts=3, tensor_parallel_size=2, pipeline_parallel_size=2),
+            LLAMA,
+            "4 in all",
+            "divisible by the number of hosts",
+        ),
         (pool({"kind": "cpu"}, hosts=2), SEVEN, "7 KV heads do not divide by 2", "or ask for 1 host$"),
     ],
 )
-def test_division_that_cannot_be_is_refused_with_one_that_can(
-    pool_config: InferencePoolConfig, model: dict[str, Any], found: str, remedy: str, described: Describe
+def test_impossible_division_is_refused_with_a_possible_division(
+    pool_config: InferencePoolConfig, model: dict[str, Any], problem: str, remedy: str, described: Describe
 ) -> None:
     with pytest.raises(BadInput) as refused:
         require_divisible(pool_config, [described(model)])
-    assert found in refused.value.found
+    assert problem in refused.value.found
     assert re.search(remedy, refused.value.remedy), refused.value.remedy
 
 

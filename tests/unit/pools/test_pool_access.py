@@ -75,7 +75,7 @@ def test_key_of_a_pool_at_an_address_comes_from_the_settings(
 
 
 @pytest.mark.parametrize(
-    ("url", "found"),
+    ("url", "problem"),
     [
         ("http://pool.test", "http://pool.test"),
         ("ftp://pool.test", "ftp://pool.test"),
@@ -85,8 +85,8 @@ def test_key_of_a_pool_at_an_address_comes_from_the_settings(
         ("https://user:word@pool.test", "something between"),
     ],
 )
-def test_address_that_is_none_or_not_encrypted_is_refused(url: str, found: str) -> None:
-    with pytest.raises(BadInput, match="Found:.*" + found.replace("?", r"\?")):
+def test_address_that_is_none_or_not_encrypted_is_refused(url: str, problem: str) -> None:
+    with pytest.raises(BadInput, match="Found:.*" + problem.replace("?", r"\?")):
         access_at(url, key=KEYS.client)
 
 
@@ -97,10 +97,10 @@ def test_address_that_is_not_encrypted_may_be_allowed(monkeypatch: pytest.Monkey
         access_at("http://pool.invalid:8000", key=KEYS.client)
 
 
-def test_wrong_key_or_another_server_is_told_from_a_pool_that_is_down(proxy: RunningProxy, tmp_path: Path) -> None:
+def test_wrong_key_or_server_differs_from_a_pool_that_is_down(proxy: RunningProxy, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="takes this key"):
         access_at(proxy.url, key=SecretStr("wrong"))
-    with running_proxy(tmp_path) as undescribed, pytest.raises(BadInput, match="told nothing of its pool"):
+    with running_proxy(tmp_path) as undescribed, pytest.raises(BadInput, match="no description of its pool"):
         access_at(undescribed.url, key=KEYS.client)
     with pytest.raises(ProxyFailed, match=r"127\.0\.0\.1:9"):
         access_at("http://127.0.0.1:9", key=KEYS.client)
@@ -132,7 +132,7 @@ def test_clients_key_evaluates_what_the_pool_knows_and_brings_and_copies_nothing
         pass
 
 
-def test_clients_key_touches_no_cell_whose_answers_are_copied(
+def test_clients_key_touches_no_cell_with_copied_answers(
     proxy: RunningProxy, checkpoint: Servable, tmp_path: Path
 ) -> None:
     owner, user = access_at(proxy.url, key=KEYS.client, admin_key=KEYS.admin), access_at(proxy.url, key=KEYS.client)

@@ -30,9 +30,9 @@ def asked_in_vain(proxy: RunningProxy, ask: Callable[[], Value], executor: Execu
     """Kills the proxy and starts a call to it; returns after the first failed connection."""
     proxy.process.kill()
     proxy.process.wait()
-    with socket.create_server((proxy.address.host, proxy.address.port)) as nobody:
+    with socket.create_server((proxy.address.host, proxy.address.port)) as listener:
         asked = executor.submit(ask)
-        connection, _ = nobody.accept()
+        connection, _ = listener.accept()
         connection.close()
     return asked
 
@@ -69,8 +69,8 @@ def test_scoring_from_caches_is_what_all_replicas_can_do_and_the_smallest_of_the
                 instance=f"{name}2", start=1, url="http://127.0.0.1:9", state="ready", digest=digest, scoring=scoring
             )
             proxy.announce(FakeReplica(name, ready))
-        found = session.open("run-1", cell="cell", attempt="first").running.scoring
+        running_scoring = session.open("run-1", cell="cell", attempt="first").running.scoring
         engine = engine_digest(session.access.config, "b")
-        assert found == way.model_copy(update={"kv_cache_tokens": 1024, "engine": engine})
+        assert running_scoring == way.model_copy(update={"kv_cache_tokens": 1024, "engine": engine})
     with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session:
         assert not session.open("run-1", cell="cell", attempt="first").running.scoring.scores_from_cache

@@ -192,8 +192,8 @@ async def test_engine_refusal_is_passed_through_once(
     proxy.tell(state_of(model, engine, other_engine))
     for fake in (engine, other_engine):
         fake.faults.status, fake.faults.status_count = status, 5
-    found, body = await _ask(http, proxy, model)
-    assert (found, _error(body)["message"]) == (status, "a fault was asked for")
+    received_status, body = await _ask(http, proxy, model)
+    assert (received_status, _error(body)["message"]) == (status, "a fault was asked for")
     assert engine.stats.requests + other_engine.stats.requests == 1
     assert _results(proxy, model) == {"client_errors": 1}
 
@@ -241,7 +241,7 @@ async def test_body_without_a_model_is_answered_400_without_an_engine(
     assert (status, _error(answer)["type"], engine.stats.requests) == (400, "BadRequestError", 0)
 
 
-async def test_unknown_model_is_answered_404_with_the_known_ones(
+async def test_unknown_model_is_answered_404_with_the_known_models(
     proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
     proxy.tell(state_of(model, engine))
@@ -313,7 +313,7 @@ async def test_health_needs_no_key_and_follows_the_state(proxy: RunningProxy, en
     assert await health() == (503, "failed")
 
 
-async def test_bad_state_is_refused_and_the_former_one_kept(
+async def test_bad_state_is_refused_and_the_former_state_kept(
     proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
     proxy.tell(state_of(model, engine))
@@ -396,7 +396,7 @@ async def test_requests_held_too_long_are_answered_503(tmp_path: Path, http: aio
         assert _results(proxy, model) == {"server_errors": 2}
 
 
-async def test_request_that_is_one_too_many_to_be_held_is_answered_429(
+async def test_request_beyond_the_held_requests_is_answered_429(
     tmp_path: Path, http: aiohttp.ClientSession, model: str
 ) -> None:
     with running_proxy(tmp_path, max_held=2) as proxy:
@@ -560,7 +560,7 @@ async def test_stream_of_malformed_answers_is_broken_off(
 async def test_answers_of_different_checkpoints_are_never_exchanged(
     tmp_path: Path, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession
 ) -> None:
-    engine.label, other_engine.label = "weights of one", "weights of another"
+    engine.label, other_engine.label = "weights of m", "weights of n"
     other = replica_of(other_engine, digest="d2")
     with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
         proxy.tell(PoolState({"m": "d1", "n": "d2"}, (replica_of(engine, digest="d1"), other)))
@@ -602,7 +602,7 @@ async def test_samples_given_while_the_journal_is_locked_are_not_given_again_aft
     assert len({*before, *after}) == 8
 
 
-async def test_late_request_of_an_attempt_that_is_over_takes_nothing_from_the_one_after_it(
+async def test_late_request_of_an_ended_attempt_takes_nothing_from_the_next(
     tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
     engine.faults.fresh_samples = True
@@ -655,7 +655,7 @@ async def test_attempt_that_fails_is_repeated_on_another_replica(
     assert _results(proxy, model) == {"answered": 2, "retried": 1}
 
 
-async def test_address_nobody_listens_on_costs_no_request(
+async def test_address_without_a_listener_costs_no_request(
     proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
     with socket.socket() as closed:
@@ -830,7 +830,7 @@ async def test_client_that_leaves_ends_the_engines_work(
     assert (replica.in_flight, replica.suspect) == (0, False)
 
 
-async def test_storm_of_clients_that_time_out_blocks_nobody(
+async def test_storm_of_clients_that_time_out_blocks_no_request(
     proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
     proxy.tell(state_of(model, engine))
@@ -858,7 +858,7 @@ async def test_health_answers_while_200_requests_hang(
     await until(lambda: engine.stats.in_flight == 0)
 
 
-async def test_concurrent_requests_are_not_served_one_after_another(
+async def test_concurrent_requests_are_served_at_the_same_time(
     proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
     proxy.tell(state_of(model, engine, other_engine))

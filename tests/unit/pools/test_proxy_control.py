@@ -63,13 +63,13 @@ def test_replica_that_waits_for_orders_hears_of_them_at_once(proxy: RunningProxy
     assert heard and heard[0].model == "m2"
 
 
-def test_replica_that_nobody_knows_is_told_to_stop(proxy: RunningProxy) -> None:
+def test_unknown_replica_must_stop(proxy: RunningProxy) -> None:
     assert not _orders(proxy, Announcement(instance="i")).stop
     proxy.client.set_state(DesiredState(models=MODELS, orders={"b": None}))
     assert _orders(proxy, Announcement(instance="i")).stop
 
 
-def test_replica_that_another_start_supersedes_while_it_waits_for_orders_is_told_to_stop_at_once(
+def test_replica_superseded_while_it_waits_for_orders_must_stop_at_once(
     proxy: RunningProxy,
 ) -> None:
     proxy.client.set_state(DesiredState(models=MODELS, orders={"a": None}))
@@ -102,7 +102,7 @@ def patient_proxy(tmp_path: Path) -> Iterator[RunningProxy]:
         yield running
 
 
-def test_instance_that_waits_for_the_name_of_one_that_hangs_up_gets_it_at_once(patient_proxy: RunningProxy) -> None:
+def test_instance_waiting_for_a_name_gets_it_when_its_holder_leaves(patient_proxy: RunningProxy) -> None:
     proxy = patient_proxy
     proxy.client.set_state(DesiredState(models=MODELS, orders={"a": "m1"}))
     version = _orders(proxy, Announcement(instance="first")).version

@@ -152,7 +152,7 @@ async def test_malformed_answer_of_tokens_is_asked_for_again_and_never_given(
         for number in range(4):
             await rows(engine.url, number)
         right = [await rows(engine.url, number) for number in range(4)]
-        assert [len(found) for found in right] == [9, 41, 9, 41]
+        assert [len(answer) for answer in right] == [9, 41, 9, 41]
         engine.faults.malformation, engine.faults.malformed_every = kind, 2
         assert [await rows(proxy.url, number) for number in range(4)] == right
     after = proxy.client.status().models[TOKENS]
@@ -221,7 +221,7 @@ async def test_stream_of_a_response_that_breaks_ends_with_an_error_event(
             _ = [event async for event in stream]
 
 
-async def test_sampled_response_is_asked_anew_each_time_whatever_else_stands_in_the_request(
+async def test_sampled_response_is_always_asked_again_for_any_other_fields(
     tmp_path: Path,
 ) -> None:
     body = {"model": MODEL, "input": "Once", "max_tokens": 0, "echo": True, "temperature": 1}

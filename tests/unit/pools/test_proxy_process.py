@@ -84,7 +84,7 @@ def test_proxy_that_comes_back_on_another_machine_is_given_up_and_can_be_ended()
         ("evaluations.internal", True, True),
     ],
 )
-def test_pool_whose_keys_would_leave_the_machine_is_refused_unless_that_is_allowed(
+def test_pool_with_keys_leaving_the_machine_is_refused_unless_allowed(
     address: str, is_local: bool, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = InferencePoolConfig.model_validate({"model": {"name": "run"}, "proxy_host": address})
@@ -119,7 +119,7 @@ def test_connections_wait_while_the_proxy_is_started_again_with_its_socket(tmp_p
     eventually(lambda: is_refused(host, port))
 
 
-def test_socket_that_nobody_borrows_leaves_nothing(tmp_path: Path) -> None:
+def test_socket_without_a_borrower_leaves_nothing(tmp_path: Path) -> None:
     with standing_socket("127.0.0.1", 0) as standing, lent(standing) as lender:
         folder = lender.parent
         assert folder.stat().st_mode & 0o077 == 0

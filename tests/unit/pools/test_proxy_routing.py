@@ -127,7 +127,7 @@ def test_announce_dead_replica_is_returned_as_lost() -> None:
     assert [replica.name for replica in table.announce("a", _announcement(state="dead"))] == ["a"]
 
 
-def test_announce_later_start_takes_over_and_the_one_before_is_lost() -> None:
+def test_announce_later_start_takes_over_and_the_earlier_is_lost() -> None:
     table = _table(a=_announcement())
     before = _begun(table)
     assert table.announce("a", _announcement(instance="i2", start=1)) == [before]
@@ -135,7 +135,7 @@ def test_announce_later_start_takes_over_and_the_one_before_is_lost() -> None:
     assert table.replicas["a"].in_flight == 0
 
 
-def test_announce_instance_that_was_superseded_is_told_to_stop_and_never_comes_back() -> None:
+def test_announce_superseded_instance_must_stop_and_never_comes_back() -> None:
     table = _table(a=_announcement())
     table.announce("a", _announcement("d2", instance="i2", start=1))
     before = table.version
@@ -176,7 +176,7 @@ def _gone(table: RoutingTable, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["silent", "dead", "hung up"])
 @pytest.mark.parametrize("waited", [True, False])
-def test_announce_instance_of_the_same_start_takes_over_from_one_that_is_gone(how: str, waited: bool) -> None:
+def test_announce_instance_of_the_same_start_replaces_a_gone_instance(how: str, waited: bool) -> None:
     table = _table(a=_announcement())
     if waited and how != "dead":  # its last announcement would refuse it
         table.announce("a", _announcement("d2", instance="i2"))
@@ -190,7 +190,7 @@ def test_announce_instance_of_the_same_start_takes_over_from_one_that_is_gone(ho
     assert table.orders_of("a", "i1").refusal == "another instance has taken over the name a"
 
 
-def test_announce_of_one_that_had_hung_up_and_is_back_keeps_its_name() -> None:
+def test_announce_of_a_returned_instance_keeps_its_name() -> None:
     table = _table(a=_announcement())
     table.hung_up("a", "i1")
     table.announce("a", _announcement(sequence=1))
@@ -198,7 +198,7 @@ def test_announce_of_one_that_had_hung_up_and_is_back_keeps_its_name() -> None:
     assert table.replicas["a"].announcement.instance == "i1"
 
 
-def test_announce_earlier_start_takes_nothing_over_from_a_later_one() -> None:
+def test_announce_earlier_start_takes_nothing_over_from_a_later_start() -> None:
     table = _table(a=_announcement(instance="second", start=2))
     assert table.announce("a", _announcement("d2", instance="first", start=1)) == []
     assert (table.replicas["a"].announcement.instance, table.orders_of("a", "first").stop) == ("second", True)
@@ -207,7 +207,7 @@ def test_announce_earlier_start_takes_nothing_over_from_a_later_one() -> None:
     assert table.orders_of("a", "second").stop
 
 
-def test_announce_older_one_that_arrives_late_changes_nothing() -> None:
+def test_announce_older_message_that_arrives_late_changes_nothing() -> None:
     table = _table(a=_announcement("d1", sequence=5))
     table.announce("a", _announcement("d2", sequence=4))
     assert table.replicas["a"].announcement.digest == "d1"
@@ -218,7 +218,7 @@ def test_announce_older_one_that_arrives_late_changes_nothing() -> None:
     [[_announcement(url="http://127.0.0.1:8002")], [_announcement(state="starting"), _announcement()]],
     ids=["new-address", "restarted"],
 )
-def test_announce_engine_that_is_a_new_one_clears_suspicion(steps: list[Announcement]) -> None:
+def test_announce_new_engine_clears_suspicion(steps: list[Announcement]) -> None:
     table = _table(a=_announcement())
     table.end(_begun(table), "m1", RequestOutcome.LOST)
     for announcement in steps:
@@ -290,7 +290,7 @@ def test_demand_tells_held_in_flight_and_idle() -> None:
     assert demand["m1"].idle_seconds == 2.0
 
 
-def test_demand_counts_a_models_wait_since_it_was_served_whoever_gives_up_meanwhile() -> None:
+def test_demand_counts_a_models_wait_since_served_despite_clients_leaving() -> None:
     table = _table(a=_announcement())
     assert isinstance(table.clock, Clock)
     for _ in range(5):  # a client with a timeout of 10 s that retries after 2 s
@@ -307,7 +307,7 @@ def test_demand_counts_a_models_wait_since_it_was_served_whoever_gives_up_meanwh
     table.let_go("m1", first)
     replica = _begun(table)
     table.clock.now += 3
-    assert table.demand()["m1"].unserved_seconds == 3, "the second one waits since the first one was served"
+    assert table.demand()["m1"].unserved_seconds == 3, "the second model waits since the first was served"
     table.let_go("m1", second)
     table.begin(replica, "m1")
     assert table.demand()["m1"].unserved_seconds == 0
@@ -362,8 +362,8 @@ def test_outcome_of_status_tells_engine_errors_from_answers(status: int, outcome
 
 @pytest.mark.parametrize("outcome", list(RequestOutcome))
 def test_may_retry_ends_after_three_attempts_and_never_follows_an_answer(outcome: RequestOutcome) -> None:
-    wanted = [outcome is not RequestOutcome.ANSWERED] * 2 + [False]
-    assert [may_retry(outcome, attempts=n) for n in (1, 2, 3)] == wanted
+    expected = [outcome is not RequestOutcome.ANSWERED] * 2 + [False]
+    assert [may_retry(outcome, attempts=n) for n in (1, 2, 3)] == expected
 
 
 @pytest.mark.parametrize(

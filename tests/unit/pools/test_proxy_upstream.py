@@ -133,7 +133,7 @@ async def test_answer_that_is_cut_or_malformed_is_lost(upstream: Upstream, answe
             await _asked(upstream, url)
 
 
-async def test_address_nobody_listens_on_is_lost(upstream: Upstream) -> None:
+async def test_address_without_a_listener_is_lost(upstream: Upstream) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with pytest.raises(Lost):
@@ -162,7 +162,7 @@ async def test_engine_that_hangs_up_as_soon_as_it_is_connected_is_lost(
 
 
 @pytest.mark.parametrize("host", ["a\0b", "a..b", "\u2028", "a" * 300])
-async def test_host_that_nobody_can_have_is_lost(upstream: Upstream, host: str) -> None:
+async def test_impossible_host_is_lost(upstream: Upstream, host: str) -> None:
     with pytest.raises(Lost):
         await _asked(upstream, f"http://{host}:80")
 
@@ -245,7 +245,7 @@ async def test_engine_that_says_half_an_answer_on_a_used_connection_is_lost(upst
             await _asked(upstream, url)
 
 
-async def test_stream_that_nobody_reads_is_not_taken_from_the_engine(upstream: Upstream) -> None:
+async def test_stream_without_a_reader_is_not_taken_from_the_engine(upstream: Upstream) -> None:
     sent = 0
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -334,7 +334,7 @@ async def test_answers_wait_for_whole_answers_that_no_client_took(upstream: Upst
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_answer_whose_client_is_slow_is_not_the_oldest(blocked: bool) -> None:
+def test_answer_to_a_slow_client_is_not_the_oldest(blocked: bool) -> None:
     room = BodyRoom(2**20)
     first, second = AnswerShare(room), AnswerShare(room)
     resume = Mock()

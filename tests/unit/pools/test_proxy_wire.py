@@ -271,7 +271,7 @@ async def test_body_that_is_too_large_is_answered_413(application: EchoApplicati
     ],
     ids=["length", "chunks"],
 )
-async def test_bodies_of_all_connections_share_one_room(application: EchoApplication, body: bytes) -> None:
+async def test_bodies_of_all_connections_share_a_memory_limit(application: EchoApplication, body: bytes) -> None:
     bounds = Bounds(1000, room=BodyRoom(1000))
     async with _listening(application, bounds) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -372,7 +372,7 @@ async def test_request_that_does_not_come_whole_is_answered_408(application: Ech
     assert application.requests == []
 
 
-async def test_1500_slow_connections_hold_nobody_up_and_end(application: EchoApplication) -> None:
+async def test_1500_slow_connections_hold_no_request_up_and_end(application: EchoApplication) -> None:
     async with _listening(application, Bounds(1000, head_timeout_seconds=5)) as port:
         slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(1500)]
         for _, writer in slow:

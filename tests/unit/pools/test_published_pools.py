@@ -56,8 +56,8 @@ def test_pool_is_published_where_machines_share_and_found_there_before_what_is_h
     assert publish(shared)
     file = tmp_path / "shared" / "warm.json"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)] == [0o600, 0o700]
-    found = published_as("warm")
-    assert found is not None and found.pool == shared and "key-of-owners" in file.read_text()
+    shared_entry = published_as("warm")
+    assert shared_entry is not None and shared_entry.pool == shared and "key-of-owners" in file.read_text()
     assert [(published.pool.name, published.pool.job_id) for published in all_published()] == [
         ("own", "pool-warm-1"),
         ("warm", "shared"),
@@ -72,11 +72,11 @@ def test_name_that_is_taken_is_not_taken_again_and_only_its_own_file_is_withdraw
     settings.cache_clear()
     first, second = pool(job_id="first"), pool(job_id="second")
     assert publish(first) and not publish(second)
-    found = published_as("warm")
-    assert found is not None and found.pool == first
-    withdraw(found)
-    assert publish(second) and not publish(first, in_place_of=found)
-    withdraw(found)
+    own_entry = published_as("warm")
+    assert own_entry is not None and own_entry.pool == first
+    withdraw(own_entry)
+    assert publish(second) and not publish(first, in_place_of=own_entry)
+    withdraw(own_entry)
     now = published_as("warm")
     assert now is not None and now.pool == second
     moved = second.model_copy(update={"idle_seconds": 1.0})
@@ -89,10 +89,10 @@ def test_name_that_is_taken_is_not_taken_again_and_only_its_own_file_is_withdraw
     assert published_as("warm") is None and list(all_published()) == []
 
 
-def test_store_that_lets_two_publish_one_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_accepts_two_publishers_of_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASSAY_POOLS", "cond://pools-of-a-test")
     settings.cache_clear()
-    with conditional_store(exclusive=False), pytest.raises(BadInput, match="replaces what the first one wrote"):
+    with conditional_store(exclusive=False), pytest.raises(BadInput, match="second writer replaces the file"):
         publish(pool())
 
 
@@ -134,7 +134,7 @@ def test_name_that_is_nowhere_is_refused_with_the_places_that_were_looked_at(tmp
         require("warm")
 
 
-def test_pool_that_is_silent_and_whose_job_runs_elsewhere_stays_published_and_is_out_of_reach(tmp_path: Path) -> None:
+def test_silent_pool_with_its_job_elsewhere_stays_published_out_of_reach(tmp_path: Path) -> None:
     publish(pool())
     [state] = list_kept()
     assert state.state == "out of reach" and "another machine" in str(find_error("warm"))
@@ -142,7 +142,7 @@ def test_pool_that_is_silent_and_whose_job_runs_elsewhere_stays_published_and_is
     assert "delete" in str(find_error("warm")) and "warm.json" in str(find_error("warm"))
 
 
-def test_pool_whose_backend_has_no_such_job_any_more_is_published_no_more(tmp_path: Path) -> None:
+def test_pool_without_a_job_in_its_backend_is_withdrawn(tmp_path: Path) -> None:
     publish(pool(place=f"{socket.gethostname()}, {settings().jobs_dir}"))
     assert find("warm") is None
     assert list((tmp_path / "shared").iterdir()) == []

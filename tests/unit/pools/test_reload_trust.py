@@ -35,7 +35,7 @@ def trust(**engine: Any) -> ReloadTrust:
 
 def test_reload_that_computes_like_a_cold_start_is_proved_right_and_remembered() -> None:
     verdict = trust().judge(before=BEFORE, reloaded=COLD, cold=COLD)
-    assert (verdict.proves, verdict.change, verdict.found) == (True, 0.5, "they agree (0 nats)")
+    assert (verdict.proves, verdict.change, verdict.outcome) == (True, 0.5, "they agree (0 nats)")
     remembered = trust().recall()
     assert remembered is not None
     assert remembered.proves
@@ -55,7 +55,7 @@ def test_comparison_of_checkpoints_that_are_nearly_equal_proves_nothing_and_is_f
     verdict = trust().judge(before=before, reloaded=COLD, cold=COLD)
     assert verdict.agrees
     assert not verdict.proves
-    assert "proves nothing" in verdict.found
+    assert "proves nothing" in verdict.outcome
     assert trust().recall() is None
 
 
@@ -71,12 +71,12 @@ def test_comparison_of_checkpoints_that_are_nearly_equal_proves_nothing_and_is_f
     ],
     ids=["output layer", "canary", "fewer tokens", "stale bytes", "unknown bytes", "other dtype"],
 )
-def test_reload_that_differs_by_more_than_rounding_is_never_trusted_whatever_the_checkpoints(reloaded: Reading) -> None:
+def test_reload_that_differs_by_more_than_rounding_is_never_trusted(reloaded: Reading) -> None:
     for before in (BEFORE, COLD):
         assert not trust().judge(before=before, reloaded=reloaded, cold=COLD).agrees
         remembered = trust().recall()
         assert remembered is not None
-        assert "they differ" in remembered.found
+        assert "they differ" in remembered.outcome
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8"])
@@ -145,7 +145,7 @@ def test_checkpoints_that_share_a_tensor_are_no_ground_for_trust_until_two_that_
     assert [(load.how, load.reason) for load in later] == [("reload", None)] * 3
 
 
-def test_engine_whose_packed_output_layer_stays_behind_is_restarted_each_time(tmp_path: Path) -> None:
+def test_engine_with_a_stale_packed_output_layer_is_always_restarted(tmp_path: Path) -> None:
     checkpoints = [served(tmp_path / f"step-{seed}", seed=seed) for seed in (1, 2, 3)]
     second, third = loads(tmp_path, checkpoints, faults={"stale_output_layer": True})[1:]
     assert second.reason is not None and "they differ" in second.reason

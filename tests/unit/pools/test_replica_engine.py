@@ -94,7 +94,7 @@ VLLM_LOG = """(APIServer pid=7) INFO 11-23 12:00:00 [api_server.py:9] ready
     "marked",
     ["(EngineCore pid=8) ERROR 11-23 12:00:01 [core.py:1] RuntimeError: ", "(EngineCore pid=8) RuntimeError: "],
 )
-def test_first_error_of_an_engines_log_is_the_one_that_the_others_follow_from(marked: str) -> None:
+def test_first_error_of_an_engines_log_is_the_root_cause(marked: str) -> None:
     log = VLLM_LOG.format(marked=marked)
     assert first_error(log) == "RuntimeError: CPU Generator does not use offset"
     assert first_error("torch.OutOfMemoryError: " + "x" * 1000) == "torch.OutOfMemoryError: " + "x" * 276
@@ -112,7 +112,7 @@ LOADING = 'Traceback (most recent call last):\n  File "a.py", line 2, in load_we
 
 
 @pytest.mark.parametrize(
-    ("log", "kind", "found", "remedy"),
+    ("log", "kind", "problem", "remedy"),
     [
         (
             f"{LOADING}ValueError: There is no module or parameter named 'x'",
@@ -129,11 +129,11 @@ LOADING = 'Traceback (most recent call last):\n  File "a.py", line 2, in load_we
     ],
 )
 def test_failed_start_is_the_models_where_the_loader_refuses(
-    log: str, kind: type[AssayError], found: str, remedy: str
+    log: str, kind: type[AssayError], problem: str, remedy: str
 ) -> None:
     failure = start_failure(log, model="run-1", ended="it ended", by_hand="vllm serve")
     assert type(failure) is kind
-    assert found in failure.found
+    assert problem in failure.found
     assert remedy in failure.remedy
 
 
@@ -156,9 +156,9 @@ def test_more_memory_is_asked_for_only_after_a_kill(tmp_path: Path, script: str,
     client.shutdown()
 
 
-def test_death_of_an_engine_is_told_with_its_first_error_and_no_key(tmp_path: Path) -> None:
+def test_death_of_an_engine_reports_its_first_error_and_no_key(tmp_path: Path) -> None:
     staging = Staging(tmp_path / "staged", max_bytes=10**6)
-    with one_replica(tmp_path, FakeLauncher(tmp_path), lambda: None) as replica:
+    with single_replica(tmp_path, FakeLauncher(tmp_path), lambda: None) as replica:
         replica.load(staged(write_checkpoint(tmp_path / "run-1", seed=1), staging), Loading())
         headers = {"Authorization": f"Bearer {replica.key}"}
         with pytest.raises(httpx.TransportError):
@@ -170,12 +170,12 @@ def test_death_of_an_engine_is_told_with_its_first_error_and_no_key(tmp_path: Pa
 
 def staged(folder: Path, staging: Staging) -> ServedCheckpoint:
     servable = Servable.from_uri(folder.name, str(folder))
-    found = staging.stage(servable.uri, servable.digests)
-    return ServedCheckpoint.from_folder(servable.name, found.path, servable.digests, verify=found.verify)
+    held = staging.stage(servable.uri, servable.digests)
+    return ServedCheckpoint.from_folder(servable.name, held.path, servable.digests, verify=held.verify)
 
 
 @contextmanager
-def one_replica(
+def single_replica(
     tmp_path: Path, launcher: FakeLauncher, drain: Callable[[], None], **fields: Any
 ) -> Iterator[ReplicaEngine]:
     client = LocalClient(tmp_path / "jobs")
@@ -206,7 +206,7 @@ def test_files_that_change_while_an_engine_starts_are_not_served(tmp_path: Path)
             return super().launch(checkpoint, port=port, part=part)
 
     staging = Staging(tmp_path / "staged", max_bytes=10**6)
-    with one_replica(tmp_path, Changing(tmp_path), lambda: None) as replica:
+    with single_replica(tmp_path, Changing(tmp_path), lambda: None) as replica:
         with pytest.raises(CheckpointChanged, match="other contents: weights"):
             replica.load(staged(folder, staging), Loading())
         assert replica.state == "dead"
@@ -215,7 +215,7 @@ def test_files_that_change_while_an_engine_starts_are_not_served(tmp_path: Path)
 def test_files_that_change_while_requests_are_drained_leave_the_former_checkpoint(tmp_path: Path) -> None:
     first, second = (write_checkpoint(tmp_path / f"run-{seed}", seed=seed) for seed in (1, 2))
     staging, launcher = Staging(tmp_path / "staged", max_bytes=10**6), FakeLauncher(tmp_path)
-    with one_replica(tmp_path, launcher, lambda: flip_last_byte(second / "model.safetensors")) as replica:
+    with single_replica(tmp_path, launcher, lambda: flip_last_byte(second / "model.safetensors")) as replica:
         former = staged(first, staging)
         replica.load(former, Loading())
         with pytest.raises(CheckpointChanged):
@@ -225,16 +225,16 @@ def test_files_that_change_while_requests_are_drained_leave_the_former_checkpoin
 
 
 @pytest.mark.parametrize(
-    ("faults", "found"),
+    ("faults", "problem"),
     [
         ({"unwritten": {"lm_head.weight": "8 of 16"}}, r"nothing wrote: lm_head\.weight \(8 of 16 numbers\)"),
         ({"composes": True}, r"ids \[195, 132, .*gives \[65, 204, .*in 'A\u0308pfel .*PreTrainedTokenizerFast"),
     ],
 )
-def test_engine_that_misreads_a_checkpoint_condemns_it(tmp_path: Path, faults: dict[str, Any], found: str) -> None:
+def test_engine_that_misreads_a_checkpoint_condemns_it(tmp_path: Path, faults: dict[str, Any], problem: str) -> None:
     staging = Staging(tmp_path / "staged", max_bytes=10**6)
-    with one_replica(tmp_path, FakeLauncher(tmp_path, faults=faults), lambda: None) as replica:
-        with pytest.raises(ModelUnusable, match=re.compile(found, re.DOTALL)):
+    with single_replica(tmp_path, FakeLauncher(tmp_path, faults=faults), lambda: None) as replica:
+        with pytest.raises(ModelUnusable, match=re.compile(problem, re.DOTALL)):
             replica.load(staged(write_checkpoint(tmp_path / "run-1", seed=1), staging), Loading())
         assert replica.state == "dead"
 
@@ -252,7 +252,7 @@ def test_engine_of_a_model_with_a_state_that_ends_is_started_without_prefix_cach
 ) -> None:
     staging = Staging(tmp_path / "staged", max_bytes=10**6)
     launcher = FakeLauncher(tmp_path, scripts={0: f"print({said!r}); raise SystemExit(1)"})
-    with one_replica(tmp_path, launcher, lambda: None, model={"name": "run", **model}) as replica:
+    with single_replica(tmp_path, launcher, lambda: None, model={"name": "run", **model}) as replica:
         loading = Loading()
         with nullcontext() if again else pytest.raises(EngineStartFailed, match="ended before its model answered"):
             replica.load(staged(write_checkpoint(tmp_path / "run-1", seed=1), staging), loading)
@@ -260,19 +260,17 @@ def test_engine_of_a_model_with_a_state_that_ends_is_started_without_prefix_cach
         assert len(launcher.launches) == 1 + again
 
 
-def test_engine_whose_port_another_one_has_is_started_at_another_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_with_an_occupied_port_starts_at_another_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staging, launcher = Staging(tmp_path / "staged", max_bytes=10**6), FakeLauncher(tmp_path)
-    wanted, other = (staged(write_checkpoint(tmp_path / f"run-{seed}", seed=seed), staging) for seed in (1, 2))
+    checkpoint, other = (staged(write_checkpoint(tmp_path / f"run-{seed}", seed=seed), staging) for seed in (1, 2))
     ports = iter([taken := free_port()])
     monkeypatch.setattr("pools.replica.replica.free_port", lambda: next(ports, None) or free_port())
     stranger = launcher.launch(other, port=taken)
-    with running_program(*stranger.arguments), one_replica(tmp_path, launcher, lambda: None) as replica:
+    with running_program(*stranger.arguments), single_replica(tmp_path, launcher, lambda: None) as replica:
         eventually(lambda: EngineClient(f"http://127.0.0.1:{taken}").healthy())
-        replica.load(wanted, Loading())
+        replica.load(checkpoint, Loading())
         label = httpx.get(f"{replica.url}/fake/stats").json()["label"]
-        assert (replica.state, label) == ("ready", weights_label(wanted.folder))
+        assert (replica.state, label) == ("ready", weights_label(checkpoint.folder))
         assert launcher.launches == ["run-2", "run-1", "run-1"]
 
 
@@ -282,7 +280,7 @@ def test_reload_that_answers_otherwise_than_before_is_a_restart(tmp_path: Path) 
         Staging(tmp_path / "staged", max_bytes=10**6),
         FakeLauncher(tmp_path, identity="answers otherwise"),
     )
-    with one_replica(tmp_path, launcher, lambda: None, reload_audit_share=0) as replica:
+    with single_replica(tmp_path, launcher, lambda: None, reload_audit_share=0) as replica:
 
         def load(folder: Path) -> Loading:
             loading = Loading()

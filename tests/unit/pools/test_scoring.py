@@ -30,11 +30,11 @@ async def test_engine_that_weighs_labels_and_rows_as_an_echo_does_scores_from_it
     checkpoint: ServedCheckpoint,
 ) -> None:
     async with FakeEngine() as engine:
-        found = await proved(engine, checkpoint)
-        assert found.model_copy(update={"architecture": ""}) == Scoring(
+        scoring = await proved(engine, checkpoint)
+        assert scoring.model_copy(update={"architecture": ""}) == Scoring(
             scores_from_cache=True, kv_cache_tokens=KV_CACHE_TOKENS, dtype="float32"
         )
-        assert found.architecture == (await proved(engine, checkpoint)).architecture != ""
+        assert scoring.architecture == (await proved(engine, checkpoint)).architecture != ""
 
 
 @pytest.mark.parametrize(

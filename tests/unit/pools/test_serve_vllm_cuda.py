@@ -20,7 +20,7 @@ TORCH = """
 import os
 
 class cuda:
-    "As torch does it: a process that was forked from one with a context cannot have one."
+    "Behaves as torch: a process that was forked from a process with a context cannot have a context."
     initialized = forked_from_one = False
 
     @classmethod

@@ -86,7 +86,7 @@ def test_stage_from_a_store_without_hashes_copies_what_is_served(tmp_path: Path,
         assert all(path.read_bytes() == (tmp_path / "model" / path.name).read_bytes() for path in staged.path.iterdir())
 
 
-BESIDE_THE_WEIGHTS = (
+FILES_WITHOUT_WEIGHTS = (
     "consolidated.safetensors",
     "consolidated-00001-of-00002.safetensors",
     "other.safetensors",
@@ -107,7 +107,7 @@ def test_stage_shows_weights_and_small_files_and_nothing_else(
     store: type[FolderStore], tmp_path: Path, local: Path, kind: str
 ) -> None:
     folder = write_checkpoint(tmp_path / "model")
-    for name in (*BESIDE_THE_WEIGHTS, *SMALL):
+    for name in (*FILES_WITHOUT_WEIGHTS, *SMALL):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x")
     uri = str(folder) if kind == "local" else f"store:/{folder}"
@@ -120,10 +120,10 @@ def test_stage_shows_weights_and_small_files_and_nothing_else(
 def test_stage_of_a_local_checkpoint_leaves_no_links_behind(tmp_path: Path, local: Path) -> None:
     folders = [write_checkpoint(tmp_path / f"step-{seed}", seed=seed) for seed in range(3)]
     digests = [digest_model_folder(inspect_model_folder(str(folder))) for folder in folders]
-    here = staging(local)
-    held = here.stage(str(folders[0]), digests[0])
-    here.stage(str(folders[1]), digests[1]).release()
-    last = here.stage(str(folders[2]), digests[2])
+    local_staging = staging(local)
+    held = local_staging.stage(str(folders[0]), digests[0])
+    local_staging.stage(str(folders[1]), digests[1]).release()
+    last = local_staging.stage(str(folders[2]), digests[2])
     assert {path for path in local.iterdir() if path.is_dir()} == {held.path, last.path}
     assert (held.path / WEIGHTS).resolve() == folders[0] / WEIGHTS
 
@@ -162,7 +162,7 @@ def test_staged_checkpoint_stays_what_its_link_showed(tmp_path: Path, local: Pat
 
 @pytest.mark.parametrize("kind", ["local", "store"])
 @pytest.mark.parametrize("name", [WEIGHTS, "merges.txt"])
-def test_staged_checkpoint_that_was_changed_is_told(
+def test_changed_staged_checkpoint_is_reported(
     store: type[FolderStore], tmp_path: Path, local: Path, kind: str, name: str
 ) -> None:
     folder = write_checkpoint(tmp_path / "model")
@@ -231,7 +231,7 @@ def test_stage_after_an_error_reads_no_range_twice(store: type[FolderStore], tmp
 
 
 @pytest.mark.parametrize("kind", ["md5", "crc32c", None])
-def test_stage_with_a_flipped_byte_is_refused_and_copied_anew(
+def test_stage_with_a_flipped_byte_is_refused_and_copied_again(
     store: type[FolderStore], tmp_path: Path, local: Path, kind: HashKind | None
 ) -> None:
     store.hash_kind = kind
@@ -256,14 +256,14 @@ def test_stage_of_a_copy_that_lost_a_file_makes_it_again(store: type[FolderStore
 def test_stage_reports_growing_bytes_up_to_all(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
     uri, digests = remote(tmp_path, 1)
     seen: list[tuple[int, int]] = []
-    staging(local).stage(uri, digests, on_progress=lambda here, total: seen.append((here, total))).release()
+    staging(local).stage(uri, digests, on_progress=lambda copied, total: seen.append((copied, total))).release()
     total = sum(file.size for file in storage.list_files(uri))
     assert seen == sorted(seen)
     assert seen[-1] == (total, total)
     assert len(seen) > 8
 
 
-def test_stage_evicts_the_least_recently_used_whatever_the_clock(
+def test_stage_evicts_the_least_recently_used_under_any_clock(
     store: type[FolderStore], tmp_path: Path, local: Path
 ) -> None:
     checkpoints = [remote(tmp_path, seed) for seed in range(3)]
@@ -279,32 +279,32 @@ def test_stage_evicts_the_least_recently_used_whatever_the_clock(
     assert {name[:32] for name in names(local) if name != "room.lock"} == {copies[0].name, copies[2].name}
 
 
-def test_stage_counts_what_was_begun_and_given_up(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
-    begun, wanted = remote(tmp_path, 1), remote(tmp_path, 2)
+def test_stage_counts_unfinished_copies(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
+    begun, new = remote(tmp_path, 1), remote(tmp_path, 2)
     store.before_read = failing_after(5, WEIGHTS)
     with pytest.raises(StorageError):
         staging(local, fitting=1.2).stage(*begun)
     store.before_read = failing_after(1000, WEIGHTS)
-    staging(local, fitting=1.2).stage(*wanted).release()
+    staging(local, fitting=1.2).stage(*new).release()
     assert not (local / f"{begun[1].checkpoint}.partial").exists()
 
 
 def test_stage_never_evicts_what_is_held(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
-    held, wanted = remote(tmp_path, 1), remote(tmp_path, 2)
+    held, new = remote(tmp_path, 1), remote(tmp_path, 2)
     bounded = staging(local, fitting=1.5)
     with bounded.stage(*held) as staged:
         with pytest.raises(StorageError, match=f"in use: {held[1].checkpoint[:12]} \\(3.\\.. kB\\)"):
-            bounded.stage(*wanted)
+            bounded.stage(*new)
         assert inspect_model_folder(str(staged.path)).complete
-    bounded.stage(*wanted).release()
+    bounded.stage(*new).release()
     assert not staged.path.exists()
 
 
 def test_stage_of_more_than_the_bound_evicts_nothing(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
-    kept, wanted = remote(tmp_path, 1), remote(tmp_path, 2)
+    kept, new = remote(tmp_path, 1), remote(tmp_path, 2)
     staging(local).stage(*kept).release()
     with pytest.raises(StorageError, match=r"a bound of 17\.0 kB"):
-        staging(local, fitting=0.5).stage(*wanted)
+        staging(local, fitting=0.5).stage(*new)
     assert (local / kept[1].checkpoint).is_dir()
 
 
@@ -357,7 +357,7 @@ def test_stage_after_a_process_was_killed_in_the_middle_goes_on(
 def test_stage_evicts_what_another_process_held_only_after_its_death(
     store: type[FolderStore], tmp_path: Path, local: Path
 ) -> None:
-    held, wanted = remote(tmp_path, 1), remote(tmp_path, 2)
+    held, new = remote(tmp_path, 1), remote(tmp_path, 2)
 
     def hold() -> None:
         kept = staging(local, fitting=1.5).stage(*held)
@@ -369,11 +369,11 @@ def test_stage_evicts_what_another_process_held_only_after_its_death(
     eventually(lambda: (tmp_path / "held").exists())
     bounded = staging(local, fitting=1.5)
     with pytest.raises(StorageError, match="in use"):
-        bounded.stage(*wanted)
+        bounded.stage(*new)
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
     child.join(30)
-    bounded.stage(*wanted).release()
+    bounded.stage(*new).release()
     assert not (local / held[1].checkpoint).exists()
 
 
@@ -382,11 +382,11 @@ def test_stage_of_what_is_prefetched_joins_it(store: type[FolderStore], tmp_path
     store.log.write_text("")
     store.before_read = waiting_until(tmp_path / "go", name=WEIGHTS, start=4 * RANGE)
     seen: list[int] = []
-    with staging(local) as here:
-        here.prefetch(uri, digests)
+    with staging(local) as local_staging:
+        local_staging.prefetch(uri, digests)
         eventually(lambda: (tmp_path / "go.reached").exists())
         joining = threading.Thread(
-            target=lambda: here.stage(uri, digests, on_progress=lambda count, _: seen.append(count)).release()
+            target=lambda: local_staging.stage(uri, digests, on_progress=lambda count, _: seen.append(count)).release()
         )
         joining.start()
         eventually(lambda: seen and seen[0] >= 4 * RANGE)
@@ -409,10 +409,10 @@ def test_prefetch_gives_way_to_another_checkpoint_and_goes_on(
             time.sleep(0.02)
 
     store.before_read = slow_until_the_second_is_read
-    with Staging(local, max_bytes=1_000_000, range_bytes=500) as here:
-        here.prefetch(*later)
+    with Staging(local, max_bytes=1_000_000, range_bytes=500) as local_staging:
+        local_staging.prefetch(*later)
         eventually(lambda: len(store.ranges(first)) > 3)
-        here.stage(*now).release()
+        local_staging.stage(*now).release()
         read_meanwhile = len(store.ranges(first))
         assert read_meanwhile < 60
         eventually(lambda: (local / later[1].checkpoint).is_dir())
@@ -426,11 +426,11 @@ def test_prefetch_gives_way_to_another_checkpoint_and_goes_on(
 def test_prefetch_keeps_only_the_newest_of_those_waiting(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
     first, replaced, newest = (remote(tmp_path, seed) for seed in range(3))
     store.before_read = waiting_until(tmp_path / "go", name=WEIGHTS, start=RANGE)
-    with staging(local) as here:
-        here.prefetch(*first)
+    with staging(local) as local_staging:
+        local_staging.prefetch(*first)
         eventually(lambda: (tmp_path / "go.reached").exists())
-        here.prefetch(*replaced)
-        here.prefetch(*newest)
+        local_staging.prefetch(*replaced)
+        local_staging.prefetch(*newest)
         (tmp_path / "go").touch()
         eventually(lambda: (local / newest[1].checkpoint).is_dir())
     assert (local / first[1].checkpoint).is_dir()
@@ -440,24 +440,24 @@ def test_prefetch_keeps_only_the_newest_of_those_waiting(store: type[FolderStore
 def test_prefetch_error_is_met_by_stage(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
     broken, sound = remote(tmp_path, 1), remote(tmp_path, 2)
     (tmp_path / "remote" / "step-1" / WEIGHTS).write_bytes(b"cut off")
-    with staging(local) as here:
-        here.prefetch(*broken)
+    with staging(local) as local_staging:
+        local_staging.prefetch(*broken)
         with pytest.raises(IncompleteCheckpoint):
-            here.stage(*broken)
-        here.prefetch(*sound)
+            local_staging.stage(*broken)
+        local_staging.prefetch(*sound)
         eventually(lambda: (local / sound[1].checkpoint).is_dir())
 
 
 def test_close_ends_a_prefetch_between_ranges(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
     uri, digests = remote(tmp_path, 1)
     store.before_read = waiting_until(tmp_path / "go", name=WEIGHTS, start=4 * RANGE)
-    here = staging(local)
-    here.prefetch(uri, digests)
+    local_staging = staging(local)
+    local_staging.prefetch(uri, digests)
     eventually(lambda: (tmp_path / "go.reached").exists())
-    closing = threading.Thread(target=here.close)
+    closing = threading.Thread(target=local_staging.close)
     closing.start()
     with pytest.raises(StorageError, match="closed"):
-        here.stage(uri, digests)
+        local_staging.stage(uri, digests)
     (tmp_path / "go").touch()
     closing.join(30)
     content = local / f"{digests.checkpoint}.partial" / "content"
@@ -500,7 +500,7 @@ def test_small_files_that_differ_from_the_plan_are_refused(
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_checkpoint_whose_folder_was_removed_is_gone(tmp_path: Path, held: bool) -> None:
+def test_checkpoint_with_a_removed_folder_is_gone(tmp_path: Path, held: bool) -> None:
     servable = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1)))
     with Staging(tmp_path / "staged", max_bytes=10**6) as staging, ExitStack() as holding:
         check = holding.enter_context(staging.stage(servable.uri, servable.digests)).verify if held else None
@@ -532,7 +532,7 @@ def test_checkpoint_in_a_store_that_is_being_removed_is_gone(
     if not copying:
         file.unlink()
     with pytest.raises(CheckpointGone, match="its folder is being removed"):
-        staging(local).stage(uri, digests, on_progress=lambda here, whole: file.unlink() if here == whole else None)
+        staging(local).stage(uri, digests, on_progress=lambda copied, whole: file.unlink() if copied == whole else None)
 
 
 def test_small_files_of_a_checkpoint_that_is_being_removed_are_gone(

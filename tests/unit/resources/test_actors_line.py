@@ -123,9 +123,7 @@ def test_calls_wait_for_the_address_and_keep_their_order(job: ScriptedJob, actor
     assert seen == list(range(50))
 
 
-def test_broken_connection_of_a_running_actor_loses_the_call_and_the_next_one_connects_again(
-    job: ScriptedJob, actor: Any
-) -> None:
+def test_broken_connection_of_a_running_actor_loses_only_that_call(job: ScriptedJob, actor: Any) -> None:
     actor(lambda connection, frame: hang_up(connection, frame) if frame.method == "lost" else echo(connection, frame))
     line = line_to(job)
     with pytest.raises(ActorCallLost, match="still running") as caught:
@@ -234,9 +232,7 @@ def test_many_threads_share_a_line(job: ScriptedJob, actor: Any) -> None:
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
-def test_key_is_kept_for_its_owner_alone_and_no_other_file_is_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_is_kept_for_its_owner_and_other_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(USER_KEY_VARIABLE, raising=False)
     settings.cache_clear()

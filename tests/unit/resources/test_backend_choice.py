@@ -50,7 +50,7 @@ def test_address_of_no_backend_is_refused(url: str) -> None:
         client_from_url(url)
 
 
-def test_backend_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_without_its_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "rare", Backend("nowhere.entry", "rare://", package="no_such_package"))
     with pytest.raises(BadInput, match=r"assay-evals\[no_such_package\]"):
         client_from_url("rare://host")

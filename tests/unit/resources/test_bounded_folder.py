@@ -50,7 +50,7 @@ def test_hold_taken_while_the_entry_is_removed_still_counts(tmp_path: Path) -> N
     assert not bounded.partial(KEY).exists()
 
 
-def test_make_room_counts_what_another_one_planned(tmp_path: Path) -> None:
+def test_make_room_counts_plans_of_another_process(tmp_path: Path) -> None:
     bounded = BoundedFolder(tmp_path, max_bytes=1000)
     hold = bounded.hold(KEY)
     bounded.make_room(KEY, 900)

@@ -119,7 +119,7 @@ def test_file_is_deleted_only_if_it_is_what_was_read(uri: str):
     assert read_version(uri) is None
 
 
-def test_store_that_lets_two_writers_create_one_file_is_found_out(tmp_path: Path):
+def test_store_that_accepts_two_creators_of_a_file_is_detected(tmp_path: Path):
     with conditional_store(exclusive=False):
         assert not creates_exclusively("cond://careless")
     with conditional_store():
@@ -147,7 +147,7 @@ def test_failures_of_machines_in_a_row_are_counted_in_the_record(tmp_path: Path)
     assert counted == [1, 2, None, 1]
 
 
-def test_attempt_that_was_told_to_end_is_no_failure_of_machines(tmp_path: Path):
+def test_attempt_that_was_ordered_to_end_is_no_failure_of_machines(tmp_path: Path):
     cell = cell_of(tmp_path, make_record())
     told_to_end = make_record(status="infra_failed", interrupted=True)
     written = [told_to_end, make_record(status="infra_failed"), told_to_end, make_record(status="infra_failed")]

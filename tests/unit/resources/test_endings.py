@@ -30,7 +30,7 @@ from resources.backends.programs.endings import ENDINGS, OomWatch, cause_of_exit
         (139, "failed"),
     ],
 )
-def test_exit_codes_are_classified_by_who_caused_them(returncode: int, expected: str) -> None:
+def test_exit_codes_are_classified_by_their_cause(returncode: int, expected: str) -> None:
     assert classify_exit(returncode) == expected
 
 

@@ -154,7 +154,7 @@ def test_lists_and_overrides_are_installed_and_told_about(
     assert not any("package==1" in line for line in lines)
 
 
-def test_finished_environment_is_reused_and_a_changed_list_is_another_one(
+def test_finished_environment_is_reused_and_a_changed_list_builds_another(
     spec: EnvironmentSpec, tmp_path: Path, fake_uv: Callable[..., Path]
 ) -> None:
     uv = fake_uv()
@@ -277,11 +277,11 @@ def test_real_uv_builds_an_environment_that_runs(tmp_path: Path) -> None:
     assert output.stdout.strip() == str(environment.directory)
 
 
-def test_list_named_in_the_settings_is_built_beside_the_own_one_and_kept_with_it(
+def test_list_named_in_the_settings_is_built_and_kept_separately(
     spec: EnvironmentSpec, tmp_path: Path, fake_uv: Callable[..., Path]
 ) -> None:
     older = tmp_path / "engine-2.12.txt"
-    older.write_text("# an older one\ntorch==2.12.0 ; python_version > '3'\n")
+    older.write_text("# an older list\ntorch==2.12.0 ; python_version > '3'\n")
     own = build(spec, tmp_path, fake_uv())
 
     with with_pinned_lists({"engine": older, "another": tmp_path / "none"}):

@@ -113,7 +113,7 @@ def test_copy_with_a_flipped_byte_is_refused_and_removed(
     store.spoil = lambda content: bytes([content[0] ^ 1]) + content[1:]
     with pytest.raises(StorageError, match=kind) as caught:
         copy(source, tmp_path)
-    assert "copied anew" in caught.value.remedy
+    assert "copied again" in caught.value.remedy
     assert list((tmp_path / "local").iterdir()) == []
     store.spoil = lambda content: content
     assert copy(source, tmp_path).read_bytes() == CONTENT
@@ -152,7 +152,7 @@ def test_copy_of_many_files_stops_the_others_at_the_first_error(store: type[Fold
     other_begun, failed = threading.Event(), threading.Event()
     failing: list[threading.Thread] = []
 
-    def fail_one_once_the_other_has_begun(file: Path, start: int) -> None:
+    def fail_after_the_other_began(file: Path, start: int) -> None:
         if file.name == "a" and start:
             other_begun.wait(30)
             failing.append(threading.current_thread())
@@ -164,7 +164,7 @@ def test_copy_of_many_files_stops_the_others_at_the_first_error(store: type[Fold
                 failed.wait(30)
                 failing[0].join(30)
 
-    store.before_read = fail_one_once_the_other_has_begun
+    store.before_read = fail_after_the_other_began
     with pytest.raises(StorageError, match="the store is gone"):
         copy_files(
             [file for file in storage.list_files(f"store:/{tmp_path}/remote") if not file.uri.endswith("weights")],

@@ -68,7 +68,7 @@ def main(arguments):
         subprocess.Popen([sys.executable, *rest], start_new_session=True)
         sys.stdin.read()
     if what == "wait":
-        assert PRELOADED_IN not in (None, os.getpid()), "the subreaper that tests kill is somebody else"
+        assert PRELOADED_IN not in (None, os.getpid()), "the subreaper that tests kill is another process"
         escaped = subprocess.Popen(["sleep", "600"], start_new_session=True)
         Path(rest[0]).write_text(f"{os.getpid()} {escaped.pid} {os.getppid()}")
         if rest[1:] == ["politely"]:
@@ -197,7 +197,7 @@ def test_terminated_job_passes_its_signal_on_and_leaves_nothing(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process is no zombie")
-def test_process_whose_main_thread_has_ended_is_ended_with_its_run(server: ForkServer, tmp_path: Path):
+def test_process_with_an_ended_main_thread_ends_with_its_run(server: ForkServer, tmp_path: Path):
     (tmp_path / "program.py").write_text(WITHOUT_MAIN_THREAD)
     command = server.command("leave", str(tmp_path / "program.py"), str(tmp_path / "pid"))
     arguments = [command.command, *command.args]
@@ -228,7 +228,7 @@ def test_killed_subreaper_takes_the_run_and_all_it_started_with_it(
     assert describe(server)["warm"]
 
 
-def test_killed_server_ends_its_runs_and_the_next_one_starts_cold(
+def test_killed_server_ends_its_runs_and_the_next_starts_cold(
     server: ForkServer, client: LocalClient, program: Path, tmp_path: Path
 ):
     job = submit(client, server.command("wait", str(tmp_path / "pids")), cwd=tmp_path)
@@ -315,7 +315,7 @@ def test_socket_is_private_and_goes_with_the_server(program: Path, client: Local
     assert not socket.parent.exists()
 
 
-def test_socket_goes_with_a_server_whose_owner_has_no_time_to_close_it(program: Path, client: LocalClient):
+def test_socket_goes_with_a_server_that_is_never_closed(program: Path, client: LocalClient):
     server = ForkServer(program, python=Path(sys.executable), client=client)
     server.start()
     assert run(server.command("return", "0")).returncode == 0

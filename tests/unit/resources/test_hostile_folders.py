@@ -106,7 +106,7 @@ def test_file_that_the_user_named_may_be_a_link_and_no_pipe(folder: Path) -> Non
         storage.read_bytes(str(folder / "pipe"), within="/")
 
 
-def test_object_whose_name_leads_out_is_not_copied(tmp_path: Path):
+def test_object_with_a_name_outside_the_folder_is_not_copied(tmp_path: Path):
     memory = fsspec.filesystem("memory")
     memory.pipe({f"/hostile/run/{name}": b"x" for name in ("config.json", "../../escaped")})
     with pytest.raises(IrregularFile, match="outside"):

@@ -79,7 +79,7 @@ print(get_client(sync_client=True).api_healthcheck())
 """
 
 
-def test_job_asks_this_machine_past_the_proxy_whatever_its_client(
+def test_job_asks_this_machine_past_the_proxy_with_any_client(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = LocalClient(tmp_path / "jobs")

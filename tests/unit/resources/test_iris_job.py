@@ -48,7 +48,7 @@ class LateController:
         self.ended.append(job_id)
 
 
-def test_task_that_begins_after_its_job_was_asked_to_end_is_told_once_it_is_there() -> None:
+def test_task_that_starts_after_the_order_to_end_still_receives_it() -> None:
     controller = LateController()
     job = IrisJob(cast("Controller", controller), JOB, hosts=1, grace_seconds=0)
     job.terminate()

@@ -79,7 +79,7 @@ def test_attempt_that_the_controller_has_given_up_does_not_besiege_it() -> None:
         place = {"job_id": "/me/job-1", "index": 0, "count": 1, "attempt": 0}
         records = Records(sys.argv[1], **place, poll_seconds=5.0, lease_seconds=0.5)
         records.start()
-        while not records.stop_reason:  # nobody renews its lease
+        while not records.stop_reason:  # its lease is not renewed
             time.sleep(0.02)
         """
     )
@@ -153,7 +153,7 @@ def test_lease_that_is_refused_or_a_controller_that_was_away_costs_no_other_job_
     leases.close()
 
 
-def test_leases_of_jobs_submitted_after_a_shutdown_are_renewed_and_earlier_ones_are_not(controller: Controller) -> None:
+def test_leases_of_jobs_after_a_shutdown_are_renewed_and_earlier_are_not(controller: Controller) -> None:
     leases = lease_renewer(controller)
     leases.add("/me/before-1")
     eventually(lambda: controller.heard)

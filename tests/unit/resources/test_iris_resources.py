@@ -33,13 +33,11 @@ def test_iris_placement_gives_every_vm_of_a_slice_a_task_of_its_own() -> None:
 
 
 def test_iris_placement_refuses_slices_that_it_could_not_keep_apart() -> None:
-    with pytest.raises(
-        UnsatisfiableResources, match=r"2 slices v5litepod-16 of 4 VMs each.*\n.*one job for each slice"
-    ):
+    with pytest.raises(UnsatisfiableResources, match=r"2 slices v5litepod-16 of 4 VMs each.*\n.*a job for each slice"):
         placement(ResourceConfig.with_tpu("v5litepod-16", slice_count=2), replicas=2)
 
 
-def test_iris_placement_of_one_machine_needs_no_company() -> None:
+def test_iris_placement_of_a_single_machine_needs_no_company() -> None:
     placed = placement(ResourceConfig(cpu=3, ram="2g", disk="1t"), replicas=5)
     assert (placed.hosts, placed.tasks, placed.together_on) == (1, 5, None)
     assert (placed.cpu_millicores, placed.memory_bytes, placed.disk_bytes) == (3000, 2**31, 2**40)
@@ -59,7 +57,7 @@ def test_iris_placement_of_one_machine_needs_no_company() -> None:
         {"cpu": 100},  # groups with GPUs or TPUs do not report their number of cores
     ],
 )
-def test_iris_resources_that_one_group_has_are_taken(options: dict[str, Any]) -> None:
+def test_iris_resources_of_any_matching_group_are_taken(options: dict[str, Any]) -> None:
     check_groups(ResourceConfig(**options), [CPUS, SPOT, GPUS])
 
 

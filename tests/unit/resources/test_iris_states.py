@@ -25,7 +25,7 @@ GAVE_UP = "Exit code: 1. stderr: [assay] gave up: ended from outside 2 times; re
         ("JOB_STATE_OF_NEXT_YEAR", "running"),
     ],
 )
-def test_iris_job_state_has_one_meaning(state: str, status: str) -> None:
+def test_iris_job_state_has_a_single_meaning(state: str, status: str) -> None:
     assert job_status(state) == status
 
 
@@ -86,12 +86,12 @@ def test_iris_reason_is_what_the_replica_said_last_without_a_traceback() -> None
     assert reason(failed, []) == "Job exceeded max_task_failures"
 
 
-def test_iris_reason_of_a_waiting_job_is_one_line_and_of_a_running_one_nothing() -> None:
+def test_iris_reason_is_a_line_if_waiting_and_empty_if_running() -> None:
     waiting = Seen("/me/job", "JOB_STATE_PENDING", pending_reason="Scheduler: no room\n\nAutoscaler: at its limit")
     assert reason(waiting, []) == "Scheduler: no room Autoscaler: at its limit"
     assert reason(Seen("/me/job", "JOB_STATE_RUNNING"), []) is None
 
 
-def test_iris_name_of_a_job_is_the_one_it_was_submitted_under() -> None:
+def test_iris_job_name_is_its_submitted_name() -> None:
     assert name_of("/me/parent-89abcdef/engine-7-0123abcd") == "engine-7"
     assert name_of("/me/of-another-tool") == "of-another-tool"

@@ -18,7 +18,7 @@ JOB = "eval-neurips-amusing-sloth"
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
-def test_cloud_logging_gives_the_lines_of_one_job_since_a_time_page_by_page(tmp_path: Path) -> None:
+def test_cloud_logging_gives_lines_of_a_job_by_time_and_page(tmp_path: Path) -> None:
     kept = [entry(JOB, f"2026-11-2{day}T12:00:00.5Z", f"line {day}") for day in range(5)]
     kept.append(entry(JOB, "2026-11-26T12:00:00Z", "as JSON", payload="jsonPayload"))
     with cloud_logging(*kept, entry("another-job", "2026-11-24T12:00:00Z", "not ours")) as server:

@@ -45,7 +45,7 @@ def read(cluster: Cluster, now: Record, after: str = "") -> tuple[str, str, int 
     return part.output.decode(), part.end, part.dropped_lines
 
 
-def test_lines_of_the_same_moment_come_once_and_an_unfinished_one_when_it_has_ended() -> None:
+def test_lines_of_a_moment_come_once_and_unfinished_lines_last() -> None:
     cluster = Cluster()
     cluster.text = f"{SECOND}1.5Z a\n{SECOND}1.5Z a\n{SECOND}1.5Z Load"
     output, position, _ = read(cluster, record())
@@ -58,7 +58,7 @@ def test_lines_of_the_same_moment_come_once_and_an_unfinished_one_when_it_has_en
     assert read(cluster, record(status=JobStatus.SUCCEEDED), position)[0] == "half\n"
 
 
-def test_reading_goes_on_in_what_is_kept_of_an_attempt_and_then_in_the_next_one() -> None:
+def test_reading_continues_in_kept_logs_and_then_in_the_next_attempt() -> None:
     cluster = Cluster()
     cluster.text = f"{SECOND}1.5Z a\n"
     _, position, _ = read(cluster, record())
@@ -70,7 +70,7 @@ def test_reading_goes_on_in_what_is_kept_of_an_attempt_and_then_in_the_next_one(
 
 
 @pytest.mark.parametrize(("first", "dropped"), [("1.5", 0), ("1.6", None)])
-def test_lines_that_a_node_has_removed_are_told(first: str, dropped: int | None) -> None:
+def test_lines_that_a_node_has_removed_are_reported(first: str, dropped: int | None) -> None:
     cluster = Cluster()
     cluster.text = f"{SECOND}1.5Z a\n"
     _, position, _ = read(cluster, record())

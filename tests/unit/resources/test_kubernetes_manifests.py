@@ -104,7 +104,7 @@ def test_pods_have_no_privileges_and_only_programs_of_users_and_keepers_a_token_
     assert [pod["automountServiceAccountToken"] for pod in pods] == [True, False, True]
 
 
-def test_manifest_asks_for_what_one_replica_gets_and_limits_it_to_that() -> None:
+def test_manifest_requests_and_limits_the_share_of_a_replica() -> None:
     pod = manifest(ResourceConfig.with_gpu("H100", count=8, cpu=16, ram="64g", disk="100g"))["spec"]["template"]["spec"]
     limits = pod["containers"][0]["resources"]["limits"]
     assert limits == {
@@ -214,7 +214,7 @@ def test_several_slices_of_several_vms_are_a_jobset_with_a_job_and_a_node_pool_f
     assert manifest(ResourceConfig.with_tpu("v6e-8", slice_count=2))["kind"] == "Job"
 
 
-def test_queue_stands_on_what_waits_in_it_and_nowhere_else() -> None:
+def test_queue_label_is_on_the_waiting_object_only() -> None:
     queued = replace(OWNER, queue="team")
     for resources in (ResourceConfig(), ResourceConfig.with_tpu("v6e-16", slice_count=2)):
         made = manifest(resources, owner=queued)
@@ -234,14 +234,14 @@ def test_pod_of_a_slice_knows_its_replica_and_where_slices_find_each_other_unles
 ) -> None:
     specification = {"vms": 4, "replicas": 2, "env_vars": {}, "jobs": "", "job_id": "a", "path_first": ""}
     pod = {"JOB_COMPLETION_INDEX": "3", "ASSAY_JOBSET": "a-1", "ASSAY_SLICE_INDEX": "1", **given}
-    found = run_in_pod.variables(specification, pod, run_folder=Path("/run"))
-    assert {name: found[f"ASSAY_{name}"] for name in ("REPLICA_INDEX", "HOST_INDEX", "HOST_COUNT")} == {
+    environment = run_in_pod.variables(specification, pod, run_folder=Path("/run"))
+    assert {name: environment[f"ASSAY_{name}"] for name in ("REPLICA_INDEX", "HOST_INDEX", "HOST_COUNT")} == {
         "REPLICA_INDEX": "1",
         "HOST_INDEX": "3",
         "HOST_COUNT": "4",
     }
-    assert found["MEGASCALE_COORDINATOR_ADDRESS"] == coordinator
-    assert (found["MEGASCALE_NUM_SLICES"], found["MEGASCALE_SLICE_ID"]) == ("2", "1")
+    assert environment["MEGASCALE_COORDINATOR_ADDRESS"] == coordinator
+    assert (environment["MEGASCALE_NUM_SLICES"], environment["MEGASCALE_SLICE_ID"]) == ("2", "1")
 
 
 def test_tpu_slice_that_gke_has_no_nodes_for_is_refused_and_a_topology_that_is_given_wins() -> None:

@@ -100,14 +100,14 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_pod_stands_where_the_table_says_and_says_why(name: str) -> None:
-    found, standing, reason = ENDINGS[name]
-    state = classify_pod(found)
+def test_pod_is_classified_by_the_table_with_a_reason(name: str) -> None:
+    pod, standing, reason = ENDINGS[name]
+    state = classify_pod(pod)
     assert state.standing == standing
     assert (reason or "") in (state.reason or "")
 
 
-def test_pods_that_are_not_there_are_told_apart_by_what_their_job_counted() -> None:
+def test_missing_pods_are_classified_by_counts_of_their_job() -> None:
     job = {"metadata": {}, "status": {"failedIndexes": "1,4-5", "completedIndexes": "2"}}
     states = states_by_index([pod(index=0, **main(running={}))], count=5, vms=1, jobs=[job])
     assert [state.standing for state in states] == ["running", "preempted", "succeeded", "pending", "preempted"]
@@ -124,17 +124,17 @@ def test_pods_that_are_not_there_are_told_apart_by_what_their_job_counted() -> N
     ],
 )
 def test_attempt_ends_with_its_first_loss_and_preemption_wins(standings: str, outcome: str | None) -> None:
-    found = attempt_outcome([PodState(standing, "why") for standing in standings.split()])  # pyright: ignore[reportArgumentType]
-    assert (found.standing if found else None) == outcome
+    ending = attempt_outcome([PodState(standing, "why") for standing in standings.split()])  # pyright: ignore[reportArgumentType]
+    assert (ending.standing if ending else None) == outcome
 
 
 SLICE_LABEL = "jobset.sigs.k8s.io/job-index"
 FAILED_SET = {"status": condition("Failed", "True", "FailedJobs", "a job failed")}
 
 
-def of_slice(found: dict[str, Any], number: int) -> dict[str, Any]:
-    found["metadata"].setdefault("labels", {})[SLICE_LABEL] = str(number)
-    return found
+def of_slice(pod: dict[str, Any], number: int) -> dict[str, Any]:
+    pod["metadata"].setdefault("labels", {})[SLICE_LABEL] = str(number)
+    return pod
 
 
 def test_slices_that_a_failed_jobset_deletes_do_not_make_a_preemption_of_its_failure() -> None:

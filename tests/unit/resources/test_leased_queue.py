@@ -73,7 +73,7 @@ def test_renewed_lease_holds_until_its_new_end(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("ending", ["released", "its lease ran out"])
-def test_item_that_nobody_can_use_starves_nobody_and_is_set_aside(clock: Clock, ending: str) -> None:
+def test_unusable_item_starves_no_other_and_is_set_aside(clock: Clock, ending: str) -> None:
     queue = LeasedQueue(max_deliveries=3, clock=clock)
     queue.push("orphan")
     for number in range(20):

@@ -180,7 +180,7 @@ def test_killed_supervisor_is_reported_and_leaves_nothing_behind(client: LocalCl
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process is no zombie")
-def test_process_whose_main_thread_has_ended_is_ended_with_its_job(client: LocalClient, tmp_path: Path) -> None:
+def test_process_with_an_ended_main_thread_ends_with_its_job(client: LocalClient, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WITHOUT_MAIN_THREAD)
     program = f"{sys.executable} {tmp_path}/program.py {tmp_path}"
     job = client.submit(JobRequest("job", shell(f"setsid {program}/daemon & exec {program}/main"), resources=ON_CPU))
@@ -251,7 +251,7 @@ def test_job_of_a_kind_inherits_what_its_kind_may_and_what_the_user_names(
     request = JobRequest("job", shell("env -0 > found"), resources=ON_CPU, environment=environment)
     client.submit(request).wait(30)
     settings.cache_clear()
-    found = {line.partition("=")[0] for line in (tmp_path / "found").read_text().split("\0")}
+    inherited = {line.partition("=")[0] for line in (tmp_path / "found").read_text().split("\0")}
     given = {
         "ENGINE": {"VLLM_CPU_KVCACHE_SPACE"},
         "HARNESS": {"HF_TOKEN"},
@@ -259,9 +259,9 @@ def test_job_of_a_kind_inherits_what_its_kind_may_and_what_the_user_names(
         "SERVICE": some_kinds,
         "SENDER": {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"},
     }[kind]
-    assert named | {"PATH", "HOME"} <= found
-    assert found & some_kinds == given
-    assert not found & secrets
+    assert named | {"PATH", "HOME"} <= inherited
+    assert inherited & some_kinds == given
+    assert not inherited & secrets
 
 
 def test_gpus_are_counted_before_a_job_is_accepted(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_interpreter_without_cloudpickle_says_what_it_lacks(client: LocalClient,
     assert "lacks cloudpickle" in job.logs()
 
 
-def test_forty_jobs_live_at_once_and_are_told_apart(client: LocalClient, tmp_path: Path) -> None:
+def test_forty_jobs_live_at_once_and_keep_their_own_states(client: LocalClient, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
     gate = os.open(tmp_path / "gate", os.O_RDWR)  # while it is open here, readers wait
     script = f"exec 3< {tmp_path}/gate; echo $JOB; read _ <&3; true"
@@ -335,7 +335,7 @@ def test_forty_jobs_live_at_once_and_are_told_apart(client: LocalClient, tmp_pat
     assert wait_all(handles, 60) == [JobStatus.SUCCEEDED] * 40
 
 
-def test_client_that_has_run_many_jobs_holds_nothing_of_those_that_ended(client: LocalClient) -> None:
+def test_client_after_many_jobs_holds_nothing_of_ended_jobs(client: LocalClient) -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -381,7 +381,7 @@ def test_job_that_another_process_is_just_submitting_can_be_terminated(client: L
     assert not (tmp_path / "pid").exists() or not is_alive(eventual_pid(tmp_path / "pid"))
 
 
-def test_job_whose_submitter_died_before_its_supervisor_lived_is_reported(client: LocalClient, tmp_path: Path) -> None:
+def test_job_with_a_submitter_that_died_before_its_supervisor_is_reported(client: LocalClient, tmp_path: Path) -> None:
     job = client.submit(JobRequest("job", shell("true"), resources=ON_CPU))
     job.wait(30)
     folder = tmp_path / "jobs" / job.job_id

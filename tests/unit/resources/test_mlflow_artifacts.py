@@ -77,8 +77,8 @@ def test_range_is_the_same_bytes_where_the_server_knows_no_ranges(sent: list[str
 
 
 def test_place_behind_the_server_names_it_and_what_names_it_stays(sent: list[str]):
-    here = real_location("mlflow-artifacts:/1/run/artifacts")
-    assert here.startswith("mlflow-artifacts://127.0.0.1:") and here.endswith("/1/run/artifacts")
+    location = real_location("mlflow-artifacts:/1/run/artifacts")
+    assert location.startswith("mlflow-artifacts://127.0.0.1:") and location.endswith("/1/run/artifacts")
     assert real_location("mlflow-artifacts://other:5000/1/x") == "mlflow-artifacts://other:5000/1/x"
     assert pinned("models:/llama/3") == "models:/llama/3" and sent == []
 

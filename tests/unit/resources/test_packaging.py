@@ -121,7 +121,7 @@ def test_package_of_no_folder_is_refused(tmp_path: Path) -> None:
         package_workspace(tmp_path / "missing")
 
 
-def test_unpack_by_many_at_once_leaves_one_whole_folder(tmp_path: Path) -> None:
+def test_unpack_by_many_at_once_leaves_a_single_whole_folder(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for index in range(50):
         _write(source, **{f"folder{index}__a": str(index)})

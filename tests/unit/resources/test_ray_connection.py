@@ -55,7 +55,7 @@ class FlakyRay:
         return SimpleNamespace(gcs_address="10.0.0.1:6379", get_job_id=lambda: "01000000")
 
 
-def test_ray_client_server_whose_process_died_is_asked_again(address: str) -> None:
+def test_ray_client_server_with_a_dead_process_is_asked_again(address: str) -> None:
     ray = FlakyRay(ConnectionAbortedError("Starting Ray client server failed"), times=2)
     assert RayConnection(ray, address).address == "10.0.0.1:6379"
     assert ray.tries == 3

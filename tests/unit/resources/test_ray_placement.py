@@ -48,7 +48,7 @@ def in_region(name: str, region: str, zone: str = "a") -> RayNode:
         ({"CPU": 0.1}, 80),
     ],
 )
-def test_room_over_nodes_counts_shares_that_fit_on_one_node_each(share: dict[str, float], fits: int) -> None:
+def test_room_over_nodes_counts_shares_that_fit_on_a_single_node(share: dict[str, float], fits: int) -> None:
     assert room([node("a", cpus=6).free, node("b", cpus=2).free], share) == fits
 
 
@@ -59,15 +59,15 @@ def test_job_that_must_not_be_preempted_goes_to_the_head_or_to_nodes_bought_on_d
         node("spot", labels={"ray.io/market-type": "spot"}),
         node("unknown"),
     ]
-    assert [found.node_id for found in allowed_nodes(nodes, ResourceConfig(preemptible=False))] == ["head", "kept"]
+    assert [node.node_id for node in allowed_nodes(nodes, ResourceConfig(preemptible=False))] == ["head", "kept"]
     assert allowed_nodes(nodes, ResourceConfig()) == nodes
 
 
 def test_job_that_names_places_goes_nowhere_else_and_not_to_nodes_that_say_nothing() -> None:
     nodes = [in_region("a", "us-east1"), in_region("b", "us-east1", "b"), in_region("c", "us-west1"), node("silent")]
     east = ResourceConfig(regions=("us-east1",))
-    assert [found.node_id for found in allowed_nodes(nodes, east)] == ["a", "b"]
-    assert [found.node_id for found in allowed_nodes(nodes, east.model_copy(update={"zone": "us-east1-b"}))] == ["b"]
+    assert [node.node_id for node in allowed_nodes(nodes, east)] == ["a", "b"]
+    assert [node.node_id for node in allowed_nodes(nodes, east.model_copy(update={"zone": "us-east1-b"}))] == ["b"]
 
 
 def selector(nodes: list[RayNode], resources: ResourceConfig, replicas: int = 1) -> dict[str, str]:
@@ -84,7 +84,7 @@ def test_first_region_with_room_for_all_replicas_is_taken_and_any_of_them_while_
     assert selector(nodes, both, 3) == {REGION_LABEL: "in(us-west1,us-east1)"}
 
 
-def test_job_without_accelerator_leaves_nodes_with_one_alone_while_others_have_room() -> None:
+def test_job_without_accelerator_avoids_accelerator_nodes_while_others_have_room() -> None:
     nodes = [node("plain"), node("gpus", **GPUS), node("tpus", TPU=4.0)]
     assert selector(nodes, ResourceConfig(cpu=8)) == {NODE_LABEL: "!in(gpus,tpus)"}
     assert selector(nodes, ResourceConfig(cpu=8), 2) == {}
@@ -131,7 +131,7 @@ def test_request_that_the_cluster_can_give_once_it_is_idle_is_not_refused(
 
 
 @pytest.mark.parametrize(
-    ("resources", "replicas", "expected", "found"),
+    ("resources", "replicas", "expected", "problem"),
     [
         (ResourceConfig(cpu=9), 1, "a node with 9 CPUs", "room for 0; the largest node has 8 CPUs, 32 GiB of memory"),
         (ResourceConfig(cpu=5), 3, "room for 3 × 5 CPUs", "room for 2"),
@@ -145,16 +145,16 @@ def test_request_that_the_cluster_can_give_once_it_is_idle_is_not_refused(
     ],
 )
 def test_request_that_no_waiting_would_help_is_refused_with_the_nearest_that_is_there(
-    resources: ResourceConfig, replicas: int, expected: str, found: str
+    resources: ResourceConfig, replicas: int, expected: str, problem: str
 ) -> None:
     nodes = [node("a", **HEAD), node("b", labels={REGION_LABEL: "us-east1"}, **GPUS)]
     refused = refusal(nodes, resources, replicas)
     assert refused is not None
     assert expected in refused.expected
-    assert found in refused.found
+    assert problem in refused.found
 
 
-def test_regions_on_a_cluster_whose_nodes_say_nothing_are_refused_rather_than_ignored() -> None:
+def test_regions_on_a_cluster_without_node_labels_are_refused() -> None:
     refused = refusal([node("a")], ResourceConfig(regions=("us-east1",)), 1)
     assert refused is not None
     assert refused.found == "no node of the cluster says where it is"

@@ -110,7 +110,7 @@ def test_process_told_to_end_ends_in_good_order(tmp_path: Path) -> None:
     assert output.endswith(b"bye\n")
 
 
-def test_process_ended_by_somebody_else_was_preempted(tmp_path: Path) -> None:
+def test_process_ended_from_outside_was_preempted(tmp_path: Path) -> None:
     def kill_once() -> None:
         file = tmp_path / "pid"
         if file.exists() and (pid := file.read_text()):
@@ -121,7 +121,7 @@ def test_process_ended_by_somebody_else_was_preempted(tmp_path: Path) -> None:
     assert (end.outcome, end.reason) == ("preempted", "exit code -9")
 
 
-def test_worker_whose_process_never_began_is_left_to_the_next_one_when_the_order_to_end_comes(
+def test_worker_without_a_started_process_survives_the_order_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits: list[int] = []
@@ -136,7 +136,7 @@ def test_worker_whose_process_never_began_is_left_to_the_next_one_when_the_order
     assert exits == []
 
 
-async def test_order_that_reaches_the_controller_twice_is_one_job_and_no_conflict_with_itself(tmp_path: Path) -> None:
+async def test_order_that_reaches_the_controller_twice_creates_a_single_job(tmp_path: Path) -> None:
     controller = Controller(
         None, start=lambda place, order, sent: asyncio.Future()
     )  # never placed: there is no cluster
@@ -177,9 +177,7 @@ def read_all(tail: LogTail, after: str = "") -> tuple[bytes, str, int]:
     pieces=st.lists(st.integers(0, 300_000), max_size=12), reads=st.sets(st.integers(0, 11)), skip=st.integers(0, 20)
 )
 @settings(deadline=None, max_examples=25)
-def test_end_of_a_log_gives_each_line_once_and_counts_those_that_are_gone(
-    pieces: list[int], reads: set[int], skip: int
-) -> None:
+def test_end_of_a_log_gives_lines_once_and_counts_dropped_lines(pieces: list[int], reads: set[int], skip: int) -> None:
     tail = LogTail(PART_BYTES)
     written, read, missing, position = 0, 0, 0, ""
     for number, lines in enumerate(pieces):
@@ -221,7 +219,7 @@ def test_process_that_writes_faster_than_is_kept_has_the_lines_between_counted(t
     assert b"".join(piece.content for piece in pieces).endswith(b"\n3000000\n")
 
 
-@pytest.mark.parametrize("taken", ["folder", "link", "written by others", "of somebody else"])
+@pytest.mark.parametrize("taken", ["folder", "link", "written by others", "of another user"])
 def test_word_of_a_machine_passes_over_names_that_are_not_ours(
     taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,13 +230,13 @@ def test_word_of_a_machine_passes_over_names_that_are_not_ours(
     elif taken == "link":
         name.symlink_to(tmp_path / "nowhere")
     else:
-        name.write_text("a word of somebody else's")
+        name.write_text("a word of another user")
         name.chmod(0o666 if taken == "written by others" else 0)
-    if taken == "of somebody else":
+    if taken == "of another user":
         if os.getuid() != 0:
             pytest.skip("only root can give files away")
         os.chown(name, 12345, 12345)
     word = this_machine()
-    assert word == this_machine() != "a word of somebody else's"
+    assert word == this_machine() != "a word of another user"
     [file] = [path for path in tmp_path.iterdir() if path != name]
     assert (file.read_text(), file.stat().st_mode & 0o077) == (word, 0)

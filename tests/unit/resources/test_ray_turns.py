@@ -65,19 +65,19 @@ async def test_other_shapes_do_not_wait_behind_a_job_that_gets_no_place() -> Non
     large.cancel()
 
 
-async def test_job_that_gives_up_lets_the_next_one_ask() -> None:
+async def test_job_that_gives_up_allows_the_next_job_to_ask() -> None:
     turns, grants = Turns(), Grants(1)
     first = await placed(turns, grants, "first")
-    waiting, next_one = placed(turns, grants, "waiting"), placed(turns, grants, "next")
+    waiting, next_job = placed(turns, grants, "waiting"), placed(turns, grants, "next")
     await asyncio.sleep(0)
     waiting.cancel()
     give_back(turns, first)
-    await next_one
+    await next_job
     assert waiting.cancelled()
     assert grants.granted == ["first", "next"]
 
 
-async def test_job_that_is_cancelled_just_while_it_asks_anew_gives_up() -> None:
+async def test_job_that_is_cancelled_while_it_asks_again_gives_up() -> None:
     turns, asked = Turns(), asyncio.Event()
 
     async def ask() -> Placement:
@@ -113,7 +113,7 @@ async def test_place_that_is_granted_to_a_job_as_it_gives_up_is_given_back() -> 
     assert job.cancelled()
 
 
-async def test_ray_that_grants_late_is_let_while_others_give_back_without_end() -> None:
+async def test_late_grant_of_ray_is_awaited_while_others_give_back_resources() -> None:
     turns, grants = Turns(), Grants(1, seconds=0.3)
     job = placed(turns, grants, "job")
     while not job.done():
@@ -123,14 +123,14 @@ async def test_ray_that_grants_late_is_let_while_others_give_back_without_end() 
     assert len(grants.asked) < 10
 
 
-async def test_error_of_ray_reaches_the_job_and_the_next_one_gets_its_turn() -> None:
+async def test_error_of_ray_reaches_the_job_and_frees_its_turn() -> None:
     turns, grants = Turns(), Grants(1)
 
     async def refuse() -> Placement:
         raise RuntimeError("no placement groups today")
 
     failing = asyncio.ensure_future(turns.placed("cpu", refuse, on_waiting=lambda reason: None))
-    next_one = placed(turns, grants, "next")
+    next_job = placed(turns, grants, "next")
     with pytest.raises(RuntimeError, match="today"):
         await failing
-    await next_one
+    await next_job

@@ -84,11 +84,11 @@ def test_paths_of_another_region_are_refused_with_their_places_and_what_reading_
     )
     with pytest.raises(WrongRegion) as caught:
         check_gcs_paths_same_region(config, local_ok=False, region="us-central2")
-    found = caught.value.found
-    assert "not in the same region" in found and "us-central2" in caught.value.expected
-    assert "model.path" in found and "europe-west4" in found and "0.05 USD per GB" in found
-    assert "sources[0]" in found and "us-east1" in found and "0.02 USD per GB" in found
-    assert "sources[1]" not in found
+    message = caught.value.found
+    assert "not in the same region" in message and "us-central2" in caught.value.expected
+    assert "model.path" in message and "europe-west4" in message and "0.05 USD per GB" in message
+    assert "sources[0]" in message and "us-east1" in message and "0.02 USD per GB" in message
+    assert "sources[1]" not in message
 
 
 @pytest.mark.parametrize("region", ["europe-west4", "eu-west4"])
@@ -126,7 +126,7 @@ def test_configuration_without_buckets_asks_for_no_region():
     assert check_gcs_paths_same_region({"path": "/local"}, local_ok=False, region_getter=fail) is None
 
 
-def test_region_of_a_bucket_that_nobody_described_comes_from_the_bucket_itself(store: FakeGcs):
+def test_region_of_an_undescribed_bucket_comes_from_the_bucket_itself(store: FakeGcs):
     near, far = bucket_in(store, "US-CENTRAL2", "check-near"), bucket_in(store, "EUROPE-WEST1", "check-far")
     around = bucket_in(store, "US", "check-around")
     gcsfs.GCSFileSystem().pipe_file(f"{far}/weights/a.bin", b"x" * 2_000_000)
@@ -152,7 +152,7 @@ def test_bucket_that_may_not_be_looked_at_is_a_warning(store: FakeGcs, caplog: p
     assert "check-nobody-s" in caplog.text and "path" in caplog.text
 
 
-def test_region_of_a_job_elsewhere_is_the_one_whose_cluster_it_runs_on(
+def test_region_of_a_job_elsewhere_is_its_clusters_region(
     store: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     described = yaml.safe_load((deployment_data() / "regions.yaml").read_text())

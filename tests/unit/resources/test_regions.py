@@ -103,8 +103,8 @@ def test_unknown_region_is_refused_with_near_names():
 def test_price_per_hour_counts_all_replicas_and_is_none_where_unknown(
     resources: ResourceConfig, near: str | None, far: str | None
 ):
-    found = [price_per_hour(region, resources) for region in REGIONS.regions]
-    assert [price if price is None else price.quantize(Decimal("0.0001")) for price in found] == [
+    prices = [price_per_hour(region, resources) for region in REGIONS.regions]
+    assert [price if price is None else price.quantize(Decimal("0.0001")) for price in prices] == [
         expected if expected is None else Decimal(expected).quantize(Decimal("0.0001")) for expected in (near, far)
     ]
 
@@ -119,7 +119,7 @@ def test_prices_of_cores_and_memory_hold_everywhere_also_where_no_chip_has_a_pri
         assert price_per_hour(far, ResourceConfig.with_tpu("v4-8")) == 8, "its own price"
 
 
-def test_region_whose_prices_are_no_table_is_refused_in_words():
+def test_region_with_prices_that_are_no_table_is_refused():
     regions = [{**region, "chip_hour": 5} for region in CONTENT["regions"]]
     with pytest.raises(ValidationError, match="chip_hour"):
         Regions.model_validate({**CONTENT, "regions": regions})

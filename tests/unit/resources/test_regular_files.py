@@ -63,7 +63,7 @@ def test_file_that_other_programs_take_for_settings_is_not_copied(folder: Path, 
     assert (copied.files, dict(copied.dropped)) == (1, {"hidden names, or HEAD": 1})
 
 
-def test_regular_file_is_read_and_a_missing_one_is_not_found(folder: Path):
+def test_regular_file_is_read_and_a_missing_file_is_not_found(folder: Path):
     with open_regular(folder, "deep/good.json", owned=True, max_bytes=4) as file:
         assert file.read() == b"good"
     with pytest.raises(FileNotFoundError):

@@ -40,8 +40,8 @@ from resources.tpu import CORES_PER_CHIP, GIB_PER_CHIP, TPU_TOPOLOGIES, tpu_topo
 def test_topology_of_a_slice_has_its_chips_and_machines(
     name: str, chips: int, hosts: int, vms: int, per_vm: int
 ) -> None:
-    found = tpu_topology(name)
-    assert (found.chips, found.hosts, found.vms, found.chips_per_vm) == (chips, hosts, vms, per_vm)
+    topology = tpu_topology(name)
+    assert (topology.chips, topology.hosts, topology.vms, topology.chips_per_vm) == (chips, hosts, vms, per_vm)
 
 
 def test_topologies_chips_are_spread_over_all_vms() -> None:
@@ -51,8 +51,8 @@ def test_topologies_chips_are_spread_over_all_vms() -> None:
 
 
 def test_topologies_of_several_cubes_go_up_to_the_whole_machine() -> None:
-    found = tpu_topology("v5p-384")
-    assert (found.chips, found.vms, found.chips_per_vm) == (192, 48, 4)
+    topology = tpu_topology("v5p-384")
+    assert (topology.chips, topology.vms, topology.chips_per_vm) == (192, 48, 4)
     assert tpu_topology("v5p-12160").chips == 6080
     for beyond in ("v5p-12416", "v4-8320", "v5p-200", "v5p--128"):
         with pytest.raises(BadInput, match="Unknown TPU type"):
@@ -76,19 +76,19 @@ def test_tpu_config_accepts_the_names_people_use() -> None:
     )
 
 
-def test_tpu_config_with_a_wrong_count_names_the_right_one() -> None:
+def test_tpu_config_with_a_wrong_count_names_the_right_count() -> None:
     with pytest.raises(ValidationError, match=r"v5litepod-16 has 16 chips \(4 VMs with 4 each\). Write count=16"):
         TpuConfig.model_validate({"type": "v5e-16", "count": 8})
 
 
-def test_tpu_types_that_would_all_do_are_of_one_shape() -> None:
+def test_alternative_tpu_types_have_the_same_shape() -> None:
     either = ResourceConfig.with_tpu(["v5e-8", "V6E-8"])
     assert isinstance(either.device, TpuConfig)
     assert either.device == TpuConfig(variant="v5litepod-8", alternatives=("v6e-8",))
     assert [choice.device for choice in either.choices] == [TpuConfig(variant=name) for name in either.device.types]
     assert (either.hosts_per_replica, either.chip_count()) == (1, 8)
     least = ResourceConfig(device=TpuConfig(variant="v5p-8", alternatives=("v5e-4",)))
-    assert (least.cpu, least.ram) == (32, "123g"), "what each of them has"
+    assert (least.cpu, least.ram) == (32, "123g"), "the resources that each type has"
 
 
 @pytest.mark.parametrize(
@@ -125,18 +125,18 @@ def test_device_with_two_different_names_is_refused() -> None:
 def test_cores_memory_and_disk_go_with_the_device_unless_they_are_given(
     device: Device, share: tuple[int, str, str]
 ) -> None:
-    found = ResourceConfig(device=device)
-    assert (found.cpu, found.ram, found.disk) == share
+    resources = ResourceConfig(device=device)
+    assert (resources.cpu, resources.ram, resources.disk) == share
     given = ResourceConfig.model_validate({"device": device, "cpu": 2, "ram": "9g"})
     assert (given.cpu, given.ram, given.disk) == (2, "9g", share[2])
 
 
 @pytest.mark.parametrize("variant", sorted(TPU_TOPOLOGIES))
 def test_share_of_every_tpu_host_fits_into_its_vm(variant: str) -> None:
-    slice_, found = TPU_TOPOLOGIES[variant], ResourceConfig(device=TpuConfig(variant=variant))
+    slice_, resources = TPU_TOPOLOGIES[variant], ResourceConfig(device=TpuConfig(variant=variant))
     generation = variant.partition("-")[0]
-    assert found.cpu < CORES_PER_CHIP[generation] * slice_.chips_per_vm
-    assert 4 < int(found.ram.removesuffix("g")) < GIB_PER_CHIP[generation] * slice_.chips_per_vm
+    assert resources.cpu < CORES_PER_CHIP[generation] * slice_.chips_per_vm
+    assert 4 < int(resources.ram.removesuffix("g")) < GIB_PER_CHIP[generation] * slice_.chips_per_vm
 
 
 def test_with_tpu_makes_a_replica_per_slice() -> None:
@@ -179,6 +179,6 @@ def test_form_schema_offers_devices_as_any_of_with_help_texts() -> None:
     assert all(field.get("description") for field in schema["properties"].values())
 
 
-def test_device_is_told_apart_by_kind() -> None:
+def test_device_is_selected_by_kind() -> None:
     config = ResourceConfig.model_validate({"device": {"kind": "gpu", "count": 2}})
     assert config.device == GpuConfig(count=2)

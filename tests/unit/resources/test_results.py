@@ -21,7 +21,7 @@ from resources.jobs.jobs import Call, JobDetails, JobStatus
 from resources.jobs.results import result_of
 from resources.jobs.user_key import USER_KEY_VARIABLE
 
-OURS, THEIRS = "a key of this user, long enough for one", "a key of another user, as long as that of ours"
+OURS, THEIRS = "a key of this user, with enough letters", "a key of another user, as long as that of ours"
 
 
 @pytest.fixture(autouse=True)
@@ -106,14 +106,14 @@ def test_value_left_by_a_job_that_failed_afterwards_does_not_count(tmp_path: Pat
         read(left_by(lambda: 1, tmp_path), status=JobStatus.FAILED)
 
 
-def test_exception_that_cannot_be_read_here_is_told_with_its_type_text_and_traceback(tmp_path: Path) -> None:
+def test_unreadable_exception_is_reported_with_type_text_and_traceback(tmp_path: Path) -> None:
     def raise_it() -> None:
-        raise Picky("one", "two")
+        raise Picky("first", "second")
 
     def raise_large() -> None:
         raise ValueError("x" * 1_000_000)
 
-    with pytest.raises(JobFailed, match="Picky: one two") as caught:
+    with pytest.raises(JobFailed, match="Picky: first second") as caught:
         read(left_by(raise_it, tmp_path), status=JobStatus.FAILED)
     assert "in raise_it" in str(caught.value.__cause__)
     with pytest.raises(JobFailed, match="ValueError: xxx"):

@@ -46,8 +46,8 @@ def run_batch(folder: Path, *, srun: str, scontrol: str) -> tuple[int, dict[str,
 def test_replicas_that_end_well_while_slurm_takes_their_machines_have_not_succeeded(
     tmp_path: Path, scontrol: str, code: int, status: str
 ) -> None:
-    found, written = run_batch(tmp_path, srun=f"echo '0: {SUCCEEDED}'", scontrol=f"echo {scontrol}")
-    assert (found, written["status"]) == (code, status)
+    exit_code, written = run_batch(tmp_path, srun=f"echo '0: {SUCCEEDED}'", scontrol=f"echo {scontrol}")
+    assert (exit_code, written["status"]) == (code, status)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_tpus_places_and_images_are_refused(resources: ResourceConfig) -> None:
         ("0:2:0", 12),
     ],
 )
-def test_job_is_told_two_minutes_or_a_tenth_before_its_limit(limit: str | None, seconds: int) -> None:
+def test_job_is_warned_two_minutes_or_a_tenth_before_its_limit(limit: str | None, seconds: int) -> None:
     assert warning_seconds(limit) == seconds
 
 

@@ -49,7 +49,7 @@ def test_squeue_lists_states_and_what_jobs_wait_for() -> None:
     assert [seen[job].was_not_launched for job in ("12", "13", "14", "15")] == [False, False, False, True]
 
 
-def test_scontrol_says_how_a_job_ended_and_nothing_of_an_unknown_one() -> None:
+def test_scontrol_says_how_a_job_ended_and_nothing_about_unknown_jobs() -> None:
     described = (
         "JobId=2 JobName=job UserId=root(0) Account=(null) QOS=(null) JobState=FAILED Reason=NonZeroExitCode "
         "Dependency=(null) Requeue=1 Restarts=1 BatchFlag=1 Reboot=0 ExitCode=0:9 DerivedExitCode=0:0 RunTime=00:00:05"

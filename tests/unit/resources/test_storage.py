@@ -52,7 +52,7 @@ def test_create_existing_returns_false_and_keeps_it(root: str) -> None:
     assert storage.read_bytes(uri) == b"first"
 
 
-def test_create_from_many_threads_is_won_by_exactly_one(root: str) -> None:
+def test_create_from_many_threads_has_exactly_a_single_winner(root: str) -> None:
     uri = storage.join(root, "record.json")
     barrier = threading.Barrier(8)
     won: list[int] = []
@@ -89,7 +89,7 @@ def writer_in_the_middle(path: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_write_sweeps_what_killed_writers_left_and_nothing_of_living_ones(tmp_path: Path) -> None:
+def test_write_sweeps_leftovers_of_killed_writers_and_not_of_living_writers(tmp_path: Path) -> None:
     with writer_in_the_middle(tmp_path / "killed") as killed, writer_in_the_middle(tmp_path / "living") as living:
         killed.kill()
         killed.wait()
@@ -123,8 +123,8 @@ def test_list_files_follows_links_to_files_and_not_into_folders(tmp_path: Path) 
     (root / "folder").symlink_to(root / "a")
     (root / "link").symlink_to(root / "a" / "b.json")
     (root / "lost").symlink_to(root / "nothing")
-    found = {file.uri.removeprefix(f"{root}/"): file.size for file in storage.list_files(str(root))}
-    assert found == {"a/b.json": 5, "link": 5, "lost": 0}
+    sizes = {file.uri.removeprefix(f"{root}/"): file.size for file in storage.list_files(str(root))}
+    assert sizes == {"a/b.json": 5, "link": 5, "lost": 0}
     before = list_tree(str(root))
     assert {file.uri: file for file in before.files()} == {file.uri: file for file in storage.list_files(str(root))}
     assert list_tree(str(root)).signature == before.signature
@@ -133,7 +133,7 @@ def test_list_files_follows_links_to_files_and_not_into_folders(tmp_path: Path) 
     assert list_tree(str(root)).signature != before.signature
     os.utime(root / "a" / "b.json", (2e9, 2e9))
     [link] = [file for file in storage.list_files(str(root)) if file.uri.endswith("link")]
-    assert link.modified == 2e9, "what a link points to was written anew"
+    assert link.modified == 2e9, "the target of a link was written again"
 
 
 def test_list_files_tells_what_is_no_regular_file(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_list_files_tells_what_is_no_regular_file(tmp_path: Path) -> None:
     (tmp_path / "lost").symlink_to("nothing")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "to_a_pipe").symlink_to("pipe")
-    found = {storage.basename(file.uri): file.regular for file in storage.list_files(str(tmp_path))}
-    assert found == {"file": True, "link": True, "lost": False, "loop": False, "pipe": False, "to_a_pipe": False}
+    regular = {storage.basename(file.uri): file.regular for file in storage.list_files(str(tmp_path))}
+    assert regular == {"file": True, "link": True, "lost": False, "loop": False, "pipe": False, "to_a_pipe": False}
 
 
 @pytest.mark.parametrize("span", [(None, None), (0, 8), (3, None), (3, 7), (9, 20), (5, 5)])
@@ -171,7 +171,7 @@ def test_copy_to_local_brings_the_whole_folder(root: str, tmp_path: Path) -> Non
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
-def test_write_where_a_file_stands_in_the_way_says_what_to_do(tmp_path: Path) -> None:
+def test_write_over_a_file_in_the_way_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Expected: to write") as caught:
         storage.write_bytes(str(tmp_path / "file" / "below"), b"")
@@ -189,7 +189,7 @@ def test_write_on_a_full_disk_leaves_nothing_behind(tmp_path: Path, small_disk: 
     assert [path.name for path in small_disk.iterdir()] == ["record.json"]
 
 
-def test_unknown_protocol_is_refused_with_the_known_ones() -> None:
+def test_unknown_protocol_is_refused_with_the_known_protocols() -> None:
     with pytest.raises(StorageError, match="gs://"):
         storage.exists("nosuch://bucket/x")
 

@@ -48,10 +48,10 @@ def _no_vm() -> Iterator[None]:
         yield
 
 
-def test_price_is_that_of_one_replica_in_the_region_of_the_backend_with_date_and_source():
-    found = tariff_of(SLICES, backend="ray://head:10001", regions=REGIONS)
-    assert (found.usd_per_hour, found.region, found.preemptible) == (8 * 0.5, "us-east5", True)
-    assert (found.as_of, found.source) == (date(2026, 3, 1), "the contract of March")
+def test_price_is_per_replica_in_the_backends_region_with_its_source():
+    tariff = tariff_of(SLICES, backend="ray://head:10001", regions=REGIONS)
+    assert (tariff.usd_per_hour, tariff.region, tariff.preemptible) == (8 * 0.5, "us-east5", True)
+    assert (tariff.as_of, tariff.source) == (date(2026, 3, 1), "the contract of March")
     kept = SLICES.model_copy(update={"preemptible": False})
     assert tariff_of(kept, backend="ray://head:10001", regions=REGIONS).usd_per_hour == pytest.approx(8 * 1.2)
     named = SLICES.model_copy(update={"regions": ("us-east5",)})
@@ -72,10 +72,10 @@ def test_price_is_that_of_one_replica_in_the_region_of_the_backend_with_date_and
         (ResourceConfig(regions=("nowhere",)), "iris://elsewhere:10000", "'nowhere'"),
     ],
 )
-def test_price_that_nobody_knows_is_unknown_and_says_why(resources: ResourceConfig, backend: str, why: str):
-    found = tariff_of(resources, backend=backend, regions=REGIONS)
-    assert found.usd_per_hour is None
-    assert why in (found.why_unknown or "")
+def test_price_without_a_tariff_is_unknown_and_says_why(resources: ResourceConfig, backend: str, why: str):
+    tariff = tariff_of(resources, backend=backend, regions=REGIONS)
+    assert tariff.usd_per_hour is None
+    assert why in (tariff.why_unknown or "")
 
 
 def test_cpu_has_a_price_where_its_machine_is_in_a_region_and_none_on_a_laptop():
@@ -89,6 +89,6 @@ def test_cpu_has_a_price_where_its_machine_is_in_a_region_and_none_on_a_laptop()
     assert (unknown.usd_per_hour, unknown.why_unknown) == (None, "the price list has no region elsewhere")
 
 
-def test_price_without_a_named_source_has_its_remark_for_one():
+def test_price_without_a_named_source_has_its_remark_as_source():
     noted = REGIONS.model_copy(update={"prices": REGIONS.prices.model_copy(update={"source": "", "note": "a guess"})})
     assert tariff_in(noted.regions[0], SLICES, noted).source == "a guess"

@@ -24,9 +24,9 @@ def test_decorated_function_called_twice_finds_no_lockfile_either_time(tmp_path:
 
     @remove_tpu_lockfile_on_exit(path=lockfile)
     def use_the_tpu(name: str) -> str:
-        found = lockfile.exists()
+        existed = lockfile.exists()
         lockfile.touch()
-        return f"{name}: {found}"
+        return f"{name}: {existed}"
 
     lockfile.touch()
     assert [use_the_tpu("first"), use_the_tpu("second")] == ["first: False", "second: False"]
@@ -46,10 +46,10 @@ def test_lockfile_of_another_user_is_removed_with_sudo_that_asks_nothing(
         assert calls.read_text() == "-n rm -f /proc/version\n"
 
 
-def test_lockfile_that_nobody_can_remove_stops_nothing(
+def test_lockfile_that_cannot_be_removed_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no sudo there
     with remove_tpu_lockfile_on_exit(path=Path("/proc/version")):
         pass
-    assert "/proc/version belongs to somebody else" in caplog.text
+    assert "/proc/version belongs to another user" in caplog.text

@@ -35,20 +35,18 @@ def taken(node: RayNode, resource: str) -> RayNode:
 
 
 def only(nodes: Sequence[RayNode], variant: str) -> TpuSlice:
-    (found,) = slices_of(nodes, TpuConfig(variant=variant))
-    return found
+    (slice_,) = slices_of(nodes, TpuConfig(variant=variant))
+    return slice_
 
 
 @pytest.mark.parametrize(
     ("variant", "vms", "chips"),
     [("v4-8", 1, 4), ("v4-16", 2, 4), ("v5litepod-8", 1, 8), ("v5litepod-16", 4, 4), ("v6e-8", 2, 4), ("v5p-32", 4, 4)],
 )
-def test_slice_with_all_chips_of_its_type_is_free_whatever_number_of_vms_they_are_on(
-    variant: str, vms: int, chips: int
-) -> None:
-    found = only(hosts("s", variant, vms=vms, chips=chips), variant)
-    assert found.state(SHARE) is SliceState.FREE
-    assert [host.labels["ray.io/tpu-worker-id"] for host in found.hosts] == [str(index) for index in range(vms)]
+def test_slice_with_all_chips_is_free_on_any_number_of_vms(variant: str, vms: int, chips: int) -> None:
+    slice_ = only(hosts("s", variant, vms=vms, chips=chips), variant)
+    assert slice_.state(SHARE) is SliceState.FREE
+    assert [host.labels["ray.io/tpu-worker-id"] for host in slice_.hosts] == [str(index) for index in range(vms)]
 
 
 def test_v5e_named_by_its_short_name_is_the_same_type() -> None:
@@ -70,12 +68,12 @@ def test_v5e_named_by_its_short_name_is_the_same_type() -> None:
 def test_slice_that_is_not_all_there_and_free_is_not_chosen(
     nodes: Callable[[list[RayNode]], list[RayNode]], state: SliceState
 ) -> None:
-    found = nodes(hosts("s", "v4-16", vms=2))
-    assert only(found, "v4-16").state(SHARE) is state
-    assert choose_slices(found, TpuConfig(variant="v4-16"), 1, share=SHARE) is None
+    cluster_nodes = nodes(hosts("s", "v4-16", vms=2))
+    assert only(cluster_nodes, "v4-16").state(SHARE) is state
+    assert choose_slices(cluster_nodes, TpuConfig(variant="v4-16"), 1, share=SHARE) is None
 
 
-def test_request_for_one_host_is_never_answered_with_a_part_of_a_larger_slice() -> None:
+def test_request_for_a_single_host_never_gets_part_of_a_slice() -> None:
     nodes = hosts("large", "v4-16", vms=2)
     assert slices_of(nodes, TpuConfig(variant="v4-8")) == []
     assert choose_slices(nodes, TpuConfig(variant="v4-8"), 1, share=SHARE) is None
@@ -105,7 +103,7 @@ def test_other_arrangement_of_the_chips_is_not_what_was_asked_for() -> None:
     assert len(slices_of(nodes, TpuConfig(variant="v5litepod-16", topology="4x4"))) == 1
 
 
-def test_slices_of_one_job_are_of_one_region_the_first_that_has_enough() -> None:
+def test_slices_of_a_job_are_of_the_first_region_with_enough() -> None:
     tpu = TpuConfig(variant="v4-8")
     nodes = [
         *hosts("west", "v4-8", vms=1, region="us-west1"),
@@ -136,11 +134,11 @@ def test_slices_of_one_job_are_of_one_region_the_first_that_has_enough() -> None
         ),
     ],
 )
-def test_waiting_job_is_told_how_many_slices_there_are_and_what_they_lack(nodes: list[RayNode], words: str) -> None:
+def test_waiting_job_reports_the_number_of_slices_and_their_problems(nodes: list[RayNode], words: str) -> None:
     assert words in describe_slices(nodes, TpuConfig(variant="v4-16"), share=SHARE)
 
 
-def test_hosts_of_one_slice_know_each_other_and_no_other_slice() -> None:
+def test_hosts_of_a_slice_know_each_other_and_no_other_slice() -> None:
     slices = slices_of(hosts("s", "v4-16", vms=2), TpuConfig(variant="v4-16"))
     assert slice_variables(slices, 0, 1) == {
         "TPU_WORKER_ID": "1",
@@ -159,7 +157,7 @@ def test_hosts_of_several_slices_meet_at_the_first_host_of_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("resources", "replicas", "found"),
+    ("resources", "replicas", "problem"),
     [
         (ResourceConfig.with_tpu("v4-32"), 1, "1 × v4-16, 2 × v4-8"),
         (ResourceConfig.with_tpu("v4-8"), 3, "1 × v4-16, 2 × v4-8"),
@@ -167,12 +165,12 @@ def test_hosts_of_several_slices_meet_at_the_first_host_of_the_first() -> None:
     ],
 )
 def test_slices_that_the_cluster_will_never_have_are_refused(
-    resources: ResourceConfig, replicas: int, found: str
+    resources: ResourceConfig, replicas: int, problem: str
 ) -> None:
     nodes = [*hosts("a", "v4-8", vms=1), *hosts("b", "v4-8", vms=1), *hosts("c", "v4-16", vms=2)]
     refused = refusal(nodes, resources, replicas)
     assert refused is not None
-    assert refused.found == found
+    assert refused.found == problem
 
 
 def test_slices_that_are_taken_or_incomplete_are_worth_waiting_for() -> None:

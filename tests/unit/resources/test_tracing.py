@@ -32,7 +32,7 @@ def fail_inside() -> None:
         raise ValueError("the whole answer of the model")
 
 
-def test_spans_of_threads_and_of_other_processes_stand_in_those_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_of_threads_and_other_processes_are_children_of_their_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as came:
         monkeypatch.setenv(ENDPOINT, came.url)
 
@@ -53,14 +53,14 @@ def test_spans_of_threads_and_of_other_processes_stand_in_those_around_them(monk
         *(f"evaluation/cell/{name}" for name in ("load", "load/stage", "load/reload")),
     }
     assert set(came.paths()) == paths and len(came.spans) == len(paths)
-    asked = came.one("cell")
+    asked = came.span_named("cell")
     assert named is not None and named.startswith(f"00-{asked.trace_id.hex()}-{asked.span_id.hex()}-0")
     assert {item.key: item.value.string_value or item.value.int_value for item in asked.attributes} == {
         "step": 7,
         "status": "failed",
     }
     assert asked.status.code == asked.status.STATUS_CODE_ERROR
-    load, stage, reload = came.one("load"), came.one("stage"), came.one("reload")
+    load, stage, reload = came.span_named("load"), came.span_named("stage"), came.span_named("reload")
     assert stage.start_time_unix_nano == load.start_time_unix_nano
     assert stage.end_time_unix_nano == reload.start_time_unix_nano
     assert reload.end_time_unix_nano == load.end_time_unix_nano

@@ -82,8 +82,8 @@ def rendered(kind: WorkPoolType, variables: dict[str, Any]) -> dict[str, Any]:
 
 def test_choice_is_the_first_region_allowed_that_offers_the_device() -> None:
     assert choose_work_pool(V6E, regions=THREE).work_pool == "pool-us-east5"
-    wanted = V6E.model_copy(update={"regions": ("europe-west4", "us-central1")})
-    assert choose_work_pool(wanted, regions=THREE).work_pool == "pool-europe-west4"
+    resources = V6E.model_copy(update={"regions": ("europe-west4", "us-central1")})
+    assert choose_work_pool(resources, regions=THREE).work_pool == "pool-europe-west4"
 
 
 def test_choice_without_allowed_regions_prefers_the_one_of_the_checkpoints() -> None:
@@ -139,11 +139,11 @@ def test_request_that_no_work_pool_can_express_names_what_comes_nearest() -> Non
     only = regions(region("us-east5", "vertex-ai"))
     with pytest.raises(UnsatisfiableResources, match="v5litepod-8"):
         choose_work_pool(ResourceConfig.with_tpu("v4-8"), regions=only)
-    with pytest.raises(UnsatisfiableResources, match="one L4"):
+    with pytest.raises(UnsatisfiableResources, match="1 L4"):
         choose_work_pool(ResourceConfig.with_gpu("H100"), regions=regions(region("us-east5", "cloud-run-v2")))
 
 
-def test_work_pool_that_cannot_express_it_is_passed_over_for_one_that_can() -> None:
+def test_work_pool_that_cannot_express_it_is_passed_over() -> None:
     both = regions(region("us-east5", "cloud-run-v2"), region("us-central1"))
     assert choose_work_pool(ResourceConfig.with_gpu("H100"), regions=both).work_pool == "pool-us-central1"
 
@@ -160,19 +160,19 @@ def test_price_of_the_request_is_part_of_the_choice() -> None:
 @pytest.mark.parametrize("variant", sorted(TPU_TOPOLOGIES))
 def test_every_tpu_type_becomes_a_node_on_kubernetes_or_a_run_that_reaches_the_cluster(variant: str) -> None:
     slice_ = TPU_TOPOLOGIES[variant]
-    wanted = ResourceConfig.with_tpu(variant)
+    resources = ResourceConfig.with_tpu(variant)
     if slice_.vms > 1:
-        with pytest.raises(UnsatisfiableResources, match=r"what comes nearest: one .* ray_address: ray://HEAD:10001"):
-            choose_work_pool(wanted, regions=THREE)
+        with pytest.raises(UnsatisfiableResources, match=r"nearest: 1 .* ray_address: ray://HEAD:10001"):
+            choose_work_pool(resources, regions=THREE)
         near = regions(region("us-east5", ray_address="ray://10.0.0.2:10001"))
-        variables = choose_work_pool(wanted, regions=near).job_variables
+        variables = choose_work_pool(resources, regions=near).job_variables
         assert variables["env"] == {"ASSAY_JOBS": "ray://10.0.0.2:10001", "ASSAY_REGION": "us-east5"}
         assert "tpu_chips" not in variables
     elif variant == "v5litepod-2":  # Compute Engine has it, GKE has no node pool of it
         with pytest.raises(UnsatisfiableResources):
-            choose_work_pool(wanted, regions=THREE)
+            choose_work_pool(resources, regions=THREE)
     else:
-        variables = choose_work_pool(wanted, regions=THREE).job_variables
+        variables = choose_work_pool(resources, regions=THREE).job_variables
         assert variables["tpu_chips"] == slice_.chips
         rows, columns, *depth = map(int, variables["node_selector"]["cloud.google.com/gke-tpu-topology"].split("x"))
         assert rows * columns * (depth or [1])[0] == slice_.chips
@@ -191,17 +191,17 @@ def test_every_tpu_type_becomes_a_node_on_kubernetes_or_a_run_that_reaches_the_c
 def test_every_gpu_model_becomes_a_node_or_a_machine(
     variant: str, count: int, kubernetes: str, vertex: tuple[str, str, int]
 ) -> None:
-    wanted = ResourceConfig.with_gpu(variant, count)
-    variables = choose_work_pool(wanted, regions=THREE).job_variables
+    resources = ResourceConfig.with_gpu(variant, count)
+    variables = choose_work_pool(resources, regions=THREE).job_variables
     assert variables["gpus"] == count
     assert variables["node_selector"] == {"cloud.google.com/gke-accelerator": kubernetes}
-    machine = choose_work_pool(wanted, regions=regions(region("us-east5", "vertex-ai"))).job_variables
+    machine = choose_work_pool(resources, regions=regions(region("us-east5", "vertex-ai"))).job_variables
     assert (machine["machine_type"], machine["accelerator_type"], machine["accelerator_count"]) == vertex
 
 
-def test_replicas_of_one_machine_share_it() -> None:
-    wanted = ResourceConfig.with_gpu("H100", 2, replicas=4, cpu=8, ram="64g")
-    variables = choose_work_pool(wanted, regions=THREE).job_variables
+def test_replicas_of_a_machine_share_it() -> None:
+    resources = ResourceConfig.with_gpu("H100", 2, replicas=4, cpu=8, ram="64g")
+    variables = choose_work_pool(resources, regions=THREE).job_variables
     assert (variables["gpus"], variables["cpu"], variables["memory"]) == (8, "32", str(4 * 64 * 2**30))
 
 
@@ -216,16 +216,16 @@ def test_cpu_machine_is_the_smallest_that_fits(cpu: int, ram: str, machine: str)
 
 def test_gpu_machine_has_the_cores_and_the_memory_that_are_asked_for() -> None:
     only = regions(region("us-east5", "vertex-ai"))
-    wanted = ResourceConfig.with_gpu("L4", cpu=16, ram="80g")
-    variables = choose_work_pool(wanted, regions=only).job_variables
+    resources = ResourceConfig.with_gpu("L4", cpu=16, ram="80g")
+    variables = choose_work_pool(resources, regions=only).job_variables
     assert (variables["machine_type"], variables["accelerator_count"]) == ("g2-standard-24", 2)
     with pytest.raises(UnsatisfiableResources, match="8 x L4 with 96 cores and 384 GiB"):
         choose_work_pool(ResourceConfig.with_gpu("L4", ram="500g"), regions=only)
 
 
 def test_disk_of_replicas_that_share_a_machine_is_for_all_of_them() -> None:
-    wanted = ResourceConfig.with_gpu("H100", 2, replicas=4, disk="100g")
-    assert choose_work_pool(wanted, regions=THREE).job_variables["disk"] == str(400 * 2**30)
+    resources = ResourceConfig.with_gpu("H100", 2, replicas=4, disk="100g")
+    assert choose_work_pool(resources, regions=THREE).job_variables["disk"] == str(400 * 2**30)
 
 
 def test_preemptible_is_said_in_the_words_of_each_type() -> None:
@@ -243,20 +243,20 @@ def test_preemptible_is_said_in_the_words_of_each_type() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
-    "wanted",
+    "resources",
     [ResourceConfig(cpu=4, ram="16g"), ResourceConfig.with_gpu("L4"), ResourceConfig.with_tpu("v6e-8")],
     ids=["cpu", "gpu", "tpu"],
 )
-def test_job_variables_are_all_declared_by_the_template(kind: WorkPoolType, wanted: ResourceConfig) -> None:
-    if kind == "cloud-run-v2" and wanted.device.kind == "tpu":
+def test_job_variables_are_all_declared_by_the_template(kind: WorkPoolType, resources: ResourceConfig) -> None:
+    if kind == "cloud-run-v2" and resources.device.kind == "tpu":
         pytest.skip("Cloud Run has no TPUs")
-    variables = choose_work_pool(wanted, regions=regions(region("us-east5", kind))).job_variables
+    variables = choose_work_pool(resources, regions=regions(region("us-east5", kind))).job_variables
     assert set(variables) <= set(base_job_template(kind)["variables"]["properties"])
     rendered(kind, variables)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "image"),
+    ("resources", "image"),
     [
         (ResourceConfig(), "assay-cpu:1"),
         (ResourceConfig.with_gpu("H100"), "assay-cuda:1"),
@@ -266,11 +266,11 @@ def test_job_variables_are_all_declared_by_the_template(kind: WorkPoolType, want
     ],
 )
 def test_image_of_a_flow_run_is_the_regions_for_its_device_unless_it_names_its_own(
-    wanted: ResourceConfig, image: str
+    resources: ResourceConfig, image: str
 ) -> None:
     images = {name: f"assay-{name}:1" for name in ("orchestrator", "cpu", "cuda", "tpu")}
-    here = region("us-east5", "kubernetes", images=images, ray_address="ray://10.0.0.2:10001")
-    assert choose_work_pool(wanted, regions=regions(here)).job_variables["image"] == image
+    own_region = region("us-east5", "kubernetes", images=images, ray_address="ray://10.0.0.2:10001")
+    assert choose_work_pool(resources, regions=regions(own_region)).job_variables["image"] == image
 
 
 def test_work_pool_gets_the_first_tpu_type_that_its_region_offers() -> None:
@@ -319,12 +319,12 @@ def test_vertex_job_of_a_slice_names_machine_and_topology() -> None:
 # --- The work pools themselves ---------------------------------------------------------------------------------------
 
 
-def test_each_region_of_ours_gets_its_work_pool_beside_the_local_one() -> None:
+def test_each_own_region_gets_its_work_pool_and_the_local_pool() -> None:
     names = [spec.name for spec in wanted_work_pools(OURS)]
     assert names == [LOCAL_WORK_POOL, *(own_region.work_pool for own_region in OURS.regions if own_region.work_pool)]
 
 
-def test_defaults_of_a_region_reach_its_template_and_unknown_ones_are_refused() -> None:
+def test_region_defaults_reach_the_template_and_unknown_keys_are_refused() -> None:
     configured = region("us-east5", "vertex-ai", work_pool_variables={"image": "registry.example/assay:2"})
     properties = wanted_work_pools(regions(configured))[1].base_job_template["variables"]["properties"]
     assert (properties["region"]["default"], properties["image"]["default"]) == ("us-east5", "registry.example/assay:2")
@@ -357,7 +357,7 @@ def test_deployments_of_a_region_are_those_of_this_machine_without_their_schedul
     )
 
 
-def test_server_that_lets_nobody_in_is_told_without_a_traceback() -> None:
+def test_server_that_refuses_access_is_reported_without_a_traceback() -> None:
     class Closed(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(401)

@@ -18,7 +18,7 @@ from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.loading import load_config
 from tasks.spec.sinks import SINKS
 
-MODULE = '''"""Lines of a file, one for each record."""
+MODULE = '''"""A file with a line for each record."""
 
 import os
 from typing import Literal
@@ -43,7 +43,7 @@ class NotebookSink(SinkConfig):
         return f"notebook:{self.path}"
 
     def access(self):
-        """Return the key, a heading, and the folder of this module, which stands beside no other of Assay's."""
+        """Return the key, a heading, and the folder of this module, which holds no other module of Assay."""
         variables = {"NOTEBOOK_KEY": "open sesame", "PYTHONPATH": os.path.dirname(__file__)}
         return Access(variables=variables, arguments={"heading": "scores of"})
 

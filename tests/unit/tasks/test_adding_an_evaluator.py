@@ -92,8 +92,8 @@ def cell_of(config: EvaluationConfig, run: str) -> Cell:
 
 
 def test_how_to_has_every_file_of_the_folder(folder: Path):
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
-    assert found == {"__init__.py", "options.py", "evaluator.py", "programs/run_exact_answers.py"}
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    assert files == {"__init__.py", "options.py", "evaluator.py", "programs/run_exact_answers.py"}
 
 
 def test_evaluator_from_outside_is_read_offered_and_hashed_with_its_options(folder: Path, tmp_path: Path):

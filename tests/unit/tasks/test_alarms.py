@@ -44,7 +44,7 @@ def test_identical_checkpoints_never_alarm():
 
 
 @pytest.mark.parametrize("checkpoints", [FEWEST_BEFORE, 30])
-def test_drop_is_alarmed_at_once_and_then_its_level_is_the_new_one(checkpoints: int):
+def test_drop_alarms_at_once_and_its_level_becomes_the_new_level(checkpoints: int):
     values = wavering(checkpoints + 30)
     values[checkpoints:] -= 0.06
 
@@ -117,7 +117,10 @@ def test_lone_outlier_is_no_drop_and_the_next_like_it_is():
     values[0, 20] -= 0.04  # eight times a checkpoint's noise
     values[1, 20:22] -= 0.04
 
-    assert [[alarm.at for alarm in found] for found in alarms([curve(each) for each in values])[:2]] == [[], [21]]
+    assert [[alarm.at for alarm in curve_alarms] for curve_alarms in alarms([curve(each) for each in values])[:2]] == [
+        [],
+        [21],
+    ]
 
 
 @pytest.mark.parametrize("correlation", [0.5, 0.9])
@@ -133,7 +136,9 @@ def test_jitter_that_grows_in_all_curves_alarms_in_few_runs():
     random, sizes = np.random.default_rng(4), np.linspace(0.005, 0.015, 50)
     runs = [alarms([curve(0.6 + each) for each in sizes * random.normal(size=(20, 50))]) for _ in range(4)]
 
-    assert sum(map(len, (found for run in runs for found in run))) <= 3  # 9 without a check of the latest errors
+    assert (
+        sum(map(len, (curve_alarms for run in runs for curve_alarms in run))) <= 3
+    )  # 9 without a check of the latest errors
 
 
 # Noise of training
@@ -171,7 +176,7 @@ DOUBLING = [100, 200, 400, 800, 1600, 3200, 6400, 12800]
     [1 - 0.8 * 0.5 ** np.arange(8), [0.27, 0.25, 0.39, 0.57, 0.95, 1.0], [0.9, 0.7, 0.4, 0.3, 0.25, 0.24, 0.24]],
     ids=["saturates", "emerges", "falls"],
 )
-def test_curve_that_goes_one_way_has_no_noise(values: Sequence[float]):
+def test_monotonic_curve_has_no_noise(values: Sequence[float]):
     assert training_noise([points(values)]) is None
 
 
@@ -194,7 +199,7 @@ def test_mean_of_the_last_is_left_out_while_the_curve_trends(slope: float, trend
     assert (mean_of_last(curve, [0.02] * 5, noise=noise) is None) is trending
 
 
-def test_noise_of_a_coarse_curve_that_mostly_stands_still_is_not_zero():
+def test_noise_of_a_coarse_mostly_constant_curve_is_not_zero():
     noise = training_noise([points([0.25] * 6 + [0.30] + [0.25] * 3)])
     assert noise is not None and noise.stddev > 0.01
 
@@ -242,7 +247,7 @@ def test_alert_of_records_says_what_was_expected_and_found_and_both_noises():
     assert alert.run == "run-a" and alert.benchmark == "demo_facts"
 
 
-def test_alert_has_the_same_id_whatever_else_there_is():
+def test_alert_has_the_same_id_among_any_other_alerts():
     records = run_of(dropping())
 
     [alone] = alerts_in(records)
@@ -253,12 +258,12 @@ def test_alert_has_the_same_id_whatever_else_there_is():
 
 
 @pytest.mark.parametrize(("higher_is_better", "alerted"), [(True, 1), (False, 0), (None, 0)])
-def test_drop_is_one_only_in_the_direction_that_is_worse(higher_is_better: bool | None, alerted: int):
+def test_drop_alerts_only_in_the_direction_that_is_worse(higher_is_better: bool | None, alerted: int):
     metrics = [make_metric(value=value, stderr=ERROR, higher_is_better=higher_is_better) for value in dropping()]
 
-    found = alerts_in([make_record(step=step, metrics=(metric,)) for step, metric in enumerate(metrics)])
+    alerts = alerts_in([make_record(step=step, metrics=(metric,)) for step, metric in enumerate(metrics)])
 
-    assert len(found) == alerted
+    assert len(alerts) == alerted
 
 
 def test_rise_of_a_perplexity_is_alarmed_on_its_own_scale():
@@ -280,7 +285,7 @@ def test_change_of_versions_that_nothing_qualifies_is_no_drop(qualified: bool):
     assert len(alerts_in(records, qualifications=qualifications)) == qualified
 
 
-def test_group_alerts_once_and_its_parts_not_beside_it():
+def test_group_alerts_once_and_its_parts_do_not():
     def group(value: float) -> tuple[Metric, ...]:
         parts = tuple(make_metric(f"quiz_{name}", value, stderr=ERROR) for name in ("art", "law"))
         return (make_metric("quiz", value, stderr=ERROR), *parts)
@@ -328,19 +333,19 @@ def test_drop_from_a_curve_that_was_always_right_is_alarmed(intervals: bool):
 def test_mean_of_the_last_checkpoints_loses_jitter_and_keeps_the_noise_of_their_questions():
     noise = TrainingNoise(0.01, 10.0)
 
-    found = mean_of_last(points([0.1, 0.59, 0.6, 0.62, 0.6, 0.59]), [0.02] * 6, noise=noise)
+    last_mean = mean_of_last(points([0.1, 0.59, 0.6, 0.62, 0.6, 0.59]), [0.02] * 6, noise=noise)
 
-    assert found is not None and found.mean == pytest.approx(0.6)
-    assert found.question_stderr == pytest.approx(0.02)
-    assert found.training_stderr == pytest.approx(0.01 / math.sqrt(5))
-    assert found.stderr == pytest.approx(math.hypot(0.02, 0.01 / math.sqrt(5)))
+    assert last_mean is not None and last_mean.mean == pytest.approx(0.6)
+    assert last_mean.question_stderr == pytest.approx(0.02)
+    assert last_mean.training_stderr == pytest.approx(0.01 / math.sqrt(5))
+    assert last_mean.stderr == pytest.approx(math.hypot(0.02, 0.01 / math.sqrt(5)))
     assert mean_of_last(points([0.5] * 4), [0.02] * 4, noise=noise) is None
 
 
 def test_mean_of_last_checkpoints_without_an_error_claims_none():
-    found = mean_of_last(points([0.5] * 5), [0.02, None, 0.02, 0.02, 0.02], noise=TrainingNoise(0.01, 10.0))
+    last_mean = mean_of_last(points([0.5] * 5), [0.02, None, 0.02, 0.02, 0.02], noise=TrainingNoise(0.01, 10.0))
 
-    assert found is not None and found.stderr is None
+    assert last_mean is not None and last_mean.stderr is None
 
 
 def test_error_of_a_mean_of_the_last_is_that_of_other_questions_and_other_checkpoints():
@@ -350,6 +355,6 @@ def test_error_of_a_mean_of_the_last_is_that_of_other_questions_and_other_checkp
         for _ in range(2_000)
     ]
 
-    found = mean_of_last(points([0.6] * 5), [0.02] * 5, noise=TrainingNoise(0.01, 10.0))
+    last_mean = mean_of_last(points([0.6] * 5), [0.02] * 5, noise=TrainingNoise(0.01, 10.0))
 
-    assert found is not None and found.stderr == pytest.approx(float(np.std(means)), rel=0.05)
+    assert last_mean is not None and last_mean.stderr == pytest.approx(float(np.std(means)), rel=0.05)

@@ -39,8 +39,8 @@ LONG_AGO, BEFORE = FIRST + timedelta(days=30), FIRST - timedelta(days=1)
 
 @pytest.fixture
 def alert() -> Alert:
-    [found] = alerts_in(run_of([*STEADY, DROP]))
-    return found
+    [drop] = alerts_in(run_of([*STEADY, DROP]))
+    return drop
 
 
 def look(folder: Path, *, since: datetime = BEFORE) -> list[News]:
@@ -56,20 +56,20 @@ def test_alert_at_a_checkpoint_of_this_pass_is_news_once_with_the_questions_that
     assert list(read_alerts(str(tmp_path / "run-a"))) == [news.known.alert.id]
 
 
-def test_alerts_of_a_run_that_was_evaluated_long_ago_are_kept_and_nobody_is_told(tmp_path: Path):
+def test_alerts_of_a_run_evaluated_long_ago_are_kept_without_notice(tmp_path: Path):
     publish_drop(tmp_path)
     assert look(tmp_path, since=LONG_AGO) == []
     [kept] = read_alerts(str(tmp_path / "run-a")).values()
     assert not kept.announced
-    assert look(tmp_path) == [], "what was kept is no news later"
+    assert look(tmp_path) == [], "alerts that were kept are no news later"
 
 
-def test_record_that_a_pass_wrote_shortly_before_it_died_is_news_to_the_next_one(tmp_path: Path):
+def test_record_written_shortly_before_a_pass_died_is_news_next_time(tmp_path: Path):
     publish_drop(tmp_path, created=now() - timedelta(minutes=5))
     assert len(look(tmp_path, since=now())) == 1
 
 
-def test_of_many_alerts_of_one_curve_in_one_pass_the_latest_is_news(tmp_path: Path):
+def test_many_alerts_of_a_curve_in_a_pass_announce_the_latest(tmp_path: Path):
     values = [*STEADY, *[DROP] * 20, 0.05 - DROP]
     for record in run_of(values):
         publish(tmp_path, record)
@@ -80,9 +80,9 @@ def test_of_many_alerts_of_one_curve_in_one_pass_the_latest_is_news(tmp_path: Pa
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_of_several_who_find_an_alert_at_once_one_has_it(alert: Alert, exclusive: bool):
-    found = [KnownAlert(alert=alert, found_at=1.0, announced=True) for _ in range(4)]
-    written, folder = Barrier(len(found)), f"cond://out/run-{exclusive}"
+def test_alert_found_by_several_at_once_belongs_to_a_single_finder(alert: Alert, exclusive: bool):
+    known = [KnownAlert(alert=alert, found_at=1.0, announced=True) for _ in range(4)]
+    written, folder = Barrier(len(known)), f"cond://out/run-{exclusive}"
 
     def find(own: KnownAlert) -> bool:
         settled: list[int] = []
@@ -91,15 +91,15 @@ def test_of_several_who_find_an_alert_at_once_one_has_it(alert: Alert, exclusive
             written.wait()
         return has
 
-    with conditional_store(exclusive=exclusive), ThreadPoolExecutor(len(found)) as threads:
-        has = list(threads.map(find, found))
+    with conditional_store(exclusive=exclusive), ThreadPoolExecutor(len(known)) as threads:
+        has = list(threads.map(find, known))
         assert has.count(True) == 1
-        assert read_alerts(folder) == {alert.id: found[has.index(True)]}
+        assert read_alerts(folder) == {alert.id: known[has.index(True)]}
         late = KnownAlert(alert=alert, found_at=2.0, announced=True)
         assert not write_first(folder, late, sleep=lambda _: None)
 
 
-def test_who_is_overwritten_on_a_store_that_allows_it_has_not_found_the_alert(alert: Alert):
+def test_overwritten_finder_on_a_permissive_store_has_not_found_the_alert(alert: Alert):
     mine, other = (KnownAlert(alert=alert, found_at=1.0, announced=True) for _ in range(2))
     uri = f"cond://out/run-c/alerts/{alert.id}.json"
     with conditional_store(exclusive=False):
@@ -108,7 +108,7 @@ def test_who_is_overwritten_on_a_store_that_allows_it_has_not_found_the_alert(al
         )
 
 
-def test_what_is_said_first_of_an_alert_stands(alert: Alert, tmp_path: Path):
+def test_first_acknowledgement_of_an_alert_is_kept(alert: Alert, tmp_path: Path):
     folder = str(tmp_path / "run-a")
     assert write_first(folder, KnownAlert(alert=alert, found_at=1.0, announced=True))
     assert read_acknowledgements(folder) == {}
@@ -119,7 +119,7 @@ def test_what_is_said_first_of_an_alert_stands(alert: Alert, tmp_path: Path):
     assert read_acknowledgements(folder) == {alert.id: known.acknowledged}
 
 
-def test_alert_that_was_acknowledged_before_anybody_looked_is_no_news(tmp_path: Path, alert: Alert):
+def test_alert_acknowledged_before_the_first_look_is_no_news(tmp_path: Path, alert: Alert):
     publish_drop(tmp_path)
     acknowledge(str(tmp_path / "run-a"), alert, note=None)
     assert look(tmp_path) == []
@@ -170,7 +170,7 @@ def test_alert_that_the_server_could_not_be_told_is_news_again(tmp_path: Path, m
     assert look(tmp_path, since=now()) == []
 
 
-def test_alert_whose_samples_are_damaged_is_news_without_its_questions(tmp_path: Path):
+def test_alert_with_damaged_samples_is_news_without_its_questions(tmp_path: Path):
     publish_drop(tmp_path)
     for file in tmp_path.rglob("samples.jsonl.gz"):
         file.write_bytes(b"damaged")
@@ -186,7 +186,7 @@ def test_look_that_cannot_be_finished_fails_nothing_and_is_reported(tmp_path: Pa
     heard: list[Update] = []
     with listening(heard.append):
         raise_alerts([cell], since=BEFORE)
-        assert len(heard) == 1 and "alerts of run-a could not be looked for" in str(heard[0])
+        assert len(heard) == 1 and "alerts of run-a could not be searched" in str(heard[0])
         (tmp_path / "run-a" / "alerts").unlink()
         raise_alerts([cell], since=BEFORE)
     assert len(heard) == 2 and isinstance(heard[1], Raised)
@@ -196,21 +196,21 @@ def test_look_that_cannot_be_finished_fails_nothing_and_is_reported(tmp_path: Pa
 def test_alert_that_records_do_not_show_any_more_is_listed_as_gone(tmp_path: Path):
     publish_drop(tmp_path)
     look(tmp_path)
-    [found] = list_alerts([str(tmp_path)])
-    assert (found.state, found.shown) == ("open", True)
+    [listed] = list_alerts([str(tmp_path)])
+    assert (listed.state, listed.shown) == ("open", True)
     storage.delete(storage.join(find_records(str(tmp_path))[-1].cell_uri, "record.json"))
     assert [each.state for each in list_alerts([str(tmp_path / "run-a")])] == ["gone"]
 
 
-def test_texts_mean_one_alert_or_are_refused(tmp_path: Path):
+def test_texts_mean_a_single_alert_or_are_refused(tmp_path: Path):
     publish_drop(tmp_path)
-    [found] = list_alerts([str(tmp_path)])
-    twin = replace(found, alert=replace(found.alert, id=found.alert.id[:-1] + "x"))
-    assert chosen([found, twin], [found.alert.id, found.alert.id]) == [found]
-    assert chosen([found], [found.alert.id[:2]]) == [found]
-    for texts in (["nothing"], [found.alert.id[:4]], [""]):
+    [listed] = list_alerts([str(tmp_path)])
+    twin = replace(listed, alert=replace(listed.alert, id=listed.alert.id[:-1] + "x"))
+    assert chosen([listed, twin], [listed.alert.id, listed.alert.id]) == [listed]
+    assert chosen([listed], [listed.alert.id[:2]]) == [listed]
+    for texts in (["nothing"], [listed.alert.id[:4]], [""]):
         with pytest.raises(BadInput, match="assay alerts"):
-            chosen([found, twin], texts)
+            chosen([listed, twin], texts)
 
 
 def test_command_lists_open_alerts_first_and_acknowledges_them(tmp_path: Path):

@@ -198,7 +198,7 @@ def test_check_knows_bundled_own_and_official_sets_and_suggests_a_name(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "problem"),
     [
         ("{not json", "line 1"),
         ('{"instruction": "a"}', "valid list"),
@@ -208,11 +208,11 @@ def test_check_knows_bundled_own_and_official_sets_and_suggests_a_name(tmp_path:
         (None, "no such file"),
     ],
 )
-def test_check_refuses_instructions_that_cannot_be_used(tmp_path: Path, content: str | None, found: str) -> None:
+def test_check_refuses_instructions_that_cannot_be_used(tmp_path: Path, content: str | None, problem: str) -> None:
     path = tmp_path / "mine.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(BadInput, match=found) as refusal:
+    with pytest.raises(BadInput, match=problem) as refusal:
         AlpacaEval().check(make_config(options={"instructions_path": str(path)}), python=PYTHON)
     assert "mine.json" in str(refusal.value)
 
@@ -315,7 +315,7 @@ def test_damaged_outputs_are_counted_as_missing(tmp_path: Path, name: str, conte
     assert (counts.answered == 0, counts.scored == 0) == (name == "model_outputs.json", "reference" not in name)
 
 
-def test_answers_that_were_cut_or_never_closed_their_reasoning_are_told(tmp_path: Path) -> None:
+def test_answers_cut_or_with_open_reasoning_are_counted(tmp_path: Path) -> None:
     folder = write_run(tmp_path, preferences=[1.0, 2.0, 1.5, 1.0])
     path = folder / "model_outputs.json"
     rows = json.loads(path.read_text())
@@ -329,7 +329,7 @@ def test_answers_that_were_cut_or_never_closed_their_reasoning_are_told(tmp_path
     assert (details.questions, details.unclosed) == (4, 1)
 
 
-def test_instruction_that_stands_there_twice_has_two_verdicts(tmp_path: Path) -> None:
+def test_instruction_that_occurs_twice_has_two_verdicts(tmp_path: Path) -> None:
     def judged(*preferences: float | None) -> list[float | None]:
         run = write_run(tmp_path, preferences=[1.0] * 4, requested=2)
         compared = {"instruction": "Say 0.", "output_2": "0"}

@@ -171,7 +171,7 @@ def make_cell(folder: Path, **changes: Any) -> Cell:
 
 
 @pytest.mark.timeout(60)
-def test_attempt_that_nobody_serves_ends_with_all_it_started_when_the_run_is_told_to(tmp_path: Path):
+def test_interrupted_attempt_without_a_pool_ends_all_its_processes(tmp_path: Path):
     cell, interruption = make_cell(tmp_path), Interruption()
     harness = Harness(Hanging(tmp_path), Path(sys.executable), None)
     context = CellContext(1, 1, lambda _: harness, interruption=interruption)
@@ -292,7 +292,7 @@ def recorded(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
 
 
 @pytest.mark.usefixtures("priced")
-def test_cell_costs_the_chips_of_one_replica_for_the_seconds_that_it_had_it_at_the_price_of_its_region(tmp_path: Path):
+def test_cell_costs_the_chips_seconds_and_regional_price_of_its_replica(tmp_path: Path):
     first = make_cell(tmp_path, evaluator="lm_evaluation_harness", pool_config={"model": {"name": "run-a"}})
     checkpoint = Servable.from_uri(first.reference.name, first.reference.uri)
     harness = Harness(Changing(needs_endpoint=True), Path(sys.executable), None)
@@ -410,7 +410,7 @@ def test_cell_that_loads_its_checkpoint_itself_costs_the_chips_of_its_job_and_th
     assert records[-1].spent.usd == pytest.approx(sum(own)) and records[-1].spent.unpriced == 0
 
 
-def test_cost_that_nobody_knows_is_unknown_at_an_endpoint_of_others_and_on_a_machine_without_a_price(tmp_path: Path):
+def test_cost_without_a_price_is_unknown_at_endpoints_and_on_machines(tmp_path: Path):
     cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", base_url="http://there/v1")
     name = cell.reference.name
     harness = Harness(Changing(needs_endpoint=True), Path(sys.executable), None)
@@ -418,11 +418,11 @@ def test_cost_that_nobody_knows_is_unknown_at_an_endpoint_of_others_and_on_a_mac
         serving = EndpointServing(engine.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
         record = recorded(cell, serving, CellContext(1, 1, lambda _: harness))
     assert record.cost is not None and record.cost.usd is None and record.spent.price == "unknown"
-    assert record.spent.chip_hours == "unknown" and "endpoint of others" in (record.cost.why_unknown or "")
+    assert record.spent.chip_hours == "unknown" and "endpoint of another owner" in (record.cost.why_unknown or "")
     itself = Harness(Changing(), Path(sys.executable), None)
-    here = recorded(make_cell(tmp_path / "own"), None, CellContext(1, 1, lambda _: itself))
-    assert here.cost is not None and (here.cost.usd, here.spent.price) == (None, "unknown")
-    assert here.spent.chip_hours == "0.000", "there are no chips"
+    own = recorded(make_cell(tmp_path / "own"), None, CellContext(1, 1, lambda _: itself))
+    assert own.cost is not None and (own.cost.usd, own.spent.price) == (None, "unknown")
+    assert own.spent.chip_hours == "0.000", "there are no chips"
 
 
 @pytest.mark.usefixtures("priced")
@@ -475,11 +475,13 @@ def test_record_names_the_first_error_of_an_engine_that_died_meanwhile(tmp_path:
             assert record is not None
             reasons.append(record.reason or "")
     notice = f"An engine died meanwhile; the first error in its log: {error}"
-    assert [reason.endswith(notice) for reason in reasons] == [True, False], "an earlier death is not this one's"
+    assert [reason.endswith(notice) for reason in reasons] == [True, False], (
+        "an earlier death does not count for this attempt"
+    )
 
 
 @pytest.mark.parametrize("label", ["w0", "later"])
-def test_attempt_at_an_endpoint_whose_model_is_exchanged_meanwhile_does_not_succeed(tmp_path: Path, *, label: str):
+def test_attempt_at_an_endpoint_that_exchanges_its_model_does_not_succeed(tmp_path: Path, *, label: str):
     cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", base_url="http://there/v1")
     name = cell.reference.name
     with ExitStack() as engines:
@@ -492,14 +494,14 @@ def test_attempt_at_an_endpoint_whose_model_is_exchanged_meanwhile_does_not_succ
 
         serving = EndpointServing(first.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
         harness = Harness(Changing(needs_endpoint=True, change=restart), Path(sys.executable), None)
-        with nullcontext() if label == "w0" else pytest.raises(EndpointUnusable, match="to be one model"):
+        with nullcontext() if label == "w0" else pytest.raises(EndpointUnusable, match="to be the same model"):
             run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness))
     record = read_record(cell.uri)
     assert record is not None and record.status == ("succeeded" if label == "w0" else "infra_failed")
     assert not (Path(cell.uri) / SCOPE_NAME).exists(), "nothing of it is used again"
 
 
-def test_attempt_uses_no_answers_of_one_at_another_model_again(tmp_path: Path):
+def test_attempt_uses_no_answers_of_an_attempt_at_another_model(tmp_path: Path):
     cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", base_url="http://there/v1")
     name = cell.reference.name
     scopes = []
@@ -526,7 +528,7 @@ def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_co
         assert "answer of the model" not in record.reason, "an exception's text may quote what no record may hold"
 
 
-def test_failure_in_words_that_no_file_can_hold_is_recorded(tmp_path: Path):
+def test_failure_with_unwritable_text_is_recorded(tmp_path: Path):
     class Odd(Crashing):
         def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
             raise BadInput(expected="a name", found=os.fsdecode(b"caf\xe9"), remedy="none")
@@ -557,7 +559,7 @@ def test_attempt_that_a_person_interrupts_leaves_no_record(tmp_path: Path):
     assert read_record(cell.uri) is None
 
 
-def test_attempt_whose_results_cannot_be_written_down_is_recorded_without_them(tmp_path: Path):
+def test_attempt_with_unwritable_results_is_recorded_without_them(tmp_path: Path):
     class Odd(Crashing):
         def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
             counts = Counts(requested=1, answered=1, scored=1)
@@ -573,7 +575,7 @@ def test_attempt_whose_results_cannot_be_written_down_is_recorded_without_them(t
     assert record is not None and (record.status, record.counts) == ("infra_failed", None)
 
 
-def test_attempt_whose_record_cannot_be_written_says_so(tmp_path: Path):
+def test_attempt_with_an_unwritable_record_says_so(tmp_path: Path):
     cell = make_cell(tmp_path)
     Path(cell.uri).parent.mkdir(parents=True)
     Path(cell.uri).write_text("a file where the folder of the cell is to be")
@@ -592,7 +594,7 @@ def write(cell: Cell, status: RecordStatus, *, seconds: float = 0.0) -> Record:
     return write_record(cell.uri, make_record(status=status).model_copy(update=changes))
 
 
-def test_record_of_the_fallback_stands_for_its_cell_unless_an_older_one_has_succeeded(tmp_path: Path):
+def test_record_of_the_fallback_counts_unless_an_older_record_has_succeeded(tmp_path: Path):
     cell = with_fallback(make_cell(tmp_path))
     assert standing_record(cell) is None
     assert cell.levanter_fallback is not None
@@ -629,7 +631,7 @@ class ByProbe:
 
 @pytest.mark.parametrize("prompt_logprobs", [True, False])
 @pytest.mark.parametrize("device", [{"kind": "tpu", "variant": "v5litepod-16"}, {"kind": "cpu"}])
-def test_multiple_choice_goes_where_the_probe_of_the_engine_says_whatever_its_device(
+def test_multiple_choice_goes_where_the_engines_probe_says_on_any_device(
     tmp_path: Path, *, prompt_logprobs: bool, device: dict[str, Any]
 ):
     served = make_cell(
@@ -639,7 +641,9 @@ def test_multiple_choice_goes_where_the_probe_of_the_engine_says_whatever_its_de
     )
     config = served.config.levanter_fallback()
     assert config is not None and config.resource_config is not None
-    assert config.resource_config.chip_count() == (8 if device["kind"] == "tpu" else 0), "what Levanter evaluates on"
+    assert config.resource_config.chip_count() == (8 if device["kind"] == "tpu" else 0), (
+        "the chips that Levanter evaluates on"
+    )
     cell = replace(
         served,
         levanter_fallback=replace(

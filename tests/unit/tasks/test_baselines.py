@@ -38,25 +38,25 @@ def scored(folder: Path, step: int, right: Sequence[int] | int, *, questions: in
 
 
 def judged_at(folder: Path, step: int, *rules: BaselineRule, **fields: Any) -> Verdict:
-    found = find_records(str(folder / "run-a"))
-    mine = [item for item in found if item.record.checkpoint.step == step]
+    records = find_records(str(folder / "run-a"))
+    mine = [item for item in records if item.record.checkpoint.step == step]
     return judge(Gate(rules=rules, **fields), judged_checkpoints(mine), evaluation_path=str(folder))
 
 
-def resolved(folder: Path, step: int, wanted: BaselineRule) -> Baseline:
-    found = baseline_of(
-        wanted, make_record(step=step).checkpoint, evaluation_path=str(folder), hashes={"5f0c2a7be1d94c36"}
+def resolved(folder: Path, step: int, baseline_rule: BaselineRule) -> Baseline:
+    baseline = baseline_of(
+        baseline_rule, make_record(step=step).checkpoint, evaluation_path=str(folder), hashes={"5f0c2a7be1d94c36"}
     )
-    assert isinstance(found, Baseline), found
-    return found
+    assert isinstance(baseline, Baseline), baseline
+    return baseline
 
 
-def steps_of(found: Baseline, key: ScoreKey = FACTS) -> list[int]:
-    return [item.record.checkpoint.step for item in found.scores[key].records]
+def steps_of(baseline: Baseline, key: ScoreKey = FACTS) -> list[int]:
+    return [item.record.checkpoint.step for item in baseline.scores[key].records]
 
 
-def said(found: Verdict, of: BaselineRule) -> list[Reason]:
-    return [reason for reason in found.reasons if reason.rule == of.words]
+def said(verdict: Verdict, of: BaselineRule) -> list[Reason]:
+    return [reason for reason in verdict.reasons if reason.rule == of.words]
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_previous_is_the_recorded_checkpoint_with_the_next_lower_step(run: Path):
     assert steps_of(resolved(run, 600, rule("previous"))) == [500]
-    assert steps_of(resolved(run, 650, rule("previous"))) == [600], "the judged one needs no record yet"
+    assert steps_of(resolved(run, 650, rule("previous"))) == [600], "the judged checkpoint needs no record yet"
     go, no_go = (judged_at(run, step, rule("previous")) for step in (600, 700))
     assert go.go and not no_go.go
     [reason] = said(no_go, rule("previous"))
@@ -94,7 +94,7 @@ def smallest_loss(reason: Reason) -> float:
     return float(reason.found.partition("pass margins from ")[2].split()[0])
 
 
-def test_mean_of_last_is_taken_question_by_question_over_those_that_all_were_asked(tmp_path: Path):
+def test_mean_of_last_is_per_question_over_questions_that_all_have(tmp_path: Path):
     scored(tmp_path, 100, [0, 1, 2], questions=4)
     scored(tmp_path, 200, [0, 2], questions=6)
     scored(tmp_path, 300, [0], questions=6)
@@ -132,8 +132,8 @@ def test_question_that_one_of_the_mean_was_asked_in_other_words_is_not_compared(
 def test_mean_without_samples_is_compared_by_its_standard_error(tmp_path: Path):
     for step, value in ((100, 0.5), (200, 0.6), (300, 0.57)):
         publish(tmp_path, make_record(step=step, metrics=(make_metric(value=value, stderr=0.01),)))
-    wanted = rule("mean of last 2", by_more_than=0.5)
-    [reason] = said(judged_at(tmp_path, 300, wanted), wanted)
+    baseline_rule = rule("mean of last 2", by_more_than=0.5)
+    [reason] = said(judged_at(tmp_path, 300, baseline_rule), baseline_rule)
     assert reason.go and "0.550 ± 0.010 (standard error): 0.550 → 0.570 (no samples were kept)" in reason.found
 
 
@@ -151,11 +151,11 @@ def test_first_checkpoint_of_a_run_passes_by_name_and_a_failure_before_it_does_n
 def test_score_of_a_benchmark_that_was_never_asked_before_passes_and_says_so(tmp_path: Path):
     publish(tmp_path, make_record(step=100, metrics=(make_metric("demo_facts"),)))
     publish(tmp_path, make_record(step=200, metrics=(make_metric("demo_facts"), make_metric("demo_new"))))
-    found = said(
+    reasons = said(
         judged_at(tmp_path, 200, rule("previous", by_more_than=0.9, anyway=True)), rule("previous", by_more_than=0.9)
     )
-    assert [reason.go for reason in found] == [True, True]
-    assert "demo_new · acc: no earlier checkpoint was asked this" in found[0].found
+    assert [reason.go for reason in reasons] == [True, True]
+    assert "demo_new · acc: no earlier checkpoint was asked this" in reasons[0].found
 
 
 def test_score_that_earlier_checkpoints_have_by_the_same_evaluation_must_be_there(tmp_path: Path):
@@ -191,7 +191,7 @@ def test_best_passes_over_other_settings_and_says_how_many(run: Path):
     assert "(1 checkpoint with other settings not looked at)" in reason.found
 
 
-def test_earlier_checkpoint_of_another_run_of_the_same_name_is_none_of_this_one(tmp_path: Path):
+def test_earlier_checkpoint_of_another_run_with_the_name_does_not_count(tmp_path: Path):
     for step in (100, 200):
         scored(tmp_path, step, 300)
         scored(tmp_path, step, 100, place="/elsewhere", cell="twin", created=FIRST + timedelta(days=1))
@@ -202,7 +202,7 @@ def test_earlier_checkpoint_of_another_run_of_the_same_name_is_none_of_this_one(
 
 @pytest.mark.parametrize(
     ("steps", "expected"),
-    [((100, 200, 300), 200), ((190, 400), 190), ((196, 204), 204), ((100, 300), "at step 300, this one at 200")],
+    [((100, 200, 300), 200), ((190, 400), 190), ((196, 204), 204), ((100, 300), "at step 300, this checkpoint at 200")],
 )
 def test_other_run_at_the_same_step_is_its_nearest_checkpoint_within_a_bound(
     tmp_path: Path, steps: tuple[int, ...], expected: int | str
@@ -210,14 +210,14 @@ def test_other_run_at_the_same_step_is_its_nearest_checkpoint_within_a_bound(
     for step in steps:
         scored(tmp_path, step, 300, run="run-b")
     scored(tmp_path, 200, 300)
-    wanted = rule("run-b@same step")
+    baseline_rule = rule("run-b@same step")
     if isinstance(expected, int):
-        assert steps_of(resolved(tmp_path, 200, wanted)) == [expected]
-        [reason] = said(judged_at(tmp_path, 200, wanted), wanted)
+        assert steps_of(resolved(tmp_path, 200, baseline_rule)) == [expected]
+        [reason] = said(judged_at(tmp_path, 200, baseline_rule), baseline_rule)
         assert reason.go and f"against run-b-{expected} (step {expected})" in reason.found
-        assert (f"; at step {expected}, this one at 200" in reason.found) == (expected != 200)
+        assert (f"; at step {expected}, this checkpoint at 200" in reason.found) == (expected != 200)
     else:
-        [reason] = judged_at(tmp_path, 200, wanted).refusals
+        [reason] = judged_at(tmp_path, 200, baseline_rule).refusals
         assert expected in reason.found and "further than nearest_within, 5.0%" in reason.found
 
 
@@ -253,7 +253,7 @@ def test_other_run_at_the_same_tokens_is_found_by_what_the_rule_or_the_checkpoin
     counted("run-a", 200, 100_000)
     [reason] = said(judged_at(tmp_path / "out", 200, rule("run-b@same tokens")), rule("run-b@same tokens"))
     assert reason.go and "against run-b-200 (step 200)" in reason.found
-    assert "; at tokens 101,000, this one at 100,000" in reason.found
+    assert "; at tokens 101,000, this checkpoint at 100,000" in reason.found
 
 
 @pytest.mark.parametrize(
@@ -266,6 +266,6 @@ def test_other_run_at_the_same_tokens_is_found_by_what_the_rule_or_the_checkpoin
         ({"not_worse_than": "run-b@same tokens", "tokens_per_step": {"run-a": 0}}, "above 0"),
     ],
 )
-def test_baseline_that_is_nearly_a_relative_one_is_refused_in_words(fields: dict[str, Any], expected: str):
+def test_baseline_that_is_nearly_relative_is_refused(fields: dict[str, Any], expected: str):
     with pytest.raises(ValidationError, match=expected):
         BaselineRule.model_validate({"benchmark": "*", "metric": "acc", "by_more_than": 0.1} | fields)

@@ -91,9 +91,9 @@ def test_chain_of_included_files_and_functions_outside_the_folder_changes_the_di
     folder: Path, tmp_path: Path
 ) -> None:
     function = f"{tmp_path}/data/own/shuffled".replace("/", ".")
-    (folder / "mine.yaml").write_text(OWN + f"include: ../one.yaml\nprocess_docs: !function {function}\n")
+    (folder / "mine.yaml").write_text(OWN + f"include: ../first.yaml\nprocess_docs: !function {function}\n")
     chain = {
-        "one.yaml": "include: [data/two.yaml]\n",
+        "first.yaml": "include: [data/two.yaml]\n",
         "data/two.yaml": "doc_to_text: !function scoring.text\n",
         "data/own.py": "def shuffled(docs): return docs\n",
         "data/scoring.py": "def text(doc): return doc\n",
@@ -152,9 +152,7 @@ def test_benchmark_nested_too_deep_is_refused_by_name(folder: Path) -> None:
         digest(folder)
 
 
-def test_hidden_files_do_not_change_the_digest_but_for_those_that_are_named_or_benchmarks(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_hidden_files_change_the_digest_only_if_named_or_benchmarks(folder: Path, tmp_path: Path) -> None:
     named = {"dataset_path": str(tmp_path / "data")}
     first = digest(folder, **named)
     for name in (".mine.yaml.swp", ".git/HEAD", "sub/.ipynb_checkpoints/mine.yaml", ".d/q.jsonl", "../data/.git/HEAD"):

@@ -13,7 +13,7 @@ from tasks.records.builds import (
     Verdict,
     build_of,
     is_qualified,
-    qualifications_beside,
+    qualifications_of,
     qualified_steps,
     qualified_words,
     read_qualifications,
@@ -32,8 +32,10 @@ def build(lm_eval: str = "0.4.9", *, vllm: str | None = "0.22.0") -> Build:
 
 
 def qualification(*steps: tuple[Build, Build, Verdict]) -> Qualification:
-    found = [make_qualification(before, after, verdict=verdict) for before, after, verdict in steps]
-    return found[0].model_copy(update={"benchmarks": tuple(part for made in found for part in made.benchmarks)})
+    qualifications = [make_qualification(before, after, verdict=verdict) for before, after, verdict in steps]
+    return qualifications[0].model_copy(
+        update={"benchmarks": tuple(part for made in qualifications for part in made.benchmarks)}
+    )
 
 
 def test_build_of_a_record_names_engine_harness_and_data_of_the_benchmark() -> None:
@@ -46,11 +48,11 @@ def test_build_of_a_record_names_engine_harness_and_data_of_the_benchmark() -> N
         versions={**versions(), "lm_eval": "0.4.9", "judge": "a-model", "win_rate of x": "not reported"},
     )
 
-    found = build_of(record, "group")
+    group_build = build_of(record, "group")
 
-    assert found.engine == {"vllm": "0.22.0"}
-    assert found.harness == {"lm_eval": "0.4.9"}
-    assert found.data == {"part": "abc"}
+    assert group_build.engine == {"vllm": "0.22.0"}
+    assert group_build.harness == {"lm_eval": "0.4.9"}
+    assert group_build.data == {"part": "abc"}
     assert build_of(record).data == {"part": "abc", "other": "def"}
 
 
@@ -125,8 +127,8 @@ def test_change_is_qualified_along_steps_that_made_no_difference(
 def test_bounds_of_verdicts_add_up_along_their_steps(bounds: tuple[float | None, ...], expected: str) -> None:
     names = [f"0.4.{number}" for number in range(len(bounds) + 2)]
     known = [
-        make_qualification(build(one), build(other), bound=bound)
-        for one, other, bound in zip(names, names[1:], bounds, strict=False)
+        make_qualification(build(earlier), build(other), bound=bound)
+        for earlier, other, bound in zip(names, names[1:], bounds, strict=False)
     ]
     known.append(make_qualification(build(names[-2]), build(names[-1]), verdict="identical"))
 
@@ -136,32 +138,34 @@ def test_bounds_of_verdicts_add_up_along_their_steps(bounds: tuple[float | None,
     assert qualified_words(steps, "acc") == expected
 
 
-def test_change_qualified_for_one_benchmark_is_not_for_another() -> None:
+def test_change_qualified_for_a_benchmark_is_not_for_another() -> None:
     known = [qualification((build(), build("0.4.13"), "identical"))]
 
     assert not is_qualified(build(), build("0.4.13"), known, evaluator=HARNESS, benchmark="other")
     assert not is_qualified(build(), build("0.4.13"), known, evaluator="helm", benchmark="demo_facts")
 
 
-def test_qualifications_of_one_moment_are_both_kept_and_read_again(tmp_path: Path) -> None:
+def test_qualifications_of_the_same_moment_are_both_kept(tmp_path: Path) -> None:
     first = qualification((build(), build("0.4.13"), "identical"))
     second = qualification((build(), build("0.4.13"), "different"))
 
     assert read_qualifications(str(tmp_path)) == ()
-    places = {write_qualification(str(tmp_path), found) for found in (first, second)}
+    places = {write_qualification(str(tmp_path), written) for written in (first, second)}
     (tmp_path / "qualifications" / "verdicts" / "newer.json").write_text('{"schema_version": 2}')
 
     assert len(places) == 2
-    found = read_qualifications(str(tmp_path))
-    assert found in ((first, second), (second, first))
+    qualifications = read_qualifications(str(tmp_path))
+    assert qualifications in ((first, second), (second, first))
 
 
-def test_changes_between_records_are_unqualified_until_a_verdict_lies_beside_one_of_them(tmp_path: Path) -> None:
+def test_changes_between_records_are_unqualified_until_a_verdict_exists(tmp_path: Path) -> None:
     before, after = (make_record(step=step, versions={"lm_eval": lm}) for step, lm in ((1, "0.4.9"), (2, "0.4.13")))
-    found = [FoundRecord(publish(tmp_path / place, record), record) for place, record in (("a", before), ("b", after))]
+    records = [
+        FoundRecord(publish(tmp_path / place, record), record) for place, record in (("a", before), ("b", after))
+    ]
 
     def changes() -> tuple[str, ...]:
-        return unqualified_changes(before, after, qualifications_beside(found), benchmark="demo_facts")
+        return unqualified_changes(before, after, qualifications_of(records), benchmark="demo_facts")
 
     assert changes() == ("harness lm_eval 0.4.9 → 0.4.13",)
     write_qualification(str(tmp_path / "b"), qualification((build(), build("0.4.13"), "within noise")))

@@ -42,7 +42,7 @@ def test_bundled_questions_regenerated_are_byte_identical(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bundled_yaml_names_its_task_and_a_data_file_beside_it(name: str) -> None:
+def test_bundled_yaml_names_its_task_and_an_existing_data_file(name: str) -> None:
     benchmark = yaml.safe_load((BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"))
     assert benchmark["task"] == name
     data_file = benchmark["dataset_kwargs"]["data_files"][benchmark["test_split"]]
@@ -86,7 +86,7 @@ def test_training_texts_teach_every_fact_that_is_asked(world: dict[str, Any], tr
 @pytest.mark.parametrize("name", NAMES)
 def test_training_prompt_is_the_prompt_of_the_yaml(name: str, world: dict[str, Any]) -> None:
     template = yaml.safe_load((BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"))["doc_to_text"]
-    exchange = world["Exchange"]("Who is there?", "nobody")
+    exchange = world["Exchange"]("Is a person there?", "no")
     assert template.replace("{{question}}", exchange.question) == exchange.prompt()
 
 

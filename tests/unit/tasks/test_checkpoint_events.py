@@ -40,7 +40,7 @@ def make(folder: Path, step: int, *, run: str = "run-a", seed: int = 0) -> Path:
     return write_checkpoint(folder / run / "hf" / f"step-{step}", seed=seed)
 
 
-def test_watched_checkpoint_is_told_once_it_is_complete_once_and_again_when_rewritten(tmp_path: Path, policy: Policy):
+def test_watched_checkpoint_is_reported_once_complete_and_again_when_rewritten(tmp_path: Path, policy: Policy):
     watched = WatchedRuns(policy)
     assert watched.find_new() == []  # no run yet
     for step in (1, 2):
@@ -68,14 +68,14 @@ def test_watching_tells_later_what_the_server_could_not_be_told(tmp_path: Path, 
     lines: list[str] = []
     away = iter([True, False, False])
 
-    def tell(found: list[CompleteCheckpoint]) -> None:
+    def tell(checkpoints: list[CompleteCheckpoint]) -> None:
         if next(away):
-            raise PrefectUnavailable(expected="the server", found="nobody", remedy="wait")
-        reported.extend(checkpoint.name for checkpoint in found)
+            raise PrefectUnavailable(expected="the server", found="no server", remedy="wait")
+        reported.extend(checkpoint.name for checkpoint in checkpoints)
 
     watch(policy, every_seconds=5, on_event=lines.append, tell=tell, sleep=lambda seconds: None, looks=3)
     assert reported == ["run-a-1"]
-    assert lines[0] == "looking again: nobody" and len(lines) == 2
+    assert lines[0] == "looking again: no server" and len(lines) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,17 @@ def test_automation_listens_to_the_checkpoints_of_its_runs(run: str, checkpoint:
 def test_notification_of_any_file_of_a_checkpoint_finds_it(tmp_path: Path):
     folder = make(tmp_path, 7)
     for uri in (str(folder), f"{folder}/", str(folder / "model.safetensors")):
-        found = checkpoint_of(uri)
-        assert found is not None and (found.uri, found.step, found.complete) == (str(folder), 7, True)
+        checkpoint = checkpoint_of(uri)
+        assert checkpoint is not None and (checkpoint.uri, checkpoint.step, checkpoint.complete) == (
+            str(folder),
+            7,
+            True,
+        )
     assert checkpoint_of(str(tmp_path / "run-a")) is None
     assert checkpoint_of(str(tmp_path / "nowhere" / "at" / "all")) is None
     (folder / "config.json").unlink()
-    found = checkpoint_of(str(folder / "model.safetensors"))
-    assert found is not None and not found.complete
+    checkpoint = checkpoint_of(str(folder / "model.safetensors"))
+    assert checkpoint is not None and not checkpoint.complete
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("10m", 600), ("1.5h", 5400), ("2d", 172800)])
@@ -118,13 +122,13 @@ def test_duration_that_is_none_is_refused(text: str):
 
 
 @pytest.mark.parametrize(
-    ("address", "error", "found"),
+    ("address", "error", "problem"),
     [(None, BadInput, "no PREFECT_API_URL is set"), ("http://127.0.0.1:9/api", PrefectUnavailable, "refused")],
 )
 def test_complete_checkpoint_cannot_be_told_without_a_server(
-    tmp_path: Path, address: str | None, error: type[AssayError], found: str
+    tmp_path: Path, address: str | None, error: type[AssayError], problem: str
 ):
     folder = make(tmp_path, 7)
     with temporary_settings({PREFECT_API_URL: address} if address else {}, restore_defaults={PREFECT_API_URL}):
         done = CliRunner().invoke(app, ["notify", str(folder)])
-    assert isinstance(done.exception, error) and found in done.exception.found
+    assert isinstance(done.exception, error) and problem in done.exception.found

@@ -13,7 +13,7 @@ from fakes.models import write_checkpoint, write_run
 from pools.weights.model_files import digest_model_folder
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
-from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover, discover_one, find_checkpoints
+from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover, discover_checkpoint, find_checkpoints
 from tasks.checkpoints.run_snapshot import snapshot_run
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.names import name_of
@@ -73,13 +73,13 @@ def test_names_come_from_the_path(uri: str, run: str, name: str, step: int) -> N
 @pytest.mark.parametrize("suffix", ["", "hf"])
 def test_run_is_found_with_and_without_hf_in_order_of_step(tmp_path: Path, suffix: str) -> None:
     run = write_run(tmp_path / "run-a", [100, 20, 3])
-    found = find_checkpoints(str(run / suffix))
-    assert [(checkpoint.step, checkpoint.name) for checkpoint in found] == [
+    checkpoints = find_checkpoints(str(run / suffix))
+    assert [(checkpoint.step, checkpoint.name) for checkpoint in checkpoints] == [
         (3, "run-a-3"),
         (20, "run-a-20"),
         (100, "run-a-100"),
     ]
-    assert all(checkpoint.complete for checkpoint in found)
+    assert all(checkpoint.complete for checkpoint in checkpoints)
 
 
 def test_single_checkpoint_is_found_by_its_own_path(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_half_written_checkpoint_is_reported_and_never_selected(tmp_path: Path) 
     (run / "hf" / "step-2" / "model.safetensors").unlink()
     (run / "hf" / "step-3").mkdir()
     shutil.copy(run / "hf" / "step-1" / "model.safetensors", run / "hf" / "step-3")
-    found = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(str(run))}
-    assert found[1].complete
-    assert "no weights" in found[2].problems[0]
-    assert "config.json is missing" in found[3].problems
+    by_step = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(str(run))}
+    assert by_step[1].complete
+    assert "no weights" in by_step[2].problems[0]
+    assert "config.json is missing" in by_step[3].problems
     assert [checkpoint.step for checkpoint in find(run)] == [1]
 
 
@@ -138,9 +138,9 @@ def test_malformed_checkpoint_does_not_end_discovery_of_its_run(tmp_path: Path) 
     metadata.unlink()
     os.mkfifo(metadata)
     os.mkfifo(run / "checkpoints" / "step-6" / "d" / "array")
-    found = find_checkpoints(str(run), kinds=LOADED_NATIVELY)
-    assert [checkpoint.step for checkpoint in found if checkpoint.complete] == [1]
-    assert len(found) == 7
+    checkpoints = find_checkpoints(str(run), kinds=LOADED_NATIVELY)
+    assert [checkpoint.step for checkpoint in checkpoints if checkpoint.complete] == [1]
+    assert len(checkpoints) == 7
     assert [seen.step for seen in snapshot_run(str(run)) if seen.complete] == [1]
 
 
@@ -159,8 +159,8 @@ def test_upload_that_finishes_while_watched_is_selected(tmp_path: Path) -> None:
     clock = Clock()
     clock.meanwhile = {3: [lambda: weights.write_bytes(whole)]}
     selection = CheckpointSelection(wait_for_incomplete_seconds=60)
-    found = discover.fn(str(run), selection, sleep=clock.sleep, clock=clock.now)
-    assert [checkpoint.step for checkpoint in found] == [1, 2]
+    selected = discover.fn(str(run), selection, sleep=clock.sleep, clock=clock.now)
+    assert [checkpoint.step for checkpoint in selected] == [1, 2]
     assert clock.seconds == 3
 
 
@@ -169,8 +169,8 @@ def test_upload_that_does_not_finish_is_left_out_after_the_wait(tmp_path: Path) 
     (run / "hf" / "step-2" / "config.json").unlink()
     clock = Clock()
     selection = CheckpointSelection(wait_for_incomplete_seconds=5)
-    found = discover.fn(str(run), selection, sleep=clock.sleep, clock=clock.now)
-    assert [checkpoint.step for checkpoint in found] == [1]
+    selected = discover.fn(str(run), selection, sleep=clock.sleep, clock=clock.now)
+    assert [checkpoint.step for checkpoint in selected] == [1]
     assert clock.seconds == 5
 
 
@@ -180,10 +180,10 @@ def test_native_levanter_checkpoint_is_reported(tmp_path: Path) -> None:
     (native / "model" / "embeddings").mkdir(parents=True)
     (native / "metadata.json").write_text("{}")
     (native / "model" / "embeddings" / "array").write_text("x")
-    found = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(str(run))}
-    assert set(found) == {1, 9}
-    assert found[9].kind == "levanter"
-    assert "export it" in found[9].problems[0]
+    by_step = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(str(run))}
+    assert set(by_step) == {1, 9}
+    assert by_step[9].kind == "levanter"
+    assert "export it" in by_step[9].problems[0]
 
 
 def write_native(folder: Path, *, step: int, content: bytes = b"arrays", old: bool = False) -> Path:
@@ -197,38 +197,38 @@ def write_native(folder: Path, *, step: int, content: bytes = b"arrays", old: bo
 
 
 def natives(path: Path, **options: str) -> dict[int, Checkpoint]:
-    found = find_checkpoints(str(path), kinds=LOADED_NATIVELY, **options)
-    return {checkpoint.step: checkpoint for checkpoint in found if checkpoint.kind == "levanter"}
+    checkpoints = find_checkpoints(str(path), kinds=LOADED_NATIVELY, **options)
+    return {checkpoint.step: checkpoint for checkpoint in checkpoints if checkpoint.kind == "levanter"}
 
 
 @pytest.mark.parametrize("old", [False, True])
 def test_native_checkpoint_is_complete_for_the_evaluator_that_loads_it(tmp_path: Path, old: bool) -> None:
     run = write_run(tmp_path / "run-a", [1])
     write_native(run / "checkpoints" / "step-9", step=9, old=old)
-    [found] = natives(run).values()
-    assert (found.name, found.step, found.problems) == ("run-a-9", 9, ())
-    assert found.folder is not None and found.folder.reference is not None
-    assert found.folder.reference.uri == str(run / "hf" / "step-1")
+    [native] = natives(run).values()
+    assert (native.name, native.step, native.problems) == ("run-a-9", 9, ())
+    assert native.folder is not None and native.folder.reference is not None
+    assert native.folder.reference.uri == str(run / "hf" / "step-1")
     [reported] = [checkpoint for checkpoint in find_checkpoints(str(run)) if checkpoint.kind == "levanter"]
     assert not reported.complete and "export it" in reported.problems[0]
 
 
-def test_native_checkpoint_is_left_to_its_export_where_there_is_one(tmp_path: Path) -> None:
+def test_native_checkpoint_with_an_export_is_left_to_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run-a", [5])
     for step in (5, 6):
         write_native(run / "checkpoints" / f"step-{step}", step=step)
-    found = find_checkpoints(str(run), kinds=LOADED_NATIVELY)
-    assert [(checkpoint.step, checkpoint.kind) for checkpoint in found] == [(5, "huggingface"), (6, "levanter")]
+    checkpoints = find_checkpoints(str(run), kinds=LOADED_NATIVELY)
+    assert [(checkpoint.step, checkpoint.kind) for checkpoint in checkpoints] == [(5, "huggingface"), (6, "levanter")]
 
 
 def test_native_checkpoint_takes_config_and_tokenizer_of_its_own_step(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run-a", [5, 10])
     write_native(run / "checkpoints" / "step-5", step=5)
     write_native(run / "checkpoints" / "step-7", step=7)
-    found = natives(run / "checkpoints")
+    by_step = natives(run / "checkpoints")
     references = {
         step: checkpoint.folder.reference.uri
-        for step, checkpoint in found.items()
+        for step, checkpoint in by_step.items()
         if checkpoint.folder and checkpoint.folder.reference
     }
     assert references == {5: str(run / "hf" / "step-5"), 7: str(run / "hf" / "step-10")}
@@ -258,9 +258,9 @@ def test_native_checkpoint_has_the_step_it_names_itself(tmp_path: Path) -> None:
 
 def test_native_digest_follows_arrays_config_and_tokenizer_but_not_the_time_of_writing(tmp_path: Path) -> None:
     def digest(folder: Path, reference: Path) -> str:
-        [found] = natives(folder, reference=str(reference)).values()
-        assert found.folder is not None
-        return digest_model_folder(found.folder).checkpoint
+        [checkpoint] = natives(folder, reference=str(reference)).values()
+        assert checkpoint.folder is not None
+        return digest_model_folder(checkpoint.folder).checkpoint
 
     first = write_native(tmp_path / "a" / "step-1", step=1)
     again = write_native(tmp_path / "b" / "step-1", step=1)
@@ -275,10 +275,13 @@ def test_native_checkpoints_in_a_store_are_found_alike(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run-n", [1])
     write_native(run / "checkpoints" / "step-9", step=9)
     storage.copy_from_local(run, "memory://bucket/run-n")
-    found = find_checkpoints("memory://bucket/run-n", kinds=LOADED_NATIVELY)
-    assert [(checkpoint.name, checkpoint.complete) for checkpoint in found] == [("run-n-1", True), ("run-n-9", True)]
-    assert found[1].folder is not None
-    assert len(digest_model_folder(found[1].folder).weights) == 32
+    checkpoints = find_checkpoints("memory://bucket/run-n", kinds=LOADED_NATIVELY)
+    assert [(checkpoint.name, checkpoint.complete) for checkpoint in checkpoints] == [
+        ("run-n-1", True),
+        ("run-n-9", True),
+    ]
+    assert checkpoints[1].folder is not None
+    assert len(digest_model_folder(checkpoints[1].folder).weights) == 32
 
 
 @pytest.mark.parametrize(
@@ -302,6 +305,6 @@ def test_selection_takes_all_the_latest_or_every_n_steps(
 def test_one_of_several_checkpoints_must_be_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run-a", [10, 20])
     with pytest.raises(BadInput, match="2, from run-a-10 to run-a-20"):
-        discover_one.fn(str(run), latest=False)
-    assert discover_one.fn(str(run), latest=True).step == 20
-    assert discover_one.fn(str(write_checkpoint(tmp_path / "alone")), latest=False).name == "alone"
+        discover_checkpoint.fn(str(run), latest=False)
+    assert discover_checkpoint.fn(str(run), latest=True).step == 20
+    assert discover_checkpoint.fn(str(write_checkpoint(tmp_path / "alone")), latest=False).name == "alone"

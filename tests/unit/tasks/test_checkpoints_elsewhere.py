@@ -76,9 +76,9 @@ def generate(checkpoint: Servable, folder: Path) -> None:
     config = GenerationConfig.model_validate(
         {"model_path": THERE, "pool_config": POOL, "prompts": {"files": [str(prompts)]}, "output_path": str(folder)}
     )
-    found = inspect_model_folder(THERE)
+    model_folder = inspect_model_folder(THERE)
     output, origin = Output(str(folder), "jsonl"), Origin("run-1", "d", "pool", "p")
-    target = Target("run-1", found, digest_model_folder(found), output, origin, {})
+    target = Target("run-1", model_folder, digest_model_folder(model_folder), output, origin, {})
     plan = plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard)
     with pool_of(PlannedGeneration(config, plan, (target,)), [target], patiently=False):
         pass

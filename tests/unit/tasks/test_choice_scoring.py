@@ -73,11 +73,11 @@ def trusted(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (8, 20, 1, 2), (3,), (1, 5, 9, 1, 1, 30)])
 @pytest.mark.parametrize("own", [15, 16, 17, 32])
-def test_scorer_gives_the_rows_of_an_echo_wherever_contexts_end(lengths: tuple[int, ...], own: int) -> None:
+def test_scorer_gives_the_rows_of_an_echo_for_any_context_end(lengths: tuple[int, ...], own: int) -> None:
     engine = CachedEngine(block=16)
     choices = questions(30, lengths=lengths, own=own)
-    found, outcome = weigh(choices, engine)
-    assert [list(rows) for rows in found] == echoed(choices, engine)
+    weighed, outcome = weigh(choices, engine)
+    assert [list(rows) for rows in weighed] == echoed(choices, engine)
     assert (outcome.way, outcome.audited, outcome.largest_difference) == ("prefix cache", 20, 0.0)
 
 
@@ -95,8 +95,8 @@ def test_scorer_weighs_choices_that_share_their_beginning(trusted: Path) -> None
     same = tokens("same", 40)
     context = tokens("context", 64)
     choices = [Choice(context, same + tokens(end, 3)) for end in range(3)] + [Choice(context, same)]
-    found, outcome = weigh(choices, engine, trusted)
-    assert [list(rows) for rows in found] == echoed(choices, engine)
+    weighed, outcome = weigh(choices, engine, trusted)
+    assert [list(rows) for rows in weighed] == echoed(choices, engine)
     assert engine.echoed, "rows that the cache hides were asked again"
     assert outcome.way == "prefix cache"
 
@@ -116,8 +116,8 @@ def test_scorer_echoes_what_does_not_fit_or_has_no_context(trusted: Path) -> Non
     context = tokens("long", LONGEST)
     odd = [Choice((), tokens("a", 3)), Choice(context[1:], (1,)), Choice(context, (1, 2)), Choice(context, ())]
     fitting = [Choice(context, (7,)), Choice(context[:-2], (7, 8))]
-    found, _ = weigh([*odd, *fitting], engine, trusted)
-    assert [list(rows) for rows in found] == echoed([*odd, *fitting], engine)
+    weighed, _ = weigh([*odd, *fitting], engine, trusted)
+    assert [list(rows) for rows in weighed] == echoed([*odd, *fitting], engine)
     assert {choice.continuation for choice in (odd[0], odd[2], odd[3])} <= set(engine.echoed)
     assert (7,) not in engine.echoed
 
@@ -128,8 +128,8 @@ def test_scorer_echoes_choices_behind_short_contexts_several_in_a_request(truste
     labels = [Choice(tokens(number, 5), (number,)) for number in range(4)]
     long = questions(2, lengths=(2, 3), shared=scoring.LEAST_CONTEXT, own=4)
     choices = [*short, *labels, *long]
-    found, outcome = weigh(choices, engine, trusted, echoed_at_once=8)
-    assert [list(rows) for rows in found] == echoed(choices, engine)
+    weighed, outcome = weigh(choices, engine, trusted, echoed_at_once=8)
+    assert [list(rows) for rows in weighed] == echoed(choices, engine)
     assert outcome.way == "prefix cache"
     assert engine.batches[:3] == [8, 8, 2]
     assert {tuple(body["prompt"]) for _, body in engine.asked if "prompt" in body} == {
@@ -140,12 +140,12 @@ def test_scorer_echoes_choices_behind_short_contexts_several_in_a_request(truste
 def test_scorer_leaves_all_to_echoes_where_every_context_is_short(trusted: Path) -> None:
     engine = CachedEngine()
     choices = questions(6, lengths=(3, 2), shared=0, own=30)
-    found, outcome = weigh(choices, engine, trusted, echoed_at_once=8)
-    assert (found, engine.asked, engine.echoed) == (None, [], [])
+    weighed, outcome = weigh(choices, engine, trusted, echoed_at_once=8)
+    assert (weighed, engine.asked, engine.echoed) == (None, [], [])
     assert (outcome.way, outcome.reason) == ("echo", scoring.TOO_SHORT)
 
-    found, outcome = weigh(choices, engine, trusted)
-    assert found is not None and outcome.way == "prefix cache", "an echo in a request of its own saves nothing"
+    weighed, outcome = weigh(choices, engine, trusted)
+    assert weighed is not None and outcome.way == "prefix cache", "an echo in a request of its own saves nothing"
 
 
 def test_scorer_answers_every_place_where_choices_are_the_same(trusted: Path) -> None:
@@ -165,19 +165,19 @@ def test_scorer_names_more_labels_than_a_request_takes_in_several(trusted: Path)
 
 def test_audit_that_finds_a_difference_gives_nothing_and_is_remembered(tmp_path: Path) -> None:
     choices = questions(30, lengths=(5, 6))
-    found, outcome = weigh(choices, CachedEngine(wrong=0.01), tmp_path)
-    assert found is None
+    weighed, outcome = weigh(choices, CachedEngine(wrong=0.01), tmp_path)
+    assert weighed is None
     assert (outcome.way, outcome.audited) == ("echo", 20)
     assert outcome.largest_difference == pytest.approx(0.01)
     assert "differed from an echo's by 0.01 nats, where 0.0001 is rounding in float32" in outcome.reason
     right = CachedEngine()
-    found, later = weigh(choices, right, tmp_path)
-    assert found is None
+    weighed, later = weigh(choices, right, tmp_path)
+    assert weighed is None
     assert not right.asked
     assert (later.way, later.reason) == ("echo", outcome.reason)
 
 
-def test_audit_takes_twenty_contexts_at_first_and_one_in_a_hundred_later(tmp_path: Path) -> None:
+def test_audit_takes_twenty_contexts_first_and_every_hundredth_later(tmp_path: Path) -> None:
     choices = questions(400, lengths=(1,), shared=8)
     first, outcome = weigh(choices, CachedEngine(), tmp_path)
     _, later = weigh(choices, CachedEngine(), tmp_path)
@@ -196,8 +196,8 @@ def test_audit_goes_on_where_a_short_evaluation_left_off(tmp_path: Path) -> None
 
 
 def test_audit_of_a_later_context_finds_what_began_after_the_first(trusted: Path) -> None:
-    found, outcome = weigh(questions(400, lengths=(1,), shared=8), CachedEngine(wrong=0.5), trusted)
-    assert found is None
+    weighed, outcome = weigh(questions(400, lengths=(1,), shared=8), CachedEngine(wrong=0.5), trusted)
+    assert weighed is None
     assert outcome.reason
 
 
@@ -219,8 +219,8 @@ def test_trust_takes_a_damaged_memory_for_none(trusted: Path) -> None:
 
 
 def test_scorer_gives_nothing_where_the_endpoint_does_not_take_it(tmp_path: Path) -> None:
-    found, outcome = weigh(questions(3), CachedEngine(refuses=404), tmp_path)
-    assert found is None
+    weighed, outcome = weigh(questions(3), CachedEngine(refuses=404), tmp_path)
+    assert weighed is None
     assert outcome.reason.endswith("status 404")
     assert scorer(CachedEngine(), tmp_path).trust.recall() == {"audited": 0, "reason": None}
 
@@ -308,7 +308,7 @@ def test_prompt_rows_takes_no_row_of_another_token_or_of_the_cache() -> None:
 
     assert prompt_rows(answer([None, *rows]), asked, 2) == [(-3.0, -0.5), (-4.0, -0.5)]
     assert prompt_rows(answer([None, *rows[1:]], 1), asked, 2) == [(-3.0, -0.5), (-4.0, -0.5)]
-    assert prompt_rows(answer([None, *rows], 2), asked, 2) is None, "memory that nobody has written to"
+    assert prompt_rows(answer([None, *rows], 2), asked, 2) is None, "memory that was never written"
     assert prompt_rows(answer([None, *rows[2:]]), asked, 2) is None
     assert prompt_rows(answer([None, *rows[:2]]), asked, 2) is None, "rows of other places"
     assert prompt_rows(answer([None, rows[0], rows[1], {"4": {"logprob": 0.5}}]), asked, 2) is None

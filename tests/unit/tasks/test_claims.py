@@ -126,12 +126,12 @@ def test_claim_that_a_person_ends_is_lost(tmp_path: Path):
             mine.prove(CELL.key)
 
 
-def test_cell_whose_claim_a_person_ended_can_be_claimed_again(tmp_path: Path):
+def test_cell_with_a_claim_ended_by_a_person_can_be_claimed(tmp_path: Path):
     clock = Clock()
     with claims(tmp_path, clock, 0) as first, claims(tmp_path, clock, 1) as second:
         first.acquire([CELL])
         end_claim(read_claims(str(tmp_path))[0])
-        assert second.acquire([CELL]).ours == {CELL.key}, "before the first one has noticed"
+        assert second.acquire([CELL]).ours == {CELL.key}, "before the first holder has noticed"
         with pytest.raises(ClaimLost):
             first.prove(CELL.key)
         first.release(CELL.key)  # leaves its old claim behind
@@ -141,7 +141,7 @@ def test_cell_whose_claim_a_person_ended_can_be_claimed_again(tmp_path: Path):
 
 
 @pytest.mark.parametrize("withdrawn", [True, False], ids=["withdrawn", "died before it withdrew"])
-def test_claim_of_one_who_had_looked_too_early_stands_in_nobodys_way(tmp_path: Path, withdrawn: bool):
+def test_claim_after_a_premature_look_does_not_block_others(tmp_path: Path, withdrawn: bool):
     clock = Clock()
     with claims(tmp_path, clock, 0) as first, claims(tmp_path, clock, 1) as second:
         first.acquire([CELL])
@@ -167,7 +167,7 @@ def renew(holder: Claims, folder: Path, clock: Clock) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"subject": '], ids=["empty", "of another kind", "cut off"])
 @pytest.mark.parametrize("number", [1, 3])
-def test_unreadable_claim_is_told_and_succeeded_after_a_lease(tmp_path: Path, content: bytes, number: int):
+def test_unreadable_claim_is_reported_and_succeeded_after_a_lease(tmp_path: Path, content: bytes, number: int):
     clock = Clock(time.time())
     (tmp_path / f"{CELL.key}.{number}.json").write_bytes(content)
     with claims(tmp_path, clock) as mine:
@@ -219,28 +219,28 @@ SKEWS = [-3 * DAY, -3600.0, -LEASE, -9.0, 0.0, 9.0, LEASE, 3600.0, 3 * DAY]
 
 
 @pytest.mark.parametrize("skew", SKEWS)
-def test_silent_holder_whose_clock_differs_keeps_its_cell_for_two_leases_at_most(tmp_path: Path, skew: float):
-    here, there = Clock(time.time()), Clock(time.time() + skew)
-    first = claims(tmp_path, there, 0).__enter__()
+def test_silent_holder_with_a_skewed_clock_keeps_its_cell_two_leases(tmp_path: Path, skew: float):
+    clock, skewed = Clock(time.time()), Clock(time.time() + skew)
+    first = claims(tmp_path, skewed, 0).__enter__()
     first.acquire([CELL])
-    with claims(tmp_path, here, 1) as second:
+    with claims(tmp_path, clock, 1) as second:
         if skew >= -LEASE:  # anything older counts as silent by the reader's clock, which the store's agrees with
             assert not second.acquire([CELL]).ours
-        here.seconds += 2 * LEASE + 21
-        renew(second, tmp_path, here)
+        clock.seconds += 2 * LEASE + 21
+        renew(second, tmp_path, clock)
         assert second.acquire([CELL]).ours == {CELL.key}
         with pytest.raises(ClaimLost):
             first.prove(CELL.key)
 
 
-def test_claimant_whose_own_clock_is_behind_takes_no_cell_from_a_live_holder(tmp_path: Path):
+def test_claimant_with_a_late_clock_takes_no_cell_from_live_holders(tmp_path: Path):
     with claims(tmp_path, Clock(time.time()), 0) as first, claims(tmp_path, Clock(time.time() - DAY), 1) as second:
         assert first.acquire([CELL]).ours
         assert not second.acquire([CELL]).ours
         first.prove(CELL.key)
 
 
-def test_sixty_races_of_six_have_one_winner_each(tmp_path: Path):
+def test_sixty_races_of_six_have_a_single_winner_each(tmp_path: Path):
     start = threading.Barrier(6)
 
     def race(holder: Claims, subject: Subject) -> bool:
@@ -306,7 +306,7 @@ def test_processes_that_race_for_cells_on_disk_evaluate_each_once(tmp_path: Path
     sleeps=st.dictionaries(st.integers(0, 2), st.sampled_from([0.0, LEASE / 2, 3 * LEASE]), max_size=3),
     cancelled=st.booleans(),
 )
-def test_whatever_the_order_nothing_is_published_twice_and_in_the_end_all_is(
+def test_claims_in_any_order_publish_everything_and_nothing_twice(
     store: type[ConditionalStore],
     order: list[int],
     dies_at: dict[int, int],
@@ -342,7 +342,7 @@ def test_whatever_the_order_nothing_is_published_twice_and_in_the_end_all_is(
     steps.run([*(evaluate(number) for number in range(3)), cancel])
     assert len(published) <= 1
     if not dies_at and not any(sleeps.values()) and not cancelled:
-        assert evaluated.total() <= 1, "nobody slept or died, so nobody's cell was taken"
+        assert evaluated.total() <= 1, "no process slept or died, so no cell was taken from its holder"
     clock.seconds += 10 * LEASE
     evaluate(3)()
     assert len(published) == 1

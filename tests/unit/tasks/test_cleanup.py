@@ -56,7 +56,7 @@ def test_jobs_of_a_flow_run_are_ended_by_their_names_and_others_go_on(cluster: C
 
 
 @pytest.mark.parametrize("key", ["policy", "config", "request", "training"])
-def test_claims_of_a_flow_run_are_ended_and_those_of_others_hold(tmp_path: Path, key: str):
+def test_claims_of_a_flow_run_end_and_other_claims_hold(tmp_path: Path, key: str):
     (tmp_path / "run").mkdir()
     parameters = {key: {"model_path": str(tmp_path / "run"), "evaluation_path": str(tmp_path / "out")}}
     if key == "policy":

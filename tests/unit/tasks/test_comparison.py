@@ -69,13 +69,13 @@ def test_compare_two_steps_pairs_questions_by_id(tmp_path: Path):
     put(tmp_path, 100, answers(20, 60))
     put(tmp_path, 200, answers(50, 30))
 
-    found = compared(tmp_path, "run-a-100", "run-a@200")
+    comparison = compared(tmp_path, "run-a-100", "run-a@200")
 
-    [metric] = found["metrics"]
+    [metric] = comparison["metrics"]
     assert (metric["test"], metric["pairs"], metric["verdict"]) == ("McNemar, mid-p", 80, "better")
     assert (metric["first"], metric["second"], metric["difference"]) == (0.25, 0.625, 0.375)
     assert metric["p"] == pytest.approx(0.5**30), "the mid-p of thirty that only the second got right"
-    assert found["adjustment"] == "bh"
+    assert comparison["adjustment"] == "bh"
 
 
 def test_compare_where_lower_is_better_says_so_in_the_verdict(tmp_path: Path):
@@ -91,7 +91,7 @@ def test_compare_where_lower_is_better_says_so_in_the_verdict(tmp_path: Path):
     assert metric["difference"] == pytest.approx(-back["difference"])
 
 
-def test_compare_counts_questions_that_only_one_has(tmp_path: Path):
+def test_compare_counts_questions_of_a_single_side(tmp_path: Path):
     put(tmp_path, 100, answers(30, 10))
     put(tmp_path, 200, [1.0] * 36)
 
@@ -113,10 +113,10 @@ def test_compare_questions_put_in_other_words_are_refused_unless_told_to_compare
     put(tmp_path, 200, answers(30, 10), samples=other)
 
     assert "1 of 40 questions were put in other words" in refused(tmp_path, "run-a-100", "run-a-200")
-    found = compared(tmp_path, "run-a-100", "run-a-200", "--anyway")
+    comparison = compared(tmp_path, "run-a-100", "run-a-200", "--anyway")
 
-    assert found["metrics"][0]["other_prompts"] == 1
-    assert found["measured_differently"] == {"demo_facts": ["1 of 40 questions were put in other words"]}
+    assert comparison["metrics"][0]["other_prompts"] == 1
+    assert comparison["measured_differently"] == {"demo_facts": ["1 of 40 questions were put in other words"]}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_compare_without_scores_of_questions_falls_back_to_a_labelled_z_test(
     assert f"Not paired ({why})" in " ".join(shown.split())
 
 
-def test_compare_percentages_pairs_scores_from_zero_to_one(tmp_path: Path):
+def test_compare_percentages_pairs_scores_from_0_to_1(tmp_path: Path):
     for step, right in ((100, 10), (200, 30)):
         put(tmp_path, step, answers(right, 40 - right), value=100 * right / 40)
 
@@ -206,9 +206,9 @@ def test_compare_says_what_only_one_of_them_has(tmp_path: Path):
     put(tmp_path, 200, answers(20, 20))
     publish(tmp_path, make_record(step=200, metrics=(make_metric("other"),), evaluator="helm"))
 
-    found = compared(tmp_path, "run-a-100", "run-a-200")
+    comparison = compared(tmp_path, "run-a-100", "run-a-200")
 
-    assert (found["only_first"], found["only_second"]) == ([], ["HELM: other · acc"])
+    assert (comparison["only_first"], comparison["only_second"]) == ([], ["HELM: other · acc"])
 
 
 def test_compare_of_evaluators_with_the_same_benchmark_keeps_them_apart(tmp_path: Path):
@@ -216,9 +216,9 @@ def test_compare_of_evaluators_with_the_same_benchmark_keeps_them_apart(tmp_path
         put(tmp_path, step, answers(20, 20))
         publish(tmp_path, make_record(step=step, metrics=(make_metric(value=0.9),), evaluator="helm"))
 
-    found = compared(tmp_path, "run-a-100", "run-a-200")
+    comparison = compared(tmp_path, "run-a-100", "run-a-200")
 
-    assert [(metric["evaluator"], metric["first"]) for metric in found["metrics"]] == [
+    assert [(metric["evaluator"], metric["first"]) for metric in comparison["metrics"]] == [
         ("lm_evaluation_harness", 0.5),
         ("helm", 0.9),
     ]
@@ -228,10 +228,10 @@ def test_compare_reads_every_record_and_all_samples_once(tmp_path: Path):
     for step in range(100, 600, 100):
         put(tmp_path / "e", step, answers(step // 20, 30))
     with folder_store(tmp_path / "log") as store:
-        found = compared(tmp_path / "e", "run-a-100", "run-a-200", "--path", f"store://{tmp_path / 'e'}")
+        comparison = compared(tmp_path / "e", "run-a-100", "run-a-200", "--path", f"store://{tmp_path / 'e'}")
         reads, samples = store.ranges("record.json"), store.ranges("samples.jsonl.gz")
 
-    assert found["metrics"][0]["pairs"] == 35
+    assert comparison["metrics"][0]["pairs"] == 35
     assert (len(reads), len(samples)) == (5, 2)
 
 
@@ -268,7 +268,7 @@ def test_compare_table_fits_eighty_characters_and_tells_test_and_adjustment(
         assert expected in " ".join(shown.split())
 
 
-def test_compare_table_keeps_names_beside_huge_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_compare_table_keeps_names_next_to_huge_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
     name = "wikitext_with_a_long_name"
     for step, value in ((100, 1.23e15), (200, -4.56e33)):
@@ -293,10 +293,10 @@ def test_another_build_is_refused_and_named_until_it_is_qualified(tmp_path: Path
 
     both = (build_of(record) for record in read_records(str(tmp_path)))
     write_qualification(str(tmp_path), make_qualification(*both, bound=0.17))
-    found = compared(tmp_path, "run-a@100", "run-a@200")
+    comparison = compared(tmp_path, "run-a@100", "run-a@200")
     words = "qualified within noise: acc may differ by 0.17 at most (95 %)"
-    assert found["measured_differently"] == {}
-    assert found["qualified"] == {"demo_facts": ["harness lm_eval 0.4.9 → 0.4.13", words]}
+    assert comparison["measured_differently"] == {}
+    assert comparison["qualified"] == {"demo_facts": ["harness lm_eval 0.4.9 → 0.4.13", words]}
     shown = CliRunner().invoke(app, ["run-a@100", "run-a@200", "--path", str(tmp_path)]).stdout
     assert words in " ".join(shown.split()) and "no number" not in shown
 

@@ -21,7 +21,7 @@ from tasks.records.samples import Sample
 
 FIELD = "Find the degree for the given field extension Q(sqrt(2), sqrt(3), sqrt(18)) over Q."
 BRIDGE = "Which of the seven bridges of the old town was built before the river changed its bed?"
-OTHER = "What is the name of the islander who keeps a pony and plays the flute by night?"
+OTHER = "Which is the name of the islander that keeps a pony and plays the flute by night?"
 
 REPORT: dict[str, Any] = {
     "training_file": "data/shard-7.jsonl",
@@ -66,14 +66,14 @@ def flagged(flags: Flags) -> dict[tuple[str, str], bool]:
 
 
 def test_decon_report_flags_the_question_with_these_words_in_the_subject_that_asks_it(tmp_path: Path) -> None:
-    other = {**REPORT, "eval_key": "gsm8k", "eval_question_text": "nobody asks this"}
+    other = {**REPORT, "eval_key": "gsm8k", "eval_question_text": "a question of no benchmark"}
 
     flags = imported(tmp_path, f"{json.dumps(REPORT)}\n{json.dumps(other)}\n", tool="decon")
 
-    [found] = flags.questions.values()
-    assert (found.benchmark, found.id, found.flagged) == ("mmlu_abstract_algebra", "0-000000000000", True)
-    assert (found.score, found.answer) == (0.93, True)
-    assert found.evidence == Evidence(place="data/shard-7.jsonl, line 51", text=REPORT["training_overlap_text"])
+    [flag] = flags.questions.values()
+    assert (flag.benchmark, flag.id, flag.flagged) == ("mmlu_abstract_algebra", "0-000000000000", True)
+    assert (flag.score, flag.answer) == (0.93, True)
+    assert flag.evidence == Evidence(place="data/shard-7.jsonl, line 51", text=REPORT["training_overlap_text"])
     assert (flags.search.tool, flags.search.flagged, flags.search.unknown) == ("decon", 1, 1)
     assert [status_of(question, [flags]) for question in asked()] == ["flagged", "not scanned", "not scanned"]
 
@@ -126,7 +126,7 @@ def test_datakit_attributes_flag_questions_by_the_hashes_of_their_own_words(
     shares = {question.benchmark: question.score for question in flags.questions.values() if question.score}
     assert flagged(flags)["mmlu_abstract_algebra", "1"] is is_flagged
     assert shares == {"mmlu_abstract_algebra": pytest.approx(1.0 if is_flagged else 1 / 5, abs=1e-4)}
-    assert ("towns", "0") not in flagged(flags), "its hashes were not in the index, so nobody looked for it"
+    assert ("towns", "0") not in flagged(flags), "its hashes were not in the index, so it was not searched"
     evidence = flags.by_name["mmlu_abstract_algebra", "1-000000000001"].evidence
     assert evidence is not None and evidence.place.endswith("part-00000-of-00001.parquet, document doc-1")
 
@@ -162,7 +162,7 @@ def test_list_of_ids_flags_them_in_every_form(tmp_path: Path, file: str, content
     assert flagged(flags) == {("mmlu_abstract_algebra", "0"): True, ("mmlu_abstract_algebra", "1"): True}
 
 
-def test_list_says_what_is_clean_and_how_many_questions_nobody_asked(tmp_path: Path) -> None:
+def test_list_says_what_is_clean_and_counts_unasked_questions(tmp_path: Path) -> None:
     flags = imported(tmp_path, "0,false,0.1\n1,true,0.9\n77,true\n", file="a.csv", benchmark="mmlu")
 
     assert flagged(flags) == {("mmlu_abstract_algebra", "0"): False, ("mmlu_abstract_algebra", "1"): True}
@@ -177,7 +177,7 @@ def test_list_says_what_is_clean_and_how_many_questions_nobody_asked(tmp_path: P
         ("list", "a.csv", "0,true,1,9\n", r"at most 3 columns .*line 1"),
         ("list", "a.jsonl", '{"id": 1}\n{"id": \n', r"a line of JSON in .*a.jsonl, line 2"),
         ("list", "a.jsonl", '{"name": 1}\n', r"the id of a question in .*line 1"),
-        ("list", "a.txt", "0\n", r"a question of one benchmark .*line 1\n.*mmlu_abstract_algebra, towns"),
+        ("list", "a.txt", "0\n", r"a question of a single benchmark .*line 1\n.*mmlu_abstract_algebra, towns"),
         ("decon", "a.jsonl", '{"eval_key": "mmlu"}\n', r"training_file of a report of decon in .*line 1"),
         ("decon", "a.jsonl", "[]\n", r"an object in .*line 1"),
         ("marin", "a.parquet", "no parquet", r"Parquet in .*a.parquet"),
@@ -190,7 +190,7 @@ def test_wrong_line_is_named_with_its_file(tmp_path: Path, tool: Tool, file: str
     assert read_flags(str(tmp_path)) == ()
 
 
-def test_flags_that_were_written_are_read_again_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+def test_written_flags_are_read_again_and_damaged_flags_are_refused(tmp_path: Path) -> None:
     written = imported(tmp_path, '{"id": 0, "evidence": "a\\u2028b\\ud800"}', benchmark="towns")
 
     [read] = read_flags(str(tmp_path))

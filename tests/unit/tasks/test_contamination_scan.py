@@ -36,10 +36,10 @@ def asked(*texts: str, answer: str = "") -> list[AskedQuestion]:
 
 
 def found_in(texts: Sequence[str], questions: Sequence[AskedQuestion], *, n: int, shortest: int) -> dict[int, Finding]:
-    found: dict[int, Finding] = {}
+    findings: dict[int, Finding] = {}
     index = QuestionIndex(questions, n=n, shortest=shortest)
-    index.search(texts, found, places=[("f", 0, number) for number in range(1, len(texts) + 1)])
-    return found
+    index.search(texts, findings, places=[("f", 0, number) for number in range(1, len(texts) + 1)])
+    return findings
 
 
 ACCENTED = 'welche der fünf höheren flüsse läuft an der café-brücke vorbei & "affine" naïve 10 brücken'
@@ -58,8 +58,8 @@ COPIES = {
 @pytest.mark.parametrize("copy", COPIES)
 def test_search_verbatim_copy_in_another_encoding_is_found_whole(copy: str) -> None:
     index = QuestionIndex(asked(ACCENTED), n=13, shortest=8)
-    found = found_in([f"before {COPIES[copy]} after"], index.questions, n=13, shortest=8)
-    assert found[0].seen.bit_count() == index.grams(0)
+    findings = found_in([f"before {COPIES[copy]} after"], index.questions, n=13, shortest=8)
+    assert findings[0].seen.bit_count() == index.grams(0)
 
 
 def test_words_of_encoded_separators_and_half_surrogates_divide_no_text() -> None:
@@ -79,12 +79,12 @@ def brute_force(texts: Sequence[str], question: str, *, n: int, shortest: int) -
         return 0, 0
     grams, longest = set(), 0
     for text in texts:
-        there = plainly(text)
-        grams |= {tuple(there[at : at + size]) for at in range(len(there) - size + 1)}
+        searched = plainly(text)
+        grams |= {tuple(searched[at : at + size]) for at in range(len(searched) - size + 1)}
         for first in range(len(own)):
-            for at in range(len(there)):
+            for at in range(len(searched)):
                 length = 0
-                while own[first + length : first + length + 1] == there[at + length : at + length + 1] != []:
+                while own[first + length : first + length + 1] == searched[at + length : at + length + 1] != []:
                     length += 1
                 longest = max(longest, length)
     seen = sum(1 << at for at in range(len(own) - size + 1) if tuple(own[at : at + size]) in grams)
@@ -106,19 +106,19 @@ def test_what_is_found_is_what_a_plain_search_for_n_grams_finds(
     shortest, n = sizes[0], sum(sizes)
     own = [" ".join(plainly(question)) for question in questions]
 
-    found = found_in(texts, asked(*own), n=n, shortest=shortest) if texts else {}
+    findings = found_in(texts, asked(*own), n=n, shortest=shortest) if texts else {}
 
     for number, question in enumerate(own):
-        finding = found.get(number, Finding())
+        finding = findings.get(number, Finding())
         assert (finding.seen, finding.longest) == brute_force(texts, question, n=n, shortest=shortest)
 
 
-def test_words_are_lower_case_without_punctuation_and_chinese_characters_stand_alone() -> None:
+def test_words_are_lower_case_without_punctuation_and_single_chinese_characters() -> None:
     words = words_of(["Don’t “STOP”, É\u00a0ÜBER 日本語、ok日…", "second"])
 
-    found = [word.decode() for word in words.between(0, len(words.starts))]
+    decoded = [word.decode() for word in words.between(0, len(words.starts))]
 
-    assert found == ["don", "t", "stop", "é", "über", "日", "本", "語", "ok", "日", "\x01", "second"]
+    assert decoded == ["don", "t", "stop", "é", "über", "日", "本", "語", "ok", "日", "\x01", "second"]
 
 
 def test_words_that_share_a_number_and_differ_as_text_flag_nothing() -> None:
@@ -135,7 +135,7 @@ def test_text_across_two_documents_is_not_found() -> None:
     assert found_in([QUESTION[:half], QUESTION[half:]], asked(QUESTION), n=13, shortest=13) == {}
 
 
-@pytest.mark.parametrize(("after", "follows"), [("It was Eden Bridge.", True), ("Nobody knows.", False)])
+@pytest.mark.parametrize(("after", "follows"), [("It was Eden Bridge.", True), ("It is unknown.", False)])
 def test_answer_is_seen_where_it_follows_the_question_in_the_same_text(after: str, follows: bool) -> None:
     texts = [f"Q: {QUESTION}? {after}", "Eden Bridge"]
 
@@ -158,9 +158,9 @@ def test_own_text_of_a_question_is_without_instruction_examples_and_labels(shots
 
 def test_own_text_of_a_conversation_is_the_last_turn_of_its_user() -> None:
     turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."},
-             {"role": "user", "content": "Who built it?"}]  # fmt: skip
+             {"role": "user", "content": "Which town built it?"}]  # fmt: skip
 
-    assert own_texts([json.dumps(turns)], shots=None) == ["Who built it?"]
+    assert own_texts([json.dumps(turns)], shots=None) == ["Which town built it?"]
 
 
 @pytest.mark.parametrize("shots", [0, 1, 5, None])
@@ -170,10 +170,10 @@ def test_own_text_of_a_conversation_as_lm_eval_logs_it_is_its_last_turn_whole(sh
               {"role": "user", "content": text}] for text in asked]  # fmt: skip
     logged = [str([json.dumps(conversation)]) for conversation in turns]
 
-    found = own_texts(logged, shots=shots)
+    last_turns = own_texts(logged, shots=shots)
 
-    assert found == own_texts([json.dumps(conversation) for conversation in turns], shots=shots)
-    assert all(f"{name} live?" in text for name, text in zip(NAMES, found, strict=True)), found
+    assert last_turns == own_texts([json.dumps(conversation) for conversation in turns], shots=shots)
+    assert all(f"{name} live?" in text for name, text in zip(NAMES, last_turns, strict=True)), last_turns
 
 
 def test_choices_by_letter_belong_to_a_question_only_below_a_short_stem() -> None:
@@ -185,12 +185,12 @@ def test_choices_by_letter_belong_to_a_question_only_below_a_short_stem() -> Non
     ]
 
 
-def test_question_has_one_digest_behind_other_examples_and_no_answer_that_is_a_letter() -> None:
-    def one(prompt: str, target: str) -> AskedQuestion:
+def test_question_has_the_same_digest_behind_examples_and_no_letter_answer() -> None:
+    def question(prompt: str, target: str) -> AskedQuestion:
         return questions_of("b", [Sample(benchmark="b", id="1", prompt=prompt, output="", target=target, scores={})],
                             shots=prompt.count("Example"))[0]  # fmt: skip
 
-    plain, with_examples = one(QUESTION, "B."), one(f"Example one.\n\nExample two.\n\n{QUESTION}?", "Eden")
+    plain, with_examples = question(QUESTION, "B."), question(f"Example 1.\n\nExample 2.\n\n{QUESTION}?", "Eden")
 
     assert plain.digest == with_examples.digest
     assert (plain.answer, with_examples.answer) == ("", "eden")
@@ -221,7 +221,7 @@ def test_texts_are_read_from_every_form_and_store_that_holds_them(tmp_path: Path
     assert read("memory://texts/*1.jsonl", "messages") == ["nine\nten"]
 
 
-def test_each_text_is_read_once_wherever_a_file_is_cut() -> None:
+def test_each_text_is_read_once_for_any_cut_of_a_file() -> None:
     texts = ["one", "zwölf", "", "a line\nof two", "日本"]
     content = lines(texts)
     storage.write_bytes("memory://cut.jsonl", content)
@@ -229,19 +229,19 @@ def test_each_text_is_read_once_wherever_a_file_is_cut() -> None:
 
     for cut in range(1, len(content)):
         parts = [replace(whole, start=0, end=cut), replace(whole, start=cut, end=len(content))]
-        found = [text for part in parts for text in texts_in(part, Reading())]
-        assert found == [text for text in texts if text], cut
+        read = [text for part in parts for text in texts_in(part, Reading())]
+        assert read == [text for text in texts if text], cut
 
 
 def test_texts_in_another_field_are_refused_with_the_fields_there_are(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"content": "one"}\n')
+    (tmp_path / "a.jsonl").write_text('{"content": "text"}\n')
 
     with pytest.raises(BadInput, match=r"'text' of .*a.jsonl\n.*the fields content"):
         read(tmp_path / "a.jsonl")
 
 
 def test_file_of_which_no_line_is_a_document_is_refused_and_makes_no_question_clean(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "one two three"}], indent=2))
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "four five six"}], indent=2))
 
     with pytest.raises(BadInput, match=r"each line of .*a.json\n.*none of which"):
         read(tmp_path / "a.json")
@@ -278,14 +278,14 @@ def test_scan_says_what_it_read_and_a_question_too_short_is_not_called_clean(tmp
 
     flags = scan(str(tmp_path), "s", [TextSource(str(tmp_path / "[ab].*"))], questions, settings=Settings())
 
-    search, found = flags.search, {key[1]: flag for key, flag in flags.questions.items()}
+    search, by_id = flags.search, {key[1]: flag for key, flag in flags.questions.items()}
     assert (search.text_files, search.documents, search.words, search.unreadable) == (2, 3, 31, 1)
     assert (search.questions, search.flagged, search.too_short) == (2, 1, 1)
-    assert {name: (flag.flagged, flag.score, flag.longest) for name, flag in found.items()} == {
+    assert {name: (flag.flagged, flag.score, flag.longest) for name, flag in by_id.items()} == {
         "0": (True, 1.0, 17),
         "1": (False, 0.0, 0),
     }
-    evidence = found["0"].evidence
+    evidence = by_id["0"].evidence
     assert evidence is not None and evidence.text == QUESTION
     assert evidence.place == f"{tmp_path / 'a.jsonl'}, document 2"
 
@@ -293,7 +293,7 @@ def test_scan_says_what_it_read_and_a_question_too_short_is_not_called_clean(tmp
 def test_scan_that_was_ended_does_not_read_again_what_it_had_read(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_bytes(lines([QUESTION]))
-    second.write_text('{"content": "one"}\n')
+    second.write_text('{"content": "text"}\n')
     done: list[Progress] = []
 
     def again() -> int:

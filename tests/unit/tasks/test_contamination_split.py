@@ -31,50 +31,52 @@ RIGHT = [1.0] * 30 + [0.0] * 70  # the first 30 of 100 questions are right
 def flags_of(
     path: Path, flagged: Sequence[int], clean: Sequence[int], *, benchmark: str = "demo_facts", text: str = "the words"
 ) -> Flags:
-    def flag(number: int, found: bool) -> QuestionFlag:
-        evidence = Evidence(place=f"{text}.jsonl, document 3", text=text) if found else None
-        return QuestionFlag(benchmark=benchmark, id=str(number), text="", flagged=found, score=float(found),
-                            longest=17 if found else 0, evidence=evidence)  # fmt: skip
+    def flag(number: int, hit: bool) -> QuestionFlag:
+        evidence = Evidence(place=f"{text}.jsonl, document 3", text=text) if hit else None
+        return QuestionFlag(benchmark=benchmark, id=str(number), text="", flagged=hit, score=float(hit),
+                            longest=17 if hit else 0, evidence=evidence)  # fmt: skip
 
-    found = [*(flag(number, True) for number in flagged), *(flag(number, False) for number in clean)]
+    flags = [*(flag(number, True) for number in flagged), *(flag(number, False) for number in clean)]
     search = Search(name="pile", tool="assay", version="1", created=FIRST, texts=("data/*.jsonl",), n=13, shortest=8,
                     threshold=0.5, text_files=2, text_bytes=3 * 10**9, documents=5, words=6, not_read=(text,),
-                    questions=len(found), flagged=len(flagged))  # fmt: skip
-    return write_flags(str(path), search, found)
+                    questions=len(flags), flagged=len(flagged))  # fmt: skip
+    return write_flags(str(path), search, flags)
 
 
 def split(path: Path, metric: Metric, samples: Sequence[Sample], *others: Metric) -> Split:
     record = make_record(metrics=(metric, *others), samples=len(samples))
     publish(path, record, samples)
-    [found] = [
+    [halves] = [
         each for each in Splits(read_flags(str(path))).of(found_below(str(path), record)) if each.metric == metric
     ]
-    return found
+    return halves
 
 
 def test_score_is_split_into_clean_and_flagged_with_an_interval_that_holds_for_few(tmp_path: Path) -> None:
     flags_of(tmp_path, flagged=range(10), clean=range(10, 90))
 
-    found = split(tmp_path, make_metric(value=0.3, n=100), make_samples(RIGHT))
+    halves = split(tmp_path, make_metric(value=0.3, n=100), make_samples(RIGHT))
 
-    assert found.clean is not None and found.flagged is not None
-    assert (found.clean.value, found.clean.n) == (pytest.approx(20 / 80), 80)
-    assert (found.flagged.value, found.flagged.n, found.not_scanned) == (1.0, 10, 10)
-    assert found.difference == pytest.approx(-0.75)
+    assert halves.clean is not None and halves.flagged is not None
+    assert (halves.clean.value, halves.clean.n) == (pytest.approx(20 / 80), 80)
+    assert (halves.flagged.value, halves.flagged.n, halves.not_scanned) == (1.0, 10, 10)
+    assert halves.difference == pytest.approx(-0.75)
     # Ten of ten correct have a standard error of 0 and still an interval: the difference uses both intervals.
-    assert found.flagged.low == pytest.approx(0.05 ** (1 / 10) * 0.9332, abs=0.01)
-    assert found.low == pytest.approx(-0.75 - (0.25 - (found.clean.low or 0)), abs=1e-9)
-    assert found.high is not None and -0.75 + 0.3 < found.high < -0.3
+    assert halves.flagged.low == pytest.approx(0.05 ** (1 / 10) * 0.9332, abs=0.01)
+    assert halves.low == pytest.approx(-0.75 - (0.25 - (halves.clean.low or 0)), abs=1e-9)
+    assert halves.high is not None and -0.75 + 0.3 < halves.high < -0.3
 
 
 def test_interval_of_a_difference_is_as_wide_as_both_sides_make_it(tmp_path: Path) -> None:
     flags_of(tmp_path, flagged=range(10), clean=range(10, 100))
-    found = split(tmp_path, make_metric(value=0.5, n=100), make_samples([0.0, 1.0] * 50))
+    halves = split(tmp_path, make_metric(value=0.5, n=100), make_samples([0.0, 1.0] * 50))
 
-    assert found.clean is not None and found.flagged is not None and found.low is not None and found.high is not None
-    assert found.clean.low is not None and found.flagged.high is not None
-    assert found.low == pytest.approx(-math.hypot(0.5 - found.clean.low, found.flagged.high - 0.5))
-    assert found.high == pytest.approx(-found.low)
+    assert (
+        halves.clean is not None and halves.flagged is not None and halves.low is not None and halves.high is not None
+    )
+    assert halves.clean.low is not None and halves.flagged.high is not None
+    assert halves.low == pytest.approx(-math.hypot(0.5 - halves.clean.low, halves.flagged.high - 0.5))
+    assert halves.high == pytest.approx(-halves.low)
 
 
 def test_clusters_widen_the_interval_of_the_difference(tmp_path: Path) -> None:
@@ -86,9 +88,9 @@ def test_clusters_widen_the_interval_of_the_difference(tmp_path: Path) -> None:
     widths = []
     for place, samples in (("a", alone), ("b", together)):
         flags_of(tmp_path / place, flagged=range(50), clean=range(50, 100))
-        found = split(tmp_path / place, make_metric(value=0.5, n=100), samples)
-        assert found.low is not None and found.high is not None
-        widths.append(found.high - found.low)
+        halves = split(tmp_path / place, make_metric(value=0.5, n=100), samples)
+        assert halves.low is not None and halves.high is not None
+        widths.append(halves.high - halves.low)
 
     assert widths[1] > 1.5 * widths[0]
 
@@ -102,20 +104,20 @@ def test_perplexity_is_split_by_its_sums_and_not_by_a_mean(tmp_path: Path) -> No
         for number, pair in enumerate(sums)
     ]  # fmt: skip
 
-    found = split(tmp_path, make_metric(name="word_perplexity", value=math.exp(2), n=3), samples)
+    halves = split(tmp_path, make_metric(name="word_perplexity", value=math.exp(2), n=3), samples)
 
-    assert found.clean is not None and found.flagged is not None
-    assert (found.clean.value, found.flagged.value) == (pytest.approx(math.exp(7 / 3)), pytest.approx(math.e))
-    assert (found.low, found.reason) == (None, "too few questions for an interval")
+    assert halves.clean is not None and halves.flagged is not None
+    assert (halves.clean.value, halves.flagged.value) == (pytest.approx(math.exp(7 / 3)), pytest.approx(math.e))
+    assert (halves.low, halves.reason) == (None, "too few questions for an interval")
 
 
 def test_score_that_is_no_mean_over_questions_is_not_split_and_says_why(tmp_path: Path) -> None:
     flags_of(tmp_path, flagged=range(10), clean=range(10, 100))
 
-    found = split(tmp_path, make_metric(value=0.9, n=100), make_samples(RIGHT))
+    halves = split(tmp_path, make_metric(value=0.9, n=100), make_samples(RIGHT))
 
-    assert (found.clean, found.flagged) == (None, None)
-    assert found.reason == "not split: its value is not the mean over single questions"
+    assert (halves.clean, halves.flagged) == (None, None)
+    assert halves.reason == "not split: its value is not the mean over single questions"
 
 
 def test_group_of_which_a_part_has_no_flagged_question_is_compared_over_the_others(tmp_path: Path) -> None:
@@ -125,12 +127,12 @@ def test_group_of_which_a_part_has_no_flagged_question_is_compared_over_the_othe
     samples = [*make_samples([1] * 4 + [0] * 6, benchmark="g_a"), *make_samples([1] * 8 + [0] * 2, benchmark="g_b")]
     group = make_metric("g", 0.6, n=20).model_copy(update={"parts": {"g_a": 0.5, "g_b": 0.5}})
 
-    found = split(tmp_path, group, samples, make_metric("g_a", 0.4, n=10), make_metric("g_b", 0.8, n=10))
+    halves = split(tmp_path, group, samples, make_metric("g_a", 0.4, n=10), make_metric("g_b", 0.8, n=10))
 
-    assert found.clean is not None and found.flagged is not None
-    assert found.clean.value == pytest.approx((2 / 8 + 0.8) / 2)
-    assert found.flagged.value == 1.0
-    assert (found.difference, found.parts) == (pytest.approx(2 / 8 - 1.0), (1, 2))
+    assert halves.clean is not None and halves.flagged is not None
+    assert halves.clean.value == pytest.approx((2 / 8 + 0.8) / 2)
+    assert halves.flagged.value == 1.0
+    assert (halves.difference, halves.parts) == (pytest.approx(2 / 8 - 1.0), (1, 2))
 
 
 def test_uneven_flags_of_parts_widen_the_difference(tmp_path: Path) -> None:
@@ -141,12 +143,12 @@ def test_uneven_flags_of_parts_widen_the_difference(tmp_path: Path) -> None:
     samples = [s for name in ("g_a", "g_b") for s in make_samples([1.0, 1.0, 1.0, 1.0, 0.0] * 60, benchmark=name)]
     group = make_metric("g", 0.8, n=600).model_copy(update={"parts": {"g_a": 0.5, "g_b": 0.5}})
 
-    found = split(tmp_path, group, samples, *(make_metric(name, 0.8, n=300) for name in ("g_a", "g_b")))
+    halves = split(tmp_path, group, samples, *(make_metric(name, 0.8, n=300) for name in ("g_a", "g_b")))
 
     unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # all three flagged questions of a part are right, which proves little
-    assert found.flagged is not None and found.flagged.low is not None and found.high is not None
-    assert found.flagged.value - found.flagged.low > unseen
-    assert found.high - (found.difference or 0.0) > unseen
+    assert halves.flagged is not None and halves.flagged.low is not None and halves.high is not None
+    assert halves.flagged.value - halves.flagged.low > unseen
+    assert halves.high - (halves.difference or 0.0) > unseen
 
 
 def series(path: Path, *, text: str = "the words") -> list[Record]:
@@ -226,8 +228,8 @@ def test_scan_of_a_training_configuration_flags_questions_of_records(tmp_path: P
     ]
     publish(tmp_path / "e", make_record(metrics=(make_metric(value=1.0, n=2),), samples=2), samples)
     (tmp_path / "texts.jsonl").write_text(json.dumps({"body": f"{question} Eden."}))
-    here = {"source": {"train_urls": [str(tmp_path / "{texts,texts}.jsonl")]}, "format": {"text_key": "body"}}
-    data = {"components": {"here": here, "hub": {"source": {"id": "o/d"}}}}
+    component = {"source": {"train_urls": [str(tmp_path / "{texts,texts}.jsonl")]}, "format": {"text_key": "body"}}
+    data = {"components": {"here": component, "hub": {"source": {"id": "o/d"}}}}
     config = {"training": {"train_config": {"data": data}}}
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
 

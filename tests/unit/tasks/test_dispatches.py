@@ -63,9 +63,9 @@ REGIONS = Regions.model_validate(
 def cell(step: int = 1, name: str = "a", *, listing: str = "listing", **serving: Any) -> OpenCell:
     content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}]}
     config = EvaluationConfig.model_validate(content | (serving or {"base_url": "http://127.0.0.1:9/v1"}))
-    wanted = WantedEvaluation((name,), 0, (CheckpointRule(which="all"),), config, f"hash-{name}", None)
+    evaluation = WantedEvaluation((name,), 0, (CheckpointRule(which="all"),), config, f"hash-{name}", None)
     seen = SeenCheckpoint(f"/runs/run/hf/step-{step}", f"run-{step}", step, "huggingface", listing, ())
-    return OpenCell("run", seen, wanted, "work")
+    return OpenCell("run", seen, evaluation, "work")
 
 
 def flow_run(*cells: OpenCell, ended: float | None = None, state: str = "Crashed", sent: float = NOW - 900) -> Dispatch:
@@ -75,9 +75,9 @@ def flow_run(*cells: OpenCell, ended: float | None = None, state: str = "Crashed
 
 def decided(work: list[OpenCell], sent: Dispatches, **more: Any) -> list[tuple[str, str | None]]:
     listing = RunListing("/runs/run", "run", [], [], more.pop("records", RunRecords({}, (), {})), **more)
-    found = with_dispatches(Reconciliation({}, work, [], 0), [listing], sent, POLICY, now=NOW)
-    assert len(found.work) + len(found.others) == len(work)
-    return [(open_cell.state, open_cell.reason) for open_cell in (*found.work, *found.others)]
+    reconciliation = with_dispatches(Reconciliation({}, work, [], 0), [listing], sent, POLICY, now=NOW)
+    assert len(reconciliation.work) + len(reconciliation.others) == len(work)
+    return [(open_cell.state, open_cell.reason) for open_cell in (*reconciliation.work, *reconciliation.others)]
 
 
 def test_cell_of_a_flow_run_that_goes_on_waits_for_it_and_the_same_checkpoint_written_again_does_not():
@@ -101,7 +101,7 @@ def test_cell_of_a_flow_run_that_goes_on_waits_for_it_and_the_same_checkpoint_wr
         ([flow_run(cell(2), ended=NOW - 60)], "work"),
     ],
 )
-def test_cell_whose_flow_run_died_is_sent_again_after_a_pause_and_not_for_ever(ended: list[Dispatch], state: str):
+def test_cell_of_a_dead_flow_run_is_sent_again_with_a_limit(ended: list[Dispatch], state: str):
     assert [decision for decision, _ in decided([cell()], Dispatches(ended=ended))] == [state]
 
 
@@ -118,7 +118,7 @@ def test_flow_run_that_left_a_record_or_was_forgiven_counts_no_more():
     assert decided([cell()], sent, overrides=Overrides(by_policy={"p": retry})) == [("work", None)]
 
 
-def test_batches_are_of_one_run_on_the_same_resources_and_take_each_others_places():
+def test_batches_share_run_and_resources_and_take_each_others_places():
     slices = {"device": {"kind": "tpu", "variant": "v6e-8"}}
     pool: dict[str, Any] = {"model": {"name": "run"}}
     served: dict[str, Any]

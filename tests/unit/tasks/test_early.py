@@ -127,7 +127,7 @@ def test_score_outside_of_its_range_is_refused():
 
 
 def test_questions_of_a_decided_score_are_not_asked_while_another_is_undecided():
-    wanted = {
+    request = {
         "draws": list(range(400)),
         "scores": [
             {
@@ -143,11 +143,11 @@ def test_questions_of_a_decided_score_are_not_asked_while_another_is_undecided()
             for start, threshold in ((0, 0.5), (1, 0.999))
         ],
     }
-    asking = EarlyAsking(wanted)
+    asking = EarlyAsking(request)
     while not asking.decisions[0].word:
         asking.take({place: {"acc": 1.0} for place in asking.next(8)})
     assert not asking.decided
-    assert all(place % 2 == 1 for place in asking.next(50)), "all room is the other one's"
+    assert all(place % 2 == 1 for place in asking.next(50)), "all room belongs to the other score"
 
 
 # Requests of a gate
@@ -177,7 +177,7 @@ def baseline(folder: Path, scores: Sequence[float] = RIGHT, *, metric: Metric | 
     publish(folder, make_record(metrics=(metric,), **fields), samples)
 
 
-def wanted(folder: Path, gate: Gate | None = None, **fields: Any) -> WantedEarly:
+def wanted_early(folder: Path, gate: Gate | None = None, **fields: Any) -> WantedEarly:
     [cell] = decided_early(gate or early_gate(), [cell_of(folder, **fields)])
     assert cell.early is not None
     return cell.early
@@ -199,7 +199,7 @@ def answers(early: WantedEarly, score: float | None = None, *, metric: str = "ac
 
 def test_gate_asks_all_questions_in_an_order_that_the_checkpoint_seeds(tmp_path: Path):
     baseline(tmp_path)
-    first, again = wanted(tmp_path), wanted(tmp_path)
+    first, again = wanted_early(tmp_path), wanted_early(tmp_path)
     assert first.digest == again.digest
     names = [question.id for question in first.questions]
     assert sorted(names, key=int) == [str(number) for number in range(200)] != names
@@ -208,27 +208,27 @@ def test_gate_asks_all_questions_in_an_order_that_the_checkpoint_seeds(tmp_path:
     assert sum(score.shares) == pytest.approx(1.0) and score.expected == pytest.approx(0.6)
 
 
-def test_questions_of_a_cluster_stand_side_by_side(tmp_path: Path):
+def test_questions_of_a_cluster_are_adjacent(tmp_path: Path):
     samples = [
         sample.model_copy(update={"cluster": f"passage-{number % 40}"})
         for number, sample in enumerate(make_samples(RIGHT))
     ]
     baseline(tmp_path, samples=samples)
-    draws = [question.draw for question in wanted(tmp_path).questions]
+    draws = [question.draw for question in wanted_early(tmp_path).questions]
     assert draws == sorted(draws) and len(set(draws)) == 40
 
 
 def test_alpha_is_split_among_all_scores_of_a_checkpoint(tmp_path: Path):
     baseline(tmp_path)
     gate = early_gate(RULE, {**RULE, "by_more_than": 0.2}, alpha=0.04)
-    assert [score.alpha for score in wanted(tmp_path, gate).scores] == [0.02, 0.02]
+    assert [score.alpha for score in wanted_early(tmp_path, gate).scores] == [0.02, 0.02]
 
 
 def test_metric_of_which_less_is_better_is_mirrored_and_per_cent_scaled(tmp_path: Path):
     lower = make_metric(value=60.0, n=200, higher_is_better=False)
     baseline(tmp_path, metric=lower)
     gate = early_gate({**RULE, "by_more_than": 10})
-    early = wanted(tmp_path, gate)
+    early = wanted_early(tmp_path, gate)
     [score] = scores_decided(answers(early, 1.0), early)
     assert (score.verdict, score.baseline_value, score.higher_is_better) == ("worse", pytest.approx(60.0), False)
     assert score.low > 70 and score.high == pytest.approx(100.0)
@@ -248,7 +248,7 @@ def test_score_that_cannot_be_decided_early_is_refused_by_name_with_the_reason(
 ):
     baseline(tmp_path, scores, metric=metric)
     with pytest.raises(BadInput, match=r"demo_facts · acc cannot[\s\S]*" + reason):
-        wanted(tmp_path)
+        wanted_early(tmp_path)
 
 
 def test_perplexity_is_refused_as_a_ratio_over_tokens(tmp_path: Path):
@@ -259,7 +259,7 @@ def test_perplexity_is_refused_as_a_ratio_over_tokens(tmp_path: Path):
     metric = make_metric(name="word_perplexity", value=float(np.exp(2.0)), higher_is_better=False)
     baseline(tmp_path, metric=metric, samples=samples)
     with pytest.raises(BadInput, match=r"word_perplexity cannot[\s\S]*ratio of sums over tokens"):
-        wanted(tmp_path, early_gate({**RULE, "metric": "word_perplexity"}))
+        wanted_early(tmp_path, early_gate({**RULE, "metric": "word_perplexity"}))
 
 
 @pytest.mark.parametrize(
@@ -269,23 +269,23 @@ def test_perplexity_is_refused_as_a_ratio_over_tokens(tmp_path: Path):
 def test_evaluator_that_cannot_decide_early_is_refused_by_name(tmp_path: Path, evaluator: str, reason: str):
     baseline(tmp_path)
     with pytest.raises(BadInput, match=reason):
-        wanted(tmp_path, evaluator=evaluator)
+        wanted_early(tmp_path, evaluator=evaluator)
 
 
 def test_benchmark_without_a_rule_and_a_baseline_with_other_settings_are_refused(tmp_path: Path):
     baseline(tmp_path)
     with pytest.raises(BadInput, match="demo_facts, demo_backwards"):
-        wanted(tmp_path, benchmarks=("demo_facts", "demo_backwards"))
+        wanted_early(tmp_path, benchmarks=("demo_facts", "demo_backwards"))
     with pytest.raises(BadInput, match="other settings"):
-        wanted(tmp_path, hash="another")
-    assert wanted(tmp_path, early_gate({**RULE, "anyway": True}), hash="another").questions[0].prompt is None
+        wanted_early(tmp_path, hash="another")
+    assert wanted_early(tmp_path, early_gate({**RULE, "anyway": True}), hash="another").questions[0].prompt is None
 
 
 def test_baseline_that_has_only_an_early_verdict_is_refused(tmp_path: Path):
     baseline(tmp_path)
     decide(tmp_path, 200)
     with pytest.raises(BadInput, match="run-a@200"):
-        wanted(tmp_path, early_gate({**RULE, "not_worse_than": "run-a@200"}), step=300)
+        wanted_early(tmp_path, early_gate({**RULE, "not_worse_than": "run-a@200"}), step=300)
 
 
 def test_first_checkpoint_of_a_run_has_nothing_to_be_compared_with_and_is_asked_whole(tmp_path: Path):
@@ -315,7 +315,7 @@ def test_gate_that_decides_early_needs_rules_with_baselines(rules: tuple[dict[st
 
 def test_verdict_is_taken_from_the_answers_once_more(tmp_path: Path):
     baseline(tmp_path)
-    early = wanted(tmp_path)
+    early = wanted_early(tmp_path)
     [score] = scores_decided(answers(early)[:120], early)
     assert (score.verdict, score.questions, score.baseline) == ("not worse", 200, "run-a-100") and score.asked < 120
     for few in (answers(early)[:5], [*answers(early)[:5], answers(early, metric="other")[5]]):
@@ -325,7 +325,7 @@ def test_verdict_is_taken_from_the_answers_once_more(tmp_path: Path):
 
 def test_batches_are_read_as_they_were_asked(tmp_path: Path):
     baseline(tmp_path)
-    asked = answers(wanted(tmp_path))
+    asked = answers(wanted_early(tmp_path))
     lines = "".join(answer.model_dump_json() + "\n" for answer in asked)
     assert [len(batch) for batch in batches_in(lines)] == [16] * 12 + [8]
     assert batches_in(lines)[1][0] == (asked[16].benchmark, asked[16].id)
@@ -361,19 +361,19 @@ def decide(folder: Path, step: int, score: float | None = None) -> EarlyVerdict:
 def test_verdict_says_when_it_was_decided_with_what_error_and_what_it_does_not_cover(tmp_path: Path):
     baseline(tmp_path)
     verdict = decide(tmp_path, 200)
-    found = judge(
+    judgement = judge(
         early_gate(), [JudgedCheckpoint("run-a-200", 200, (), early=(verdict,))], evaluation_path=str(tmp_path)
     )
-    assert found.go
-    [reason] = [reason for reason in found.reasons if reason.early]
+    assert judgement.go
+    [reason] = [reason for reason in judgement.reasons if reason.early]
     [score] = verdict.scores
     assert (
-        f"decided early at {score.asked} of 200 questions (α = 0.05 of one command and baseline): not worse"
+        f"decided early at {score.asked} of 200 questions (α = 0.05 per command and baseline): not worse"
         in reason.found
     )
     assert "neither training's jitter nor other questions" in reason.found and "0.600 → 0.600 (" in reason.found
-    assert reason.found.replace("|", "\\|") in verdict_markdown(found)
-    shown = json.loads(json.dumps(found.as_dict()))["reasons"][-1]["early"]
+    assert reason.found.replace("|", "\\|") in verdict_markdown(judgement)
+    shown = json.loads(json.dumps(judgement.as_dict()))["reasons"][-1]["early"]
     assert (shown["asked"], shown["low"] <= shown["estimate"] <= shown["high"]) == (score.asked, True)
 
 
@@ -397,11 +397,11 @@ def test_whole_says_whether_it_agrees_with_the_early_verdict(tmp_path: Path, who
     [record] = [item.record for item in find_records(str(tmp_path)) if item.record.checkpoint.step == 200]
     judged = JudgedCheckpoint("run-a-200", 200, (FoundRecord(cell, record),))
     gate = early_gate().model_copy(update={"decide": "whole"})
-    found = judge(gate, [judged], evaluation_path=str(tmp_path))
-    assert any(f"{word} the early verdict" in reason.found for reason in found.reasons)
+    judgement = judge(gate, [judged], evaluation_path=str(tmp_path))
+    assert any(f"{word} the early verdict" in reason.found for reason in judgement.reasons)
 
 
-def test_verdict_is_no_record_for_anybody_who_reads_scores(tmp_path: Path):
+def test_verdict_is_no_record_for_readers_of_scores(tmp_path: Path):
     baseline(tmp_path)
     run = CliRunner()
 
@@ -530,9 +530,9 @@ def test_rule_over_a_score_decided_early_and_one_of_a_whole_record_judges_each(t
     scores = tuple(score.model_copy(update={"rule": gate.rules[0].words}) for score in verdict.scores)
     records = [item for item in find_records(str(tmp_path)) if item.record.checkpoint.step == 200]
     early = (verdict.model_copy(update={"scores": scores}),)
-    found = judge(gate, judged_checkpoints(records, early), evaluation_path=str(tmp_path))
-    assert found.go, found.refusals
-    assert {"demo_facts", "demo_more"} <= set(re.findall(r"demo_[a-z]+", " ".join(r.found for r in found.reasons)))
+    judgement = judge(gate, judged_checkpoints(records, early), evaluation_path=str(tmp_path))
+    assert judgement.go, judgement.refusals
+    assert {"demo_facts", "demo_more"} <= set(re.findall(r"demo_[a-z]+", " ".join(r.found for r in judgement.reasons)))
 
 
 def test_early_verdict_on_a_checkpoint_that_was_written_again_and_evaluated_whole_says_nothing(tmp_path: Path):
@@ -545,7 +545,7 @@ def test_early_verdict_on_a_checkpoint_that_was_written_again_and_evaluated_whol
 
 
 @pytest.mark.parametrize("score", [None, 0.0], ids=["not worse", "worse"])
-def test_gate_judges_by_early_verdicts_only_where_it_is_told_to(tmp_path: Path, score: float | None):
+def test_gate_judges_by_early_verdicts_only_if_configured(tmp_path: Path, score: float | None):
     baseline(tmp_path)
     decide(tmp_path, 200, score)
     file = tmp_path / "gate.json"
@@ -561,14 +561,14 @@ def test_gate_judges_by_early_verdicts_only_where_it_is_told_to(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("options", "problem"),
     [(["--early"], "no gate"), (["--finish"], "no gate"), (["--gate", "GATE", "--early", "--finish"], "both")],
 )
-def test_options_of_early_decisions_that_cannot_be_right_are_refused(tmp_path: Path, options: list[str], found: str):
+def test_options_of_early_decisions_that_cannot_be_right_are_refused(tmp_path: Path, options: list[str], problem: str):
     (tmp_path / "GATE").write_text(json.dumps({"rules": [RULE]}))
     given = [str(tmp_path / "GATE") if option == "GATE" else option for option in options]
     done = CliRunner().invoke(app, ["evaluate", "--model", "nowhere", "--eval", "demo_facts", *given])
-    assert isinstance(done.exception, BadInput) and done.exception.found == found
+    assert isinstance(done.exception, BadInput) and done.exception.found == problem
 
 
 def test_finishing_without_an_early_verdict_is_refused(tmp_path: Path):

@@ -46,7 +46,7 @@ def checkpoint(step: int, **changes: Any) -> SeenCheckpoint:
     return replace(seen, **changes)
 
 
-def wanted(name: str = "a", *rules: CheckpointRule) -> WantedEvaluation:
+def wanted_evaluation(name: str = "a", *rules: CheckpointRule) -> WantedEvaluation:
     content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
     config = EvaluationConfig.model_validate(content)
     return WantedEvaluation((name,), 0, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
@@ -69,36 +69,38 @@ def decide(
     kept = {EarlyKey(step, "hash-a", f"listing-{step}"): word for step, word in (words or {}).items()}
     early = EarlyDecisions(gate or early_gate(), "/out", kept, frozenset(alerted))
     checkpoints = [checkpoint(step) for step in steps]
-    listing = RunListing("/runs/run", "run", evaluations or (wanted(),), checkpoints, records, early=early)
+    listing = RunListing("/runs/run", "run", evaluations or (wanted_evaluation(),), checkpoints, records, early=early)
     return reconcile([listing], Policy.model_validate(content), now=1e6)
 
 
-def ways(found: Reconciliation) -> dict[int, str]:
+def ways(reconciliation: Reconciliation) -> dict[int, str]:
     """Returns state and kind (early or whole) of each open cell, by step."""
-    cells = (*found.work, *found.others)
+    cells = (*reconciliation.work, *reconciliation.others)
     return {cell.checkpoint.step: f"{cell.state} {'early' if cell.early else 'whole'}" for cell in cells}
 
 
 def test_first_checkpoint_and_each_so_many_th_after_it_is_whole():
-    found = decide(range(10, 80, 10), gate=early_gate(NAMED))
+    reconciliation = decide(range(10, 80, 10), gate=early_gate(NAMED))
     whole, early = "work whole", "work early"
-    assert ways(found) == {10: whole, 20: early, 30: early, 40: whole, 50: early, 60: early, 70: whole}
+    assert ways(reconciliation) == {10: whole, 20: early, 30: early, 40: whole, 50: early, 60: early, 70: whole}
     tenth = decide(range(1, 23), gate=early_gate(NAMED, whole_every=None))
     assert [cell.checkpoint.step for cell in tenth.work if not cell.early] == [1, 11, 21]
 
 
 def test_checkpoints_are_counted_for_each_evaluation_by_its_own_rules():
-    found = decide(range(1, 10), wanted("a", CheckpointRule(every_n_steps=2)), gate=early_gate(NAMED))
-    assert {step for step, way in ways(found).items() if way == "work whole"} == {2, 8}
+    reconciliation = decide(
+        range(1, 10), wanted_evaluation("a", CheckpointRule(every_n_steps=2)), gate=early_gate(NAMED)
+    )
+    assert {step for step, way in ways(reconciliation).items() if way == "work whole"} == {2, 8}
 
 
-@pytest.mark.parametrize("there", [range(5, 8), range(1, 8), range(5, 12)])
-def test_choice_stays_where_checkpoints_are_deleted_or_come_later(there: range):
-    found = decide(there, gate=early_gate(NAMED), records=done(1, 4), words={2: "not-worse", 3: "not-worse"})
-    assert [ways(found)[step] for step in (5, 6, 7)] == ["work early", "work early", "work whole"]
+@pytest.mark.parametrize("steps", [range(5, 8), range(1, 8), range(5, 12)])
+def test_choice_stays_where_checkpoints_are_deleted_or_come_later(steps: range):
+    reconciliation = decide(steps, gate=early_gate(NAMED), records=done(1, 4), words={2: "not-worse", 3: "not-worse"})
+    assert [ways(reconciliation)[step] for step in (5, 6, 7)] == ["work early", "work early", "work whole"]
 
 
-def test_cell_whose_gate_looks_back_is_held_until_the_whole_ones_before_it_are_done():
+def test_cell_behind_a_gate_is_held_until_earlier_whole_cells_end():
     held = ways(decide([1, 2, 3, 4, 5]))
     assert held == {1: "work whole", 2: "held early", 3: "held early", 4: "work whole", 5: "held early"}
     assert ways(decide([1, 2, 3, 4, 5], records=done(1))) | {4: ""} == {
@@ -111,9 +113,9 @@ def test_cell_whose_gate_looks_back_is_held_until_the_whole_ones_before_it_are_d
 
 def test_early_verdict_settles_a_cell_unless_it_is_an_alarm():
     words = {2: "not-worse", 3: "worse", 5: "unlike", 6: "not-worse"}
-    found = decide(range(1, 7), gate=early_gate(NAMED), records=done(1, 4), words=words, alerted=["run-6"])
-    assert ways(found) == {2: "decided_early early", 3: "work whole", 5: "work whole", 6: "work whole"}
-    reasons = {cell.checkpoint.step: cell.reason for cell in (*found.work, *found.others)}
+    reconciliation = decide(range(1, 7), gate=early_gate(NAMED), records=done(1, 4), words=words, alerted=["run-6"])
+    assert ways(reconciliation) == {2: "decided_early early", 3: "work whole", 5: "work whole", 6: "work whole"}
+    reasons = {cell.checkpoint.step: cell.reason for cell in (*reconciliation.work, *reconciliation.others)}
     assert reasons == {
         2: "not worse",
         3: "decided early: worse; to be evaluated whole",
@@ -124,7 +126,7 @@ def test_early_verdict_settles_a_cell_unless_it_is_an_alarm():
 
 
 def test_verdict_is_on_the_checkpoint_as_it_was():
-    listing = RunListing("/runs/run", "run", (wanted(),), [checkpoint(2, listing="again")], done(1))
+    listing = RunListing("/runs/run", "run", (wanted_evaluation(),), [checkpoint(2, listing="again")], done(1))
     kept = {EarlyKey(2, "hash-a", "listing-2"): "not-worse"}
     content = {"name": "p", "runs": ["/runs/run"], "suites": ["demo"], "evaluation_path": "/out"}
     early = replace(listing, early=EarlyDecisions(early_gate(), "/out", kept))
@@ -132,7 +134,7 @@ def test_verdict_is_on_the_checkpoint_as_it_was():
 
 
 def test_gate_with_whole_every_must_decide_early():
-    with pytest.raises(ValueError, match=r"decide: early. beside whole_every, found .decide: whole"):
+    with pytest.raises(ValueError, match=r"decide: early. with whole_every, found .decide: whole"):
         Gate.model_validate({"rules": [RULE], "whole_every": 10})
     with pytest.raises(ValueError, match="only rules with not_worse_than"):
         Gate.model_validate({"decide": "early", "whole_every": 10})
@@ -176,7 +178,7 @@ class Watched:
         """Publishes a record of a checkpoint with 200 questions, or an early verdict on it after 40 of them."""
         listing = self.listing()
         [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
-        hash_ = listing.wanted[0].hash
+        hash_ = listing.evaluations[0].hash
         record = make_record(
             step=step, run="run", metrics=(make_metric(value=right / 200, n=200),), evaluation_hash=hash_
         )
@@ -233,9 +235,9 @@ class Watched:
 @pytest.fixture
 def watched(tmp_path: Path) -> Watched:
     write_run(tmp_path / "run", [100, 200, 300])
-    found = Watched(tmp_path)
-    found.write()
-    return found
+    watched_run = Watched(tmp_path)
+    watched_run.write()
+    return watched_run
 
 
 def test_gate_takes_an_early_verdict_once_and_the_whole_where_it_comes_later(watched: Watched):
@@ -244,7 +246,7 @@ def test_gate_takes_an_early_verdict_once_and_the_whole_where_it_comes_later(wat
     assert watched.judge() == ["run-100 GO", "run-200 GO"]
     assert watched.judge() == []
     [_, kept] = sorted((watched.folder / "out" / "run" / "gates").glob("*/step-*.json"))
-    words = "decided early at 40 of 200 questions (α = 0.05 of one command and baseline): not worse"
+    words = "decided early at 40 of 200 questions (α = 0.05 per command and baseline): not worse"
     assert any(words in reason["found"] for reason in json.loads(kept.read_bytes())["reasons"])
     watched.publish(200, 100)
     assert watched.judge() == ["run-200 NO-GO", "refused"], "the whole has other things to say"

@@ -48,7 +48,7 @@ def with_seed(**changes: Any) -> JobFile:
 # The file
 
 
-def test_seed_files_are_accepted_as_they_stand():
+def test_seed_files_are_accepted_unchanged():
     read = read_job(SEED / "eval_config.yml")
     config = evaluation_of(read.job, helm_config="run_specs.conf", entries=read.entries)
     assert isinstance(config, EvaluationConfig)

@@ -63,7 +63,7 @@ def test_example_of_the_seed_documents_is_accepted() -> None:
     assert config.pool_config.device == "tpu"
 
 
-def test_two_benchmarks_with_one_metric_key_are_refused() -> None:
+def test_two_benchmarks_with_the_same_metric_key_are_refused() -> None:
     evals = [{"name": "hellaswag", "num_fewshot": 0}, {"name": "hellaswag", "num_fewshot": 10}]
     with pytest.raises(ValidationError, match="publish their metrics as hellaswag: give one of them a task_alias"):
         EvaluationConfig.model_validate({**MINIMAL, "evals": evals})
@@ -72,15 +72,15 @@ def test_two_benchmarks_with_one_metric_key_are_refused() -> None:
 
 
 def test_pool_and_endpoint_together_are_refused() -> None:
-    with pytest.raises(ValidationError, match="found pool_config, base_url: keep one"):
+    with pytest.raises(ValidationError, match="found pool_config, base_url: remove others"):
         EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1", "pool_config": {"model": {"name": "m"}}})
-    with pytest.raises(ValidationError, match="found pool_name, base_url: keep one"):
+    with pytest.raises(ValidationError, match="found pool_name, base_url: remove others"):
         EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1", "pool_name": "warm"})
     assert EvaluationConfig.model_validate({**MINIMAL, "pool_name": "warm"}).pool_config is None
     assert EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1"}).pool_config is None
 
 
-def test_two_paths_for_one_model_are_refused() -> None:
+def test_two_paths_for_a_model_are_refused() -> None:
     with pytest.raises(ValidationError, match="leave the latter out"):
         EvaluationConfig.model_validate({**MINIMAL, "pool_config": {"model": {"name": "m", "path": "/elsewhere"}}})
 
@@ -110,7 +110,7 @@ def test_chat_template_and_what_the_pool_sets_are_not_overridden() -> None:
         ModelConfig(name="m", engine_kwargs={"port": 1})
 
 
-def test_generation_params_that_nobody_knows_are_refused() -> None:
+def test_unknown_generation_params_are_refused() -> None:
     assert ModelConfig(name="m", generation_params={"temperature": 0.7, "top_k": 5}).generation_params
     with pytest.raises(ValidationError, match="found stop_words"):
         ModelConfig(name="m", generation_params={"stop_words": ["x"]})
@@ -186,7 +186,7 @@ def test_file_loads_and_broken_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "problem"),
     [
         ("a: 2024-13-45", "month must be in"),
         ("a: " + "9" * 5000, "4,300 digits"),
@@ -195,8 +195,8 @@ def test_file_loads_and_broken_files_are_refused(tmp_path: Path) -> None:
     ],
     ids=["date", "number", "nesting", "alias"],
 )
-def test_file_that_breaks_its_reader_is_refused(tmp_path: Path, content: str, found: str) -> None:
-    with pytest.raises(BadInput, match=found):
+def test_file_that_breaks_its_reader_is_refused(tmp_path: Path, content: str, problem: str) -> None:
+    with pytest.raises(BadInput, match=problem):
         load_config(write_yaml(tmp_path, content), EvaluationConfig)
 
 
@@ -252,4 +252,4 @@ def test_variables_that_reach_the_engine_are_part_of_the_evaluation_hash(monkeyp
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with_variable = as_served(EvaluationConfig.model_validate(MINIMAL))
     assert evaluation_hash(with_variable) != evaluation_hash(plain)
-    assert as_served(plain) == plain, "what was planned elsewhere stays as it was planned"
+    assert as_served(plain) == plain, "a configuration planned elsewhere keeps its plan"

@@ -50,13 +50,13 @@ def config(path: Path | str, output: Path | str, **changes: Any) -> EvaluationCo
     return EvaluationConfig.model_validate(given)
 
 
-def test_two_checkpoints_of_one_name_are_refused_with_their_places(tmp_path: Path) -> None:
+def test_two_checkpoints_with_the_same_name_are_refused_with_their_places(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run-a", [100])
     write_checkpoint(run / "step-100", seed=5)
     with pytest.raises(BadInput, match="run-a-100 at") as caught:
         plan_cells.fn([config(run, tmp_path / "out")], find_checkpoints(str(run)))
     assert str(run / "hf" / "step-100") in caught.value.found
-    assert "one run at a time" in caught.value.remedy
+    assert "evaluate the runs separately" in caught.value.remedy
 
 
 def test_name_that_records_have_of_another_checkpoint_is_refused_with_both_places(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_name_that_records_have_of_another_checkpoint_is_refused_with_both_place
             write_record(cell.uri, make_record(**of_cell(cell)))
 
     plan(first)
-    with pytest.raises(BadInput, match="one checkpoint called final") as caught:
+    with pytest.raises(BadInput, match="a single checkpoint called final") as caught:
         plan(second)
     assert str(first) in caught.value.found and str(second) in caught.value.found
     assert "model_name" in caught.value.remedy
@@ -80,15 +80,15 @@ def test_name_that_records_have_of_another_checkpoint_is_refused_with_both_place
     shutil.rmtree(first)
     plan(write_checkpoint(first, seed=3))  # rewritten in its place
     plan(write_checkpoint(tmp_path / "run-a" / "hf" / "step-1", seed=1))
-    with pytest.raises(BadInput, match="one checkpoint called run-a-1"):
+    with pytest.raises(BadInput, match="a single checkpoint called run-a-1"):
         plan(write_checkpoint(tmp_path / "run-a" / "hf" / "checkpoint-1", seed=2))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the start of a process in /proc")
 def test_what_a_run_left_that_died_right_after_its_record_is_put_away_by_the_next(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run-a", [100])
-    wanted = [config(run, tmp_path / "out", base_url="http://127.0.0.1:9/v1")], find_checkpoints(str(run))
-    [cell] = plan_cells.fn(*wanted)
+    arguments = [config(run, tmp_path / "out", base_url="http://127.0.0.1:9/v1")], find_checkpoints(str(run))
+    [cell] = plan_cells.fn(*arguments)
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     mark = ProcessMark.of_this_process().model_copy(update={"pid": ended.pid, "started": started_at(ended.pid)})
     claims = Claims(str(tmp_path / "out" / "run-a" / "claims"), process=mark, in_background=False)
@@ -100,10 +100,10 @@ def test_what_a_run_left_that_died_right_after_its_record_is_put_away_by_the_nex
     segment.touch()
     write_record(cell.uri, make_record(**of_cell(cell)))
 
-    put_away(plan_cells.fn(*wanted))
+    put_away(plan_cells.fn(*arguments))
     assert segment.exists(), "its process may be about to end it"
     ended.communicate()
-    put_away(plan_cells.fn(*wanted))
+    put_away(plan_cells.fn(*arguments))
     assert not segment.exists()
     assert [seen.claim.released for seen in read_claims(claims_folder(str(tmp_path / "out"), "run-a"))] == [True]
     Path(record_uri(cell.uri)).unlink()
@@ -129,22 +129,22 @@ def test_failure_by_a_clock_that_was_ahead_does_not_keep_a_cell_from_being_evalu
         assert claimed.take() == []
 
 
-def test_one_served_name_for_several_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_served_name_for_several_checkpoints_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run-a", [1, 2])
-    wanted = config(run, tmp_path / "out", base_url="http://127.0.0.1:9/v1", served_model_name="m")
-    with pytest.raises(BadInput, match="one checkpoint for served_model_name"):
-        plan_cells.fn([wanted], find_checkpoints(str(run)))
+    evaluation = config(run, tmp_path / "out", base_url="http://127.0.0.1:9/v1", served_model_name="m")
+    with pytest.raises(BadInput, match="a single checkpoint for served_model_name"):
+        plan_cells.fn([evaluation], find_checkpoints(str(run)))
 
 
 def test_what_machine_or_model_cannot_give_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run-a" / "hf" / "step-1", seed=1, config={**CONFIG, "max_position_embeddings": 64})
-    found = find_checkpoints(str(tmp_path / "run-a"))
+    checkpoints = find_checkpoints(str(tmp_path / "run-a"))
     pool: dict[str, Any] = {"model": {"name": "run-a", "engine_kwargs": {"max_model_len": 65}}}
     with pytest.raises(BadInput, match="at most max_model_len=64"):
-        plan_cells.fn([config(tmp_path / "run-a", tmp_path / "out", pool_config=pool)], found)
+        plan_cells.fn([config(tmp_path / "run-a", tmp_path / "out", pool_config=pool)], checkpoints)
     pool = {"model": {"name": "run-a"}, "resource_config": {"device": {"kind": "tpu", "variant": "v5litepod-8"}}}
     with pytest.raises(UnsatisfiableResources, match="v5litepod-8"):
-        plan_cells.fn([config(tmp_path / "run-a", tmp_path / "out", pool_config=pool)], found)
+        plan_cells.fn([config(tmp_path / "run-a", tmp_path / "out", pool_config=pool)], checkpoints)
 
 
 def test_path_that_no_record_can_hold_is_refused_before_anything_is_evaluated(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_endpoint_that_takes_only_conversations_is_served(tmp_path: Path) -> Non
     assert (cell.running.prompt_logprobs, cell.weighed) == (False, ())
 
 
-def test_judge_is_the_models_own_pool_unless_another_one_is_named(tmp_path: Path) -> None:
+def test_judge_is_the_models_own_pool_unless_another_is_named(tmp_path: Path) -> None:
     own = RunningModel("http://127.0.0.1:1/v1", "run-1", "tokenizer", 8, True, 60.0, api_key="own-key")
     judged = config(tmp_path, tmp_path, evaluator="alpaca_eval", base_url="http://127.0.0.1:1/v1")
     assert judge_of(judged, own) is own
@@ -203,14 +203,14 @@ def test_judge_is_the_models_own_pool_unless_another_one_is_named(tmp_path: Path
         async with FakeEngine(models=("big-judge",)) as engine:
             options = AlpacaEvalOptions(judge=Judge(base_url=f"{engine.url}/v1", model=model))
             elsewhere = judged.model_copy(update={"evaluator": options})
-            found = await asyncio.to_thread(judge_of, elsewhere, own)
-            assert found is not None
-            assert found.base_url == f"{engine.url}/v1"
-            return found
+            judge_model = await asyncio.to_thread(judge_of, elsewhere, own)
+            assert judge_model is not None
+            assert judge_model.base_url == f"{engine.url}/v1"
+            return judge_model
 
-    found = asyncio.run(judge_at("big-judge"))
-    assert found is not None
-    assert (found.model, found.api_key) == ("big-judge", "none")
+    judge = asyncio.run(judge_at("big-judge"))
+    assert judge is not None
+    assert (judge.model, judge.api_key) == ("big-judge", "none")
     with pytest.raises(EndpointUnusable, match="it offers big-judge"):
         asyncio.run(judge_at("bigger-judge"))
     gone = AlpacaEvalOptions(judge=Judge(base_url="http://127.0.0.1:9/v1", model="m"))
@@ -246,11 +246,11 @@ def test_native_evaluation_of_a_cell_keeps_run_benchmarks_and_resources(tmp_path
 
 
 def test_steps_that_are_not_there_are_named(tmp_path: Path) -> None:
-    found = find_checkpoints(str(write_run(tmp_path / "run-a", [1, 2, 3])))
-    assert [checkpoint.step for checkpoint in select(found, CheckpointSelection(steps=(3, 1)))] == [1, 3]
-    assert [checkpoint.step for checkpoint in select(found, CheckpointSelection(which="first"))] == [1]
+    checkpoints = find_checkpoints(str(write_run(tmp_path / "run-a", [1, 2, 3])))
+    assert [checkpoint.step for checkpoint in select(checkpoints, CheckpointSelection(steps=(3, 1)))] == [1, 3]
+    assert [checkpoint.step for checkpoint in select(checkpoints, CheckpointSelection(which="first"))] == [1]
     with pytest.raises(NoCheckpoints, match="none of 7; there are 1, 2, 3"):
-        select(found, CheckpointSelection(steps=(2, 7)))
+        select(checkpoints, CheckpointSelection(steps=(2, 7)))
 
 
 def test_endpoint_without_v1_and_a_served_name_without_endpoint_are_refused(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_latest_together_with_every_n_steps_is_refused() -> None:
         CheckpointSelection(which="latest", every_n_steps=5)
 
 
-def test_pool_options_beside_an_endpoint_are_refused_not_ignored() -> None:
+def test_pool_options_with_an_endpoint_are_refused_not_ignored() -> None:
     base: dict[str, Any] = {"model": "runs/a", "evals": ("demo_facts",), "base_url": "http://127.0.0.1:8000/v1"}
     assert evaluation_from_options(EvaluationOptions(**base)).base_url is not None
     extras: list[dict[str, Any]] = [{"gpu": "H100"}, {"engine": ("dtype=float32",)}, {"replicas": 2}, {"cpu": 1}]
@@ -274,7 +274,7 @@ def test_pool_options_beside_an_endpoint_are_refused_not_ignored() -> None:
             evaluation_from_options(EvaluationOptions(**base, **extra))
 
 
-def test_options_beside_a_file_are_refused_not_ignored(tmp_path: Path) -> None:
+def test_options_with_a_file_are_refused_not_ignored(tmp_path: Path) -> None:
     file = tmp_path / "evaluation.yaml"
     file.write_text("model_path: /runs/a\nevals: [{name: demo_facts}]\n")
     assert evaluation_from_file(str(file), EvaluationOptions()).model_path == "/runs/a"
@@ -282,12 +282,14 @@ def test_options_beside_a_file_are_refused_not_ignored(tmp_path: Path) -> None:
         evaluation_from_file(str(file), EvaluationOptions(evals=("x",), limit=3))
 
 
-def test_mlflow_beside_the_records_needs_no_more_than_a_word(tmp_path: Path) -> None:
+def test_mlflow_with_the_records_needs_a_single_option(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"model": "runs/llama", "evals": ("demo_facts",), "output": str(tmp_path / "evaluations")}
     (sink,) = evaluation_from_options(EvaluationOptions(**asked, mlflow=True)).sinks
     assert sink.name == f"mlflow:{tmp_path}/mlruns llama"
-    (there,) = evaluation_from_options(EvaluationOptions(**asked, mlflow_uri="http://10.0.0.15:5000", name="a")).sinks
-    assert there.name == "mlflow:http://10.0.0.15:5000 a" and there.shown_by == "http://10.0.0.15:5000"
+    (remote_sink,) = evaluation_from_options(
+        EvaluationOptions(**asked, mlflow_uri="http://10.0.0.15:5000", name="a")
+    ).sinks
+    assert remote_sink.name == "mlflow:http://10.0.0.15:5000 a" and remote_sink.shown_by == "http://10.0.0.15:5000"
     with pytest.raises(BadInput, match="--mlflow-uri"):
         evaluation_from_options(EvaluationOptions(**{**asked, "output": "gs://bucket/evaluations"}, mlflow=True))
 

@@ -22,7 +22,9 @@ SLICE = {"kind": "tpu", "variant": "v5litepod-8", "topology": None, "alternative
 TARIFF = Tariff(usd_per_hour=4.0, region="us-east5")
 
 
-def wanted(*names: str, limit: int | None = None, variant: str = "v5litepod-8", **others: Any) -> EvaluationConfig:
+def evaluation_of(
+    *names: str, limit: int | None = None, variant: str = "v5litepod-8", **others: Any
+) -> EvaluationConfig:
     pool = {"model": {"name": "run-b"}, "resource_config": {"device": {"kind": "tpu", "variant": variant}}}
     evals = [{"name": name.partition(":")[0], "num_fewshot": int(name[-1]) if ":" in name else None} for name in names]
     content = {"model_path": "/runs/run-b", "evals": evals, "max_eval_instances": limit, "pool_config": pool}
@@ -73,22 +75,22 @@ def test_evaluation_that_was_measured_is_expected_to_take_its_median_at_the_pric
         measured("mmlu", seconds=seconds, run="run-b", step=step, evaluation_hash="h")
         for step, seconds in ((100, 80.0), (200, 90.0), (300, 500.0))
     ]
-    found = expectations(tmp_path, *records).of(wanted("mmlu"), ["h"], TARIFF)
-    assert found is not None
-    assert (found.how, found.seconds, found.chip_seconds) == ("measured", 95.0, 8 * 90.0)
-    assert found.usd == pytest.approx(4.0 * 90 / 3600) and "3 records" in found.basis
-    unpriced = expectations(tmp_path).of(wanted("mmlu"), ["other"], Tariff(why_unknown="nobody says"))
+    expectation = expectations(tmp_path, *records).of(evaluation_of("mmlu"), ["h"], TARIFF)
+    assert expectation is not None
+    assert (expectation.how, expectation.seconds, expectation.chip_seconds) == ("measured", 95.0, 8 * 90.0)
+    assert expectation.usd == pytest.approx(4.0 * 90 / 3600) and "3 records" in expectation.basis
+    unpriced = expectations(tmp_path).of(evaluation_of("mmlu"), ["other"], Tariff(why_unknown="it has no price"))
     assert unpriced is None or unpriced.usd is None
 
 
 def test_price_of_what_a_judge_elsewhere_compares_is_not_expected(tmp_path: Path):
     judge = {"base_url": "http://judge.test/v1", "model": "judge-70b"}
     record = measured("demo_facts", run="run-b", step=100, evaluation_hash="h")
-    config = wanted("demo_facts", evaluator={"name": "alpaca_eval", "judge": judge})
-    found = expectations(tmp_path, record).of(config, ["h"], TARIFF)
-    assert found is not None and found.usd is None and found.how == "measured"
+    config = evaluation_of("demo_facts", evaluator={"name": "alpaca_eval", "judge": judge})
+    expectation = expectations(tmp_path, record).of(config, ["h"], TARIFF)
+    assert expectation is not None and expectation.usd is None and expectation.how == "measured"
     with pytest.raises(OverBudget, match="a judge elsewhere"):
-        check_budget(together([found]), 100.0)
+        check_budget(together([expectation]), 100.0)
 
 
 def test_evaluation_that_never_was_is_guessed_by_tokens_of_its_benchmark_and_the_rate_of_its_engine(tmp_path: Path):
@@ -97,11 +99,11 @@ def test_evaluation_that_never_was_is_guessed_by_tokens_of_its_benchmark_and_the
     elsewhere = measured("mmlu", tokens=(50_000, 0), device={**SLICE, "variant": "v4-8"}, run="run-a")
     rate = measured("arc", tokens=(200_000, 0), seconds=200.0, run="run-c")
     slow = measured("gsm8k", tokens=(1_000, 20_000), seconds=900.0, run="run-c", step=200)  # answers are slow
-    found = expectations(tmp_path, elsewhere, rate, slow).of(wanted("mmlu", limit=40), ["new"], TARIFF)
-    assert found is not None
-    assert found.how == "guess" and found.seconds == pytest.approx(40 * 500 / 1000)
-    assert found.chip_seconds == pytest.approx(8 * 20.0) and found.usd == pytest.approx(4.0 * 20 / 3600)
-    assert found.basis == (
+    expectation = expectations(tmp_path, elsewhere, rate, slow).of(evaluation_of("mmlu", limit=40), ["new"], TARIFF)
+    assert expectation is not None
+    assert expectation.how == "guess" and expectation.seconds == pytest.approx(40 * 500 / 1000)
+    assert expectation.chip_seconds == pytest.approx(8 * 20.0) and expectation.usd == pytest.approx(4.0 * 20 / 3600)
+    assert expectation.basis == (
         "40 questions × 500 tokens (1 record of mmlu) ÷ 1,000 tokens/s (1 record on pool on v5litepod-8)"
     )
 
@@ -109,43 +111,43 @@ def test_evaluation_that_never_was_is_guessed_by_tokens_of_its_benchmark_and_the
 def test_guess_takes_the_rate_of_the_same_benchmark_where_it_was_asked_on_the_same_engine(tmp_path: Path):
     same = measured("mmlu:5", seconds=25.0, run="run-a")  # 2,000 tokens a second
     other = measured("arc", tokens=(200_000, 0), seconds=200.0, run="run-c")
-    found = expectations(tmp_path, same, other).of(wanted("mmlu:0"), ["new"], TARIFF)
-    assert found is not None and found.seconds == pytest.approx(100 * 500 / 2000)
+    expectation = expectations(tmp_path, same, other).of(evaluation_of("mmlu:0"), ["new"], TARIFF)
+    assert expectation is not None and expectation.seconds == pytest.approx(100 * 500 / 2000)
 
 
 def test_guess_counts_tokens_that_the_journal_answered_and_no_rate_of_such_a_record(tmp_path: Path):
     replayed = measured("mmlu", seconds=1.0, replayed=80, run="run-a")
     rate = measured("arc", tokens=(200_000, 0), seconds=200.0, run="run-c")
-    found = expectations(tmp_path, replayed, rate).of(wanted("mmlu"), ["new"], TARIFF)
-    assert found is not None and found.seconds == pytest.approx(100 * 500 / 1000)
-    alone = expectations(tmp_path / "alone", replayed).of(wanted("mmlu"), ["new"], TARIFF)
+    expectation = expectations(tmp_path, replayed, rate).of(evaluation_of("mmlu"), ["new"], TARIFF)
+    assert expectation is not None and expectation.seconds == pytest.approx(100 * 500 / 1000)
+    alone = expectations(tmp_path / "alone", replayed).of(evaluation_of("mmlu"), ["new"], TARIFF)
     assert alone is not None and alone.seconds == pytest.approx(100 * 500 / 10_000), "better than none"
 
 
-def test_guess_of_several_benchmarks_is_the_sum_of_each_and_unknown_where_one_is(tmp_path: Path):
+def test_guess_of_several_benchmarks_is_their_sum_or_unknown(tmp_path: Path):
     known = expectations(tmp_path, measured("mmlu", run="run-a"), measured("arc", run="run-a", step=200))
-    both = known.of(wanted("mmlu", "arc"), ["new"], TARIFF)
+    both = known.of(evaluation_of("mmlu", "arc"), ["new"], TARIFF)
     assert both is not None and both.seconds == pytest.approx(200.0)
-    assert known.of(wanted("mmlu", "never"), ["new"], TARIFF) is None
+    assert known.of(evaluation_of("mmlu", "never"), ["new"], TARIFF) is None
 
 
 @pytest.mark.parametrize(
     ("config", "record"),
     [
-        (wanted("mmlu"), measured("arc")),
-        (wanted("mmlu", variant="v5p-8"), measured("mmlu")),
-        (wanted("mmlu"), measured("mmlu", limit=100)),
-        (wanted("mmlu", evaluator="helm"), measured("mmlu")),
-        (wanted("mmlu", pool_config=None, base_url="http://there/v1"), measured("mmlu")),
+        (evaluation_of("mmlu"), measured("arc")),
+        (evaluation_of("mmlu", variant="v5p-8"), measured("mmlu")),
+        (evaluation_of("mmlu"), measured("mmlu", limit=100)),
+        (evaluation_of("mmlu", evaluator="helm"), measured("mmlu")),
+        (evaluation_of("mmlu", pool_config=None, base_url="http://there/v1"), measured("mmlu")),
     ],
-    ids=["benchmark", "engine", "number of questions", "harness", "endpoint of others"],
+    ids=["benchmark", "engine", "number of questions", "harness", "endpoint of another owner"],
 )
 def test_nothing_is_expected_where_tokens_or_rate_were_never_measured(
     tmp_path: Path, config: EvaluationConfig, record: Record
 ):
-    found = expectations(tmp_path, record).of(config, ["new"], TARIFF)
-    assert found is None
-    assert together([found]).lines() == ["expected for 1 cell: unknown: never measured"]
+    expectation = expectations(tmp_path, record).of(config, ["new"], TARIFF)
+    assert expectation is None
+    assert together([expectation]).lines() == ["expected for 1 cell: unknown: never measured"]
 
 
 def test_benchmark_that_was_never_asked_is_guessed_by_its_plan_each_kind_at_its_own_rate(tmp_path: Path):
@@ -155,13 +157,13 @@ def test_benchmark_that_was_never_asked_is_guessed_by_its_plan_each_kind_at_its_
     known = expectations(tmp_path, weighed, written)
     choices = TokensToAsk(questions=50, generates=False, prompt_tokens=9_800, answer_tokens=200)
     texts = TokensToAsk(questions=10, generates=True, prompt_tokens=500, answer_tokens=10 * 512)
-    config = wanted("never", "neither")
+    config = evaluation_of("never", "neither")
     assert known.of(config, ["new"], TARIFF) is None
-    found = known.of_tokens(config, [choices, texts], TARIFF)
-    assert found is not None and found.how == "guess"
-    assert found.seconds == pytest.approx(10_000 / 1000 + (500 + 10 * 200) / 50)
-    assert found.chip_seconds == pytest.approx(8 * 60.0) and found.usd == pytest.approx(4.0 * 60 / 3600)
-    assert found.basis == (
+    expectation = known.of_tokens(config, [choices, texts], TARIFF)
+    assert expectation is not None and expectation.how == "guess"
+    assert expectation.seconds == pytest.approx(10_000 / 1000 + (500 + 10 * 200) / 50)
+    assert expectation.chip_seconds == pytest.approx(8 * 60.0) and expectation.usd == pytest.approx(4.0 * 60 / 3600)
+    assert expectation.basis == (
         "the plan's 9,800 tokens of prompts and 200 of answers ÷ 1,000 tokens/s (1 record on pool on v5litepod-8); "
         "the plan's 500 tokens of prompts and 2,000 of answers, 200 a question as there ÷ 50 tokens/s "
         "(1 record on pool on v5litepod-8)"
@@ -178,34 +180,36 @@ def test_plan_gives_no_guess_where_the_engine_was_never_measured_at_such_a_bench
     known = expectations(tmp_path, measured("arc", run="run-a"))
     texts = TokensToAsk(questions=10, generates=True, prompt_tokens=500, answer_tokens=80)
     choices = texts.model_copy(update={"generates": False})
-    assert known.of_tokens(wanted("never"), [choices], TARIFF) is not None
-    assert known.of_tokens(wanted("never"), [choices, texts], TARIFF) is None
-    assert known.of_tokens(wanted("never", variant="v5p-8"), [choices], TARIFF) is None
-    others = wanted("never", pool_config=None, base_url="http://there/v1")
+    assert known.of_tokens(evaluation_of("never"), [choices], TARIFF) is not None
+    assert known.of_tokens(evaluation_of("never"), [choices, texts], TARIFF) is None
+    assert known.of_tokens(evaluation_of("never", variant="v5p-8"), [choices], TARIFF) is None
+    others = evaluation_of("never", pool_config=None, base_url="http://there/v1")
     assert known.of_tokens(others, [choices], TARIFF) is None
 
 
 def test_limited_benchmark_is_guessed_for_more_questions_than_it_was_asked(tmp_path: Path):
     asked = expectations(tmp_path, measured("mmlu", limit=100))
-    more, all_of_it = (asked.of(wanted("mmlu", limit=limit), ["new"], TARIFF) for limit in (300, None))
+    more, all_of_it = (asked.of(evaluation_of("mmlu", limit=limit), ["new"], TARIFF) for limit in (300, None))
     assert more is not None and more.seconds == pytest.approx(300.0)
-    assert all_of_it is None, "nobody knows how many there are"
-    whole = expectations(tmp_path / "whole", measured("mmlu", limit=200)).of(wanted("mmlu", limit=300), ["new"], TARIFF)
+    assert all_of_it is None, "the number of questions is unknown"
+    whole = expectations(tmp_path / "whole", measured("mmlu", limit=200)).of(
+        evaluation_of("mmlu", limit=300), ["new"], TARIFF
+    )
     assert whole is not None and whole.seconds == pytest.approx(100.0), "there are no more than these"
 
 
 def test_evaluator_that_counts_no_tokens_is_guessed_by_its_own_questions(tmp_path: Path):
     itself = {"by": "the evaluator itself"}
     record = measured("mmlu", tokens=(0, 0), evaluator="levanter_lm_evaluation_harness", served=itself)
-    config = wanted(
+    config = evaluation_of(
         "mmlu",
         limit=10,
         pool_config=None,
         evaluator="levanter_lm_evaluation_harness",
         resource_config={"device": {"kind": "tpu", "variant": "v5litepod-8"}},
     )
-    found = expectations(tmp_path, record).of(config, ["new"], TARIFF)
-    assert found is not None and (found.how, found.seconds) == ("guess", pytest.approx(10.0))
+    expectation = expectations(tmp_path, record).of(config, ["new"], TARIFF)
+    assert expectation is not None and (expectation.how, expectation.seconds) == ("guess", pytest.approx(10.0))
 
 
 def guessed(usd: float | None, seconds: float = 60.0) -> Predicted:
@@ -228,7 +232,7 @@ def test_expectation_of_several_cells_says_what_is_unknown_of_it_and_is_no_plain
     [
         ([guessed(1.5), guessed(1.0)], "2.50 USD expected for 2 cells"),
         ([guessed(2.5), None], "at least 2.50 USD, 1 unknown expected"),
-        ([guessed(0.5), None], "at least 0.5 USD, 1 unknown for 2 cells: never measured; nothing was begun"),
+        ([guessed(0.5), None], "at least 0.5 USD, 1 unknown for 2 cells: never measured; no cell was started"),
         ([guessed(None)], "unknown for 1 cell: a laptop"),
     ],
 )
@@ -240,7 +244,7 @@ def test_evaluation_above_its_bound_or_of_unknown_price_is_refused(cells: list[P
     check_budget(together(cells, why_unpriced=why), None)
 
 
-def test_evaluation_within_its_bound_and_one_without_cells_pass():
+def test_evaluation_within_its_bound_or_without_cells_passes():
     check_budget(together([guessed(1.0), guessed(1.0)]), 2.0)
     check_budget(together([]), 0.0)
 
@@ -253,5 +257,5 @@ def test_costs_with_unknown_parts_add_up_to_at_least_what_is_known():
     assert total.price == "at least 1.75 USD, 2 unknown" and total.chip_hours == "6.000"
     assert sum_of([records[0].spent] * 2).price == "2.50 USD"
     assert records[1].spent.price == make_record().spent.price == "unknown" and Spent().price == "0.00 USD"
-    there = make_record(served={"by": "endpoint"})
-    assert (records[0].spent + there.spent).chip_hours == "at least 2.000, 1 unknown"
+    at_endpoint = make_record(served={"by": "endpoint"})
+    assert (records[0].spent + at_endpoint.spent).chip_hours == "at least 2.000, 1 unknown"

@@ -93,7 +93,7 @@ def test_filters_take_the_rows_they_name(evaluations: Path, arguments: list[str]
     assert len(rows(evaluations, *arguments)) == number
 
 
-def test_tag_finds_the_evaluation_it_was_given_though_a_newer_one_stands(evaluations: Path):
+def test_tag_finds_its_evaluation_although_a_newer_evaluation_exists(evaluations: Path):
     [row] = rows(evaluations, "--tag", "nightly", "--benchmark", "mmlu")
 
     assert row["value"] == 0.3
@@ -160,8 +160,8 @@ def test_cell_that_a_spreadsheet_would_compute_is_text_in_csv_alone(tmp_path: Pa
 @given(st.text(min_size=1))
 @example("Loading: 50%\rLoading: 100%\r=cmd|'/C calc'!A0")
 def test_any_text_stays_in_its_row_and_cell_of_a_csv(text: str):
-    found = measured_rows([make_record(status="failed", reason=text)], wanted=RecordFilter())
-    read = csv.reader(io.StringIO(exported(found, form="csv").decode(), newline=""))
+    measured = measured_rows([make_record(status="failed", reason=text)], filters=RecordFilter())
+    read = csv.reader(io.StringIO(exported(measured, form="csv").decode(), newline=""))
     columns, row = list(read)
     assert dict(zip(columns, row, strict=True))["reason"] in (text, f"'{text}")
 
@@ -221,14 +221,14 @@ def test_folder_without_records_says_so(tmp_path: Path):
     assert json.loads(run(tmp_path, "--json")) == []
 
 
-def test_every_record_is_read_once_whatever_is_filtered(tmp_path: Path):
+def test_every_record_is_read_once_with_any_filter(tmp_path: Path):
     for step in range(200):
         publish(tmp_path / "e", make_record(step=step))
     with folder_store(tmp_path / "log") as store:
-        found = rows(f"store://{tmp_path / 'e'}", "--benchmark", "demo*", "--steps", "100:", "--status", "succeeded")
+        listed = rows(f"store://{tmp_path / 'e'}", "--benchmark", "demo*", "--steps", "100:", "--status", "succeeded")
         reads = store.ranges("record.json")
 
-    assert len(found) == 100
+    assert len(listed) == 100
     assert len(reads) == 200
 
 
@@ -237,9 +237,9 @@ def test_rows_say_what_was_noticed_of_their_benchmark_and_if_the_record_is_what_
     record = make_record(metrics=(make_metric("a"), make_metric("b")), details=details)
     changed = record.model_copy(update={"attempt": "another"})
     names = ("benchmark", "benchmark_truncated", "benchmark_skipped", "at_limit", "completed_value", "integrity")
-    found = [tuple(row[name] for name in names) for row in measured_rows([record, changed], wanted=RecordFilter())]
-    assert found[:2] == [("a", 2, 1, 3, 0.75, "intact"), ("b", None, None, None, None, "intact")]
-    assert [row[-1] for row in found[2:]] == ["changed", "changed"]
+    values = [tuple(row[name] for name in names) for row in measured_rows([record, changed], filters=RecordFilter())]
+    assert values[:2] == [("a", 2, 1, 3, 0.75, "intact"), ("b", None, None, None, None, "intact")]
+    assert [row[-1] for row in values[2:]] == ["changed", "changed"]
 
 
 def test_row_tells_price_and_expectation_and_leaves_empty_what_is_unknown(tmp_path: Path):
@@ -250,7 +250,7 @@ def test_row_tells_price_and_expectation_and_leaves_empty_what_is_unknown(tmp_pa
     )  # fmt: skip
     records = [
         make_record(step=100, cost=cost, chip_seconds=800.0),
-        make_record(step=200, cost=Cost(why_unknown="nobody says"), served={"by": "endpoint"}),
+        make_record(step=200, cost=Cost(why_unknown="it has no price"), served={"by": "endpoint"}),
         make_record(step=300),
     ]
     for record in records:

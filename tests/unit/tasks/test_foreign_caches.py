@@ -47,7 +47,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("make_foreign", FOREIGN)
-def test_columns_that_others_could_write_are_made_anew(
+def test_columns_that_others_could_write_are_made_again(
     make_foreign: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = kept_at("evaluations")
@@ -90,7 +90,7 @@ def test_environment_and_journal_of_another_user_are_refused(cache: Path, tmp_pa
     (tmp_path / "list.txt").write_text("")
     spec = EnvironmentSpec(name="empty", requirements=tmp_path / "list.txt", smoke_import=None)
     _given_away(ensure_environment(spec).directory)
-    with pytest.raises(EnvironmentBuildFailed, match=f"one of user {OTHER_USER}"):
+    with pytest.raises(EnvironmentBuildFailed, match=f"an environment of user {OTHER_USER}"):
         ensure_environment(spec)
     connect(cache / "journal.sqlite", wait_seconds=1).close()
     _given_away(cache / "journal.sqlite")

@@ -41,14 +41,14 @@ def gate(*rules: dict[str, Any], **fields: Any) -> Gate:
     return Gate.model_validate({"rules": rules, **fields})
 
 
-def verdict(folder: Path, wanted: Gate, *, step: int | None = None) -> Verdict:
+def verdict(folder: Path, by: Gate, *, step: int | None = None) -> Verdict:
     """Returns a gate's verdict on the records below a folder, or on the records of a single step."""
-    found = [item for item in find_records(str(folder)) if step in (None, item.record.checkpoint.step)]
-    return judge(wanted, judged_checkpoints(found), evaluation_path=str(folder))
+    records = [item for item in find_records(str(folder)) if step in (None, item.record.checkpoint.step)]
+    return judge(by, judged_checkpoints(records), evaluation_path=str(folder))
 
 
-def about(found: Verdict, rule: str) -> list[Reason]:
-    return [reason for reason in found.reasons if rule in reason.rule]
+def about(verdict: Verdict, rule: str) -> list[Reason]:
+    return [reason for reason in verdict.reasons if rule in reason.rule]
 
 
 def scored(folder: Path, step: int, scores: Sequence[float], **fields: Any) -> None:
@@ -73,15 +73,15 @@ def test_bound_passes_values_up_to_it_and_never_what_is_no_number(
     tmp_path: Path, bounds: dict[str, float], value: float, go: bool
 ):
     record = make_record(metrics=(make_metric(value=value),))
-    found = judge(gate(FACTS | bounds), [judged(record)], evaluation_path=str(tmp_path))
-    assert found.go is go
-    assert [reason.go for reason in about(found, "demo_facts")] == [go]
+    judgement = judge(gate(FACTS | bounds), [judged(record)], evaluation_path=str(tmp_path))
+    assert judgement.go is go
+    assert [reason.go for reason in about(judgement, "demo_facts")] == [go]
 
 
 def judged(*records: Record) -> JudgedCheckpoint:
     """Returns a checkpoint with records that are not stored."""
-    found = tuple(FoundRecord("nowhere", record) for record in records)
-    return JudgedCheckpoint(records[0].checkpoint.name, records[0].checkpoint.step, found)
+    placed = tuple(FoundRecord("nowhere", record) for record in records)
+    return JudgedCheckpoint(records[0].checkpoint.name, records[0].checkpoint.step, placed)
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,17 @@ def test_score_that_is_missing_is_a_reason_for_no_go(
     tmp_path: Path, rule: dict[str, Any], asked: dict[str, Any], expected: str
 ):
     publish(tmp_path, make_record(step=100))
-    found = verdict(tmp_path, gate(rule | asked))
-    assert not found.go
-    [reason] = found.refusals
+    judgement = verdict(tmp_path, gate(rule | asked))
+    assert not judgement.go
+    [reason] = judgement.refusals
     assert expected in reason.found
 
 
-def test_pattern_asks_every_score_that_matches_and_names_the_one_that_fails(tmp_path: Path):
+def test_pattern_asks_every_matching_score_and_names_the_failing_score(tmp_path: Path):
     metrics = (make_metric("mmlu_law", 0.6), make_metric("mmlu_art", 0.3), make_metric("other", 0.1))
     publish(tmp_path, make_record(metrics=metrics))
-    found = verdict(tmp_path, gate({"benchmark": "mmlu*", "metric": "acc", "at_least": 0.5}))
-    passed, refused = about(found, "mmlu")
+    judgement = verdict(tmp_path, gate({"benchmark": "mmlu*", "metric": "acc", "at_least": 0.5}))
+    passed, refused = about(judgement, "mmlu")
     assert passed.go and "mmlu_law · acc = 0.600" in passed.found
     assert not refused.go and "mmlu_art · acc = 0.300" in refused.found
 
@@ -120,8 +120,8 @@ def test_score_of_several_evaluations_is_judged_once_each_and_says_which_suite_i
 
     key, core = record("key_evals", 0.61, "aaaa"), record("core", 0.62, "bbbb", evaluation={"max_eval_instances": 20})
     newer = record("key_evals", 0.63, "aaaa", created=key.created + timedelta(minutes=1))
-    found = judge(gate(FACTS | {"at_least": 0.5}), [judged(newer, key, core)], evaluation_path=str(tmp_path))
-    shown = [reason.found for reason in about(found, "demo_facts")]
+    judgement = judge(gate(FACTS | {"at_least": 0.5}), [judged(newer, key, core)], evaluation_path=str(tmp_path))
+    shown = [reason.found for reason in about(judgement, "demo_facts")]
     assert sum("0.630" in line and "suite key_evals" in line for line in shown) == 1
     assert sum("0.620" in line and "suite core" in line and "20 questions at most" in line for line in shown) == 1
     assert len(shown) == 2, "the older one of two alike is not judged"
@@ -161,7 +161,7 @@ def test_cell_without_a_record_counts_as_failed_and_nothing_at_all_is_no_go():
         judge(gate(), [], evaluation_path="nowhere").raise_unless_go()
 
 
-def test_gate_judges_the_latest_checkpoint_or_every_one_as_it_says(tmp_path: Path):
+def test_gate_judges_the_latest_or_every_checkpoint_as_configured(tmp_path: Path):
     publish(tmp_path, make_record(step=100, metrics=(make_metric(value=0.1),)))
     publish(tmp_path, make_record(step=2000, metrics=(make_metric(value=0.9),)))
     rule = FACTS | {"at_least": 0.5}
@@ -175,7 +175,7 @@ BASELINE = {"not_worse_than": "run-a@100", "by_more_than": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("lost", "margin", "go", "found"),
+    ("lost", "margin", "go", "words"),
     [
         (0, 0.1, True, "worse by 0.0"),
         (10, 0.1, True, ""),
@@ -185,7 +185,7 @@ BASELINE = {"not_worse_than": "run-a@100", "by_more_than": 0.1}
         (-200, 0.005, True, "better by"),  # a proven improvement needs no margin
     ],
 )
-def test_baseline_is_compared_question_by_question(tmp_path: Path, lost: int, margin: float, go: bool, found: str):
+def test_baseline_is_compared_question_by_question(tmp_path: Path, lost: int, margin: float, go: bool, words: str):
     right = 400 if lost >= 0 else 200
     scored(tmp_path, 100, [1.0] * right + [0.0] * (400 - right))
     scored(tmp_path, 200, [1.0] * (right - lost) + [0.0] * (400 - right + lost))
@@ -196,12 +196,12 @@ def test_baseline_is_compared_question_by_question(tmp_path: Path, lost: int, ma
     assert (
         "400 questions of both" in reason.found
         and "equal scores pass margins from" in reason.found
-        and found in reason.found
+        and words in reason.found
     )
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 0.0), (1.0, 1.0), (0.9, 0.1)])
-def test_five_questions_show_nothing_whatever_came_of_them(tmp_path: Path, before: float, after: float):
+def test_five_questions_show_nothing_for_any_answers(tmp_path: Path, before: float, after: float):
     scored(tmp_path, 100, [before] * 5)
     scored(tmp_path, 200, [after] * 5)
     [reason] = verdict(tmp_path, gate(FACTS | BASELINE)).refusals
@@ -260,13 +260,13 @@ def test_questions_of_a_single_side_are_refused_above_a_share(tmp_path: Path, as
     assert verdict(tmp_path, gate(FACTS | BASELINE | {"anyway": True})).go
 
 
-def test_benchmark_of_one_question_has_samples(tmp_path: Path):
+def test_benchmark_of_a_single_question_has_samples(tmp_path: Path):
     for step in (100, 200):
         publish(
             tmp_path, make_record(step=step, metrics=(make_metric(value=1.0, n=1, stderr=None),)), make_samples([1])
         )
     [reason] = verdict(tmp_path, gate(FACTS | BASELINE)).refusals
-    assert "they have one question in common" in reason.found and "samples" not in reason.found
+    assert "they have a single question in common" in reason.found and "samples" not in reason.found
 
 
 def test_smallest_loss_that_is_ruled_out_grows_with_the_scores_and_checkpoints_that_a_gate_decides_on(tmp_path: Path):
@@ -336,8 +336,8 @@ def test_comparison_that_cannot_be_made_is_a_reason_for_no_go(
     publish(tmp_path, make_record(step=1, **other))
     mine = {key: value for key, value in other.items() if key == "metrics"}
     publish(tmp_path, make_record(step=2, **mine))
-    found = verdict(tmp_path, gate(FACTS | BASELINE | {"not_worse_than": "run-a@1"} | rule))
-    [reason] = found.refusals
+    judgement = verdict(tmp_path, gate(FACTS | BASELINE | {"not_worse_than": "run-a@1"} | rule))
+    [reason] = judgement.refusals
     assert expected in reason.found
 
 
@@ -349,7 +349,7 @@ def test_score_that_only_the_baseline_has_is_a_reason_for_no_go(tmp_path: Path):
     assert "mmlu_art" in reason.found and "only the baseline" in reason.found
 
 
-def test_rules_are_told_apart_by_what_they_name_and_survive_a_file(tmp_path: Path):
+def test_rules_differ_by_what_they_name_and_survive_a_file(tmp_path: Path):
     rules = (FACTS | {"at_least": 0.5}, FACTS | {"not_worse_than": "run-a@1", "by_more_than": 0.02})
     file = tmp_path / "gate.yaml"
     file.write_text(yaml.safe_dump({"name": "release", "rules": list(rules)}))
@@ -370,7 +370,7 @@ def test_rules_are_told_apart_by_what_they_name_and_survive_a_file(tmp_path: Pat
         ({"max_witheld": 1}, "did you mean max_withheld?"),
     ],
 )
-def test_gate_that_is_not_valid_is_refused_in_words(tmp_path: Path, content: dict[str, Any], expected: str):
+def test_invalid_gate_is_refused(tmp_path: Path, content: dict[str, Any], expected: str):
     file = tmp_path / "gate.yaml"
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(BadInput, match="a valid Gate") as refused:
@@ -383,7 +383,7 @@ def test_bound_that_is_no_number_is_refused():
         gate(FACTS | {"at_least": float("nan")})
 
 
-def test_verdict_as_markdown_keeps_to_a_line_for_each_reason_whatever_was_found():
+def test_verdict_as_markdown_has_a_line_for_each_reason():
     reasons = (
         Reason("run-a-1", "mmlu* · acc at least 0.5", "a | b\nc", go=False),
         Reason("run-a-1", "x", "y", go=True),
@@ -452,12 +452,12 @@ def test_command_about_records_that_are_not_there_or_options_that_say_two_things
     assert expected in done.exception.found
 
 
-def test_gate_judges_each_of_two_checkpoints_with_one_name(tmp_path: Path):
+def test_gate_judges_each_of_two_checkpoints_with_the_same_name(tmp_path: Path):
     for place, value in (("/runs/exp1", 0.9), ("/runs/exp2", 0.1)):
         record = make_record(step=0, run="final", place=place, cell=place[-4:], metrics=(make_metric(value=value),))
         publish(tmp_path, record)
-    found = verdict(tmp_path, gate(FACTS | {"at_least": 0.5}, checkpoints="every"))
-    assert [(reason.checkpoint, reason.go) for reason in about(found, "demo_facts")] == [
+    judgement = verdict(tmp_path, gate(FACTS | {"at_least": 0.5}, checkpoints="every"))
+    assert [(reason.checkpoint, reason.go) for reason in about(judgement, "demo_facts")] == [
         ("final (exp1/final)-0", True),
         ("final (exp2/final)-0", False),
     ]
@@ -476,8 +476,8 @@ def test_baseline_by_another_version_is_no_go_and_named_until_it_is_qualified(tm
 
     both = [build_of(record) for record in read_records(str(tmp_path))]
     write_qualification(str(tmp_path), make_qualification(*both))
-    found = verdict(tmp_path, gate(rule), step=2)
-    assert found.go
-    assert about(found, "demo_facts")[0].found == (
+    judgement = verdict(tmp_path, gate(rule), step=2)
+    assert judgement.go
+    assert about(judgement, "demo_facts")[0].found == (
         "demo_facts: harness lm_eval 0.4.9 → 0.4.13, qualified within noise, but nothing bounds how far acc may differ"
     )

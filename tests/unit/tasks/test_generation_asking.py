@@ -93,14 +93,14 @@ async def test_prompts_that_cannot_be_answered_are_rows_with_their_error_and_are
         FakeEngine(models=("m",), max_model_len=100) as engine,
         asking(engine, sampling={"max_tokens": 8, "samples": 2}) as asker,
     ):
-        found = await asker.answers(rows, first_prompt=0, progress=progress)
+        answers = await asker.answers(rows, first_prompt=0, progress=progress)
         assert engine.stats.requests == 4
-    assert [row.error is None for row in found] == [True] * 2 + [False] * 6
-    assert "maximum context length is 100" in str(found[2].error) and str(found[2].error).startswith("400: ")
-    assert "expected a column prompt, found other" in str(found[4].error)
-    assert "expected a text as the prompt, found int" in str(found[6].error)
+    assert [row.error is None for row in answers] == [True] * 2 + [False] * 6
+    assert "maximum context length is 100" in str(answers[2].error) and str(answers[2].error).startswith("400: ")
+    assert "expected a column prompt, found other" in str(answers[4].error)
+    assert "expected a text as the prompt, found int" in str(answers[6].error)
     assert (progress.rows, progress.errors) == (8, 6)
-    assert {row.text for row in found[2:]} == {None}
+    assert {row.text for row in answers[2:]} == {None}
 
 
 @pytest.mark.parametrize("faults", [{"refuse": 1}, {"status_count": 1, "status": 503}, {"die_mid_body": 1}])
@@ -117,7 +117,7 @@ async def test_a_pool_that_does_not_answer_is_no_error_of_the_prompts(faults: di
             await answers(engine)
 
 
-async def test_the_next_shard_begins_while_the_last_answers_of_one_are_awaited() -> None:
+async def test_next_shard_begins_while_last_answers_of_a_shard_are_awaited() -> None:
     seen: list[int] = []
     async with FakeEngine(models=("m",), faults=Faults(delay_seconds=0.05)) as engine, asking(engine) as asker:
         progress = ShardProgress()

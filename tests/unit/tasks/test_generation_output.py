@@ -47,7 +47,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path):
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_shard_is_written_once_and_whoever_comes_later_finds_what_stands(place: str, form: Format) -> None:
+def test_shard_is_written_once_and_later_writers_find_the_first(place: str, form: Format) -> None:
     output = Output(place, form)
     assert output.written() == [] and not output.is_written(3)
     first = output.write(3, [ROW, FAILED])
@@ -62,7 +62,7 @@ def test_shard_is_written_once_and_whoever_comes_later_finds_what_stands(place: 
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_numbers_of_a_shard_whose_writer_was_killed_are_counted_again(tmp_path: Path, form: Format) -> None:
+def test_numbers_of_a_shard_with_a_killed_writer_are_counted_again(tmp_path: Path, form: Format) -> None:
     output = Output(str(tmp_path), form)
     first = output.write(0, [ROW, FAILED])
     [noted] = (tmp_path / "_summaries").iterdir()
@@ -92,7 +92,7 @@ def test_manifest_adds_up_what_every_shard_holds(place: str) -> None:
     assert manifest["schema_version"] == 1 and manifest["parameters"] == {"x": 1}
 
 
-def test_folder_is_a_data_set_as_it_stands_and_the_how_to_names_its_columns(tmp_path: Path) -> None:
+def test_folder_is_a_data_set_with_columns_as_in_the_how_to(tmp_path: Path) -> None:
     output = Output(str(tmp_path / "out"), "parquet")
     output.begin({})
     output.write(0, [ROW])

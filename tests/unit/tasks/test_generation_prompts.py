@@ -53,7 +53,7 @@ def write_data_set(folder: Path) -> Path:
     return folder
 
 
-def write_data_set_of_one_split(folder: Path) -> Path:
+def write_single_split_data_set(folder: Path) -> Path:
     (folder / "train").mkdir()
     write_data_set(folder / "train")
     (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
@@ -61,7 +61,7 @@ def write_data_set_of_one_split(folder: Path) -> Path:
 
 
 WRITERS: tuple[Callable[[Path], Path], ...] = (
-    *(write_lines, write_packed, write_parquet, write_data_set, write_data_set_of_one_split),
+    *(write_lines, write_packed, write_parquet, write_data_set, write_single_split_data_set),
 )
 
 
@@ -76,8 +76,8 @@ def read(plan: Plan) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[type[FolderStore]]:
-    with folder_store(tmp_path / "reads.log") as found:
-        yield found
+    with folder_store(tmp_path / "reads.log") as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -120,7 +120,7 @@ def test_a_shard_of_lines_reads_its_own_bytes_only(tmp_path: Path, store: type[F
     assert store.ranges("prompts.jsonl") == [(last.start, last.end)]
 
 
-def test_patterns_and_folders_stand_for_their_files_in_order_of_name(tmp_path: Path) -> None:
+def test_patterns_and_folders_mean_their_files_in_order_of_name(tmp_path: Path) -> None:
     for name, rows in (("b.jsonl", ROWS[2:]), ("a.jsonl", ROWS[:2]), ("c.txt", ROWS)):
         (tmp_path / name).write_bytes(as_lines(rows))
     assert read(planned(tmp_path / "*.jsonl")) == ROWS
@@ -137,10 +137,10 @@ def test_patterns_and_folders_stand_for_their_files_in_order_of_name(tmp_path: P
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz(.|\n)*as a whole"),
         ("a.parquet", b"no parquet", "a.parquet(.|\n)*as a whole"),
         ("a.arrow", b"no arrow", "a.arrow(.|\n)*as a whole"),
-        ("a.jsonl", b"\n\n", "at least one prompt"),
+        ("a.jsonl", b"\n\n", "Expected: prompts in /"),
         ("a.txt", b"x", "no such file"),
         ("state.json", b'{"_data_files": [], "_indices_data_files": [{"filename": "i"}]}', "flatten_indices"),
-        ("dataset_dict.json", b'{"splits": ["train", "test"]}', "name one: .*/train"),
+        ("dataset_dict.json", b'{"splits": ["train", "test"]}', "name a split: .*/train"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused_with_its_place(

@@ -8,7 +8,7 @@ from tasks.generation.shards import Shard, ShardProgress, Source
 SHARDS = [Shard(number, Source("a.jsonl", "jsonl"), number * 2, 2, number * 2) for number in range(3)]
 
 
-def test_worker_that_begins_anew_gives_back_what_it_had_and_its_late_words_count_for_nothing() -> None:
+def test_restarted_worker_gives_back_its_shards_and_late_words_are_ignored() -> None:
     queue = ShardQueue(SHARDS, max_deliveries=10)
     queue.begin("a")
     lost = queue.lend("a")
@@ -21,7 +21,7 @@ def test_worker_that_begins_anew_gives_back_what_it_had_and_its_late_words_count
     assert queue.state().rows == 0
 
 
-def test_written_shards_are_counted_once_whoever_finishes_them() -> None:
+def test_written_shards_are_counted_once_for_any_finisher() -> None:
     queue = ShardQueue(SHARDS[:1], max_deliveries=10)
     first = queue.lend("a")
     assert first is not None
@@ -36,7 +36,7 @@ def test_written_shards_are_counted_once_whoever_finishes_them() -> None:
     assert state.left == 0 and queue.lend("b") is None
 
 
-def test_shard_that_nobody_can_finish_is_set_aside_with_the_last_reason() -> None:
+def test_unfinishable_shard_is_set_aside_with_the_last_reason() -> None:
     queue = ShardQueue(SHARDS[:1], max_deliveries=2)
     for _ in range(2):
         lease = queue.lend("a")
@@ -45,7 +45,7 @@ def test_shard_that_nobody_can_finish_is_set_aside_with_the_last_reason() -> Non
     assert queue.state().dead == ("shard 0: the store is gone",) and queue.state().left == 0
 
 
-def test_shard_whose_prompts_are_gone_is_not_tried_again() -> None:
+def test_shard_with_deleted_prompts_is_not_tried_again() -> None:
     queue = ShardQueue(SHARDS[:1], max_deliveries=10)
     lease = queue.lend("a")
     assert lease is not None

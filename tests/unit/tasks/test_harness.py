@@ -103,8 +103,8 @@ class FakeEvaluator:
             yield Sample(benchmark="b", id=str(number), prompt="?", output="!", target=None, scores={"acc": 1.0})
 
     def progress(self, log: str) -> Progress | None:
-        found = re.findall(r"asked (\d)/(\d)", log)
-        return Progress("asking", *map(int, found[-1])) if found else None
+        counts = re.findall(r"asked (\d)/(\d)", log)
+        return Progress("asking", *map(int, counts[-1])) if counts else None
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         return None
@@ -134,7 +134,7 @@ def run(behaviour: str, output: Path, client: LocalClient, **options) -> Parsed:
     )
 
 
-def test_harness_asks_pools_past_the_networks_proxy_and_endpoints_of_others_through_it(
+def test_harness_asks_pools_past_the_proxy_and_endpoints_through_it(
     tmp_path: Path, client: LocalClient, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
@@ -183,17 +183,17 @@ def test_harness_inherits_what_harnesses_need_and_no_key_of_its_user(
     for name in keys | needed:
         monkeypatch.setenv(name, str(tmp_path))
     run("look_around", tmp_path / "output", client)
-    found = set(json.loads((tmp_path / "output" / "variables.json").read_text()))
-    assert needed | {"PATH", "OPENAI_API_KEY"} <= found
-    assert not keys & found
+    variables = set(json.loads((tmp_path / "output" / "variables.json").read_text()))
+    assert needed | {"PATH", "OPENAI_API_KEY"} <= variables
+    assert not keys & variables
 
 
 def test_harness_remote_folders_are_copied_into_the_working_folder(tmp_path: Path, client: LocalClient):
     import fsspec
 
-    fsspec.filesystem("memory").pipe_file("/harness-copies/benchmarks/one.yaml", b"task: one")
+    fsspec.filesystem("memory").pipe_file("/harness-copies/benchmarks/one.yaml", b"task: own")
     run("succeed", tmp_path / "output", client, copies=(("own", "memory://harness-copies/benchmarks"),))
-    assert (tmp_path / "output" / "work" / "own" / "one.yaml").read_text() == "task: one"
+    assert (tmp_path / "output" / "work" / "own" / "one.yaml").read_text() == "task: own"
 
 
 def test_harness_exiting_nonzero_fails_with_its_last_lines_and_the_command(tmp_path: Path, client: LocalClient):
@@ -258,7 +258,7 @@ def test_harness_is_ended_when_its_endpoint_is_gone(tmp_path: Path, client: Loca
 
     def check_endpoint() -> None:
         if (output / "pids").exists():
-            raise EngineDied(expected="a replica", found="none", remedy="start one")
+            raise EngineDied(expected="a replica", found="none", remedy="start a replica")
 
     with pytest.raises(EngineDied):
         run("hang", output, client, check_endpoint=check_endpoint)
@@ -269,7 +269,7 @@ def test_harness_is_ended_when_its_endpoint_is_gone(tmp_path: Path, client: Loca
 def test_harness_that_failed_because_its_endpoint_is_gone_is_not_blamed(tmp_path: Path, client: LocalClient):
     def check_endpoint() -> None:
         if (tmp_path / "output" / "refused.json").exists():
-            raise EngineDied(expected="a replica", found="none", remedy="start one")
+            raise EngineDied(expected="a replica", found="none", remedy="start a replica")
 
     with pytest.raises(EngineDied):
         run("refuse", tmp_path / "output", client, check_endpoint=check_endpoint)
@@ -306,7 +306,7 @@ def test_verify_more_answers_cut_than_may_be_are_withheld(cut: dict[str, Any]):
     assert caught.value.record_status == "withheld"
 
 
-def test_answers_that_an_early_decision_has_seen_cut_count_among_those_that_were_asked():
+def test_answers_cut_during_an_early_decision_count_as_asked():
     details = {"words": BenchmarkDetails(questions=100, at_limit=3)}
     counts = Counts(requested=100, answered=10, scored=10)
     parsed = Parsed(metrics=(), counts=counts, versions={}, details=details, early=cast(Any, ("a verdict",)))

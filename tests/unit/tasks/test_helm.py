@@ -74,13 +74,13 @@ def test_recorded_run_gives_the_main_metric_first_with_its_standard_error(output
     assert parsed.versions == {"helm": "0.5.16"}
 
 
-def test_web_site_is_linked_where_there_is_one(output: Path):
+def test_web_site_is_linked_if_it_exists(output: Path):
     assert not parse(output).links
     (output / "helm" / "index.html").touch()
     assert parse(output).links == {"HELM": "helm/index.html"}
 
 
-def test_one_dead_request_of_a_question_is_a_question_without_an_answer(output: Path):
+def test_dead_request_of_a_question_leaves_it_without_an_answer(output: Path):
     change(output, "scenario_state.json", lambda state: state["request_states"][1]["result"].update(success=False))
     assert parse(output).counts == Counts(requested=12, answered=11, scored=11)
 
@@ -124,10 +124,10 @@ def test_benchmark_of_several_runs_is_their_mean_and_each_of_them(output: Path):
         run.update(key="both", label=f"part={place}")
     (output / "plan.json").write_text(json.dumps(plan))
     metrics = parse(output, "both").metrics
-    found = {metric.benchmark: metric for metric in metrics if metric.name == "exact_match"}
-    assert metrics[0] == found["both"]
-    assert (found["both"].value, found["both"].n) == (0.25, 8)
-    assert found["both"].stderr == pytest.approx((found["both.part=1"].stderr or 0) / 2)
+    by_benchmark = {metric.benchmark: metric for metric in metrics if metric.name == "exact_match"}
+    assert metrics[0] == by_benchmark["both"]
+    assert (by_benchmark["both"].value, by_benchmark["both"].n) == (0.25, 8)
+    assert by_benchmark["both"].stderr == pytest.approx((by_benchmark["both.part=1"].stderr or 0) / 2)
 
 
 @pytest.mark.parametrize("spoil", ["stats.json", "per_instance_stats.json", "scenario_state.json"])
@@ -146,7 +146,7 @@ def test_plan_for_other_benchmarks_is_invalid(output: Path):
         parse(output, "demo_mcqa")
 
 
-def test_answers_that_were_cut_or_never_closed_their_reasoning_are_told(output: Path):
+def test_answers_cut_or_with_open_reasoning_are_counted(output: Path):
     def generate(content: dict[str, Any]) -> None:
         for number, state in enumerate(content["request_states"]):
             state["request"]["echo_prompt"] = False
@@ -161,22 +161,22 @@ def test_answers_that_were_cut_or_never_closed_their_reasoning_are_told(output: 
 
 
 def test_samples_say_what_was_asked_answered_and_right(output: Path):
-    found = list(Helm().samples(output, make_config()))
-    assert len({(sample.benchmark, sample.id) for sample in found}) == 12
-    letters = [sample for sample in found if sample.benchmark == "simple_mcqa"]
+    samples = list(Helm().samples(output, make_config()))
+    assert len({(sample.benchmark, sample.id) for sample in samples}) == 12
+    letters = [sample for sample in samples if sample.benchmark == "simple_mcqa"]
     assert {sample.target for sample in letters} <= {"A", "B"}
     assert {sample.id.partition("/")[2] for sample in letters} == {"", "trial 1"}
     assert all(sample.prompt.count("even or odd?") == 1 and sample.context.count("Answer: ") == 5 for sample in letters)
     assert all(sample.prompt.startswith("Question: ") and sample.context.endswith("\n") for sample in letters)
     assert {sample.choices for sample in letters} == {("Even", "Odd")} and {sample.tokens for sample in letters} == {5}
-    choices = [sample for sample in found if sample.benchmark == "demo_mcqa"]
+    choices = [sample for sample in samples if sample.benchmark == "demo_mcqa"]
     assert all(sample.scores["exact_match"] == (sample.output == sample.target) for sample in choices)
     assert all(sample.prompt.startswith("Question: ") and not sample.context for sample in choices)
     assert all(sample.target in sample.choices and len(sample.choices) == 4 for sample in choices)
     assert {sample.tokens for sample in choices} == {None}
 
 
-def test_questions_of_another_split_are_no_part_of_the_main_ones_error(output: Path):
+def test_questions_of_another_split_are_excluded_from_the_main_error(output: Path):
     def move_last(questions: list[dict[str, Any]]) -> None:
         for stat in questions[-1]["stats"]:
             stat["name"]["split"] = "valid"
@@ -186,10 +186,10 @@ def test_questions_of_another_split_are_no_part_of_the_main_ones_error(output: P
     assert choices.n == 3
     assert parse(output).counts == Counts(requested=12, answered=12, scored=12)
     scores = [sample.scores for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"]
-    assert [len(of_one) for of_one in scores] == [1, 1, 1, 0]
+    assert [len(sample_scores) for sample_scores in scores] == [1, 1, 1, 0]
 
 
-def test_sample_of_a_changed_question_is_another_one(output: Path):
+def test_sample_of_a_changed_question_is_another_sample(output: Path):
     def ids() -> set[str]:
         return {sample.id for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"}
 
@@ -203,7 +203,7 @@ def test_sample_of_a_changed_question_is_another_one(output: Path):
     assert len(before - ids()) == 1
 
 
-def test_sample_of_a_choice_tells_the_one_that_was_scored(output: Path):
+def test_sample_of_a_choice_tells_the_scored_choice(output: Path):
     # HELM scores choices by their length, so its choice does not always have the highest log-probability.
     def choose(questions: list[dict[str, Any]]) -> None:
         for stat in (stat for question in questions for stat in question["stats"]):
@@ -213,8 +213,8 @@ def test_sample_of_a_choice_tells_the_one_that_was_scored(output: Path):
     change(output, "per_instance_stats.json", choose)
     states = json.loads(next(output.rglob("custom_mcqa*/scenario_state.json")).read_text())["request_states"]
     last = [state["instance"]["references"][3]["output"]["text"] for state in states[::4]]
-    found = [sample.output for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"]
-    assert found == last
+    outputs = [sample.output for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"]
+    assert outputs == last
 
 
 def test_command_asks_as_many_as_the_endpoint_takes_at_once_within_reason():
@@ -241,7 +241,7 @@ def test_choice_that_a_question_does_not_offer_is_left_out(output: Path):
 def test_plan_that_leads_out_of_the_output_is_refused(output: Path, name: str):
     plan = json.loads((output / "plan.json").read_text())
     (output / "plan.json").write_text(json.dumps({**plan, "suite": name}))
-    with pytest.raises(HarnessOutputInvalid, match="one part of a path"):
+    with pytest.raises(HarnessOutputInvalid, match="name of a single file"):
         parse(output)
 
 

@@ -46,7 +46,7 @@ def test_hostile_record_costs_its_own_cell(make: Callable[[Path], None], use_ind
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd")])
-def test_hostile_files_beside_records_count_for_nothing(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_hostile_files_next_to_records_count_for_nothing(make: Callable[[Path], None], tmp_path: Path) -> None:
     _, cell = make_cell(tmp_path, step=100)
     run = tmp_path / "run-a"
     names = ["claims/cell.1.json", "claims/holders/a.json", "index/summary.json", "index/1-a.json", "marks/a.json"]
@@ -66,15 +66,15 @@ def test_samples_are_read_through_no_attempt_that_is_a_link_out_of_its_cell(tmp_
     (tmp_path / "disk").mkdir()
     (tmp_path / "named").symlink_to("disk")
     record, cell = make_cell(tmp_path / "named", step=100)
-    attempt, found = cell / record.attempt, FoundRecord(str(cell), record)
-    before = kept_samples(found)
+    attempt, stored = cell / record.attempt, FoundRecord(str(cell), record)
+    before = kept_samples(stored)
     attempt.rename(cell / "moved")
     attempt.symlink_to("moved")
-    assert kept_samples(found) == before is not None
+    assert kept_samples(stored) == before is not None
     attempt.unlink()
     (cell / "moved").rename(tmp_path / "disk" / "elsewhere")
     attempt.symlink_to(tmp_path / "disk" / "elsewhere")
-    for read in (lambda: kept_samples(found), lambda: list(read_samples(f"{attempt}/{SAMPLES_NAME}"))):
+    for read in (lambda: kept_samples(stored), lambda: list(read_samples(f"{attempt}/{SAMPLES_NAME}"))):
         with pytest.raises(IrregularFile, match="leads out"):
             read()
     line = {"batch": 0, "benchmark": "demo_facts", "id": "1", "scores": {"acc": 1.0}}

@@ -78,7 +78,7 @@ def test_tasks_are_found_by_name_by_file_and_name_and_by_package_without_running
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "found"),
+    ("name", "error", "problem"),
     [
         ("spel", UnknownBenchmark, "did you mean spell"),
         ("hidden", UnknownBenchmark, "there: add, spell, take"),
@@ -87,10 +87,10 @@ def test_tasks_are_found_by_name_by_file_and_name_and_by_package_without_running
     ],
 )
 def test_task_that_is_nowhere_or_in_two_files_is_refused(
-    folder: Path, tmp_path: Path, name: str, error: type[Exception], found: str
+    folder: Path, tmp_path: Path, name: str, error: type[Exception], problem: str
 ):
     (tmp_path / "environment" / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
-    with pytest.raises(error, match=found):
+    with pytest.raises(error, match=problem):
         Inspect().check(
             make_config(name, benchmarks_path=str(folder)), python=tmp_path / "environment" / "bin" / "python"
         )
@@ -100,7 +100,7 @@ def test_what_inspect_would_ignore_and_a_judge_that_isolated_code_cannot_reach_a
     with pytest.raises(BadInput, match="num_fewshot"):
         Inspect().check(make_config(evals=[{"name": "demo_choices", "num_fewshot": 3}]), python=PYTHON)
     both = {"judge": JUDGE, "allow_code_execution": ["demo_choices"]}
-    with pytest.raises(BadInput, match="judge beside"):
+    with pytest.raises(BadInput, match=r"judge and evaluator\.allow"):
         Inspect().check(make_config("demo_choices", options=both), python=PYTHON)
 
 
@@ -119,7 +119,7 @@ def test_judge_elsewhere_has_a_key_of_its_own_and_both_keys_are_in_variables_onl
     ("engine_kwargs", "takes_tools"),
     [({}, False), ({"enable-auto-tool-choice": True, "tool_call_parser": "hermes"}, True)],
 )
-def test_engine_takes_tools_if_its_arguments_say_so_and_an_endpoint_of_others_alone_knows(
+def test_engine_takes_tools_by_its_arguments_and_other_endpoints_are_unknown(
     tmp_path: Path, engine_kwargs: dict[str, Any], takes_tools: bool
 ):
     pool = {"model": {"name": "m", "engine_kwargs": engine_kwargs}}
@@ -155,7 +155,7 @@ def test_suite_gives_inspect_the_judge_of_its_request_without_what_only_alpaca_e
     assert alpaca.model_dump()["judge"]["annotator"] == "demo_verdict"
 
 
-def test_generators_without_a_seed_are_alike_in_every_process_and_those_with_one_are_as_ever():
+def test_unseeded_generators_are_alike_in_every_process_and_seeded_are_unchanged():
     command = [sys.executable, "-c", SHUFFLES, str(Path(tasks.__path__[0], "evaluators", "inspect_ai", "programs"))]
     [shown] = {subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3)}
     assert shown.rpartition("]")[2].strip() == str(random.Random(7).random())
@@ -191,8 +191,8 @@ def written(
     numbers = [{"stderr": None, "n": 2, "better": True, "cluster": None, **metric} for metric in metrics]
     (output / "plan.json").write_text(json.dumps({"questions": {"demo_choices": questions}}))
     (output / "samples.jsonl").write_text("".join(json.dumps({**defaults, **row}) + "\n" for row in rows))
-    found = {"metrics": {"demo_choices": numbers}, "logs": {"demo_choices": "x.eval"}, **results}
-    (output / "results.json").write_text(json.dumps(found))
+    content = {"metrics": {"demo_choices": numbers}, "logs": {"demo_choices": "x.eval"}, **results}
+    (output / "results.json").write_text(json.dumps(content))
     return output
 
 
@@ -261,8 +261,8 @@ def test_question_without_an_answer_or_a_score_withholds_the_number(
 ):
     rows = [WHOLE[0], *([{"id": "2", **second}] if second is not None else [])]
     parsed = Inspect().parse(written(tmp_path / "out", rows, [ACCURACY]), make_config("demo_choices"))
-    found = parsed.counts
-    assert (found.requested, found.answered, found.scored, found.judge_errors) == counts
+    parsed_counts = parsed.counts
+    assert (parsed_counts.requested, parsed_counts.answered, parsed_counts.scored, parsed_counts.judge_errors) == counts
     with pytest.raises(CountsDisagree):
         verify_counts(parsed)
 

@@ -134,24 +134,24 @@ def target(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_code_of_a_model_reaches_the_endpoint_and_neither_secret_nor_journal_nor_network(target: Target, host: str):
-    found = target.attacked(isolated=True, host=host)
-    assert found["endpoint"].startswith("HTTP/1.0 501")
-    assert (found["other port"], found["network"], found["signal"]) == (None, None, None)
-    assert not set(VARIABLES) & set(found["variables"]) and "OPENAI_API_KEY" in found["variables"]
-    assert not found["secret in variables"]
+    reached = target.attacked(isolated=True, host=host)
+    assert reached["endpoint"].startswith("HTTP/1.0 501")
+    assert (reached["other port"], reached["network"], reached["signal"]) == (None, None, None)
+    assert not set(VARIABLES) & set(reached["variables"]) and "OPENAI_API_KEY" in reached["variables"]
+    assert not reached["secret in variables"]
     hidden = {str(path): None for path in target.hidden}
-    assert found["files"] == {**hidden, str(target.token): "", str(target.question): SECRET}
+    assert reached["files"] == {**hidden, str(target.token): "", str(target.question): SECRET}
     assert all(path.read_text() == SECRET for path in (*target.hidden, target.token, target.question))
-    assert found["rights"] == [False, False, False]
-    assert (found["memory"], found["file"]) == (None, None)
+    assert reached["rights"] == [False, False, False]
+    assert (reached["memory"], reached["file"]) == (None, None)
     assert f"prepared with {len(SECRET)}" in (target.folder / "output" / "harness.log").read_text()
 
 
 def test_same_code_without_isolation_reaches_all_that_its_user_may(target: Target):
-    found = target.attacked(isolated=False)
-    assert found["other port"].startswith("HTTP/1.0 501")
-    assert found["signal"] == "sent" and found["secret in variables"]
-    assert set(found["files"].values()) == {SECRET}
+    reached = target.attacked(isolated=False)
+    assert reached["other port"].startswith("HTTP/1.0 501")
+    assert reached["signal"] == "sent" and reached["secret in variables"]
+    assert set(reached["files"].values()) == {SECRET}
     assert target.hidden[0].read_text() == "overwritten"
 
 

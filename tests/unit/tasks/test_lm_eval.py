@@ -201,7 +201,7 @@ def test_command_copies_benchmarks_that_lie_in_a_store():
     assert json.loads(command.files["job.json"])["benchmarks_path"] == name
 
 
-def test_command_with_a_capacity_of_one_still_takes_the_concurrent_path():
+def test_command_with_a_capacity_of_1_still_takes_the_concurrent_path():
     assert job_of(make_config(), make_model(capacity=1))["model_args"]["num_concurrent"] == 2
 
 
@@ -280,12 +280,12 @@ def test_parse_tells_how_answers_ended_how_it_was_asked_and_what_groups_are_made
         "shape_sides": {"shapes_few": 0.75, "shapes_many": 0.25},
         "sides_1shot": {"sides_1shot.shapes_few": 0.5, "sides_1shot.shapes_many": 0.5},
     }
-    found = {
+    finish_by_id = {
         sample.id[0]: sample.finish
         for sample in LmEval().samples(recorded, make_config())
         if "words" in sample.benchmark
     }
-    assert (found["0"], found["1"], found["2"]) == ("length", "stop", None)
+    assert (finish_by_id["0"], finish_by_id["1"], finish_by_id["2"]) == ("length", "stop", None)
 
 
 def test_samples_of_texts_have_log_likelihood_and_length_and_say_if_their_prompt_was_cut(recorded: Path):
@@ -294,9 +294,9 @@ def test_samples_of_texts_have_log_likelihood_and_length_and_say_if_their_prompt
     plan = json.loads((recorded / "plan.json").read_text())
     plan["benchmarks"]["shape_sides"]["shapes_few"]["truncated_questions"] = [0]
     (recorded / "plan.json").write_text(json.dumps(plan))
-    found = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
-    assert found[0].ratios == {"word_perplexity": (-12.5, 5.0)} and not found[1].ratios
-    assert [sample.truncated for sample in found] == [True, False, False, False, False]
+    samples = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
+    assert samples[0].ratios == {"word_perplexity": (-12.5, 5.0)} and not samples[1].ratios
+    assert [sample.truncated for sample in samples] == [True, False, False, False, False]
 
 
 # Samples
@@ -317,25 +317,27 @@ def test_samples_of_texts_have_log_likelihood_and_length_and_say_if_their_prompt
 def test_clusters_are_questions_with_the_same_value_of_a_field(
     docs: list[dict[str, Any]], names: list[str], cluster_by: str | None, together: list[set[str]]
 ):
-    found = clusters_of(names, {str(number): doc for number, doc in enumerate(docs)}, cluster_by=cluster_by)
-    assert [{name for name in found if found[name] == cluster} for cluster in dict.fromkeys(found.values())] == together
+    clusters = clusters_of(names, {str(number): doc for number, doc in enumerate(docs)}, cluster_by=cluster_by)
+    assert [
+        {name for name in clusters if clusters[name] == cluster} for cluster in dict.fromkeys(clusters.values())
+    ] == together
 
 
-def test_samples_of_questions_about_one_document_are_one_cluster(recorded: Path):
+def test_samples_of_questions_about_a_document_share_a_cluster(recorded: Path):
     path = samples_file(recorded, "shapes_few")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for number, line in enumerate(lines):
         line["doc"]["passage"] = f"passage {number // 3}"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
-    assert len({sample.cluster for sample in found[:3]}) == 1 and found[0].cluster
-    assert found[3].cluster == found[4].cluster != found[0].cluster
+    samples = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
+    assert len({sample.cluster for sample in samples[:3]}) == 1 and samples[0].cluster
+    assert samples[3].cluster == samples[4].cluster != samples[0].cluster
 
 
 def test_answers_of_a_question_that_names_its_choices_take_no_more_memory_than_the_choices(recorded: Path):
     def named(target: str) -> str:
         edit_sample(recorded, "shapes_few", lambda sample: sample.update(target=target))
-        sample = next(found for found in LmEval().samples(recorded, make_config()) if found.benchmark == "shapes_few")
+        sample = next(each for each in LmEval().samples(recorded, make_config()) if each.benchmark == "shapes_few")
         assert len(sample.choices) > 1
         return str(sample.target)
 
@@ -347,14 +349,14 @@ def test_answers_of_a_question_that_names_its_choices_take_no_more_memory_than_t
 def test_samples_of_a_perplexity_over_questions_have_their_log_likelihood(recorded: Path):
     weighed = {"metrics": ["perplexity"], "perplexity": -2.5, "doc_id": 0}
     edit_sample(recorded, "shapes_few", lambda sample: sample.update(weighed))
-    found = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
-    assert found[0].ratios == {"perplexity": (-2.5, 1.0)}
+    samples = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
+    assert samples[0].ratios == {"perplexity": (-2.5, 1.0)}
 
 
 def test_samples_recorded_run_gives_each_question_once_with_the_scores_of_all_filters(recorded: Path):
-    found = list(LmEval().samples(recorded, make_config()))
-    assert len(found) == 35 == len({(sample.benchmark, sample.id) for sample in found})
-    [words] = [sample for sample in found if sample.benchmark == "shape_words" and sample.id.startswith("1-")]
+    samples = list(LmEval().samples(recorded, make_config()))
+    assert len(samples) == 35 == len({(sample.benchmark, sample.id) for sample in samples})
+    [words] = [sample for sample in samples if sample.benchmark == "shape_words" and sample.id.startswith("1-")]
     assert words.id == "1-8fdbcfe3e64d"
     assert (words.prompt, words.output, words.target) == (
         "The sides of a square, in one word:",
@@ -362,7 +364,7 @@ def test_samples_recorded_run_gives_each_question_once_with_the_scores_of_all_fi
         "four",
     )
     assert words.scores == {"exact_match,strict": 0.0, "exact_match,flexible": 0.0}
-    [few] = [sample for sample in found if sample.benchmark == "shapes_few" and sample.id.startswith("0-")]
+    [few] = [sample for sample in samples if sample.benchmark == "shapes_few" and sample.id.startswith("0-")]
     assert (few.prompt, few.target, few.scores) == ("A triangle has", "three", {"acc": 0.0})
     assert few.output in few.choices and len(few.choices) == len(few.log_likelihoods)
     assert few.choices == ("three", "four", "five", "six", "eight", "none")
@@ -375,9 +377,9 @@ def test_sample_has_what_stood_before_its_question_as_far_as_the_plan_or_the_con
     plan = json.loads((recorded / "plan.json").read_text())
     plan["benchmarks"]["shape_sides"]["shapes_few"]["contexts"] = {0: 2}
     (recorded / "plan.json").write_text(json.dumps(plan))
-    found = {(sample.benchmark, sample.id[0]): sample for sample in LmEval().samples(recorded, make_config())}
-    first, chat = found["shapes_few", "0"], found["shape_words", "0"]
-    assert (first.context, first.prompt, found["shapes_few", "1"].context) == ("A ", "triangle has", "")
+    by_question = {(sample.benchmark, sample.id[0]): sample for sample in LmEval().samples(recorded, make_config())}
+    first, chat = by_question["shapes_few", "0"], by_question["shape_words", "0"]
+    assert (first.context, first.prompt, by_question["shapes_few", "1"].context) == ("A ", "triangle has", "")
     assert chat.asked == str([sent]) and chat.context.endswith('"none"}, ')
     assert chat.prompt.startswith('{"role": "user", "content": "It')
 
@@ -386,18 +388,18 @@ def test_samples_questions_left_out_have_no_score_and_are_counted_apart(recorded
     plan = json.loads((recorded / "plan.json").read_text())
     plan["benchmarks"]["shape_words"]["shape_words"] |= {"skipped": 1, "truncated": 2}
     (recorded / "plan.json").write_text(json.dumps(plan))
-    line = {"benchmark": "shape_words", "doc_id": 7, "doc_hash": "ab" * 32, "prompt": "A long one", "target": "six"}
+    line = {"benchmark": "shape_words", "doc_id": 7, "doc_hash": "ab" * 32, "prompt": "A long shape", "target": "six"}
     (recorded / "skipped.jsonl").write_text(json.dumps(line) + "\n")
     counts = parse(recorded).counts
     assert (counts.requested, counts.scored, counts.skipped, counts.truncated) == (35, 35, 1, 2)
     *_, last = LmEval().samples(recorded, make_config())
-    assert (last.id, last.prompt, last.output, last.scores) == ("7-abababababab", "A long one", "", {})
+    assert (last.id, last.prompt, last.output, last.scores) == ("7-abababababab", "A long shape", "", {})
 
 
 @pytest.mark.parametrize(
     "damage", [{"arguments": None}, {"resps": [[]]}, {"target": None}, {"metrics": 1}, {"acc": []}]
 )
-def test_samples_of_a_damaged_line_are_told_as_far_as_they_go(recorded: Path, damage: dict[str, Any]):
+def test_samples_of_a_damaged_line_are_read_as_far_as_possible(recorded: Path, damage: dict[str, Any]):
     edit_sample(recorded, "shapes_few", lambda sample: sample.update(damage))
     assert len(list(LmEval().samples(recorded, make_config()))) == 35
 
@@ -425,7 +427,7 @@ def test_parse_samples_fewer_than_requested_is_withheld(recorded: Path):
     assert withheld(recorded) == (35, 34, 34)
 
 
-def test_parse_sample_twice_does_not_stand_for_a_missing_one(recorded: Path):
+def test_parse_sample_twice_does_not_replace_a_missing_sample(recorded: Path):
     path = samples_file(recorded, "shapes_few")
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:-1], lines[0]]))
@@ -573,7 +575,7 @@ def environment_python(tmp_path: Path) -> Path:
     return python
 
 
-def test_check_benchmarks_of_ones_own_asks_nobody(cache_dir: Path):
+def test_check_of_own_benchmarks_asks_no_environment(cache_dir: Path):
     LmEval().check(make_config(), python=PYTHON)
     assert not cache_dir.exists()
 

@@ -137,7 +137,7 @@ def test_numbers_that_are_none_pass_as_such_and_are_counted_later():
         assert not math.isfinite(weight)
 
 
-def test_log_probability_that_rounding_put_above_zero_is_one():
+def test_log_probability_rounded_above_zero_is_accepted():
     content = answer()
     rows_of(content)["token_logprobs"][START] = 1e-6
     weigh(content)
@@ -168,8 +168,8 @@ def test_text_that_was_cut_is_no_answer(end: Any):
 
 
 def test_text_is_cut_at_the_first_of_all_stops_and_has_then_ended_by_itself():
-    found = written({"text": "one two three", "finish_reason": "length"}, stops=("three", " two", ""))
-    assert (found.text, found.finish) == ("one", "stop")
+    answer = written({"text": "first two three", "finish_reason": "length"}, stops=("three", " two", ""))
+    assert (answer.text, answer.finish) == ("first", "stop")
 
 
 def test_missing_text_stays_missing():
@@ -189,7 +189,7 @@ def test_missing_text_stays_missing():
         ("<think>a</think><think>b", "", False),
     ],
 )
-def test_reasoning_that_never_closes_is_told(text: str, prompt: str, closed: bool):
+def test_reasoning_that_never_closes_is_reported(text: str, prompt: str, closed: bool):
     assert written({"text": text, "finish_reason": "stop"}, prompt=prompt).closed is closed
 
 

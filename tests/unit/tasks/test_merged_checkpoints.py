@@ -47,11 +47,11 @@ def steps_in(name: str) -> list[int]:
         ("40+10", [40, 10]),
     ],
 )
-def test_steps_of_a_run_are_those_that_the_name_says(run: Path, steps: str, expected: list[int]) -> None:
+def test_steps_of_a_run_are_parsed_from_the_name(run: Path, steps: str, expected: list[int]) -> None:
     assert steps_in(f"mean({run}@{steps})") == expected
 
 
-def test_merged_checkpoint_is_of_the_run_and_step_of_its_last_one_and_its_place_names_it_again(run: Path) -> None:
+def test_merged_checkpoint_has_run_and_step_of_its_last_input(run: Path) -> None:
     [merged] = find_checkpoints(f"ema({run}@last:2, 0.9)")
     assert (merged.run, merged.name, merged.step) == ("llama", "llama-30-to-40-ema2-0.9", 40)
     assert locations_of(merged.uri) == (f"{run}/hf/step-30", f"{run}/hf/step-40")
@@ -78,7 +78,7 @@ def test_checkpoint_that_is_still_written_keeps_a_range_incomplete_and_is_not_am
         ("mean({run}@10+11)", NoCheckpoints, "none of 11; there are 10, 20, 30, 40"),
         ("mean({run}@last:5)", NoCheckpoints, "5 complete checkpoints"),
         ("mean({run}@10..15)", BadInput, "at least two checkpoints"),
-        ("mean({run}, {run}@10)", BadInput, "one checkpoint at"),
+        ("mean({run}, {run}@10)", BadInput, "a single checkpoint at"),
         ("mean({run}/nowhere@10..20)", BadInput, "is not there"),
         ("mean({run}@10..30, 1+3)", BadInput, "a share for each checkpoint"),
     ],
@@ -88,13 +88,13 @@ def test_name_of_what_is_not_there_is_refused(run: Path, name: str, kind: type[E
         find_checkpoints(name.format(run=run))
 
 
-def test_two_checkpoints_of_one_step_are_refused(run: Path) -> None:
+def test_two_checkpoints_of_a_step_are_refused(run: Path) -> None:
     write_checkpoint(run / "hf" / "checkpoint-20", seed=5)
-    with pytest.raises(BadInput, match="one checkpoint of step 20"):
+    with pytest.raises(BadInput, match="a single checkpoint of step 20"):
         find_checkpoints(f"mean({run}@..)")
 
 
-def test_native_checkpoints_are_left_out_beside_exports_and_cannot_be_merged_themselves(run: Path) -> None:
+def test_native_checkpoints_are_left_out_if_exported_and_never_merged(run: Path) -> None:
     for place in (run / "checkpoints", run.parent / "native"):
         for step in (15, 20):
             folder = place / f"step-{step}"
@@ -106,7 +106,7 @@ def test_native_checkpoints_are_left_out_beside_exports_and_cannot_be_merged_the
     assert "export it to Hugging Face format" in merged.problems[0]
 
 
-def test_cell_of_a_merged_checkpoint_is_not_that_of_its_last_one_and_says_how_it_was_made(run: Path) -> None:
+def test_merged_checkpoint_has_its_own_cell_and_says_how_it_was_made(run: Path) -> None:
     def cell(path: str) -> Any:
         config = {"model_path": path, "evals": [{"name": "demo_facts"}], "evaluation_path": str(run.parent / "records")}
         [checkpoint] = find_checkpoints(path)
@@ -131,9 +131,7 @@ def test_cell_of_a_merged_checkpoint_is_not_that_of_its_last_one_and_says_how_it
     assert cell(merged.reference.uri).uri != merged.uri
 
 
-def test_place_of_a_merged_checkpoint_is_one_however_its_inputs_are_written(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_place_of_a_merged_checkpoint_is_equal_for_any_spelling(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parent)
     written = place_of(f"mean({run}/hf/step-30, {run}/hf/step-40, 1.0+3)")
     assert place_of("mean(llama/step-30, ./llama/hf/step-40/, 1+3)") == written
@@ -203,7 +201,9 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
     target = tmp_path / "averaged" / "step-40"
     shown = CliRunner().invoke(app, ["checkpoints", "--materialize", f"mean({run}@last:2)", str(target), "--json"])
     assert shown.exit_code == 0, shown.output
-    assert [(found["uri"], found["complete"]) for found in json.loads(shown.stdout)] == [(str(target), True)]
+    assert [(checkpoint["uri"], checkpoint["complete"]) for checkpoint in json.loads(shown.stdout)] == [
+        (str(target), True)
+    ]
     last = run / "hf" / "step-40"
     assert {path.name for path in target.iterdir()} == {path.name for path in last.iterdir()}
     assert (target / "config.json").read_bytes() == (last / "config.json").read_bytes()
@@ -211,7 +211,7 @@ def test_merged_checkpoint_is_written_whole_into_a_folder_of_its_own_and_nowhere
     assert list(target.parent.iterdir()) == [target]
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     again = CliRunner().invoke(app, ["checkpoints", "--materialize", f"mean({run}@last:3)", str(target)])
-    assert isinstance(again.exception, BadInput) and "or an empty one" in again.exception.expected
+    assert isinstance(again.exception, BadInput) and "to be absent or empty" in again.exception.expected
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 

@@ -37,8 +37,8 @@ def listing(
     config = EvaluationConfig.model_validate(
         {"model_path": "/r/a", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
     )
-    wanted = WantedEvaluation(("some",), 0, rules, config, "hash", None)
-    seen = RunListing("/r/a", "a", [wanted], checkpoints, records, **more)
+    evaluation = WantedEvaluation(("some",), 0, rules, config, "hash", None)
+    seen = RunListing("/r/a", "a", [evaluation], checkpoints, records, **more)
     return replace(seen, checkpoints=with_means(checkpoints, seen.taken_by(rules, final_step=None)))
 
 
@@ -46,16 +46,16 @@ def decide(checkpoints: list[SeenCheckpoint], *rules: CheckpointRule, **more: An
     return reconcile([listing(checkpoints, *rules, **more)], POLICY, now=1e6)
 
 
-def states(found: Reconciliation) -> dict[str, State]:
-    return {cell.checkpoint.name: cell.state for cell in (*found.work, *found.others)}
+def states(reconciliation: Reconciliation) -> dict[str, State]:
+    return {cell.checkpoint.name: cell.state for cell in (*reconciliation.work, *reconciliation.others)}
 
 
 def recorded(mean: SeenCheckpoint, name: str | None = None) -> RunRecords:
     return RunRecords({name or mean.name: [Evaluated("d", mean.listing, frozenset({"hash"}))]}, (), {})
 
 
-def means(found: RunListing) -> list[SeenCheckpoint]:
-    return [seen for seen in found.checkpoints if seen.merged]
+def means(run_listing: RunListing) -> list[SeenCheckpoint]:
+    return [seen for seen in run_listing.checkpoints if seen.merged]
 
 
 def test_rule_takes_the_last_checkpoints_up_to_each_step_where_there_are_so_many():
@@ -74,20 +74,20 @@ def test_rule_that_can_merge_nothing_is_refused(rule: dict[str, Any]):
 
 
 def test_merged_cell_has_the_name_the_step_and_the_run_of_its_last_input_and_comes_without_those():
-    found = decide(run(1000, 2000, 3000, 4000), EVERY_SECOND)
-    [cell] = found.work
+    reconciliation = decide(run(1000, 2000, 3000, 4000), EVERY_SECOND)
+    [cell] = reconciliation.work
     assert cell.checkpoint.uri == "mean(/r/a/hf/step-2000, /r/a/hf/step-3000, /r/a/hf/step-4000)"
     assert (cell.run, cell.checkpoint.name, cell.checkpoint.step) == ("a", "a-2000-to-4000-mean3", 4000)
-    assert found.left_out == 4
+    assert reconciliation.left_out == 4
 
 
 def test_merged_cell_waits_until_all_its_inputs_are_whole_and_says_for_which():
     half = [*run(1000, 2000), checkpoint(3000, problems=("no weights",)), checkpoint(4000)]
-    found = decide(half, EVERY_SECOND, CheckpointRule(which="latest"))
-    assert states(found) == {"a-2000-to-4000-mean3": "waiting", "a-4000": "work"}
-    [waiting] = found.others
+    reconciliation = decide(half, EVERY_SECOND, CheckpointRule(which="latest"))
+    assert states(reconciliation) == {"a-2000-to-4000-mean3": "waiting", "a-4000": "work"}
+    [waiting] = reconciliation.others
     assert waiting.reason == "a-3000: no weights"
-    assert gaps_json(POLICY, found)["cells"][1]["reason"] == "a-3000: no weights"
+    assert gaps_json(POLICY, reconciliation)["cells"][1]["reason"] == "a-3000: no weights"
     assert states(decide(run(1000, 2000, 3000, 4000), EVERY_SECOND)) == {"a-2000-to-4000-mean3": "work"}
 
 
@@ -103,11 +103,11 @@ def test_merged_cell_is_wanted_again_once_an_input_was_rewritten_or_came_late():
     assert states(decide(run(*steps), EVERY_SECOND, records=recorded(before))) == {mean.name: "work"}
 
 
-def test_merged_cell_is_not_made_anew_of_what_is_left_when_inputs_are_deleted():
+def test_merged_cell_is_not_made_again_when_inputs_are_deleted():
     [mean] = means(listing(run(1000, 2000, 3000, 4000), EVERY_SECOND))
     rotated = run(1000, 2000, 4000)  # its mean would differ
-    found = decide(rotated, EVERY_SECOND, records=recorded(mean))
-    assert (states(found), found.done_count) == ({}, 1)
+    reconciliation = decide(rotated, EVERY_SECOND, records=recorded(mean))
+    assert (states(reconciliation), reconciliation.done_count) == ({}, 1)
     assert states(decide(rotated, EVERY_SECOND)) == {"a-1000-to-4000-mean3-" + _digest(rotated): "work"}
 
 
@@ -126,18 +126,20 @@ def test_merged_cell_is_of_exports_alone_where_the_run_has_any():
     exports, latest = run(100, 200, 300), CheckpointRule(which="latest", merged="last 3")
     native = [checkpoint(step, kind="levanter") for step in (150, 250, 350)]
     every = CheckpointRule(every_n_steps=100, merged="last 3")
-    found = decide(sorted([*exports, *native], key=lambda seen: seen.step), every, latest)
-    assert states(found) == {"a-100-to-300-mean3": "work"}
+    reconciliation = decide(sorted([*exports, *native], key=lambda seen: seen.step), every, latest)
+    assert states(reconciliation) == {"a-100-to-300-mean3": "work"}
 
 
-def test_merged_cell_of_a_step_with_two_checkpoints_waits_until_one_is_gone_unless_one_alone_is_whole():
+def test_merged_cell_of_a_step_with_two_checkpoints_waits_unless_unambiguous():
     again = checkpoint(4000, uri="/r/a/hf/checkpoint-4000")
     [cell] = decide([*run(2000, 3000, 4000), again], EVERY_SECOND).others
     assert cell.state == "waiting" and f"/r/a/hf/step-4000 and {again.uri}" in (cell.reason or "")
     for kind in ("huggingface", "levanter"):
         half = replace(again, kind=kind, problems=("no weights",))
-        found = [cell for cell in decide([*run(2000, 3000, 4000), half], EVERY_SECOND).work if cell.checkpoint.merged]
-        assert [cell.checkpoint.uri.count("step-") for cell in found] == [3]
+        merged_cells = [
+            cell for cell in decide([*run(2000, 3000, 4000), half], EVERY_SECOND).work if cell.checkpoint.merged
+        ]
+        assert [cell.checkpoint.uri.count("step-") for cell in merged_cells] == [3]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_recorded_mean_tells_its_inputs_by_its_name(name: str, known: tuple[int,
     assert (mean and mean.known) == known
 
 
-def test_status_has_a_row_for_each_merged_checkpoint_beside_those_that_were_written():
+def test_status_has_a_row_for_each_merged_checkpoint_and_each_written():
     seen = listing(run(2000, 3000, 4000), EVERY_SECOND, CheckpointRule(which="latest"))
     [content] = status_json(POLICY, [seen], reconcile([seen], POLICY, now=1e6))["runs"]
     rows = {row["checkpoint"]: row["suites"] for row in content["checkpoints"]}

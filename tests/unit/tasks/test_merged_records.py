@@ -60,12 +60,12 @@ def test_merged_checkpoints_are_a_curve_of_their_own_in_the_colour_of_their_run(
     assert f">{MERGED}</text>" in curves_svg(results.records)
 
 
-def test_noise_of_training_is_taken_from_each_curve_alone_and_merged_ones_that_share_an_input_count_once():
+def test_noise_of_training_is_per_curve_and_shared_inputs_count_once():
     raw, merged = run_of(noisy(18, by=0.1)), means_of(noisy(6, by=0.02))
     [column] = (results := Results([*raw, *merged])).columns
-    found = wavering(results, column)
-    assert found["run-a"].noise == training_noise([list(enumerate(noisy(18, by=0.1)))])
-    assert found[MERGED].noise == training_noise([list(enumerate(noisy(6, by=0.02)))]) and not found[MERGED].siblings
+    by_run = wavering(results, column)
+    assert by_run["run-a"].noise == training_noise([list(enumerate(noisy(18, by=0.1)))])
+    assert by_run[MERGED].noise == training_noise([list(enumerate(noisy(6, by=0.02)))]) and not by_run[MERGED].siblings
 
     overlapping = means_of(noisy(16, by=0.02), apart=1)
     [column] = (results := Results([*raw, *overlapping])).columns
@@ -76,7 +76,7 @@ def test_noise_of_training_is_taken_from_each_curve_alone_and_merged_ones_that_s
     assert wavering(sibling, sibling.columns[0])[MERGED].siblings
 
 
-def test_mean_of_the_last_checkpoints_is_over_written_ones_alone():
+def test_mean_of_the_last_checkpoints_is_over_written_checkpoints_alone():
     raw, merged = run_of([0.5] * 6), means_of([0.9] * 6)
     [column] = (results := Results([*raw, *merged])).columns
     noises = wavering(results, column)
@@ -84,7 +84,7 @@ def test_mean_of_the_last_checkpoints_is_over_written_ones_alone():
     assert last_means(results, column, MERGED, noises) == {}
 
 
-def test_alert_is_on_the_curve_of_its_own_kind_and_no_merged_score_ends_one_of_written_ones(tmp_path: Path):
+def test_alert_stays_on_its_own_curve_despite_merged_scores(tmp_path: Path):
     high = means_of([0.9] * 7)
     assert alerts_in([*run_of(STEADY), *high]) == []
     [alert] = alerts_in([*run_of([*STEADY, DROP]), *high])
@@ -97,7 +97,7 @@ def test_alert_is_on_the_curve_of_its_own_kind_and_no_merged_score_ends_one_of_w
 
     each = means_of([value for falling in (*STEADY, DROP) for value in (0.6, falling)] + [0.6], apart=2)
     asked = [record.model_copy(update={"evaluation_hash": "0" * 64}) for record in each[::2]]
-    assert len(alerts_in([*asked, *each[1::2]])) == 1, "what another suite is asked at takes none of these away"
+    assert len(alerts_in([*asked, *each[1::2]])) == 1, "checkpoints of another suite take none of these away"
 
     for record in [*run_of([*STEADY, *[0.6] * 43]), *fallen]:
         publish(tmp_path, record)
@@ -176,11 +176,11 @@ def evaluations(tmp_path: Path) -> Path:
 )
 def test_merged_checkpoint_is_found_by_the_name_in_records_and_by_what_it_is_made_of(evaluations: Path, name: str):
     for text in (name, f"{evaluations}:{name}"):
-        [found] = records_of_checkpoints([text], evaluation_path=str(evaluations))
-        assert [each.record.checkpoint.name for each in found] == ["run-a-100-to-300-mean3"]
+        [records] = records_of_checkpoints([text], evaluation_path=str(evaluations))
+        assert [each.record.checkpoint.name for each in records] == ["run-a-100-to-300-mean3"]
 
 
-def test_steps_one_by_one_mean_the_merged_checkpoint_of_that_order(tmp_path: Path):
+def test_single_steps_mean_the_merged_checkpoint_of_that_order(tmp_path: Path):
     for kind, parameter, steps in (
         ("interpolate", "0.3", (100, 200)),
         ("interpolate", "0.3", (200, 100)),
@@ -194,29 +194,29 @@ def test_steps_one_by_one_mean_the_merged_checkpoint_of_that_order(tmp_path: Pat
         ("mean(run-a@200+100, 1+3)", "run-a-200-to-100-mean-1+3"),
         ("ema(run-a@last:2, 0.90)", "run-a-100-to-200-ema-0.9"),
     ):
-        [found] = records_of_checkpoints([text], evaluation_path=str(tmp_path))
-        assert [each.record.checkpoint.name for each in found] == [name], text
+        [records] = records_of_checkpoints([text], evaluation_path=str(tmp_path))
+        assert [each.record.checkpoint.name for each in records] == [name], text
     with pytest.raises(BadInput):
         records_of_checkpoints(["mean(run-a@100+200, 1+3)"], evaluation_path=str(tmp_path))
 
 
 def of_kind(record: Record, kind: str, parameter: str) -> Record:
     """Returns a copy of a merged record with another kind of merge."""
-    found = record.checkpoint
-    assert found.merge is not None
-    steps = f"{found.merge.inputs[0].step}-to-{found.step}"
+    original = record.checkpoint
+    assert original.merge is not None
+    steps = f"{original.merge.inputs[0].step}-to-{original.step}"
     changes = {
-        "name": f"{found.run}-{steps}-{kind}-{parameter}",
-        "digest": sha256(f"{found.digest} {kind} {parameter}".encode()).hexdigest(),
-        "merge": found.merge.model_copy(update={"kind": kind, "parameter": parameter}),
+        "name": f"{original.run}-{steps}-{kind}-{parameter}",
+        "digest": sha256(f"{original.digest} {kind} {parameter}".encode()).hexdigest(),
+        "merge": original.merge.model_copy(update={"kind": kind, "parameter": parameter}),
     }
-    checkpoint = found.model_copy(update=changes)
+    checkpoint = original.model_copy(update=changes)
     return renamed(record.model_copy(update={"checkpoint": checkpoint}))
 
 
 def test_step_of_a_run_means_the_written_checkpoint_and_an_unknown_merge_is_refused(evaluations: Path):
-    [found] = records_of_checkpoints(["run-a@300"], evaluation_path=str(evaluations))
-    assert [each.record.checkpoint.name for each in found] == ["run-a-300"]
+    [records] = records_of_checkpoints(["run-a@300"], evaluation_path=str(evaluations))
+    assert [each.record.checkpoint.name for each in records] == ["run-a-300"]
     for name in ("mean(run-a@last:2)", "ema(run-a@last:3, 0.9)", "mean(run-b@last:3)"):
         with pytest.raises(BadInput, match="run-a-100-to-300-mean3"):
             records_of_checkpoints([name], evaluation_path=str(evaluations))
@@ -231,18 +231,16 @@ def rule(baseline: str) -> BaselineRule:
 
 
 @pytest.mark.parametrize(("baseline", "merged"), [("previous", 600), ("best", 300), ("mean of last 2", 600)])
-def test_earlier_checkpoints_of_a_merged_one_are_merged_alike_and_those_of_a_written_one_were_written(
-    tmp_path: Path, baseline: str, merged: int
-):
+def test_earlier_checkpoints_are_merged_or_written_like_the_judged(tmp_path: Path, baseline: str, merged: int):
     records = [*run_of([0.5] * 9), *means_of([0.8, 0.7, 0.6])]
     for record in records:
         publish(tmp_path, record)
 
     def of(record: Record) -> list[str]:
         hashes = {record.evaluation_hash}
-        found = baseline_of(rule(baseline), record.checkpoint, evaluation_path=str(tmp_path), hashes=hashes)
-        assert isinstance(found, Baseline)
-        [score] = found.scores.values()
+        resolved = baseline_of(rule(baseline), record.checkpoint, evaluation_path=str(tmp_path), hashes=hashes)
+        assert isinstance(resolved, Baseline)
+        [score] = resolved.scores.values()
         return [each.record.checkpoint.name for each in score.records]
 
     assert of(records[-1])[0] == f"run-a-{merged - 200}-to-{merged}-mean3"
@@ -250,23 +248,23 @@ def test_earlier_checkpoints_of_a_merged_one_are_merged_alike_and_those_of_a_wri
     assert not any(name.endswith("mean3") for name in of(records[8]))
 
 
-def test_other_run_at_the_same_step_is_merged_as_the_judged_one(tmp_path: Path):
+def test_other_run_at_the_same_step_is_merged_as_the_judged(tmp_path: Path):
     mine = means_of([0.8])[0]
     for record in [*run_of([0.5] * 3, run="run-b"), *means_of([0.7], run="run-b"), mine, *run_of([0.5] * 3)]:
         publish(tmp_path, record)
     for record, name in ((mine, "run-b-100-to-300-mean3"), (run_of([0.5] * 3)[2], "run-b-300")):
-        found = baseline_of(rule("run-b@same step"), record.checkpoint, evaluation_path=str(tmp_path))
-        assert isinstance(found, Baseline)
-        assert [each.records[0].record.checkpoint.name for each in found.scores.values()] == [name]
+        resolved = baseline_of(rule("run-b@same step"), record.checkpoint, evaluation_path=str(tmp_path))
+        assert isinstance(resolved, Baseline)
+        assert [each.records[0].record.checkpoint.name for each in resolved.scores.values()] == [name]
 
 
-def test_gate_judges_both_checkpoints_of_the_highest_step_and_holds_one_against_a_merged_name(evaluations: Path):
-    found = judged_checkpoints(find_records(str(evaluations)))
-    assert {reason.checkpoint for reason in judge(Gate(), found, evaluation_path=str(evaluations)).reasons} == {
+def test_gate_judges_both_checkpoints_of_the_highest_step(evaluations: Path):
+    judged = judged_checkpoints(find_records(str(evaluations)))
+    assert {reason.checkpoint for reason in judge(Gate(), judged, evaluation_path=str(evaluations)).reasons} == {
         "run-a-300",
         "run-a-100-to-300-mean3",
     }
-    [written] = [each for each in found if each.name == "run-a-300"]
+    [written] = [each for each in judged if each.name == "run-a-300"]
     against = rule("mean(run-a@last:3)")
     verdict = judge(Gate(rules=(against,)), [written], evaluation_path=str(evaluations))
     [reason] = [reason for reason in verdict.reasons if reason.rule == against.words]
@@ -276,7 +274,7 @@ def test_gate_judges_both_checkpoints_of_the_highest_step_and_holds_one_against_
 # Trackers and cards
 
 
-def test_series_of_a_tracker_holds_merged_checkpoints_or_written_ones():
+def test_series_of_a_tracker_is_of_merged_or_of_written_checkpoints():
     written, merged = (
         Announcement.of(record, "/e/run-a/step-300/lm_evaluation_harness/x-1").series
         for record in (make_record(step=300), merged_record((100, 200, 300)))

@@ -64,12 +64,12 @@ def edited(cell: Path, /, **fields: Any) -> None:
 
 @pytest.mark.parametrize("name", [OUT, "..", ".", "", "a\\b", "a\x1b[2J", "a" * 256])
 @pytest.mark.parametrize("field", ["attempt", "cell", "evaluator", "checkpoint__run", "checkpoint__name", "links"])
-def test_record_whose_name_leads_elsewhere_is_not_read(tmp_path: Path, field: str, name: str):
+def test_record_with_a_name_that_leads_elsewhere_is_not_read(tmp_path: Path, field: str, name: str):
     cell = scored(tmp_path, 100, 10)
     edited(cell, **{field: {"site": f"attempt-1/{name}"} if field == "links" else name})
     rejected: dict[str, str] = {}
     assert (read_record(str(cell)), find_records(str(tmp_path), rejected=rejected)) == (None, [])
-    assert field.replace("__", ".") in rejected[str(cell)] and "one part of a path" in rejected[str(cell)]
+    assert field.replace("__", ".") in rejected[str(cell)] and "name of a single file" in rejected[str(cell)]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_record_of_another_cell_counts_for_nothing_and_is_named(tmp_path: Path, 
             edited(cell, checkpoint__digest="f" * 64)
         case _:
             edited(cell, evaluation_hash="another")
-    assert [found.cell_uri for found in find_records(str(folder))] == [str(good)]
+    assert [item.cell_uri for item in find_records(str(folder))] == [str(good)]
     [done] = indexed_records(str(folder / "run-a")).done
     assert done == f"run-a-{good.parents[1].name.removeprefix('step-')}"
     code, shown = assay("records", folder, "--verify")
@@ -127,7 +127,7 @@ def test_cell_that_was_deleted_is_found(tmp_path: Path):
     folder = tmp_path / "e"
     cells = [scored(folder, step, 10) for step in (100, 200, 300)]
     for number, cell in enumerate(cells[:2]):
-        (record,) = (found.record for found in find_records(str(cell)))
+        (record,) = (item.record for item in find_records(str(cell)))
         if number:
             note_record(str(folder / "run-a"), str(cell), record)
         else:
@@ -152,16 +152,16 @@ def test_records_that_were_moved_together_count(tmp_path: Path, monkeypatch: pyt
     assert list(indexed_records(str(tmp_path / "moved" / "run-a")).done) == ["run-a-100"]
 
 
-def test_planner_evaluates_a_cell_that_holds_another_ones_record(tmp_path: Path):
+def test_planner_evaluates_a_cell_that_holds_another_cells_record(tmp_path: Path):
     run = write_run(tmp_path / "run-a", [1, 2])
-    wanted = EvaluationConfig.model_validate(
+    evaluation = EvaluationConfig.model_validate(
         {"model_path": str(run), "evaluation_path": str(tmp_path / "out"), "evals": [{"name": "demo_facts"}]}
     )
     notices: list[Update] = []
 
     def plan() -> list[Any]:
         with listening(notices.append):
-            return plan_cells.fn([wanted], find_checkpoints(str(run)))
+            return plan_cells.fn([evaluation], find_checkpoints(str(run)))
 
     first, second = plan()
     write_record(first.uri, make_record(**of_cell(first)))
@@ -199,7 +199,7 @@ def huge(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [flipped, huge, lambda content: content[:-20], lambda _: gzip.compress(b"[" * 9)])
-def test_damaged_samples_are_one_cells_finding(tmp_path: Path, damage: Any):
+def test_damaged_samples_are_a_finding_of_their_cell(tmp_path: Path, damage: Any):
     folder = tmp_path / "e"
     cells = [scored(folder, step, right) for step, right in ((100, 9), (200, 10), (300, 11))]
     file = cells[1] / "attempt-1" / SAMPLES_NAME
@@ -256,7 +256,7 @@ def test_record_with_a_part_or_a_number_that_no_reader_takes_costs_its_own_cell(
     good, cell = scored(tmp_path, 100, 10), scored(tmp_path, 200, 10)
     edited(cell, **{field: value})
     rejected: dict[str, str] = {}
-    assert [found.cell_uri for found in find_records(str(tmp_path), rejected=rejected)] == [str(good)]
+    assert [item.cell_uri for item in find_records(str(tmp_path), rejected=rejected)] == [str(good)]
     assert list(rejected) == [str(cell)] and "record.json cannot be read" in rejected[str(cell)]
 
 

@@ -44,17 +44,17 @@ def evaluation(benchmarks: Path) -> NativeEvaluation:
 
 
 def test_outcome_in_a_store_is_read_as_it_was_written(tmp_path: Path):
-    wanted = evaluation(tmp_path)
-    assert read_outcome(wanted) is None
+    native_evaluation = evaluation(tmp_path)
+    assert read_outcome(native_evaluation) is None
     failure = HarnessFailed(expected="a score", found="none", remedy="ask again")
-    write_outcome(wanted, Outcome(failure=failure.as_values(), seconds=2.5))
-    outcome = read_outcome(wanted)
+    write_outcome(native_evaluation, Outcome(failure=failure.as_values(), seconds=2.5))
+    outcome = read_outcome(native_evaluation)
     assert outcome is not None and outcome.seconds == 2.5 and outcome.machine.keys() == {"system", "machine"}
     with pytest.raises(HarnessFailed, match="ask again"):
         outcome.raise_failure()
     storage.write_bytes(f"{OUTPUT}/{OUTCOME_NAME}", b"{}")
     with pytest.raises(StorageError):
-        read_outcome(wanted)
+        read_outcome(native_evaluation)
 
 
 def test_outcome_names_the_slice_that_the_job_got(monkeypatch: pytest.MonkeyPatch):
@@ -64,19 +64,19 @@ def test_outcome_names_the_slice_that_the_job_got(monkeypatch: pytest.MonkeyPatc
     assert Outcome(seconds=1).machine["tpu"] == "v6e-8"
 
 
-def test_output_in_a_store_is_copied_and_one_on_this_machine_is_read_where_it_lies(tmp_path: Path):
+def test_output_in_a_store_is_copied_and_local_output_read_directly(tmp_path: Path):
     storage.write_bytes(f"{OUTPUT}/results/a.json", b"1")
     copy = output_here(evaluation(tmp_path), tmp_path / "copy")
     assert (copy / "results" / "a.json").read_bytes() == b"1"
-    here = replace(evaluation(tmp_path), output=str(tmp_path))
-    assert output_here(here, tmp_path / "unused") == tmp_path
+    local_evaluation = replace(evaluation(tmp_path), output=str(tmp_path))
+    assert output_here(local_evaluation, tmp_path / "unused") == tmp_path
 
 
 def test_benchmarks_of_this_machine_go_along_where_the_output_goes_into_a_store(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("task: mine\n")
-    wanted = evaluation(tmp_path)
-    sent = with_benchmarks_there(wanted)
+    native_evaluation = evaluation(tmp_path)
+    sent = with_benchmarks_there(native_evaluation)
     assert sent.config.benchmarks_path is not None and sent.config.benchmarks_path.startswith(OUTPUT)
     assert storage.read_bytes(f"{sent.config.benchmarks_path}/mine.yaml") == b"task: mine\n"
-    on_shared_disk = replace(wanted, output=str(tmp_path / "out"))
+    on_shared_disk = replace(native_evaluation, output=str(tmp_path / "out"))
     assert with_benchmarks_there(on_shared_disk) == on_shared_disk

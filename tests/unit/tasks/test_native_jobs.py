@@ -146,7 +146,7 @@ def given_up(future: Future[Outcome]) -> bool:
     return isinstance(eventually(lambda: future.done() and future.exception()), ClaimLost)
 
 
-def test_cell_given_up_before_its_turn_is_left_out_of_the_job_of_others(cells: Cells, client: LocalClient) -> None:
+def test_cell_given_up_before_its_turn_is_left_out(cells: Cells, client: LocalClient) -> None:
     first, second, third = cells.start("a", "b", "c")
     program = cells.begun("a")
     cells.lose("b")
@@ -154,7 +154,7 @@ def test_cell_given_up_before_its_turn_is_left_out_of_the_job_of_others(cells: C
     for name in ("a", "c"):
         cells.let_end(name)
     assert first.result().failure is third.result().failure is None
-    assert cells.begun("c") == program, "one program served both"
+    assert cells.begun("c") == program, "the same program served both"
     assert cells.published("b") == [] and OUTCOME_NAME in cells.published("c")
     assert not (cells.folder / "gates" / "b.begun").exists()
     [job] = client.jobs()
@@ -198,7 +198,7 @@ def test_program_is_given_what_an_attempt_before_has_kept_and_no_other_evaluatio
         future.result().raise_failure()
     known = {name: (cells.folder / name / "attempt-2" / "known.json").read_text() for name in ("a", "b")}
     assert known == {"a": '["0.json"]', "b": "[]"}
-    assert not list(cells.folder.glob("*/attempt-*/**/kept")), "what was kept is no result"
+    assert not list(cells.folder.glob("*/attempt-*/**/kept")), "kept files are not part of the results"
 
 
 def test_nothing_looks_after_jobs_any_more_behind_their_block(tmp_path: Path, client: LocalClient) -> None:

@@ -109,7 +109,7 @@ def test_samples_of_an_export_give_the_scores_that_it_tells_and_say_what_was_ask
         by_result[row["evaluation_result_id"]].append(row["evaluation"]["score"])
     [log] = logs
     scores = {result["evaluation_result_id"]: result["score_details"]["score"] for result in log["evaluation_results"]}
-    assert scores == {name: pytest.approx(fmean(found)) for name, found in by_result.items()}
+    assert scores == {name: pytest.approx(fmean(values)) for name, values in by_result.items()}
     first = next(row for row in rows if row["evaluation_result_id"] == "facts/acc")
     assert first["input"] == {
         "raw": "Question 0?",
@@ -133,7 +133,7 @@ def test_samples_of_an_export_give_the_scores_that_it_tells_and_say_what_was_ask
 )
 def test_sample_line_says_that_an_answer_is_right_where_the_metric_can(name: str, known: bool) -> None:
     record = facts(metrics=(make_metric("facts", 1.0, name=name, n=1),))
-    log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+    log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), filters=EVERYTHING)
     [row] = sample_rows(weighed(0, right=True).model_copy(update={"scores": {name: 1.0}}), log)
     assert (row["evaluation"]["is_correct"], "is_correct" not in row["metadata"]) == (known, known)
     assert "interaction_type" not in row["metadata"]
@@ -141,14 +141,14 @@ def test_sample_line_says_that_an_answer_is_right_where_the_metric_can(name: str
 
 def test_sample_line_of_inspect_says_that_its_turns_are_not_known() -> None:
     record = facts(evaluator="inspect_ai")
-    log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+    log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), filters=EVERYTHING)
     row = next(sample_rows(weighed(0, right=True), log))
     assert "call tools" in row["metadata"]["interaction_type"]
 
 
-def test_size_of_the_data_set_is_told_only_where_all_of_it_was_asked() -> None:
+def test_size_of_the_data_set_is_stated_only_if_all_asked() -> None:
     def told(record: Record) -> int | None:
-        log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+        log = evaluation_log(record, {}, publisher=Publisher("lab", "lab"), filters=EVERYTHING)
         return log["evaluation_results"][0]["source_data"].get("samples_number")
 
     assert told(facts()) == 40
@@ -157,11 +157,11 @@ def test_size_of_the_data_set_is_told_only_where_all_of_it_was_asked() -> None:
 
 
 def settings_in(benchmark: str, **fields: Any) -> dict[str, Any]:
-    log = evaluation_log(facts(**fields), {}, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+    log = evaluation_log(facts(**fields), {}, publisher=Publisher("lab", "lab"), filters=EVERYTHING)
     return next(r["generation_config"] for r in log["evaluation_results"] if r["evaluation_name"] == benchmark)
 
 
-def test_settings_of_a_part_are_those_of_what_was_asked_for_and_left_out_where_nobody_knows() -> None:
+def test_settings_of_a_part_are_its_own_or_omitted_if_unknown() -> None:
     def examples(benchmark: str, evals: list[dict[str, Any]]) -> str | None:
         group = make_metric("openllm").model_copy(update={"parts": {"arc_easy": 0.5, "piqa": 0.5}})
         inner = make_metric("easy_ones").model_copy(update={"parts": {"arc_easy": 1.0}})
@@ -171,13 +171,13 @@ def test_settings_of_a_part_are_those_of_what_was_asked_for_and_left_out_where_n
 
     tag = {"name": "glue", "num_fewshot": 25}
     several = [{"name": "openllm", "num_fewshot": 5}, {"name": "gsm8k"}, tag, tag | {"task_alias": "mine"}]
-    assert examples("sst2", [tag]) == "25", "one benchmark was asked, and this came of it"
+    assert examples("sst2", [tag]) == "25", "a single benchmark was asked, with this number of examples"
     assert [examples(name, several) for name in ("openllm", "easy_ones", "piqa", "mine.cola")] == ["5", "5", "5", "25"]
     assert examples("gsm8k", several) == "the benchmark's own"
     assert examples("sst2", several) is None
 
 
-def test_sampling_that_is_told_is_what_was_sent_and_no_default_that_another_layer_overrode() -> None:
+def test_sampling_stated_is_what_was_sent_after_all_overrides() -> None:
     def sampling(evaluator: dict[str, Any], task: dict[str, Any] | None = None) -> dict[str, Any]:
         model = {"name": "m", "generation_params": {"temperature": 0.6, "max_new_tokens": 256}}
         evals = [{"name": "facts", "task_kwargs": {"generation_kwargs": task or {}}}]
@@ -217,20 +217,20 @@ def test_settings_less_paths_and_keys_tell_the_rest() -> None:
     assert json.loads(arguments) == {"inner": [public]}
 
 
-def test_uncertainty_of_an_export_is_the_recorded_one_with_the_way_to_it(tmp_path: Path) -> None:
+def test_uncertainty_of_an_export_is_the_recorded_uncertainty_with_its_method(tmp_path: Path) -> None:
     def uncertainty(cell: str, samples: list[Sample], **fields: Any) -> dict[str, Any]:
         questions = {"facts": [question_of(sample) for sample in samples]}
         score = fmean(sample.scores["acc"] for sample in samples)
         metric = with_interval(make_metric("facts", score, stderr=None, n=len(samples)), questions, ())
         record = facts(metrics=(metric.model_copy(update=fields),), cell=cell)
-        log = evaluation_log(record, questions, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+        log = evaluation_log(record, questions, publisher=Publisher("lab", "lab"), filters=EVERYTHING)
         [result] = log["evaluation_results"]
-        found = result["score_details"]["uncertainty"]
-        ends = found["confidence_interval"]
-        numbers = (found["standard_error"]["value"], ends["lower"], ends["upper"])
+        reported = result["score_details"]["uncertainty"]
+        ends = reported["confidence_interval"]
+        numbers = (reported["standard_error"]["value"], ends["lower"], ends["upper"])
         assert numbers == tuple(fields.get(name, getattr(metric, name)) for name in ("stderr", "low", "high"))
-        assert (ends["confidence_level"], found["num_samples"]) == (0.95, len(samples))
-        return {**found, "clusters": result["score_details"]["details"].get("clusters")}
+        assert (ends["confidence_level"], reported["num_samples"]) == (0.95, len(samples))
+        return {**reported, "clusters": result["score_details"]["details"].get("clusters")}
 
     alone = [weighed(number, right=number % 3 == 0) for number in range(300)]
     together = [weighed(number, right=number % 3 == 0, cluster=str(number // 10)) for number in range(300)]
@@ -245,7 +245,7 @@ def test_uncertainty_of_an_export_is_the_recorded_one_with_the_way_to_it(tmp_pat
     def without_a_way(**fields: Any) -> str | None:
         metric = make_metric("facts", 0.9, name="total", stderr=0.01).model_copy(update=fields)
         questions = {"facts": [question_of(sample) for sample in alone]}
-        log = evaluation_log(facts(metrics=(metric,)), questions, publisher=Publisher("lab", "lab"), wanted=EVERYTHING)
+        log = evaluation_log(facts(metrics=(metric,)), questions, publisher=Publisher("lab", "lab"), filters=EVERYTHING)
         uncertainty = log["evaluation_results"][0]["score_details"]["uncertainty"]
         return uncertainty["confidence_interval"].get("method")
 
@@ -276,7 +276,7 @@ def test_export_tells_settings_versions_and_recipe_and_no_place(tmp_path: Path) 
         record.model_copy(update={"evaluation": evaluation, "checkpoint": checkpoint, "served": served}),
         {},
         publisher=Publisher("lab", "maker"),
-        wanted=EVERYTHING,
+        filters=EVERYTHING,
     )
     text = json.dumps(log)
     assert not [place for place in ("secret", "10.0.0.1", "/places", "checkpoints/") if place in text]
@@ -298,7 +298,7 @@ def test_export_tells_settings_versions_and_recipe_and_no_place(tmp_path: Path) 
     assert source["additional_details"]["revision"] == COMMIT
     assert acc["score_details"]["details"]["prompts_truncated"] == "3"
     uncertainty = acc["score_details"]["uncertainty"]
-    assert uncertainty["standard_error"] == {"value": 0.1}, "without samples nobody knows how it came about"
+    assert uncertainty["standard_error"] == {"value": 0.1}, "without samples its method is unknown"
     assert "method" not in uncertainty["confidence_interval"]
 
 
@@ -380,12 +380,14 @@ def test_leaderboard_gets_a_merge_with_its_recipe_and_no_score_over_a_part_of_th
     assert "weights: mean of 2, 1+3: r 1, 3, weights 0.25, 0.75" in hub_entries(merged, boards)["gsm8k"]["notes"]
     of_a_tag = limited | {"max_eval_instances": None, "evals": [{"name": "maths"}, {"name": "mmlu"}]}
     assert "examples" in hub_entries(gsm8k(), boards)["gsm8k"]["notes"], "the benchmark's own number"
-    assert "examples" not in hub_entries(gsm8k(evaluation=of_a_tag), boards)["gsm8k"]["notes"], "nobody knows"
+    assert "examples" not in hub_entries(gsm8k(evaluation=of_a_tag), boards)["gsm8k"]["notes"], (
+        "their number is unknown"
+    )
     with pytest.raises(SinkFailed, match="name one of these"):
         hub_entries(gsm8k(), {"gsm8k": GSM8K.model_copy(update={"metric": "acc"})})
 
 
-def test_records_command_prints_leaderboard_entries_of_one_checkpoint(tmp_path: Path) -> None:
+def test_records_command_prints_leaderboard_entries_of_a_checkpoint(tmp_path: Path) -> None:
     evaluations, sink = tmp_path / "evaluations", tmp_path / "sink.yaml"
     publish(evaluations, gsm8k(step=100))
     publish(evaluations, gsm8k(step=200))
@@ -405,7 +407,7 @@ def test_leaderboard_entries_for_the_same_task_or_of_a_changed_record_are_refuse
     sink.write_text(yaml.safe_dump({"kind": "hugging_face", "leaderboards": {"gsm8k": GSM8K.model_dump()}}))
     form = ("--format", "eval-results", "--sink", str(sink))
     text = refused(evaluations, *form)
-    assert "one score for task gsm8k of openai/gsm8k" in text and all(cell in text for cell in cells)
+    assert "a single score for task gsm8k of openai/gsm8k" in text and all(cell in text for cell in cells)
     done = CliRunner().invoke(app, [cells[0], *form], catch_exceptions=False)
     assert len(yaml.safe_load(done.stdout)) == 1
     record = Path(cells[0]) / "record.json"

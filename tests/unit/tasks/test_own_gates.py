@@ -68,7 +68,7 @@ class Watched:
         """Publishes a record as an evaluation of a checkpoint does: `right` of 400 questions correct."""
         [listing] = take_snapshot(load_policy(self.policy))
         [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
-        evaluation = listing.wanted[suite]
+        evaluation = listing.evaluations[suite]
         name = evaluation.config.evals[0].name
         record = make_record(
             step=step,
@@ -108,12 +108,12 @@ def watched(tmp_path: Path) -> Watched:
     for suite, benchmark in (("facts", "demo_facts"), ("backwards", "demo_backwards")):
         content = {"name": suite, "description": "d", "evaluations": [{"label": suite, "evals": [benchmark]}]}
         (tmp_path / f"{suite}.yaml").write_text(yaml.safe_dump(content))
-    found = Watched(tmp_path)
-    found.write(AT_LEAST)
-    return found
+    watched_run = Watched(tmp_path)
+    watched_run.write(AT_LEAST)
+    return watched_run
 
 
-def test_settled_checkpoints_are_judged_once_and_unsettled_ones_in_a_later_pass(watched: Watched):
+def test_settled_checkpoints_are_judged_once_and_unsettled_checkpoints_later(watched: Watched):
     assert watched.judge() == []
     watched.publish(100, 300)
     watched.publish(200, 100)
@@ -136,7 +136,7 @@ def test_kept_verdict_has_its_reasons_and_is_taken_for_no_record(watched: Watche
     assert list(indexed_records(str(watched.folder / "out" / "run"), use_index=False).done) == ["run-200"]
 
 
-def test_records_that_were_made_anew_are_judged_anew_and_what_is_said_of_sinks_is_not(watched: Watched):
+def test_records_made_again_are_judged_again_and_sink_notes_are_not(watched: Watched):
     watched.publish(100, 300)
     assert watched.judge() == ["run-100 GO"]
     note_sinks(str(watched.cell(100)), {"wandb:x": SinkState(status="failed", reason="away", at=FIRST)})
@@ -219,7 +219,7 @@ def test_errors_of_the_pass_are_raised_where_the_gate_does_not_answer_for_them(w
     assert watched.judge(INTERRUPTED) == ["run-300 NO-GO", "refused"], "it is said once, the other again"
 
 
-def test_gate_in_a_file_is_read_and_a_relative_one_is_not_deployed(watched: Watched, monkeypatch: pytest.MonkeyPatch):
+def test_gate_file_is_read_and_a_relative_path_is_refused(watched: Watched, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(watched.folder)
     content = yaml.safe_load(Path(watched.policy).read_text())
     Path("gate.yaml").write_text(yaml.safe_dump(content["gate"]))

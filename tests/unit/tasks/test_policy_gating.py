@@ -25,7 +25,7 @@ def seen(step: int, **changes: Any) -> SeenCheckpoint:
     return replace(checkpoint, **{"digest": f"{step:016x}" * 4, **changes})
 
 
-def wanted(name: str, *rules: CheckpointRule) -> WantedEvaluation:
+def wanted_evaluation(name: str, *rules: CheckpointRule) -> WantedEvaluation:
     content = {"model_path": "/r/run-a", "evals": [{"name": name}], "base_url": "http://127.0.0.1:9/v1"}
     config = EvaluationConfig.model_validate(content)
     return WantedEvaluation((name,), 0, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
@@ -48,17 +48,17 @@ def test_gate_judges_the_latest_wanted_checkpoint_and_counts_its_cells_without_a
         recorded(tmp_path, step, "facts")
     recorded(tmp_path, 200, "not_wanted")
     checkpoints = [seen(100), seen(200), seen(300, problems=("no config.json",)), seen(400, kind="levanter")]
-    [newest] = judged(tmp_path, LATEST, checkpoints, [wanted("facts"), wanted("backwards")])
+    [newest] = judged(tmp_path, LATEST, checkpoints, [wanted_evaluation("facts"), wanted_evaluation("backwards")])
     assert (newest.name, newest.without_record) == ("run-a-200", 1)
-    assert [found.record.benchmarks for found in newest.records] == [("facts",)]
-    every = judged(tmp_path, EVERY, checkpoints, [wanted("facts"), wanted("backwards")])
+    assert [item.record.benchmarks for item in newest.records] == [("facts",)]
+    every = judged(tmp_path, EVERY, checkpoints, [wanted_evaluation("facts"), wanted_evaluation("backwards")])
     assert [checkpoint.step for checkpoint in every] == [100, 200]
-    first = wanted("facts", CheckpointRule(which="first"))
+    first = wanted_evaluation("facts", CheckpointRule(which="first"))
     [only] = judged(tmp_path, EVERY, checkpoints, [first])
     assert (only.name, only.without_record) == ("run-a-100", 0)
 
 
 def test_record_of_a_checkpoint_as_it_was_before_does_not_count(tmp_path: Path):
     recorded(tmp_path, 100, "facts")
-    [newest] = judged(tmp_path, LATEST, [seen(100, digest="another")], [wanted("facts")])
+    [newest] = judged(tmp_path, LATEST, [seen(100, digest="another")], [wanted_evaluation("facts")])
     assert newest.records == () and newest.without_record == 1

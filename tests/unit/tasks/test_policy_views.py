@@ -20,8 +20,8 @@ CONFIG = EvaluationConfig.model_validate(
 
 def test_gaps_show_a_reason_with_brackets_as_it_is():
     seen = SeenCheckpoint("run/hf/step-1", "run-1", 1, "huggingface", "listing", ())
-    wanted = WantedEvaluation(("facts",), 0, (CheckpointRule(which="all"),), CONFIG, "hash", None)
-    cell = OpenCell("run", seen, wanted, "failed", "no such file: [/data/x], [bold]")
+    evaluation = WantedEvaluation(("facts",), 0, (CheckpointRule(which="all"),), CONFIG, "hash", None)
+    cell = OpenCell("run", seen, evaluation, "failed", "no such file: [/data/x], [bold]")
     shown = io.StringIO()
     Console(file=shown, width=200).print(gaps_table(Reconciliation({}, [], [cell], 0)))
     assert "no such file: [/data/x], [bold]" in shown.getvalue()
@@ -29,8 +29,8 @@ def test_gaps_show_a_reason_with_brackets_as_it_is():
 
 def test_gaps_on_a_narrow_terminal_show_whole_names_and_all_of_the_reason():
     seen = SeenCheckpoint("run/hf/step-120000", "llama-1b-120000", 120000, "huggingface", "listing", ())
-    wanted = WantedEvaluation(("facts",), 0, (CheckpointRule(which="all"),), CONFIG, "hash", None)
-    cell = OpenCell("run", seen, wanted, "waiting", "tokenizer_config_of_the_run.json is missing")
+    evaluation = WantedEvaluation(("facts",), 0, (CheckpointRule(which="all"),), CONFIG, "hash", None)
+    cell = OpenCell("run", seen, evaluation, "waiting", "tokenizer_config_of_the_run.json is missing")
     shown = io.StringIO()
     Console(file=shown, width=80).print(gaps_table(Reconciliation({}, [], [cell], 0)))
     assert "llama-1b-120000" in shown.getvalue()

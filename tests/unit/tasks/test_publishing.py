@@ -22,7 +22,7 @@ def test_link_to_a_report_or_records_is_what_a_browser_can_open(place: str, addr
     assert browser_address(place) == address
 
 
-def test_results_are_shown_as_text_whatever_their_names_hold():
+def test_results_with_any_names_are_shown_as_text():
     [row] = table_rows([make_record(metrics=(make_metric(name="acc ![](http://x/b.png) <b>\r*"),))])
     assert row["metric"] == r"acc \!\[](http://x/b.png) \<b><br>\*"
     assert (row["run"], row["step"]) == ("run-a", 100)
@@ -31,7 +31,7 @@ def test_results_are_shown_as_text_whatever_their_names_hold():
 @pytest.mark.parametrize(
     "parts", [("records", "run-a", "step-7"), ("my run?#[x]", "../a/b%", "ä<b>'\""), ("é" * 300, "b" * 300, "c" * 300)]
 )
-def test_asset_key_is_one_that_prefect_takes_with_a_part_for_each(parts: tuple[str, ...]):
+def test_asset_key_is_valid_for_prefect_with_a_part_for_each(parts: tuple[str, ...]):
     key = Asset(key=asset_key(*parts)).key
     assert len(key.removeprefix("assay://").split("/")) == len(parts)
 

@@ -75,11 +75,11 @@ def changed(samples: Sequence[Sample], number: int, **fields: Any) -> list[Sampl
 def test_equal_scores_outputs_and_prompts_are_identical(tmp_path: Path) -> None:
     samples = make_samples([1, 0, 1, 1] * 20)
 
-    [found] = verdict(tmp_path, samples, samples).benchmarks
+    [benchmark] = verdict(tmp_path, samples, samples).benchmarks
 
-    assert (found.verdict, found.questions, found.evidence) == ("identical", 80, ())
-    assert [(metric.name, metric.verdict) for metric in found.metrics] == [("acc", "identical")]
-    assert found.before.changes(found.after) == ("harness lm_eval 0.4.9 → 0.4.13",)
+    assert (benchmark.verdict, benchmark.questions, benchmark.evidence) == ("identical", 80, ())
+    assert [(metric.name, metric.verdict) for metric in benchmark.metrics] == [("acc", "identical")]
+    assert benchmark.before.changes(benchmark.after) == ("harness lm_eval 0.4.9 → 0.4.13",)
 
 
 @pytest.mark.parametrize(
@@ -95,47 +95,47 @@ def test_what_differs_without_another_score_is_within_noise_and_counted(
 ) -> None:
     samples = changed(make_samples([1, 0, 1, 1] * 20), 7, log_likelihoods=(-1.0, -2.0))
 
-    [found] = verdict(tmp_path, samples, changed(samples, 7, **fields)).benchmarks
+    [benchmark] = verdict(tmp_path, samples, changed(samples, 7, **fields)).benchmarks
 
-    assert found.verdict == "within noise"
+    assert benchmark.verdict == "within noise"
     counts = ("other_outputs", "other_prompts", "other_log_likelihoods", "other_scores")
-    assert [getattr(found, name) for name in counts] == [int(name == count) for name in counts]
-    assert found.largest_shift == (0.5 if "log_likelihoods" in fields else 0.0)
-    assert found.evidence[0].startswith("7: ")
+    assert [getattr(benchmark, name) for name in counts] == [int(name == count) for name in counts]
+    assert benchmark.largest_shift == (0.5 if "log_likelihoods" in fields else 0.0)
+    assert benchmark.evidence[0].startswith("7: ")
 
 
 def test_few_changed_answers_are_noise_with_a_bound_and_named(tmp_path: Path) -> None:
     before = make_samples([1, 0] * 200)
 
-    [found] = verdict(tmp_path, before, changed(before, 4, scores={"acc": 0.0})).benchmarks
+    [benchmark] = verdict(tmp_path, before, changed(before, 4, scores={"acc": 0.0})).benchmarks
 
-    [metric] = found.metrics
-    assert (found.verdict, found.other_scores, found.evidence) == ("within noise", 1, ("4: acc 1 → 0",))
+    [metric] = benchmark.metrics
+    assert (benchmark.verdict, benchmark.other_scores, benchmark.evidence) == ("within noise", 1, ("4: acc 1 → 0",))
     assert metric.low is not None and metric.high is not None and metric.low < -1 / 400 < metric.high
 
 
-def test_proven_change_is_different_whatever_the_margin(tmp_path: Path) -> None:
+def test_proven_change_is_different_at_any_margin(tmp_path: Path) -> None:
     before, after = make_samples([1, 0] * 200), make_samples([0, 0] * 10 + [1, 0] * 190)
 
-    [found] = verdict(tmp_path, before, after, margin=0.5).benchmarks
+    [benchmark] = verdict(tmp_path, before, after, margin=0.5).benchmarks
 
-    assert found.verdict == "different"
-    assert found.metrics[0].p is not None and found.metrics[0].p < 0.05
+    assert benchmark.verdict == "different"
+    assert benchmark.metrics[0].p is not None and benchmark.metrics[0].p < 0.05
 
 
 def test_large_change_of_few_questions_is_different_though_it_proves_nothing(tmp_path: Path) -> None:
-    [found] = verdict(tmp_path, make_samples([1, 1, 1]), make_samples([1, 1, 0])).benchmarks
+    [benchmark] = verdict(tmp_path, make_samples([1, 1, 1]), make_samples([1, 1, 0])).benchmarks
 
-    assert found.verdict == "different"
-    assert found.metrics[0].p is not None and found.metrics[0].p > 0.05
+    assert benchmark.verdict == "different"
+    assert benchmark.metrics[0].p is not None and benchmark.metrics[0].p > 0.05
 
 
-def test_questions_that_only_one_side_asked_are_not_identical(tmp_path: Path) -> None:
+def test_questions_of_a_single_side_are_not_identical(tmp_path: Path) -> None:
     samples = make_samples([1] * 50)
 
-    [found] = verdict(tmp_path, samples, samples[:-1]).benchmarks
+    [benchmark] = verdict(tmp_path, samples, samples[:-1]).benchmarks
 
-    assert (found.verdict, found.questions, found.only_before) == ("within noise", 49, 1)
+    assert (benchmark.verdict, benchmark.questions, benchmark.only_before) == ("within noise", 49, 1)
 
 
 def test_group_is_judged_by_the_questions_of_its_parts(tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_group_is_judged_by_the_questions_of_its_parts(tmp_path: Path) -> None:
     for folder, side in (("before", samples), ("after", others)):
         put(tmp_path / folder, side, lm_eval=folder, numbers=numbers, benchmarks=("group",))
 
-    found = qualified(tmp_path)
+    qualification = qualified(tmp_path)
 
-    verdicts = {benchmark.benchmark: (benchmark.verdict, benchmark.questions) for benchmark in found.benchmarks}
+    verdicts = {benchmark.benchmark: (benchmark.verdict, benchmark.questions) for benchmark in qualification.benchmarks}
     assert verdicts == {"group": ("within noise", 40), "part_a": ("within noise", 20), "part_b": ("identical", 20)}
 
 
@@ -159,9 +159,9 @@ def test_records_without_samples_are_never_identical(tmp_path: Path) -> None:
     for folder in ("before", "after"):
         publish(tmp_path / folder, make_record())
 
-    found = qualified(tmp_path)
+    qualification = qualified(tmp_path)
 
-    assert [(benchmark.verdict, benchmark.questions) for benchmark in found.benchmarks] == [("within noise", 0)]
+    assert [(benchmark.verdict, benchmark.questions) for benchmark in qualification.benchmarks] == [("within noise", 0)]
 
 
 def test_records_of_different_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
 
 
-def test_command_compares_records_that_are_there_and_its_verdict_is_read_beside_them(tmp_path: Path) -> None:
+def test_command_compares_existing_records_and_its_verdict_is_read_with_them(tmp_path: Path) -> None:
     old, new = tmp_path / "evaluations", tmp_path / "new"
     samples = make_samples([1, 0] * 100)
     before = put(old, samples, lm_eval="0.4.9")
@@ -238,14 +238,14 @@ def test_sides_are_this_assays_lists_a_list_a_kept_environment_or_records(
         with pytest.raises(BadInput, match="none of them"):
             side_of(str(tmp_path / "nothing"))
         (tmp_path / "mine.txt").touch()
-        with pytest.raises(BadInput, match="whose name begins with its environment's"):
+        with pytest.raises(BadInput, match="with a name that begins with its environment"):
             side_of(str(tmp_path / "mine.txt"))
     finally:
         monkeypatch.undo()
         settings.cache_clear()
 
 
-def test_evaluations_are_made_again_by_who_serves_them_and_elsewhere() -> None:
+def test_repeated_evaluations_are_grouped_by_their_server() -> None:
     pool = {"model": {"name": "run-a"}}
     common = {"model_path": "checkpoints", "model_name": "run-a", "sinks": [{"kind": "object_store", "url": "s"}]}
     evaluations = [
@@ -254,7 +254,7 @@ def test_evaluations_are_made_again_by_who_serves_them_and_elsewhere() -> None:
         {**common, "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"},
     ]
 
-    served = asked_again([make_record(evaluation=found) for found in evaluations], "aside")
+    served = asked_again([make_record(evaluation=evaluation) for evaluation in evaluations], "aside")
 
     assert [[config.asked for config in group] for group in served] == [
         ["demo_facts", "demo_backwards"],
@@ -277,9 +277,11 @@ def test_changed_data_is_named(tmp_path: Path) -> None:
         details = {"demo_facts": BenchmarkDetails(questions=100, data=revision)}
         put(tmp_path / folder, samples, lm_eval="0.4.13", details=details)
 
-    found = qualified(tmp_path)
+    qualification = qualified(tmp_path)
 
-    assert found.benchmarks[0].before.changes(found.benchmarks[0].after) == ("data of demo_facts abc → def",)
+    assert qualification.benchmarks[0].before.changes(qualification.benchmarks[0].after) == (
+        "data of demo_facts abc → def",
+    )
 
 
 def test_edited_record_qualifies_nothing(tmp_path: Path) -> None:

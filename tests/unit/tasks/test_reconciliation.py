@@ -61,7 +61,7 @@ def checkpoint(step: int, **changes: Any) -> SeenCheckpoint:
     return replace(seen, **changes)
 
 
-def wanted(name: str, *rules: CheckpointRule, priority: int = 0, native: bool = False) -> WantedEvaluation:
+def wanted_evaluation(name: str, *rules: CheckpointRule, priority: int = 0, native: bool = False) -> WantedEvaluation:
     content: dict[str, Any] = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}]}
     content |= {"evaluator": "levanter_lm_evaluation_harness"} if native else {"base_url": "http://127.0.0.1:9/v1"}
     config = EvaluationConfig.model_validate(content)
@@ -115,25 +115,30 @@ def decide(
     return reconcile([listing], of or policy(), now=now)
 
 
-def states(found: Reconciliation) -> dict[tuple[int, str], State]:
-    return {(cell.checkpoint.step, cell.evaluation.suites[0]): cell.state for cell in (*found.work, *found.others)}
+def states(reconciliation: Reconciliation) -> dict[tuple[int, str], State]:
+    return {
+        (cell.checkpoint.step, cell.evaluation.suites[0]): cell.state
+        for cell in (*reconciliation.work, *reconciliation.others)
+    }
 
 
 def test_work_is_what_is_wanted_less_what_is_recorded_in_order_of_priority_and_step():
-    first, second = wanted("first", priority=1), wanted("second", priority=2)
-    found = decide([checkpoint(2), checkpoint(1)], [first, second], RunRecords(done(1, "second"), (), {}))
-    assert [(cell.checkpoint.step, cell.evaluation.suites[0]) for cell in found.work] == [
+    first, second = wanted_evaluation("first", priority=1), wanted_evaluation("second", priority=2)
+    reconciliation = decide([checkpoint(2), checkpoint(1)], [first, second], RunRecords(done(1, "second"), (), {}))
+    assert [(cell.checkpoint.step, cell.evaluation.suites[0]) for cell in reconciliation.work] == [
         (2, "second"),
         (1, "first"),
         (2, "first"),
     ]
-    assert found.done_count == 1
+    assert reconciliation.done_count == 1
 
 
 def test_suite_added_later_is_wanted_of_earlier_checkpoints():
     records = RunRecords(done(1, "old") | done(2, "old"), (), {})
-    assert states(decide([checkpoint(1), checkpoint(2)], [wanted("old")], records)) == {}
-    assert states(decide([checkpoint(1), checkpoint(2)], [wanted("old"), wanted("new")], records)) == {
+    assert states(decide([checkpoint(1), checkpoint(2)], [wanted_evaluation("old")], records)) == {}
+    assert states(
+        decide([checkpoint(1), checkpoint(2)], [wanted_evaluation("old"), wanted_evaluation("new")], records)
+    ) == {
         (1, "new"): "work",
         (2, "new"): "work",
     }
@@ -151,8 +156,8 @@ def test_suite_added_later_is_wanted_of_earlier_checkpoints():
 def test_record_counts_for_the_state_of_the_checkpoint_that_it_is_of(
     seen: dict[str, str], expected: dict[tuple[int, str], State]
 ):
-    found = decide([checkpoint(1, **seen)], [wanted("a")], RunRecords(done(1, "a"), (), {}))
-    assert states(found) == expected
+    reconciliation = decide([checkpoint(1, **seen)], [wanted_evaluation("a")], RunRecords(done(1, "a"), (), {}))
+    assert states(reconciliation) == expected
 
 
 @pytest.mark.parametrize(
@@ -171,23 +176,26 @@ def test_record_counts_for_the_state_of_the_checkpoint_that_it_is_of(
 )
 def test_rules_take_checkpoints_and_the_others_are_counted(rules: list[CheckpointRule], steps: set[int]):
     checkpoints = [checkpoint(step) for step in (5, 10, 15, 20)]
-    found = decide(checkpoints, [wanted("a", *rules)], of=policy(final_step=15))
-    assert {cell.checkpoint.step for cell in found.work} == steps
-    assert found.left_out == 4 - len(steps)
+    reconciliation = decide(checkpoints, [wanted_evaluation("a", *rules)], of=policy(final_step=15))
+    assert {cell.checkpoint.step for cell in reconciliation.work} == steps
+    assert reconciliation.left_out == 4 - len(steps)
 
 
 @pytest.mark.parametrize(("recorded", "steps"), [((), {1300}), ((1000,), set()), ((900,), {1300})])
-def test_next_checkpoint_past_a_deleted_one_with_a_record_is_left_out(recorded: Sequence[int], steps: set[int]):
+def test_next_checkpoint_past_a_deleted_recorded_checkpoint_is_left_out(recorded: Sequence[int], steps: set[int]):
     records = RunRecords({name: states for step in recorded for name, states in done(step, "a").items()}, (), {})
     kept = [*map(checkpoint, (1300, 1400, 1500)), checkpoint(1250, problems=("no weights",))]
-    found = decide(kept, [wanted("a", CheckpointRule(every_n_steps=1000))], records)
-    assert {cell.checkpoint.step for cell in found.work} == steps
-    assert {cell.checkpoint.step for cell in found.others} == ({1250} if steps else set())
+    reconciliation = decide(kept, [wanted_evaluation("a", CheckpointRule(every_n_steps=1000))], records)
+    assert {cell.checkpoint.step for cell in reconciliation.work} == steps
+    assert {cell.checkpoint.step for cell in reconciliation.others} == ({1250} if steps else set())
 
 
 def test_incomplete_checkpoint_waits_with_what_it_lacks_where_it_would_be_wanted():
     half = checkpoint(30, problems=("no weights",))
-    evaluations = [wanted("some", CheckpointRule(every_n_steps=10)), wanted("few", CheckpointRule(steps=(40,)))]
+    evaluations = [
+        wanted_evaluation("some", CheckpointRule(every_n_steps=10)),
+        wanted_evaluation("few", CheckpointRule(steps=(40,))),
+    ]
     [cell] = decide([checkpoint(20), half], [evaluations[0]]).others
     assert (cell.state, cell.reason, cell.checkpoint.step) == ("waiting", "no weights", 30)
     assert states(decide([half], evaluations)) == {(30, "some"): "waiting"}
@@ -214,12 +222,12 @@ def test_failure_of_machines_is_tried_again_within_its_budget_and_no_other(
     status: RecordStatus, changes: dict[str, Any], state: State
 ):
     records = RunRecords({}, [outcome(1, "a", status, **changes)], {})
-    assert states(decide([checkpoint(1)], [wanted("a")], records)) == {(1, "a"): state}
+    assert states(decide([checkpoint(1)], [wanted_evaluation("a")], records)) == {(1, "a"): state}
 
 
-def test_pause_is_told_until_when():
+def test_pause_says_until_when():
     records = RunRecords({}, [outcome(1, "a", "infra_failed", created=NOW - 100)], {})
-    [cell] = decide([checkpoint(1)], [wanted("a")], records).others
+    [cell] = decide([checkpoint(1)], [wanted_evaluation("a")], records).others
     assert cell.until == NOW + 500
 
 
@@ -246,13 +254,13 @@ def claim(*, renewed: float, deaths: int = 0, released: bool = False, listing: s
 def test_claim_keeps_a_cell_while_its_holder_lives_and_counts_as_a_failure_when_it_died(
     standing: SeenClaim, state: State
 ):
-    assert states(decide([checkpoint(1)], [wanted("a")], claims=[standing])) == {(1, "a"): state}
+    assert states(decide([checkpoint(1)], [wanted_evaluation("a")], claims=[standing])) == {(1, "a"): state}
 
 
-def test_another_try_that_somebody_asks_for_is_made_though_the_failure_has_a_later_time():
+def test_retry_is_made_although_the_failure_has_a_later_time():
     overrides = Overrides({}, {"p": Override(kind="retry", policy="p", cells=None, at=NOW - 1, user="u")})
     records = RunRecords({}, [outcome(1, "a", "failed", created=NOW + 300_000)], {})
-    assert states(decide([checkpoint(1)], [wanted("a")], records, overrides=overrides)) == {(1, "a"): "work"}
+    assert states(decide([checkpoint(1)], [wanted_evaluation("a")], records, overrides=overrides)) == {(1, "a"): "work"}
 
 
 @pytest.mark.parametrize(
@@ -268,13 +276,13 @@ def test_mark_of_a_person_stops_a_cell_or_clears_its_way(kind: Any, cells: Any, 
     override = Override(kind=kind, policy=of, cells=cells, at=NOW - 1, user="u")
     overrides = Overrides(dict.fromkeys(cells or (), override), {} if cells else {of: override})
     records = RunRecords({}, [outcome(1, "a", "failed")], {})
-    assert states(decide([checkpoint(1)], [wanted("a")], records, overrides=overrides)) == {(1, "a"): state}
+    assert states(decide([checkpoint(1)], [wanted_evaluation("a")], records, overrides=overrides)) == {(1, "a"): state}
 
 
 def test_native_checkpoint_is_work_for_levanter_and_reported_for_engines():
     native = checkpoint(1, kind="levanter")
-    found = decide([native], [wanted("engine"), wanted("levanter", native=True)])
-    assert states(found) == {(1, "engine"): "not_served", (1, "levanter"): "work"}
+    reconciliation = decide([native], [wanted_evaluation("engine"), wanted_evaluation("levanter", native=True)])
+    assert states(reconciliation) == {(1, "engine"): "not_served", (1, "levanter"): "work"}
 
 
 # On disk.
@@ -307,7 +315,7 @@ def asked(command: str, watched: Path, *options: str) -> Any:
 
 def publish(watched: Path, step: int, status: RecordStatus = "succeeded", **fields: Any) -> Path:
     [listing] = take_snapshot(load_policy(str(watched)))
-    [evaluation] = listing.wanted
+    [evaluation] = listing.evaluations
     [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
     digests = digest_model_folder(inspect_model_folder(seen.uri))
     record = make_record(step=step, run="run", status=status, evaluation_hash=evaluation.hash, **fields)
@@ -350,7 +358,7 @@ def priced(watched: Path) -> Iterator[Path]:
         october, november = datetime(2025, 10, 31, 23, 59, 59, tzinfo=UTC), datetime(2025, 11, 1, tzinfo=UTC)
         ours = {"tags": ("policy=p",), "chip_seconds": 7200.0}
         publish(watched, 100, cost=first, created=october, **ours)
-        unknown = Cost(replica_seconds=60.0, why_unknown="nobody says")
+        unknown = Cost(replica_seconds=60.0, why_unknown="it has no price")
         publish(watched, 200, "infra_failed", cost=unknown, created=november, **ours)
         publish(watched, 100, "failed", cost=Cost(usd=99.0), created=november, tags=("policy=other",))
         yield watched
@@ -377,14 +385,14 @@ def test_plan_tells_the_price_of_each_cell_and_a_policy_that_may_cost_less_begin
     [cell] = plan["cells"]
     assert (cell["checkpoint"], cell["how"], cell["money"]) == ("run-200", "measured", pytest.approx(8 * 0.48))
     assert (plan["total"]["money"], plan["total"]["expected"]["price"]) == (pytest.approx(3.84), "3.84 USD")
-    wanted = load_policy(str(priced))
+    priced_policy = load_policy(str(priced))
     with pytest.raises(OverBudget, match=r"3\.84 USD expected for 1 cell"):
-        reconcile_once(wanted.model_copy(update={"max_usd": 3.8}))
+        reconcile_once(priced_policy.model_copy(update={"max_usd": 3.8}))
     with variable_set("ASSAY_REGION", "nowhere"), pytest.raises(OverBudget, match="has no region nowhere"):
-        reconcile_once(wanted.model_copy(update={"max_usd": 100.0}))
+        reconcile_once(priced_policy.model_copy(update={"max_usd": 100.0}))
 
 
-def test_failed_cell_waits_until_somebody_asks_for_another_try(watched: Path):
+def test_failed_cell_waits_until_a_person_asks_for_another_try(watched: Path):
     cell = publish(watched, 100, "failed")
     before = (cell / "record.json").read_bytes()
     assert asked("gaps", watched)["missing"] == {"failed": 1, "work": 1, "waiting": 1}
@@ -421,7 +429,7 @@ def test_mark_that_cannot_be_read_or_has_an_impossible_time_says_nothing(watched
     assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
 
 
-def test_cancelled_policy_stands_still_until_retry_and_keeps_what_is_done(watched: Path):
+def test_cancelled_policy_rests_until_retry_and_keeps_finished_cells(watched: Path):
     publish(watched, 100)
     asked("cancel", watched)
     assert asked("gaps", watched)["missing"] == {"stopped": 1, "waiting": 1}
@@ -434,7 +442,7 @@ def subject_of(cell: OpenCell) -> Subject:
     return Subject(key=f"step-{checkpoint.step}.c", checkpoint=checkpoint.name, evaluation_hash=evaluation.hash)
 
 
-def test_cells_of_a_cancelled_flow_run_are_stopped_but_those_that_another_run_has(watched: Path):
+def test_cancelled_flow_run_stops_its_cells_and_no_other_runs_cells(watched: Path):
     policy = load_policy(str(watched))
     cells = reconcile(take_snapshot(policy), policy, now=time.time()).work
     with Claims(str(watched.parent / "out" / "run" / "claims"), in_background=False) as claims:
@@ -482,10 +490,10 @@ def test_cells_that_a_cancelled_flow_run_had_begun_wait_for_a_person_however_its
 
     asked("retry", watched)
     leave_nothing(reconcile_policy, run, told)  # as for a duplicate notification
-    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}, "what a person says later stands"
+    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}, "the later decision of a person holds"
 
 
-def test_touched_checkpoint_is_told_from_a_changed_one_by_its_digest(watched: Path):
+def test_touched_checkpoint_differs_from_a_changed_checkpoint_by_its_digest(watched: Path):
     publish(watched, 100)
     step = watched.parent / "run" / "hf" / "step-100"
     copied = shutil.copytree(step, watched.parent / "aside", copy_function=shutil.copyfile)
@@ -497,7 +505,7 @@ def test_touched_checkpoint_is_told_from_a_changed_one_by_its_digest(watched: Pa
     assert asked("gaps", watched)["done"] == 0
 
 
-def test_other_weights_with_size_and_time_put_back_are_told_from_those_recorded(watched: Path):
+def test_other_weights_with_size_and_time_restored_are_detected(watched: Path):
     publish(watched, 100)
     weights = watched.parent / "run" / "hf" / "step-100" / "model.safetensors"
     before = weights.stat()
@@ -513,13 +521,15 @@ def test_other_weights_with_size_and_time_put_back_are_told_from_those_recorded(
 
 def test_verdict_of_planning_is_that_of_discovery_and_its_cells_are_those_of_evaluation(watched: Path):
     run = watched.parent / "run"
-    found = {checkpoint.uri: checkpoint.problems for checkpoint in find_checkpoints(str(run))}
-    assert {checkpoint.uri: checkpoint.problems for checkpoint in snapshot_run(str(run))} == found
-    assert {checkpoint.uri: checkpoint.problems for checkpoint in snapshot_run(str(run))} == found  # remembered
+    problems_by_uri = {checkpoint.uri: checkpoint.problems for checkpoint in find_checkpoints(str(run))}
+    assert {checkpoint.uri: checkpoint.problems for checkpoint in snapshot_run(str(run))} == problems_by_uri
+    assert {
+        checkpoint.uri: checkpoint.problems for checkpoint in snapshot_run(str(run))
+    } == problems_by_uri  # remembered
     [listing] = take_snapshot(load_policy(str(watched)))
-    config = listing.wanted[0].config
+    config = listing.evaluations[0].config
     cells = plan_cells.fn([config], [checkpoint for checkpoint in find_checkpoints(str(run)) if checkpoint.complete])
-    assert {cell.evaluation_hash for cell in cells} == {listing.wanted[0].hash}
+    assert {cell.evaluation_hash for cell in cells} == {listing.evaluations[0].hash}
     assert [cell.reference.listing for cell in cells] == [
         checkpoint.listing for checkpoint in listing.checkpoints if checkpoint.complete
     ]
@@ -560,7 +570,7 @@ def test_index_that_is_believed_hears_news_and_is_compared_when_asked(watched: P
     assert list(indexed_records(folder, use_index=False).done) == ["run-100"]
 
 
-def test_policy_with_two_rules_in_one_or_final_without_a_step_is_refused(watched: Path):
+def test_policy_rule_with_two_selections_or_no_step_is_refused(watched: Path):
     content = yaml.safe_load(watched.read_text())
     for change, words in [
         ({"checkpoints": [{"which": "all", "steps": [1]}]}, "expected one of which, every_n_steps and steps"),
@@ -579,7 +589,7 @@ def test_estimate_is_what_the_same_evaluation_took_at_the_price_of_its_machine(w
     content["resource_config"] = {"device": {"kind": "tpu", "variant": "v5litepod-8"}, "replicas": 2}
     watched.write_text(yaml.safe_dump(content))
     [listing] = take_snapshot(load_policy(str(watched)))
-    [hash_] = [evaluation.hash for evaluation in listing.wanted]
+    [hash_] = [evaluation.hash for evaluation in listing.evaluations]
     measured = replace(listing, records=RunRecords({}, (), {hash_: Typical(120.0, 8 * 90.0, 90.0)}))
     [cell, _] = reconcile([measured], policy(), now=NOW).work
     assert Estimates([measured]).of(cell).money is None, "this machine is in no region that has prices"

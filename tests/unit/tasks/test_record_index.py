@@ -38,13 +38,13 @@ def test_rows_say_what_the_records_say(tmp_path: Path):
         cell = path.parent.relative_to(tmp_path / "run-a").as_posix()
         expected[cell] = row_of(cell, record)
     for _ in range(2):  # read from the records, then from the index
-        found = indexed_records(str(tmp_path / "run-a"))
-        assert {row.cell: row for row in found.others} == {
+        run_records = indexed_records(str(tmp_path / "run-a"))
+        assert {row.cell: row for row in run_records.others} == {
             cell: row for cell, row in expected.items() if row.status != "succeeded"
         }
-        assert {(name, hash_) for name, states in found.done.items() for state in states for hash_ in state.hashes} == {
-            (row.checkpoint, row.evaluation_hash) for row in expected.values() if row.status == "succeeded"
-        }
+        assert {
+            (name, hash_) for name, states in run_records.done.items() for state in states for hash_ in state.hashes
+        } == {(row.checkpoint, row.evaluation_hash) for row in expected.values() if row.status == "succeeded"}
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_file_that_is_no_record_is_none_for_the_index_too(tmp_path: Path, spoil:
     path = place(tmp_path, make_record())
     path.write_text(spoil(path.read_text()))
     assert read_record(str(path.parent)) is None
-    found = indexed_records(str(tmp_path / "run-a"))
-    assert found.done == {} and found.others == []
+    run_records = indexed_records(str(tmp_path / "run-a"))
+    assert run_records.done == {} and run_records.others == []
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
@@ -77,7 +77,7 @@ def test_folder_pipe_or_endless_link_in_place_of_a_record_is_none(tmp_path: Path
     make(odd)
     record = make_record()
     place(tmp_path, record)
-    assert [found.record for found in find_records(str(tmp_path))] == [record]
+    assert [item.record for item in find_records(str(tmp_path))] == [record]
     for index in ("", *INDEX):  # read from the records, compared, and compared without one of the files
         (tmp_path / "run-a" / "index" / (index or "none")).unlink(missing_ok=True)
         assert list(indexed_records(str(tmp_path / "run-a")).done) == ["run-a-100"]
@@ -109,25 +109,25 @@ def test_index_without_its_rows_is_right_while_nothing_changes_and_after(tmp_pat
     content = json.loads(paths[1].read_text())
     shutil.rmtree(paths[1].parent)
     place(tmp_path, make_record(step=200, evaluation_hash="another"))
-    found = indexed_records(str(run))
-    assert {name: state.hashes for name, [state] in found.done.items()} == {
+    run_records = indexed_records(str(run))
+    assert {name: state.hashes for name, [state] in run_records.done.items()} == {
         "run-a-200": {"another"},
         "run-a-300": {content["evaluation_hash"]},
     }
     lose_index(run)
-    assert indexed_records(str(run)) == found
+    assert indexed_records(str(run)) == run_records
 
 
 @pytest.mark.parametrize("name", INDEX)
 @pytest.mark.parametrize("content", [{}, {"format": 4}, {"format": 4, "rows": [[]], "stamps": [], "compared": "no"}])
-def test_damaged_index_is_made_anew(tmp_path: Path, name: str, content: dict[str, Any]):
+def test_damaged_index_is_made_again(tmp_path: Path, name: str, content: dict[str, Any]):
     place(tmp_path, make_record())
     run = tmp_path / "run-a"
-    found = indexed_records(str(run))
+    run_records = indexed_records(str(run))
     lose_index(run)
     (run / "index" / name).write_text(json.dumps(content))
-    assert indexed_records(str(run)) == found
-    assert indexed_records(str(run)) == found
+    assert indexed_records(str(run)) == run_records
+    assert indexed_records(str(run)) == run_records
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ def test_damaged_index_is_made_anew(tmp_path: Path, name: str, content: dict[str
     ],
 )
 @pytest.mark.parametrize("file", ["records.json", "summary.json", "9999999999-aa.json"])
-def test_rows_of_other_types_are_made_anew_or_count_for_nothing(tmp_path: Path, file: str, column: str, value: Any):
+def test_rows_of_other_types_are_made_again_or_ignored(tmp_path: Path, file: str, column: str, value: Any):
     path, run = place(tmp_path, make_record(status="failed")), tmp_path / "run-a"
     place(tmp_path, make_record(step=200))
     took = [0.0, 10.0 if file.startswith("9") else 0.0]  # after a comparison of ten seconds, news is read
-    found = indexed_records(str(run), now=lambda: took.pop(0))
+    run_records = indexed_records(str(run), now=lambda: took.pop(0))
     row = list(row_of(path.parent.relative_to(run).as_posix(), read_record(str(path.parent)) or make_record()))
     row[IndexedRecord._fields.index(column)] = value
     index = run / "index" / file
@@ -161,19 +161,19 @@ def test_rows_of_other_types_are_made_anew_or_count_for_nothing(tmp_path: Path, 
     index.write_text(json.dumps(changed.get(file, row)))
     if file == "records.json":
         (run / "index" / "summary.json").unlink()
-    assert indexed_records(str(run), now=lambda: 20.0) == found
+    assert indexed_records(str(run), now=lambda: 20.0) == run_records
 
 
 @pytest.mark.parametrize(
     ("compared", "took", "asked", "believed"),
     [(1e9, 10.0, 100.0, True), (1e9, 10.0, 300.0, False), (2e9, 10.0, -1e9, False), (1e9, 1e6, 400.0, False)],
 )
-def test_index_is_believed_for_a_while_whatever_clocks_do_meanwhile(
+def test_index_is_believed_for_a_while_under_any_clock(
     tmp_path: Path, compared: float, took: float, asked: float, believed: bool
 ):
     path = place(tmp_path, make_record())
     clock = iter([compared, compared + took])
     indexed_records(str(path.parents[3]), now=lambda: next(clock))
     path.unlink()
-    found = indexed_records(str(path.parents[3]), now=lambda: compared + asked)
-    assert bool(found.done) == believed
+    run_records = indexed_records(str(path.parents[3]), now=lambda: compared + asked)
+    assert bool(run_records.done) == believed

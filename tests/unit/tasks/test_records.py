@@ -26,7 +26,7 @@ def test_record_survives_writing_and_reading(tmp_path: Path) -> None:
     assert read_record(cell_of(tmp_path, record)) == record
 
 
-def test_success_stands_whatever_comes_later(tmp_path: Path) -> None:
+def test_success_is_kept_after_any_later_record(tmp_path: Path) -> None:
     first = make_record(attempt="attempt-1")
     assert write_record(cell_of(tmp_path, make_record()), first) == first
     assert write_record(cell_of(tmp_path, make_record()), make_record(attempt="attempt-2")) == first
@@ -44,13 +44,13 @@ def test_anything_but_success_is_replaced(tmp_path: Path, status: str) -> None:
     assert read_record(cell_of(tmp_path, make_record())) == better
 
 
-def test_two_runs_at_once_leave_one_whole_success(tmp_path: Path) -> None:
+def test_two_runs_at_once_leave_a_single_whole_success(tmp_path: Path) -> None:
     barrier = threading.Barrier(6)
-    stand: list[str] = []
+    attempts: list[str] = []
 
     def finish(index: int) -> None:
         barrier.wait()
-        stand.append(write_record(cell_of(tmp_path, make_record()), make_record(attempt=f"attempt-{index}")).attempt)
+        attempts.append(write_record(cell_of(tmp_path, make_record()), make_record(attempt=f"attempt-{index}")).attempt)
 
     threads = [threading.Thread(target=finish, args=(index,)) for index in range(6)]
     for thread in threads:
@@ -59,7 +59,7 @@ def test_two_runs_at_once_leave_one_whole_success(tmp_path: Path) -> None:
         thread.join()
     record = read_record(cell_of(tmp_path, make_record()))
     assert record is not None
-    assert set(stand) == {record.attempt}
+    assert set(attempts) == {record.attempt}
 
 
 def test_full_disk_leaves_no_record(small_disk: Path) -> None:
@@ -80,7 +80,7 @@ def test_half_written_record_is_not_taken_for_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newer", [{"schema_version": 5}, {"power_watts": 1}])
-def test_success_of_a_newer_version_stands_and_its_failure_does_not(tmp_path: Path, newer: dict[str, int]) -> None:
+def test_success_of_a_newer_version_is_kept_but_its_failure_not(tmp_path: Path, newer: dict[str, int]) -> None:
     file = Path(cell_of(tmp_path, make_record()), "record.json")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(make_record().model_dump(mode="json") | newer))
@@ -138,8 +138,8 @@ def test_records_below_a_folder_come_by_run_and_step(tmp_path: Path) -> None:
     for run, step in [("b", 1), ("a", 20), ("a", 3)]:
         publish(tmp_path, make_record(run=run, step=step))
     (tmp_path / "a" / "notes.txt").write_text("not a record")
-    found = read_records(str(tmp_path))
-    assert [(record.checkpoint.run, record.checkpoint.step) for record in found] == [("a", 3), ("a", 20), ("b", 1)]
+    records = read_records(str(tmp_path))
+    assert [(record.checkpoint.run, record.checkpoint.step) for record in records] == [("a", 3), ("a", 20), ("b", 1)]
 
 
 def test_current_records_keep_the_newest_of_a_checkpoint() -> None:
@@ -157,12 +157,12 @@ def test_quick_look_does_not_hide_a_full_evaluation() -> None:
     assert [record.attempt for record in current_records([quick])] == ["quick"]
 
 
-def test_checkpoints_of_one_name_at_different_places_are_both_kept() -> None:
+def test_checkpoints_with_the_same_name_elsewhere_are_both_kept() -> None:
     first, second = (make_record(run="final", step=0, place=place) for place in ("/runs/exp1", "/runs/exp2"))
     assert current_records([first, second]) == [first, second]
 
 
-def test_checkpoints_of_one_name_in_one_run_are_both_kept_under_names_of_their_own() -> None:
+def test_checkpoints_with_the_same_name_in_a_run_get_own_names() -> None:
     reference = make_record(step=5).checkpoint
     twin = reference.model_copy(update={"digest": "0" * 64, "uri": "checkpoints/run-a/hf/checkpoint-5"})
     records = [make_record(step=5), make_record(step=5, checkpoint=twin), make_record(step=6)]

@@ -91,7 +91,7 @@ def test_table_of_two_benchmarks_fits_eighty_characters_and_shows_statuses() -> 
     assert not any("…" in line for line in lines)
 
 
-def test_table_of_many_metrics_lists_one_per_line_uncut() -> None:
+def test_table_of_many_metrics_lists_a_metric_per_line_uncut() -> None:
     names = ("mmlu", "arc_challenge", "hellaswag", "winogrande", "truthfulqa_mc2", "gsm8k")
     lines = in_terminal([make_record(metrics=tuple(make_metric(name, n=14_042) for name in names))])
 
@@ -119,7 +119,7 @@ def test_only_the_newest_record_of_a_cell_counts() -> None:
     assert "1 older record of" in render_report([new, old], title="t")
 
 
-def test_benchmark_in_two_cells_shows_the_one_that_succeeded() -> None:
+def test_benchmark_in_two_cells_shows_the_successful_cell() -> None:
     alone = make_record(metrics=(make_metric(value=0.7),), created=FIRST)
     together = make_record(
         status="failed", metrics=(), benchmarks=("demo_facts", "other"), created=FIRST + timedelta(hours=1)
@@ -385,7 +385,7 @@ def test_failure_with_other_settings_is_left_out_once_there_is_a_number() -> Non
     assert [row["status"] for row in results_rows([failed])] == ["failed"]
 
 
-def test_benchmark_of_one_name_by_two_evaluators_never_shares_a_column() -> None:
+def test_benchmark_with_the_same_name_by_two_evaluators_has_two_columns() -> None:
     records = [
         make_record(step=step, evaluator=evaluator, metrics=(make_metric("shared", value),))
         for step in (100, 200)
@@ -393,14 +393,14 @@ def test_benchmark_of_one_name_by_two_evaluators_never_shares_a_column() -> None
     ]
 
     results = Results(records)
-    found = {(row["evaluator"], row["step"]): row["value"] for row in results_rows(records)}
+    values = {(row["evaluator"], row["step"]): row["value"] for row in results_rows(records)}
     lines = "\n".join(in_terminal(records))
 
     assert [[metric.value for metric in results.metrics(column)] for column in results.columns] == [
         [0.1] * 2,
         [0.9] * 2,
     ]
-    assert found[("lm_evaluation_harness", 100)] == 0.1 and found[("levanter_lm_evaluation_harness", 100)] == 0.9
+    assert values[("lm_evaluation_harness", 100)] == 0.1 and values[("levanter_lm_evaluation_harness", 100)] == 0.9
     assert "lm-eval" in lines and "Levanter" in lines
     assert {"lm-eval: shared · acc", "Levanter: shared · acc"} <= set(texts(curves_svg(records)))
 
@@ -434,7 +434,7 @@ def test_page_warns_of_other_hashes_of_a_metric_not_between_evaluators() -> None
 
 
 @pytest.mark.parametrize("page", ["evaluations/run-a/report.html", "report.html", "elsewhere/deep/report.html"])
-def test_page_links_to_what_harnesses_made_wherever_it_lies(tmp_path: Path, page: str) -> None:
+def test_page_links_to_harness_files_in_any_place(tmp_path: Path, page: str) -> None:
     record = make_record(evaluator="helm", cell="demo_mcqa-5%-a b", links={"Site": "attempt-1/site/index.html"})
     cell = Path(publish(tmp_path / "evaluations", record))
     (cell / "attempt-1" / "site").mkdir(parents=True)
@@ -446,7 +446,7 @@ def test_page_links_to_what_harnesses_made_wherever_it_lies(tmp_path: Path, page
     assert (Path(uri).parent / unquote(address)).read_text() == "the site"
 
 
-def test_page_links_within_one_store_only(tmp_path: Path) -> None:
+def test_page_links_within_a_single_store_only(tmp_path: Path) -> None:
     record = make_record(evaluator="helm", links={"Site": "attempt-1/index.html"})
     below = f"run-a/step-100/helm/{record.cell}/attempt-1/index.html"
 
@@ -461,7 +461,7 @@ def test_page_links_within_one_store_only(tmp_path: Path) -> None:
     assert "index.html</code>" in page("report.html", None)
 
 
-def test_results_of_ten_thousand_records_are_not_looked_up_one_by_one() -> None:
+def test_results_of_ten_thousand_records_are_not_looked_up_singly() -> None:
     first = make_record()
     records = [
         first.model_copy(
@@ -517,7 +517,7 @@ def test_write_report_to_a_place_that_is_no_folder_says_what_to_do(tmp_path: Pat
         write_report([point(100)], str(tmp_path / "file" / "report.html"), title="t")
 
 
-def test_checkpoints_of_one_name_at_different_places_are_told_apart_everywhere() -> None:
+def test_checkpoints_with_the_same_name_elsewhere_are_shown_apart() -> None:
     places = {"/runs/exp1": 0.25, "/runs/exp2": 0.75}
     records = [
         make_record(run="final", step=0, place=place, metrics=(make_metric(value=value),))
@@ -570,7 +570,9 @@ def test_change_of_two_shares_is_judged_by_both_intervals() -> None:
     assert verdicts(near) == ["no clear change"]
 
 
-NOTICED = BenchmarkDetails(questions=120, truncated=12, at_limit=37, completed={"acc": 0.956}, notes=("one \\b less",))
+NOTICED = BenchmarkDetails(
+    questions=120, truncated=12, at_limit=37, completed={"acc": 0.956}, notes=("a question \\b less",)
+)
 
 
 def test_table_and_page_say_what_was_cut_at_the_limit_and_completed() -> None:
@@ -590,7 +592,7 @@ def test_table_and_page_say_what_was_cut_at_the_limit_and_completed() -> None:
     assert "* demo_facts: 12 prompts cut of 120 at run-a-100, fewer at 1 other checkpoint" in notes
     assert "* demo_facts: 37 at the length limit of 120 at run-a-100" in notes
     assert "* demo_facts · acc: over completed answers 0.956, over all 0.693 at run-a-100" in notes
-    assert "* demo_facts: one \\b less" in notes
+    assert "* demo_facts: a question \\b less" in notes
     page = render_report(records, title="t")
     assert "37 at the length limit" in page and "0.956 over the completed" in page and "12 prompts cut" in page
     assert results_rows(records)[0]["remarks"] == [
@@ -663,14 +665,14 @@ def test_change_of_versions_inside_a_series_is_marked_and_breaks_the_line_unless
 
 
 def test_page_tells_how_questions_were_put_and_on_which_device() -> None:
-    asking = Asking(seeds={"few-shot": 1234}, bos="the tokenizer's own rule: one", chat_template="c0ffee" * 8)
+    asking = Asking(seeds={"few-shot": 1234}, bos="the tokenizer's own rule: none", chat_template="c0ffee" * 8)
     details = {"demo_facts": BenchmarkDetails(questions=120, data="abcdef0123456789", control="passed")}
     good = make_record()
     record = make_record(asking=asking, details=details, served={**good.served, "device": "NVIDIA H100 80GB HBM3"})
     page = render_report([record], title="t")
     for expected in (
         "seeds few-shot 1234",
-        "first token the tokenizer&#39;s own rule: one",
+        "first token the tokenizer&#39;s own rule: none",
         "chat template c0ffeec0ffee",
         "data demo_facts abcdef012345",
         "known answers demo_facts passed",
@@ -685,7 +687,7 @@ def test_page_tells_how_questions_were_put_and_on_which_device() -> None:
 
 def wavering_run(*, checkpoints: int = 20, fallen: int = 0, run: str = "run-a") -> list[tuple[Record, list[Sample]]]:
     """Returns a run with 60 % of 200 questions right, fewer at the last checkpoints; each question has its own text."""
-    found = []
+    evaluated = []
     for number in range(checkpoints):
         lost = 60 if number >= checkpoints - fallen else number % 3
         right = [float(question < 120 - lost) for question in range(200)]
@@ -701,8 +703,8 @@ def wavering_run(*, checkpoints: int = 20, fallen: int = 0, run: str = "run-a") 
             )
             for question, score in enumerate(right)
         ]
-        found.append((make_record(step=100 * (number + 1), metrics=(metric,), run=run), samples))
-    return found
+        evaluated.append((make_record(step=100 * (number + 1), metrics=(metric,), run=run), samples))
+    return evaluated
 
 
 def published(folder: Path, run: list[tuple[Record, list[Sample]]]) -> str:
@@ -724,7 +726,7 @@ def test_page_shows_an_alert_with_what_was_expected_and_the_questions_that_were_
     assert ">alert</text>" in page
 
 
-def test_alert_that_somebody_acknowledged_is_shown_as_such() -> None:
+def test_acknowledged_alert_is_shown_as_acknowledged() -> None:
     records = [record for record, _ in wavering_run(fallen=2)]
     [alert] = Results(records).alerts
 
@@ -746,7 +748,7 @@ def test_page_without_an_alert_reads_no_samples_and_has_no_such_section(tmp_path
     assert 'id="alerts"' not in page and ">alert</text>" not in page
 
 
-def test_alert_whose_samples_are_damaged_says_so(tmp_path: Path) -> None:
+def test_alert_with_damaged_samples_says_so(tmp_path: Path) -> None:
     run = wavering_run(fallen=2)
     for record, _ in run:
         folder = Path(publish(tmp_path, record)) / record.attempt
@@ -775,10 +777,10 @@ def test_noise_of_a_run_with_few_checkpoints_is_that_of_its_siblings() -> None:
     records = [record for record, _ in long + short]
     [column] = Results(records).columns
 
-    found = wavering(Results(records), column)
+    by_run = wavering(Results(records), column)
 
-    assert (found["run-a"].siblings, found["run-b"].siblings) == (False, True)
-    assert found["run-a"].noise == found["run-b"].noise
+    assert (by_run["run-a"].siblings, by_run["run-b"].siblings) == (False, True)
+    assert by_run["run-a"].noise == by_run["run-b"].noise
     assert not wavering(Results([record for record, _ in short]), column)
 
 
@@ -791,7 +793,7 @@ def test_table_names_alerts_and_the_noise_of_training() -> None:
     assert "(means: ± standard error): demo_facts · acc ± 0.0" in lines and "mean of the last 5 0.59" in lines
 
 
-def test_written_page_says_who_acknowledged_an_alert_once_somebody_has(tmp_path: Path) -> None:
+def test_written_page_names_the_person_that_acknowledged_an_alert(tmp_path: Path) -> None:
     records = [record for record, _ in wavering_run(fallen=2)]
     place, page = str(tmp_path / "evaluations"), tmp_path / "report.html"
     write_report(records, str(page), title="t", records_at=place)
@@ -813,7 +815,7 @@ def test_report_says_what_it_cost_against_what_was_expected_and_what_is_unknown(
     )  # fmt: skip
     records = [
         make_record(step=100, cost=priced, chip_seconds=7200.0, seconds={"evaluate": 18.0}, tags=("suite=demo",)),
-        make_record(step=200, cost=Cost(why_unknown="nobody says"), served={"by": "endpoint"}),
+        make_record(step=200, cost=Cost(why_unknown="it has no price"), served={"by": "endpoint"}),
     ]
     text = " ".join(re.sub(r"<[^>]*>", " ", render_report(records, title="run-a")).split())
     part = text[text.index("Cost at least") if "Cost at least" in text else text.index(" Cost ") :]
@@ -821,7 +823,7 @@ def test_report_says_what_it_cost_against_what_was_expected_and_what_is_unknown(
     assert "Expected were 9.0 s, 1 USD, 1 of 1 cell a guess; it took 18.0 s, 1.25 USD, 2.00 times as long." in part
     assert "demo · lm-eval: demo_facts" in part
     assert "5.00 USD an hour of a replica in us-east5, preemptible: the contract of March, 2026-03-01" in part
-    assert "Price unknown, 1 cell: nobody says" in part
+    assert "Price unknown, 1 cell: it has no price" in part
     assert "chip-hours" not in render_report([make_record()], title="of a time without prices")
 
 

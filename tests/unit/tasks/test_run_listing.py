@@ -48,7 +48,7 @@ def test_checkpoint_completed_within_a_tick_of_the_clock_is_seen(tmp_path: Path)
     assert looked(whole)
 
 
-def test_native_checkpoint_is_whole_once_its_reference_is_there_and_another_one_with_another(tmp_path: Path):
+def test_native_checkpoint_becomes_whole_with_its_reference_and_follows_it(tmp_path: Path):
     native, reference = tmp_path / "run" / "checkpoints" / "step-100", tmp_path / "elsewhere"
     (native / "d").mkdir(parents=True)
     (native / "manifest.ocdbt").write_bytes(b"m")
@@ -67,7 +67,7 @@ def test_native_checkpoint_is_whole_once_its_reference_is_there_and_another_one_
     assert changed.listing != checkpoint.listing
 
 
-def test_run_with_a_folder_whose_name_is_not_utf8_is_looked_at(tmp_path: Path):
+def test_run_with_a_folder_name_that_is_not_utf8_is_listed(tmp_path: Path):
     write_checkpoint(tmp_path / "run" / "step-100")
     odd = tmp_path / "run" / os.fsdecode(b"mod\xe9l")
     odd.mkdir()
@@ -82,7 +82,7 @@ def test_run_is_looked_at_where_nothing_can_be_remembered(tmp_path: Path, cache:
     assert [checkpoint.complete for checkpoint in snapshot_run(str(tmp_path / "run"))] == [True]
 
 
-def wanted(*names: str) -> list[WantedEvaluation]:
+def wanted_evaluations(*names: str) -> list[WantedEvaluation]:
     content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
     config = EvaluationConfig.model_validate(content)
     rules = (CheckpointRule(which="all"),)
@@ -103,14 +103,16 @@ def test_records_of_before_and_after_a_copy_count_together(tmp_path: Path):
         Evaluated("of other weights", "long ago", frozenset({"hash-d"})),
     ]
     seen = SeenCheckpoint("/runs/run/step-1", "run-1", 1, "huggingface", "copied", ())
-    listing = RunListing("/runs/run", "run", wanted(*"abcd"), [seen], RunRecords({"run-1": states}, [row], {}))
-    found = reconcile([listing], policy(tmp_path), now=2.0)
-    assert found.done_count == 2
-    assert [cell.evaluation.suites for cell in found.work] == [("d",)]
-    assert [(cell.evaluation.suites, cell.state) for cell in found.others] == [(("c",), "failed")]
+    listing = RunListing(
+        "/runs/run", "run", wanted_evaluations(*"abcd"), [seen], RunRecords({"run-1": states}, [row], {})
+    )
+    reconciliation = reconcile([listing], policy(tmp_path), now=2.0)
+    assert reconciliation.done_count == 2
+    assert [cell.evaluation.suites for cell in reconciliation.work] == [("d",)]
+    assert [(cell.evaluation.suites, cell.state) for cell in reconciliation.others] == [(("c",), "failed")]
     again = replace(seen, listing="written again")
-    found = reconcile([replace(listing, checkpoints=[again])], policy(tmp_path), now=2.0)
-    assert len(found.work) == 4
+    reconciliation = reconcile([replace(listing, checkpoints=[again])], policy(tmp_path), now=2.0)
+    assert len(reconciliation.work) == 4
 
 
 def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Path):
@@ -128,14 +130,14 @@ def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Pa
         record = renamed(record.model_copy(update={"checkpoint": reference}))
         write_record(cell_of(tmp_path / "out", record), record)
         claims.__exit__()
-        return wanted("a")
+        return wanted_evaluations("a")
 
     listings = take_snapshot(policy(tmp_path), evaluations_of=evaluations_of)
     assert reconcile(listings, policy(tmp_path), now=claims_time(listings)).work == []
-    [found] = reconcile(
-        take_snapshot(policy(tmp_path), evaluations_of=lambda *_: wanted("a")), policy(tmp_path), now=0.0
+    [cell] = reconcile(
+        take_snapshot(policy(tmp_path), evaluations_of=lambda *_: wanted_evaluations("a")), policy(tmp_path), now=0.0
     ).others
-    assert found.state == "failed"
+    assert cell.state == "failed"
 
 
 def claims_time(listings: list[RunListing]) -> float:

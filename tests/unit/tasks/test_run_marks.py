@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 
 from fakes.polling import eventually
 from resources.errors import BadInput, PrefectUnavailable
-from tasks.prefect_server.client import end_reported, prefect_errors_in_words, server_answers, show
+from tasks.prefect_server.client import end_reported, readable_prefect_errors, server_answers, show
 from tasks.prefect_server.progress import CellDone, CellProgress, Event, Update, listening
 from tasks.prefect_server.progress_artifact import ProgressBar
 
@@ -32,7 +32,7 @@ class Screen:
         self.answers.wait(30)
         if self.failures:
             self.failures -= 1
-            raise httpx.ConnectError("nobody there")
+            raise httpx.ConnectError("no server")
         self.shown.append((round(percent, 1), described))
 
 
@@ -44,7 +44,7 @@ def progress(cell: int, done: int) -> CellProgress:
     return CellProgress(f"step-{cell}", cell, 4, "lm-eval", done, 10)
 
 
-def test_progress_keeps_nobody_waiting_while_the_server_hangs_and_shows_the_latest():
+def test_progress_never_waits_while_the_server_hangs_and_shows_the_latest():
     screen, heard = Screen(), []
     bar = bar_of(screen, heard)
     updates = [progress(1, done) for done in range(10)] + [CellDone("step-1", 1, 4, "succeeded", 1.0)]
@@ -70,7 +70,7 @@ def test_progress_of_interrupted_cells_stays_where_it_was():
     assert screen.shown[-1][0] == 37.5  # the end is shown by then
 
 
-def test_progress_that_the_server_did_not_take_is_told_again():
+def test_progress_that_the_server_did_not_take_is_sent_again():
     screen = Screen(failures=1)
     screen.answers.set()
     now = [0.0]
@@ -95,11 +95,11 @@ class _Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[http.server.HTTPServer]:
     """A bound server that is not listening yet: it refuses connections."""
-    found = http.server.HTTPServer(("127.0.0.1", 0), _Server, bind_and_activate=False)
-    found.server_bind()
-    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{found.server_port}/api"}):
-        yield found
-    found.server_close()
+    http_server = http.server.HTTPServer(("127.0.0.1", 0), _Server, bind_and_activate=False)
+    http_server.server_bind()
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{http_server.server_port}/api"}):
+        yield http_server
+    http_server.server_close()
 
 
 def waiting(server: http.server.HTTPServer, *, comes_back_after: int | None) -> tuple[Callable[[float], None], list]:
@@ -137,7 +137,7 @@ def test_server_of_the_run_itself_is_not_waited_for():
         raise BadInput(expected="a", found="b", remedy="c")
 
 
-def test_flow_whose_server_does_not_answer_fails_for_want_of_infrastructure(server: http.server.HTTPServer):
+def test_flow_with_a_silent_server_fails_because_of_infrastructure(server: http.server.HTTPServer):
     @flow
     def nothing() -> None:
         pass
@@ -145,11 +145,11 @@ def test_flow_whose_server_does_not_answer_fails_for_want_of_infrastructure(serv
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         pytest.raises(PrefectUnavailable, match="refused") as raised,
-        prefect_errors_in_words(),
+        readable_prefect_errors(),
     ):
         nothing()
     assert raised.value.exit_code == 2
-    with pytest.raises(RuntimeError, match="a bug of ours"), prefect_errors_in_words():
+    with pytest.raises(RuntimeError, match="a bug of ours"), readable_prefect_errors():
         raise RuntimeError("a bug of ours")
 
 

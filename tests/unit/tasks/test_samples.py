@@ -49,7 +49,7 @@ def _outcome(folder: Path, samples: list[Sample], *metrics: Metric, **details: B
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_score_over_completed_answers_is_given_beside_the_one_over_all(tmp_path: Path, scale: float) -> None:
+def test_score_over_completed_answers_is_given_next_to_the_full_score(tmp_path: Path, scale: float) -> None:
     samples = [_answer(n, float(n < 6), finish="length" if n >= 7 else "stop", truncated=n == 0) for n in range(10)]
     outcome = _outcome(tmp_path / "o", samples, make_metric("b", 0.6 * scale), make_metric("b", 0.9, name="f1"))
     details = outcome.details["b"]
@@ -59,7 +59,7 @@ def test_score_over_completed_answers_is_given_beside_the_one_over_all(tmp_path:
     assert [metric.recomputed for metric in outcome.metrics] == [True, False]
 
 
-def test_details_of_an_evaluator_stand_and_only_what_they_lack_is_filled(tmp_path: Path) -> None:
+def test_details_of_an_evaluator_are_kept_and_only_gaps_filled(tmp_path: Path) -> None:
     given = BenchmarkDetails(questions=4, truncated=2, finish_reasons={"stop": 8}, at_limit=0, prompts="d")
     outcome = _outcome(tmp_path / "o", [_answer(1, 1.0)], b=given)
     assert outcome.details == {"b": given}
@@ -79,7 +79,7 @@ def test_prompts_have_a_digest_that_changes_with_a_prompt_and_not_with_the_order
     assert asked["one"].at_limit == 0
 
 
-def test_nothing_is_said_of_ends_where_no_answer_has_one(tmp_path: Path) -> None:
+def test_ends_are_omitted_if_no_answer_has_an_end(tmp_path: Path) -> None:
     details = _outcome(tmp_path / "o", [_answer(1, 1.0, finish=None)]).details["b"]
     assert (details.finish_reasons, details.at_limit) == ({}, None)
 

@@ -21,7 +21,7 @@ from tasks.sinks.publishing import publish_record, publish_report
 from tasks.sinks.senders import Senders
 from tasks.spec.sinks import SINKS, Sink
 
-MODULE = '''"""A folder with a file for each announcement, which says who sent it; its file `order` is obeyed first."""
+MODULE = '''"""A folder with a file for each announcement, which names its sender; its file `order` is obeyed first."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class DiarySink(SinkConfig):
 
 
 class OneLetterSink(DiarySink):
-    """A folder whose client cannot be used twice."""
+    """A folder with a client that cannot be used twice."""
 
     client_lasts: ClassVar[bool] = False
 
@@ -107,9 +107,9 @@ class Diary:
         """Returns the processes that sent something, in the order of the names."""
         return [json.loads(path.read_text())["process"] for path in sorted(self.folder.glob("*.json"))]
 
-    def order(self, wanted: str | None) -> None:
+    def order(self, command: str | None) -> None:
         """Sets the behavior for the next announcement."""
-        (self.folder / "order").write_text(wanted or "")
+        (self.folder / "order").write_text(command or "")
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def diary_sink(name: str = "DiarySink") -> Any:
     return getattr(import_module("diary_sink"), name)
 
 
-def test_series_is_sent_by_one_process_that_ends_with_it_and_all_it_started(diary: Diary):
+def test_series_is_sent_by_a_single_process_that_ends_with_it(diary: Diary):
     with Senders() as senders:
         record, cell = make_cell(diary.evaluations, step=300)
         states = [diary.send(100, senders), diary.send(200, senders)]
@@ -147,12 +147,10 @@ def test_series_is_sent_by_one_process_that_ends_with_it_and_all_it_started(diar
         eventually(lambda child=letter["child"]: not is_alive(child))
 
 
-def test_other_keys_other_options_and_clients_of_one_use_get_a_process_of_their_own(
-    diary: Diary, monkeypatch: pytest.MonkeyPatch
-):
+def test_other_keys_options_and_single_use_clients_get_their_own_process(diary: Diary, monkeypatch: pytest.MonkeyPatch):
     with Senders() as senders:
         diary.send(100, senders)
-        monkeypatch.setenv("DIARY_KEY", "a new one")
+        monkeypatch.setenv("DIARY_KEY", "a new key")
         monkeypatch.setenv("PREFECT_API_KEY", "of another place")
         diary.send(200, senders)
         diary.send(300, senders, sink=diary.sink.model_copy(update={"tags": ("mine",)}))
@@ -162,7 +160,7 @@ def test_other_keys_other_options_and_clients_of_one_use_get_a_process_of_their_
             assert not is_alive(diary.letter(f"helm-{step}")["process"])
         assert len(set(diary.processes())) == 5
     assert "DIARY_KEY" not in diary.letter("helm-100")["variables"]
-    assert diary.letter("helm-200")["variables"]["DIARY_KEY"] == "a new one"
+    assert diary.letter("helm-200")["variables"]["DIARY_KEY"] == "a new key"
     assert "PREFECT_API_KEY" not in diary.letter("helm-200")["variables"]
 
 

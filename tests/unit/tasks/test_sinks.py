@@ -193,7 +193,7 @@ def test_record_without_samples_is_announced_without(tmp_path: Path):
     assert list(Announcement.of(record, str(cell)).samples(4)) == []
 
 
-def test_announced_record_is_the_same_whatever_became_of_it(tmp_path: Path):
+def test_announced_record_is_the_same_after_any_outcome(tmp_path: Path):
     record, cell = make_cell(tmp_path)
     states = publish_record(record, str(cell), (HuggingFaceSink(path=str(tmp_path / "cards")),))
     noted = note_sinks(str(cell), states)
@@ -273,7 +273,7 @@ def test_publish_with_nothing_to_send_to_is_refused(tmp_path: Path):
         "sinks:\n  - kind: hugging_face\n    path: cards\n",
     ],
 )
-def test_sink_file_may_hold_one_sink_or_a_list(tmp_path: Path, content: str):
+def test_sink_file_may_hold_a_single_sink_or_a_list(tmp_path: Path, content: str):
     file = tmp_path / "sink.yaml"
     file.write_text(content)
     assert sinks_in(str(file), None) == (HuggingFaceSink(path="cards"),)
@@ -284,7 +284,7 @@ def test_sink_file_may_hold_one_sink_or_a_list(tmp_path: Path, content: str):
     [
         ("kind: wandb\nprojekt: p\n", "did you mean project"),
         ("kind: floppy\n", "floppy"),
-        ("sinks: []\n", "at least one sink"),
+        ("sinks: []\n", "a sink in"),
         ("- kind: [\n", "YAML"),
         ("just words", "sinks"),
     ],

@@ -45,9 +45,9 @@ def test_scores_are_bits_per_byte_and_a_softmax_of_them(right: int):
     assert program.smooth_scores([-8 * np.log(2)], ["wood"], 0) == pytest.approx({"bpb": 2.0, "choice_prob_norm": 1.0})
 
 
-def test_scores_of_choices_beyond_all_likelihood_and_of_empty_ones_are_numbers():
-    found = program.smooth_scores([-90_000.0, -90_001.0], ["A", "B"], 0)
-    assert found["choice_prob_norm"] == pytest.approx(1 / (1 + np.exp(-1 / np.log(2))))
+def test_scores_of_impossible_and_empty_choices_are_numbers():
+    scores = program.smooth_scores([-90_000.0, -90_001.0], ["A", "B"], 0)
+    assert scores["choice_prob_norm"] == pytest.approx(1 / (1 + np.exp(-1 / np.log(2))))
     assert program.smooth_scores([-1.0, -1.0], ["", "B"], 0)["choice_prob_norm"] == 0.5
 
 
@@ -152,8 +152,8 @@ def test_compare_tests_them_question_by_question_where_they_are_named(mixed: Pat
     path = ("--path", str(mixed), "--json")
     plain = json.loads(shown(compare, "run-a-200", "run-a-300", *path))
     assert [metric["metric"] for metric in plain["metrics"]] == ["acc"]
-    found = json.loads(shown(compare, "run-a-200", "run-a-300", "--metric", "bpb", *path))
-    [bits] = found["metrics"]
+    comparison = json.loads(shown(compare, "run-a-200", "run-a-300", "--metric", "bpb", *path))
+    [bits] = comparison["metrics"]
     assert (bits["test"], bits["pairs"], bits["verdict"]) == ("paired t", QUESTIONS, "better")
     assert bits["difference"] == pytest.approx(-0.1, abs=0.02)
     older = json.loads(shown(compare, "run-a-100", "run-a-300", *path))
@@ -163,9 +163,9 @@ def test_compare_tests_them_question_by_question_where_they_are_named(mixed: Pat
 
 
 def judged(folder: Path, step: int, **rule: Any) -> Verdict:
-    found = [item for item in find_records(str(folder)) if item.record.checkpoint.step == step]
+    records = [item for item in find_records(str(folder)) if item.record.checkpoint.step == step]
     gate = Gate.model_validate({"rules": [{"benchmark": "*", **rule}], "false_alarms": "per checkpoint"})
-    return judge(gate, judged_checkpoints(found), evaluation_path=str(folder))
+    return judge(gate, judged_checkpoints(records), evaluation_path=str(folder))
 
 
 def test_gate_judges_them_where_a_rule_names_them(mixed: Path):
@@ -184,8 +184,8 @@ def test_build_that_shifts_log_likelihoods_alone_is_within_noise(tmp_path: Path)
     for side, lm_eval, shift in (("before", "0.4.9", 0.0), ("after", "0.4.13", 1e-4)):
         put(tmp_path / side, 200, shift=shift, versions={**versions(), "lm_eval": lm_eval})
     sides = [find_records(str(tmp_path / side)) for side in ("before", "after")]
-    found: Qualification = qualify(*sides, compared=("old", "new"))
-    [benchmark] = found.benchmarks
+    qualification: Qualification = qualify(*sides, compared=("old", "new"))
+    [benchmark] = qualification.benchmarks
     assert (benchmark.verdict, benchmark.other_scores) == ("within noise", 0)
     assert benchmark.other_log_likelihoods == QUESTIONS
     assert [metric.name for metric in benchmark.metrics] == ["acc"]

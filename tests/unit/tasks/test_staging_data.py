@@ -21,7 +21,7 @@ from tasks.offline.texts import TextSource, stage_texts, text_source
 from tasks.offline.wanted import Wanted, wanted_by
 from tasks.spec.suites import load_suite, texts_folder
 
-TEXTS = json.dumps(["A first text.", " ", {"text": "Another one."}]).encode()
+TEXTS = json.dumps(["A first text.", " ", {"text": "Another text."}]).encode()
 
 
 @pytest.fixture
@@ -68,14 +68,14 @@ def of_a_b(relative: str) -> bool:
     return relative.startswith(("hub/datasets--a--b/", "datasets/a___b/"))
 
 
-def test_texts_are_written_beside_their_benchmarks_once_per_revision(tmp_path: Path):
+def test_texts_are_written_next_to_their_benchmarks_once_per_revision(tmp_path: Path):
     originals = write_texts(tmp_path / "originals")
     folder = tmp_path / "uncheatable"
     staged = stage_texts(source_of(str(originals)), folder, on_event=lambda line: None)
     assert staged["revision"] == "r1"
     assert staged["files"]["bbc_news"]["documents"] == 2
     lines = [json.loads(line) for line in (folder / "bbc_news.jsonl").read_text().splitlines()]
-    assert lines == [{"id": 0, "text": "A first text."}, {"id": 2, "text": "Another one."}]
+    assert lines == [{"id": 0, "text": "A first text."}, {"id": 2, "text": "Another text."}]
     assert "bbc_news.jsonl" in (folder / "fresh_bbc_news.yaml").read_text()
     assert (folder / "_texts.yaml").is_file()
     shutil.rmtree(originals)
@@ -102,33 +102,33 @@ def test_texts_from_a_server_that_asks_to_wait_are_waited_for(tmp_path: Path):
 
 
 def test_shared_copy_fills_another_machine_with_what_is_wanted_links_included(tmp_path: Path):
-    here, there, shared = make_tree(tmp_path / "here"), make_tree(tmp_path / "there"), str(tmp_path / "shared")
-    fill_tree(here)
-    assert share(here, shared, {"datasets": {"a/b": {"revision": "1"}}}, wanted=of_a_b) == 17
-    assert share(here, shared, {}, wanted=of_a_b) == 0
-    assert fill(there, shared, wanted=of_a_b) == 17
-    assert there.local("hub/datasets--a--b/snapshots/1/test.jsonl").read_bytes() == b"questions"
-    assert not there.local("datasets/other").exists()
-    assert not there.local("hub/datasets--a--b/blobs/x.incomplete").exists()
-    assert fill(there, shared, wanted=of_a_b) == 0
+    first, second, shared = make_tree(tmp_path / "here"), make_tree(tmp_path / "there"), str(tmp_path / "shared")
+    fill_tree(first)
+    assert share(first, shared, {"datasets": {"a/b": {"revision": "1"}}}, is_included=of_a_b) == 17
+    assert share(first, shared, {}, is_included=of_a_b) == 0
+    assert fill(second, shared, is_included=of_a_b) == 17
+    assert second.local("hub/datasets--a--b/snapshots/1/test.jsonl").read_bytes() == b"questions"
+    assert not second.local("datasets/other").exists()
+    assert not second.local("hub/datasets--a--b/blobs/x.incomplete").exists()
+    assert fill(second, shared, is_included=of_a_b) == 0
     assert (read_manifest(shared) or {})["datasets"] == {"a/b": {"revision": "1"}}
 
 
 def test_damaged_or_hostile_shared_copy_is_refused(tmp_path: Path):
-    here, there, shared = make_tree(tmp_path / "here"), make_tree(tmp_path / "there"), tmp_path / "shared"
-    fill_tree(here)
+    first, second, shared = make_tree(tmp_path / "here"), make_tree(tmp_path / "there"), tmp_path / "shared"
+    fill_tree(first)
     with pytest.raises(BadInput, match=r"no staged\.json"):
-        fill(there, str(shared), wanted=of_a_b)
-    share(here, str(shared), {}, wanted=of_a_b)
+        fill(second, str(shared), is_included=of_a_b)
+    share(first, str(shared), {}, is_included=of_a_b)
     (shared / "datasets/a___b/t.arrow").write_bytes(b"spoilt!!")
     with pytest.raises(StorageError, match="another content"):
-        fill(there, str(shared), wanted=of_a_b)
-    assert not there.local("datasets/a___b/t.arrow").exists()
+        fill(second, str(shared), is_included=of_a_b)
+    assert not second.local("datasets/a___b/t.arrow").exists()
     manifest = json.loads((shared / MANIFEST).read_text())
     for part, entry in (("files", {"hub/../../x": {"bytes": 1, "sha256": ""}}), ("links", {"hub/x": "/etc/passwd"})):
         (shared / MANIFEST).write_text(json.dumps({**manifest, part: entry}))
         with pytest.raises(StorageError, match="trust no copy"):
-            fill(there, str(shared), wanted=lambda relative: True)
+            fill(second, str(shared), is_included=lambda relative: True)
 
 
 def test_filling_a_machine_names_what_the_shared_copy_lacks_and_reads_nothing_twice(own_cache: Path, tmp_path: Path):
@@ -142,19 +142,19 @@ def test_filling_a_machine_names_what_the_shared_copy_lacks_and_reads_nothing_tw
     (shared / MANIFEST).write_text(json.dumps({**staged, "files": {name: file}, "links": {}}))
     with pytest.raises(BadInput, match="not there: mmlu"):
         fill_from(str(shared), Wanted(benchmarks=("quiz", "mmlu")))
-    found, number = fill_from(str(shared))
-    assert (number, found["texts"]) == (11, staged["texts"])
+    entries, number = fill_from(str(shared))
+    assert (number, entries["texts"]) == (11, staged["texts"])
     assert (Path(texts_folder("uncheatable")) / "fresh.yaml").read_bytes() == b"task: fresh"
     shutil.rmtree(shared / "benchmarks")
     assert fill_from(str(shared))[1] == 0
 
 
-def test_wanted_by_suites_is_each_thing_once_whatever_harness_asks_for_it():
+def test_needs_of_suites_are_listed_once_for_all_harnesses():
     names = ("key_evals", "default_base_eval", "uncheatable", "helm", "alpaca_eval", "demo")
-    wanted = wanted_by([load_suite(name) for name in names], tokenizers=["owner/name"])
-    assert len(wanted.benchmarks) == len(set(wanted.benchmarks))
-    assert {"mmlu", "gsm8k_cot", "humaneval"} <= set(wanted.benchmarks)
-    assert (wanted.texts, wanted.tokenizers) == (("uncheatable",), ("owner/name",))
-    assert "tatsu-lab/alpaca_eval" in wanted.files_of_datasets
-    [(name, entries)] = wanted.helm.items()  # those of the demo come with Assay
+    needs = wanted_by([load_suite(name) for name in names], tokenizers=["owner/name"])
+    assert len(needs.benchmarks) == len(set(needs.benchmarks))
+    assert {"mmlu", "gsm8k_cot", "humaneval"} <= set(needs.benchmarks)
+    assert (needs.texts, needs.tokenizers) == (("uncheatable",), ("owner/name",))
+    assert "tatsu-lab/alpaca_eval" in needs.files_of_datasets
+    [(name, entries)] = needs.helm.items()  # those of the demo come with Assay
     assert name.startswith("mmlu-") and len(set(re.findall("mmlu:subject=([a-z_]+),", entries["run_specs"]))) == 57

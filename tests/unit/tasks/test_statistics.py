@@ -42,12 +42,12 @@ def test_mcnemar_of_known_tables_gives_the_binomial_p_less_half_of_its_last_step
     first = np.array([True] * lost + [False] * won + [True] * 40)
     second = np.array([False] * lost + [True] * won + [True] * 40)
 
-    found = mcnemar(first, second)
+    compared = mcnemar(first, second)
 
     step = float(stats.binom.pmf(lost, lost + won, 0.5)) if lost != won else 0.0
-    assert found.p == pytest.approx(p - step, rel=1e-14)
-    assert found.difference == pytest.approx((won - lost) / len(first))
-    assert found.low is not None and found.high is not None and found.low < found.difference < found.high
+    assert compared.p == pytest.approx(p - step, rel=1e-14)
+    assert compared.difference == pytest.approx((won - lost) / len(first))
+    assert compared.low is not None and compared.high is not None and compared.low < compared.difference < compared.high
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,13 @@ def test_mcnemar_interval_is_the_score_interval(lost: int, won: int, questions: 
         error = math.sqrt((2 * share + difference - difference**2) / questions)
         return ((won - lost) / questions - difference) / error
 
-    found = mcnemar(*(np.array(side) for side in answers(lost, won, questions)))
+    compared = mcnemar(*(np.array(side) for side in answers(lost, won, questions)))
 
-    assert found.low is not None and found.high is not None
-    assert (score(found.low), score(found.high)) == (pytest.approx(1.96, abs=1e-3), pytest.approx(-1.96, abs=1e-3))
+    assert compared.low is not None and compared.high is not None
+    assert (score(compared.low), score(compared.high)) == (
+        pytest.approx(1.96, abs=1e-3),
+        pytest.approx(-1.96, abs=1e-3),
+    )
 
 
 def answers(lost: int, won: int, questions: int) -> tuple[list[bool], list[bool]]:
@@ -77,42 +80,42 @@ def answers(lost: int, won: int, questions: int) -> tuple[list[bool], list[bool]
 
 
 def test_scores_of_single_questions_are_tested_as_student_did():
-    found = compare_pairs([pairs(np.zeros(10).tolist(), SLEEP.tolist())])
+    compared = compare_pairs([pairs(np.zeros(10).tolist(), SLEEP.tolist())])
 
     known = stats.ttest_1samp(SLEEP, 0.0)
     interval = known.confidence_interval()
-    assert (found.test, found.difference) == ("paired t", pytest.approx(1.58))
-    assert found.p == pytest.approx(known[1], rel=1e-12)
-    assert (found.low, found.high) == (pytest.approx(float(interval.low)), pytest.approx(float(interval.high)))
+    assert (compared.test, compared.difference) == ("paired t", pytest.approx(1.58))
+    assert compared.p == pytest.approx(known[1], rel=1e-12)
+    assert (compared.low, compared.high) == (pytest.approx(float(interval.low)), pytest.approx(float(interval.high)))
 
 
-def test_clusters_of_one_size_are_tested_by_their_means():
+def test_clusters_of_equal_size_are_tested_by_their_means():
     random = np.random.default_rng(2)
     differences = random.normal(0.2, 1.0, 20).repeat(5) + random.normal(size=100)
     clusters = np.arange(20).repeat(5).tolist()
 
-    found = compare_pairs([pairs([0.0] * 100, differences.tolist(), clusters)])
+    compared = compare_pairs([pairs([0.0] * 100, differences.tolist(), clusters)])
 
     known = stats.ttest_1samp(differences.reshape(20, 5).mean(axis=1), 0.0)
-    assert (found.p, found.freedom, found.clusters) == (pytest.approx(known[1]), pytest.approx(19), 20)
+    assert (compared.p, compared.freedom, compared.clusters) == (pytest.approx(known[1]), pytest.approx(19), 20)
 
 
 def test_strata_are_weighed_and_never_mixed():
     easy, hard = [1.0, 1.0, 1.0, 0.9], [0.1, 0.0, 0.0, 0.1]
     strata = [Stratum(easy, range(4), 0.25), Stratum(hard, range(4), 0.75)]
 
-    found = estimate(strata)
+    estimated = estimate(strata)
 
     variances = [float(np.var(values, ddof=1)) / 4 for values in (easy, hard)]
-    assert found.value == pytest.approx(0.25 * np.mean(easy) + 0.75 * np.mean(hard))
-    assert found.stderr == pytest.approx(math.sqrt(0.25**2 * variances[0] + 0.75**2 * variances[1]))
+    assert estimated.value == pytest.approx(0.25 * np.mean(easy) + 0.75 * np.mean(hard))
+    assert estimated.stderr == pytest.approx(math.sqrt(0.25**2 * variances[0] + 0.75**2 * variances[1]))
 
 
-def test_strata_of_one_question_each_are_taken_together():
-    found = estimate([Stratum([value], [0], 0.1) for value in SLEEP])
+def test_strata_of_a_single_question_each_are_pooled():
+    estimated = estimate([Stratum([value], [0], 0.1) for value in SLEEP])
 
-    assert (found.value, found.stderr) == (pytest.approx(1.58), pytest.approx(float(stats.sem(SLEEP))))
-    assert estimate([Stratum(SLEEP, [0] * 10)]).stderr is None, "one passage alone says nothing of others"
+    assert (estimated.value, estimated.stderr) == (pytest.approx(1.58), pytest.approx(float(stats.sem(SLEEP))))
+    assert estimate([Stratum(SLEEP, [0] * 10)]).stderr is None, "a single passage says nothing of other passages"
 
 
 def test_weighted_group_is_tested_paired_where_means_of_its_parts_would_hide_the_change():
@@ -124,13 +127,13 @@ def test_weighted_group_is_tested_paired_where_means_of_its_parts_would_hide_the
         improved = np.where(random.random(100) < 0.08, random.random(100) < 0.9, able)
         strata.append(PairedStratum(able.astype(float).tolist(), improved.astype(float).tolist(), range(100), 0.05))
 
-    found = compare_pairs(strata)
+    compared = compare_pairs(strata)
 
     errors = [estimate([Stratum(side(s), s.clusters, s.weight) for s in strata]).stderr
               for side in (lambda s: s.first, lambda s: s.second)]  # fmt: skip
-    unpaired = compare_means(0.0, found.difference, stderrs=(errors[0], errors[1]))
-    assert found.p is not None and unpaired.p is not None
-    assert found.p < 0.05 < unpaired.p
+    unpaired = compare_means(0.0, compared.difference, stderrs=(errors[0], errors[1]))
+    assert compared.p is not None and unpaired.p is not None
+    assert compared.p < 0.05 < unpaired.p
 
 
 def test_perplexities_are_tested_by_what_documents_add_to_both():
@@ -139,14 +142,18 @@ def test_perplexities_are_tested_by_what_documents_add_to_both():
     first = -words * (2.5 + 0.3 * random.normal(size=62))
     second = first + words * 0.02 * (1 + random.normal(size=62))
 
-    found = paired_ratio(
+    compared = paired_ratio(
         list(zip(first, words, strict=True)), list(zip(second, words, strict=True)), range(62), form="exp"
     )
 
     values = [math.exp(-side.sum() / words.sum()) for side in (first, second)]
-    assert found.difference == pytest.approx(values[1] - values[0])
-    assert found.p is not None and found.p < 0.001
-    assert found.low is not None and found.high is not None and found.low < found.difference < found.high < 0
+    assert compared.difference == pytest.approx(values[1] - values[0])
+    assert compared.p is not None and compared.p < 0.001
+    assert (
+        compared.low is not None
+        and compared.high is not None
+        and compared.low < compared.difference < compared.high < 0
+    )
 
 
 def test_difference_that_is_the_same_for_all_claims_no_more_than_so_few_can():
@@ -159,10 +166,10 @@ def test_difference_that_is_the_same_for_all_claims_no_more_than_so_few_can():
 
 
 def test_z_test_without_pairs_needs_both_standard_errors():
-    found = compare_means(0.5, 0.6, stderrs=(0.03, 0.04))
+    compared = compare_means(0.5, 0.6, stderrs=(0.03, 0.04))
 
-    assert found.p == pytest.approx(0.0455, abs=1e-4)  # two standard errors
-    assert (found.low, found.high) == (pytest.approx(0.002, abs=1e-3), pytest.approx(0.198, abs=1e-3))
+    assert compared.p == pytest.approx(0.0455, abs=1e-4)  # two standard errors
+    assert (compared.low, compared.high) == (pytest.approx(0.002, abs=1e-3), pytest.approx(0.198, abs=1e-3))
     assert compare_means(0.5, 0.6, stderrs=(0.03, None)).test == "none"
 
 
@@ -173,11 +180,11 @@ def test_z_test_without_pairs_needs_both_standard_errors():
     ("right", "questions", "method"), [(0, 100, "exact"), (99, 100, "exact"), (300, 400, "wilson")]
 )
 def test_interval_of_a_share_is_never_empty_and_stays_between_nothing_and_all(right: int, questions: int, method: str):
-    found = mean_interval([alone([1.0] * right + [0.0] * (questions - right))])
+    interval = mean_interval([alone([1.0] * right + [0.0] * (questions - right))])
 
     known = stats.binomtest(right, questions).proportion_ci(0.95, method=method)  # pyright: ignore[reportArgumentType]
-    assert (found.low, found.high) == (pytest.approx(float(known.low)), pytest.approx(float(known.high)))
-    assert found.low is not None and found.high is not None and 0.0 <= found.low < found.high <= 1.0
+    assert (interval.low, interval.high) == (pytest.approx(float(known.low)), pytest.approx(float(known.high)))
+    assert interval.low is not None and interval.high is not None and 0.0 <= interval.low < interval.high <= 1.0
 
 
 def test_interval_of_a_share_is_as_wide_as_its_clusters_ask_for():
@@ -214,21 +221,25 @@ def test_interval_of_parts_that_weigh_alike_holds(sizes: list[int], shares: list
     random, held, trials = np.random.default_rng(8), 0, 250
     for _ in range(trials):
         right = [(random.random(size) < share).astype(float) for size, share in zip(sizes, shares, strict=True)]
-        found = mean_interval([Stratum(part, range(len(part)), 1 / len(sizes)) for part in right])
-        held += found.low is not None and found.high is not None and found.low <= np.mean(shares) <= found.high
+        interval = mean_interval([Stratum(part, range(len(part)), 1 / len(sizes)) for part in right])
+        held += (
+            interval.low is not None and interval.high is not None and interval.low <= np.mean(shares) <= interval.high
+        )
     assert held / trials >= 0.92
 
 
 def test_difference_of_parts_is_known_as_their_smallest():
     right, small = [1.0] * 1_000, PairedStratum([1.0] * 3, [1.0] * 3, range(3), 0.5)
-    found, unchanged = (
+    compared, unchanged = (
         compare_pairs([PairedStratum(right, after, range(1_000), 0.5), small])
         for after in ([0.0] * 10 + right[10:], right)
     )
 
     unseen = 0.5 * (1 - 0.025 ** (1 / 3))  # of the whole may differ in the small part, although none of its three did
-    assert found.low == pytest.approx(-0.005 - unseen, abs=1e-3)
-    assert found.p is not None and found.p > 0.9, "ten of a thousand are lost, but half of the whole is hardly known"
+    assert compared.low == pytest.approx(-0.005 - unseen, abs=1e-3)
+    assert compared.p is not None and compared.p > 0.9, (
+        "ten of a thousand are lost, but half of the whole is hardly known"
+    )
     assert (unchanged.p, unchanged.high) == (1.0, pytest.approx(unseen, abs=1e-3))
 
 
@@ -238,7 +249,7 @@ def test_interval_of_a_mean_that_leans_is_bent_to_its_long_side():
     assert symmetric.low is not None and symmetric.high is not None and leaning.low is not None
     assert symmetric.low == pytest.approx(-symmetric.high)
     assert leaning.high is not None and leaning.high - 1.0 > 1.0 - leaning.low
-    assert mean_interval([alone([0.5] * 30)])[:3] == (0.0, None, None), "what never varied says nothing of its error"
+    assert mean_interval([alone([0.5] * 30)])[:3] == (0.0, None, None), "constant scores say nothing of their error"
 
 
 def test_interval_of_a_perplexity_comes_from_its_documents():
@@ -246,7 +257,7 @@ def test_interval_of_a_perplexity_comes_from_its_documents():
     words = random.integers(50, 900, 200).astype(float)
     sums = list(zip(-words * (2.5 + 0.3 * random.normal(size=200)), words, strict=True))
 
-    found, bits = ratio_interval(sums, range(200), form="exp"), ratio_interval(sums, range(200), form="bits")
+    interval, bits = ratio_interval(sums, range(200), form="exp"), ratio_interval(sums, range(200), form="bits")
 
     drawn = stats.bootstrap(
         tuple(np.array(sums).T),
@@ -255,10 +266,10 @@ def test_interval_of_a_perplexity_comes_from_its_documents():
         vectorized=True,
         rng=np.random.default_rng(6),
     )
-    assert found.stderr == pytest.approx(float(drawn.standard_error), rel=0.05)
-    assert found.low == pytest.approx(float(drawn.confidence_interval.low), rel=0.01)
-    assert found.high == pytest.approx(float(drawn.confidence_interval.high), rel=0.01)
-    assert bits.high == pytest.approx(math.log2(found.high or math.nan))
+    assert interval.stderr == pytest.approx(float(drawn.standard_error), rel=0.05)
+    assert interval.low == pytest.approx(float(drawn.confidence_interval.low), rel=0.01)
+    assert interval.high == pytest.approx(float(drawn.confidence_interval.high), rel=0.01)
+    assert bits.high == pytest.approx(math.log2(interval.high or math.nan))
 
 
 # Values and their questions
@@ -284,19 +295,19 @@ def test_metric_of_clustered_questions_has_the_error_of_its_clusters():
     passages = measured(metric, [sample(i, scores={"acc": s}, cluster=str(i // 10)) for i, s in enumerate(scores)])
     repeats = measured(metric, [sample(i // 10, scores={"acc": score}) for i, score in enumerate(scores)])
 
-    assert single.stderr == 0.08, "the harness's own, where questions stand alone"
+    assert single.stderr == 0.08, "the harness's own, for questions without clusters"
     assert passages.stderr == pytest.approx(repeats.stderr) == pytest.approx(float(stats.sem([1, 1, 0, 0])))
     assert single.low is not None and passages.low is not None and passages.low < single.low
 
 
-def test_metric_that_is_no_mean_has_the_interval_of_its_harnesss_error_and_none_without_one():
+def test_metric_without_a_mean_uses_its_harness_error_or_no_interval():
     samples = [sample(number, scores={"f1": 0.5}) for number in range(9)]
 
     known = measured(make_metric("demo", 0.7, name="f1", stderr=0.1), samples)
     unknown = measured(make_metric("demo", 0.7, name="f1", stderr=0.0), samples)
 
     assert (known.low, known.high) == (pytest.approx(0.504, abs=1e-3), pytest.approx(0.896, abs=1e-3))
-    assert (unknown.low, unknown.high) == (None, None), "an error of zero is one that is not known"
+    assert (unknown.low, unknown.high) == (None, None), "an error of zero counts as unknown"
 
 
 @pytest.mark.parametrize(
@@ -309,12 +320,12 @@ def test_group_is_made_of_its_parts_by_its_own_weights(parts: dict[str, float]):
         metric = make_metric("demo", 0.2 * 0.5 + 0.8 * right / 40, stderr=0.5, n=50)
         return metric.model_copy(update={"parts": parts}), samples
 
-    found = [composition_of(m, by_benchmark(samples), [m]) for m, samples in (group(20), group(30))]
-    assert not isinstance(found[0], str) and not isinstance(found[1], str)
-    paired = compare_compositions(found[0], found[1])
+    compositions = [composition_of(m, by_benchmark(samples), [m]) for m, samples in (group(20), group(30))]
+    assert not isinstance(compositions[0], str) and not isinstance(compositions[1], str)
+    paired = compare_compositions(compositions[0], compositions[1])
     assert not isinstance(paired, str)
 
-    assert found[0].weights == {"demo_a": pytest.approx(0.2), "demo_b": pytest.approx(0.8)}
+    assert compositions[0].weights == {"demo_a": pytest.approx(0.2), "demo_b": pytest.approx(0.8)}
     assert paired.values == (pytest.approx(0.5), pytest.approx(0.7)) and paired.finding.test == "paired t"
     error = measured(*group(20)).stderr
     assert error == pytest.approx(math.sqrt((0.2**2) * 0.25 / 9 + (0.8**2) * 0.25 / 39))
@@ -326,10 +337,10 @@ def test_perplexity_of_a_record_has_an_error_and_an_interval():
     value = math.exp(-sum(r[0] for r in ratios) / sum(r[1] for r in ratios))
     samples = [sample(n, ratios={"word_perplexity": pair}) for n, pair in enumerate(ratios)]
 
-    found = measured(make_metric("demo", value, name="word_perplexity", stderr=None, n=60), samples)
+    score = measured(make_metric("demo", value, name="word_perplexity", stderr=None, n=60), samples)
 
-    assert found.stderr is not None and 0.1 < found.stderr < 1.0
-    assert found.low is not None and found.high is not None and found.low < value < found.high
+    assert score.stderr is not None and 0.1 < score.stderr < 1.0
+    assert score.low is not None and score.high is not None and score.low < value < score.high
 
 
 # Several tests
@@ -349,13 +360,13 @@ def test_adjustment_keeps_families_without_a_difference_clean(by: Adjustment):
     families = np.random.default_rng(21).random((600, 20))
 
     unadjusted = np.mean([family.min() < 0.05 for family in families])
-    found = np.mean([min(p for p in adjusted(list(family), by=by) if p is not None) < 0.05 for family in families])
+    share = np.mean([min(p for p in adjusted(list(family), by=by) if p is not None) < 0.05 for family in families])
 
     assert unadjusted > 0.5
-    assert 0.02 <= found <= 0.08
+    assert 0.02 <= share <= 0.08
 
 
-def test_decisions_of_a_series_never_spend_more_than_there_is_and_seldom_less_than_the_one_before():
+def test_decisions_of_a_series_never_overspend_and_seldom_get_smaller():
     shares = [spent(number) for number in range(1, 20_000)]
 
     assert sum(shares[:64]) == pytest.approx(0.5) and sum(shares[64:192]) == pytest.approx(0.25)

@@ -20,7 +20,7 @@ from tasks.spec.suites import Suite, SuiteRequest, built_in_suites, load_suite
 
 OWN = """
 name: mine
-description: A suite of one's own.
+description: A suite of the user.
 extends: default_eval
 engine_kwargs: {max_model_len: 512}
 evaluations:
@@ -98,7 +98,7 @@ def test_request_wins_over_the_suite_and_engine_arguments_are_merged():
     assert generation.options(LmEvalOptions).allow_code_execution == ("humaneval",)
 
 
-def test_suite_of_ones_own_extends_a_built_in_one(tmp_path: Path):
+def test_own_suite_extends_a_built_in_suite(tmp_path: Path):
     suite = load_suite(write_suite(tmp_path))
     assert [evaluation.label for evaluation in suite.evaluations] == ["core", "quick"]
     core, quick = suite.evaluations_of(asked())
@@ -143,7 +143,7 @@ def test_uncheatable_needs_its_texts_staged_or_a_copy_of_them(tmp_path: Path):
     assert len(config.evals) == 7
 
 
-def test_needs_are_those_of_the_benchmarks_and_unknown_for_ones_own():
+def test_needs_are_the_benchmarks_needs_and_unknown_for_own_benchmarks():
     sets = benchmark_sets()
     key = needs_of(sets["KEY_GENERATION_TASKS"].evals)
     assert (key.fewshot, key.prompt_logprobs, key.generates, key.runs_code) == (8, False, True, True)

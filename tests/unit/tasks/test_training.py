@@ -24,7 +24,7 @@ ON_TPU = ResourceConfig.with_tpu("v5litepod-16", slice_count=2)
 
 
 @pytest.fixture(autouse=True)
-def _process_that_was_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def _process_without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RUN_ID", "WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -34,9 +34,9 @@ def config(output: Path | str | None = None, **changes: Any) -> TrainLmOnPodConf
     return TrainLmOnPodConfig.model_validate({**given, **changes})
 
 
-def submitted(wanted: TrainLmOnPodConfig) -> JobRequest:
+def submitted(training: TrainLmOnPodConfig) -> JobRequest:
     client = FakeClient()
-    assert run_levanter_train_lm(wanted, client=client) is JobStatus.SUCCEEDED
+    assert run_levanter_train_lm(training, client=client) is JobStatus.SUCCEEDED
     [request] = client.requests
     return request
 
@@ -87,20 +87,20 @@ def test_run_id_follows_trainer_then_caller_then_process_then_path(
     trainer_id: str | None, given: dict[str, str], process: dict[str, str], impute: bool, expected: str | None
 ) -> None:
     trainer = {"id": trainer_id} if trainer_id else {}
-    wanted = config(
+    training = config(
         "gs://bucket/runs/of-path/",
         train_config={"trainer": trainer},
         env_vars=given,
         impute_run_id_from_output_path=impute,
     )
-    planned = training_of(wanted, process=process)
+    planned = training_of(training, process=process)
     assert re.fullmatch(expected or "[a-z2-7]{8}", planned.run_id)
     assert planned.train_config["trainer"]["id"] == planned.run_id
     assert planned.train_config["trainer"]["checkpointer"]["append_run_id_to_base_path"] is not impute
     if expected is None:
-        assert planned.run_id != run_id_of(wanted, {}, process=process), "a new one every time"
+        assert planned.run_id != run_id_of(training, {}, process=process), "a new ID every time"
     env_vars = variables_of(
-        planned, given, device=wanted.resources.device, process=process, workspace=Path("/"), git_commit=None
+        planned, given, device=training.resources.device, process=process, workspace=Path("/"), git_commit=None
     )
     assert env_vars["RUN_ID"] == planned.run_id
 
@@ -142,7 +142,7 @@ def test_training_without_output_leaves_places_to_its_configuration() -> None:
     assert planned.trained is None and not is_trained(planned)
     assert planned.train_config["hf_save_path"] == "/mine"
     assert planned.train_config["trainer"]["checkpointer"]["base_path"] == "/own"
-    assert given["trainer"] == {"checkpointer": {"base_path": "/own"}}, "what was given is not changed"
+    assert given["trainer"] == {"checkpointer": {"base_path": "/own"}}, "the given configuration is not changed"
 
 
 def test_training_takes_the_first_tpu_type_where_its_variables_differ_by_type(
@@ -207,11 +207,11 @@ def test_training_on_a_tpu_needs_a_key_for_wandb_unless_that_is_off(
 
 
 def test_training_of_replicas_that_would_not_find_each_other_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="expected one replica, found 2"):
+    with pytest.raises(ValidationError, match="expected a single replica, found 2"):
         config(tmp_path / "run-a", resources=ResourceConfig.with_gpu("H100", 8, replicas=2))
 
 
-def test_training_that_fails_raises_and_one_that_was_refused_says_what_to_do(tmp_path: Path) -> None:
+def test_failed_training_raises_and_a_refused_training_says_what_to_do(tmp_path: Path) -> None:
     def fail(job: FakeJob) -> None:
         job.ends_as, job.log = JobStatus.FAILED, "out of memory"
 
@@ -271,14 +271,14 @@ def test_training_is_done_once_it_says_so_for_the_same_configuration(tmp_path: P
 
 def test_configuration_in_a_file_is_read_where_the_training_is_planned(tmp_path: Path) -> None:
     file = tmp_path / "nano.yaml"
-    wanted = config(tmp_path / "run-a", train_config=str(file))
+    training = config(tmp_path / "run-a", train_config=str(file))
     with pytest.raises(BadInput, match="is not there"):
-        plan_training(wanted)
+        plan_training(training)
     file.write_text("trainer: {num_train_steps: 4}\nmodell: {type: llama}\n")
     with pytest.raises(BadInput, match="did you mean model"):
-        plan_training(wanted)
+        plan_training(training)
     file.write_text("trainer: {num_train_steps: 4}\nmodel: {type: llama}\n")
-    assert plan_training(wanted).train_config["model"] == {"type": "llama"}
+    assert plan_training(training).train_config["model"] == {"type": "llama"}
 
 
 @pytest.mark.parametrize(

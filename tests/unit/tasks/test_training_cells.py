@@ -32,8 +32,8 @@ CONFIG = EvaluationConfig.model_validate(
 """Configuration without an endpoint, so no tokenizer is copied."""
 
 
-def steps(found: Sequence[Checkpoint]) -> list[int]:
-    return [checkpoint.step for checkpoint in found]
+def steps(checkpoints: Sequence[Checkpoint]) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def job() -> FakeJob:
     return FakeClient().submit(JobRequest("train_lm", Command("true"), resources=ResourceConfig()))
 
 
-def test_checkpoint_is_told_once_when_it_is_complete_and_two_lists_agree(run: Path) -> None:
+def test_complete_checkpoint_is_reported_once_and_two_lists_agree(run: Path) -> None:
     exports = ArrivingCheckpoints(str(run / "hf"))
     assert exports.find_new() == [], "there is nothing yet, not even a folder"
     write_run(run, [2, 1])
@@ -64,7 +64,7 @@ def test_checkpoint_is_told_once_when_it_is_complete_and_two_lists_agree(run: Pa
     assert steps(exports.find_new()) == [3]
 
 
-def test_checkpoint_that_is_written_again_is_told_again(run: Path) -> None:
+def test_checkpoint_that_is_written_again_is_reported_again(run: Path) -> None:
     exports = ArrivingCheckpoints(str(run / "hf"))
     write_run(run, [1])
     assert steps([*exports.find_new(), *exports.find_new()]) == [1]
@@ -132,8 +132,8 @@ def arriving(
     """Returns the arriving cells of a run; each wait runs the next function of `meanwhile`."""
     happening = iter(meanwhile)
 
-    def plan(configs: Sequence[EvaluationConfig], found: Sequence[Checkpoint]) -> list[Cell]:
-        return [cell_of(checkpoint, done) for checkpoint in found]
+    def plan(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
+        return [cell_of(checkpoint, done) for checkpoint in checkpoints]
 
     def sleep(seconds: float) -> None:
         next(happening, lambda: None)()
@@ -154,7 +154,7 @@ def test_cells_come_while_the_training_runs_and_end_with_it(run: Path, job: Fake
 
     meanwhile = [lambda: write_run(run, [1]), lambda: None, lambda: write_run(run, [2]), lambda: None, end]
     cells = arriving(run, job, meanwhile=meanwhile)
-    assert cells.first() == [] and len(cells.wanted) == 1, "the first one, though nobody serves it"
+    assert cells.first() == [] and len(cells.wanted) == 1, "the first checkpoint, although no pool serves it"
     assert names(list(islice(cells.arrive(), 1))) == ["run-1"]
     assert names(list(cells.arrive())) == ["run-1", "run-2", "run-3"]
     assert names(list(cells.planned.values())) == ["run-1", "run-2", "run-3"]
@@ -214,29 +214,29 @@ def test_checkpoint_that_became_another_is_left_to_the_next_run(run: Path, job: 
     assert planned.reference.digest != begun.reference.digest, "so the flow ends by saying that it lacks a record"
 
 
-def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, job: FakeJob) -> None:
+def test_two_followers_of_a_training_evaluate_each_checkpoint_once(run: Path, job: FakeJob) -> None:
     folder = str(run / "claims")
     write_run(run, [1, 2])
     with ClaimedCells([], wait=False, folder=folder) as ours, ClaimedCells([], wait=False, folder=folder) as other:
         reconciler = arriving(run, None, claimed=other)
-        assert names(list(islice(reconciler.arrive(), 1))) == ["run-1"], "the first who looks has both"
+        assert names(list(islice(reconciler.arrive(), 1))) == ["run-1"], "the first process that looks has both"
 
-        def leave_one_without_an_outcome() -> None:
+        def leave_a_cell_without_outcome() -> None:
             other.release(reconciler.wanted[0])
             write_run(run, [3])
 
         meanwhile = [
             lambda: None,
-            leave_one_without_an_outcome,
+            leave_a_cell_without_outcome,
             lambda: None,
             lambda: None,
             lambda: job.says(JobStatus.SUCCEEDED),
         ]
         cells = arriving(run, job, meanwhile=meanwhile, claimed=ours)
-        assert names(list(cells.arrive())) == ["run-1", "run-3"], "what was left, and what came later"
+        assert names(list(cells.arrive())) == ["run-1", "run-3"], "the cell that was left, and the later cell"
         assert len(cells.planned) == 3
         other.release(*reconciler.wanted)
-        assert names(ours.next()) == ["run-2"], "had the other left that one too, it would be evaluated in the end"
+        assert names(ours.next()) == ["run-2"], "a cell that the other process releases is evaluated in the end"
 
 
 def test_failure_from_before_a_cell_was_wanted_and_an_interruption_are_no_outcome(run: Path) -> None:
@@ -290,7 +290,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
         flaky,
         claimed=ClaimedCells([], wait=False, folder=str(run / "claims")),
         poll_seconds=1.0,
-        plan=lambda configs, found: [cell_of(checkpoint, lambda step: False) for checkpoint in found],
+        plan=lambda configs, checkpoints: [cell_of(checkpoint, lambda step: False) for checkpoint in checkpoints],
         sleep=lambda seconds: None,
     )
     assert names(list(cells.arrive())) == ["run-1"]
@@ -311,7 +311,7 @@ def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob)
         list(cells.arrive())
 
 
-def test_checkpoint_is_told_though_another_could_not_be_read_at_first(run: Path, tmp_path: Path) -> None:
+def test_checkpoint_is_reported_although_another_was_unreadable_at_first(run: Path, tmp_path: Path) -> None:
     def fail(file: Path, start: int) -> None:
         if "step-2" in file.parts:
             raise ConnectionResetError("the store is gone")

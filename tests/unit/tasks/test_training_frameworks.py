@@ -27,14 +27,14 @@ def mark(folder: Path, name: str = "STABLE") -> Path:
 def found_at(run: Path) -> dict[int, Checkpoint]:
     """Returns a run's checkpoints by step, and asserts that new and remembered snapshots of a policy find the same."""
     listed = find_checkpoints(str(run))
-    found = {checkpoint.step: checkpoint for checkpoint in listed}
-    assert len(found) == len(listed)
+    by_step = {checkpoint.step: checkpoint for checkpoint in listed}
+    assert len(by_step) == len(listed)
     for _ in range(2):
         seen = {checkpoint.step: checkpoint for checkpoint in snapshot_run(str(run))}
         assert {step: summary(checkpoint) for step, checkpoint in seen.items()} == {
-            step: summary(checkpoint) for step, checkpoint in found.items()
+            step: summary(checkpoint) for step, checkpoint in by_step.items()
         }
-    return found
+    return by_step
 
 
 def summary(checkpoint: Checkpoint | SeenCheckpoint) -> tuple[object, ...]:
@@ -42,16 +42,16 @@ def summary(checkpoint: Checkpoint | SeenCheckpoint) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(("name", "framework"), [("STABLE", "prime-rl"), (".complete", "miles")])
-def test_checkpoint_after_the_first_marked_one_waits_for_its_mark(tmp_path: Path, name: str, framework: str):
+def test_checkpoint_after_the_first_marked_checkpoint_waits_for_its_mark(tmp_path: Path, name: str, framework: str):
     weights = tmp_path / "run" / "weights"
     for step in (10, 20, 30):
         write_checkpoint(weights / f"step_{step}", seed=step)
     assert all(checkpoint.complete for checkpoint in found_at(weights).values())
 
     mark(weights / "step_20", name)
-    found = found_at(weights)
-    assert [step for step, checkpoint in found.items() if checkpoint.complete] == [10, 20]
-    assert found[30].problems == (f"{name} is not there, which {framework} writes when a checkpoint is whole",)
+    by_step = found_at(weights)
+    assert [step for step, checkpoint in by_step.items() if checkpoint.complete] == [10, 20]
+    assert by_step[30].problems == (f"{name} is not there, which {framework} writes when a checkpoint is whole",)
 
     mark(weights / "step_30", name)
     assert all(checkpoint.complete for checkpoint in found_at(weights).values())
@@ -119,12 +119,12 @@ def test_export_within_an_iteration_is_complete_once_megatron_names_it(tmp_path:
     tracker.write_text("100")
     for file in run.rglob("*"):  # verdicts on files written just now are not remembered
         os.utime(file, (1_700_000_000, 1_700_000_000))
-    found = found_at(run)
-    assert [(checkpoint.name, checkpoint.complete) for checkpoint in found.values()] == [
+    by_step = found_at(run)
+    assert [(checkpoint.name, checkpoint.complete) for checkpoint in by_step.values()] == [
         ("llama-100", True),
         ("llama-200", False),
     ]
-    assert "latest_checkpointed_iteration.txt names 100" in found[200].problems[0]
+    assert "latest_checkpointed_iteration.txt names 100" in by_step[200].problems[0]
     for file in ("hf/config.json", "hf", ""):
         named = checkpoint_of(str(run / "iter_0000200" / file))
         assert named is not None and not named.complete
@@ -213,7 +213,7 @@ def test_state_of_a_trainer_is_recognised_and_says_how_it_is_exported(tmp_path: 
         discover.fn(
             str(tmp_path), CheckpointSelection(wait_for_incomplete_seconds=60), sleep=lambda _: pytest.fail("waited")
         )
-    assert problem in caught.value.found and "export one" in caught.value.remedy
+    assert problem in caught.value.found and "export a checkpoint" in caught.value.remedy
 
 
 @pytest.mark.parametrize("place", ["step-10", "iter_0000010"])
@@ -222,7 +222,7 @@ def test_state_without_metadata_is_still_being_written(tmp_path: Path, place: st
     assert found_at(tmp_path)[10].problems == (".metadata is not there, which is written when all shards are",)
 
 
-def test_export_stands_for_the_state_of_its_step(tmp_path: Path):
+def test_export_counts_for_the_state_of_its_step(tmp_path: Path):
     for step in (10, 20):
         write_state(tmp_path / "run" / f"step-{step}", "__0_0.distcp", ".metadata")
     exported = write_checkpoint(tmp_path / "run" / "hf" / "step-10")
@@ -234,7 +234,7 @@ def test_export_stands_for_the_state_of_its_step(tmp_path: Path):
     assert found_at(tmp_path / "run")[10].kind == "dcp"
 
 
-def test_checkpoint_with_a_sharded_optimizer_beside_its_weights_is_complete(tmp_path: Path):
+def test_checkpoint_with_a_sharded_optimizer_next_to_weights_is_complete(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "run" / "checkpoint-10")
     write_state(folder, "optimizer_0/__0_0.distcp", "optimizer_0/.metadata")
     [checkpoint] = find_checkpoints(str(tmp_path / "run"))

@@ -20,7 +20,7 @@ refusal_of = PROGRAM["refusal_of"]
 SCORED = {"prompt": "Once upon", "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
 GENERATION = {"prompt": "Once", "max_tokens": 9, "n": 2, "logprobs": 1, "temperature": 0}
 CONVERSATION = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "max_tokens": 9}
-OF_CHOICES = ("aborted", "unknown finish", "indices repeated", "no choices", "one choice too few", "too many")
+OF_CHOICES = ("aborted", "unknown finish", "indices repeated", "no choices", "a choice too few", "too many")
 OF_ROWS = ("too few rows", "only the last row", "positive", "not a number", "infinite", "no log-probabilities")
 
 
@@ -69,7 +69,7 @@ def test_malformed_answer_is_an_error(asked: dict[str, Any], kind: str) -> None:
         ("[" * 9, "[" * 9),
     ],
 )
-def test_refusal_is_told_in_the_endpoints_own_words(body: Any, words: str) -> None:
+def test_refusal_quotes_the_endpoint(body: Any, words: str) -> None:
     assert refusal_of(body) == words
 
 

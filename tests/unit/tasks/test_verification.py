@@ -57,8 +57,8 @@ def set_value(content: dict[str, Any]) -> None:
 
 
 def verdict(folder: Path, **rule: Any) -> Verdict:
-    found = find_records(str(folder))
-    return judge(Gate.model_validate({"rules": [rule]}), judged_checkpoints(found), evaluation_path=str(folder))
+    records = find_records(str(folder))
+    return judge(Gate.model_validate({"rules": [rule]}), judged_checkpoints(records), evaluation_path=str(folder))
 
 
 def verify(folder: Path, *arguments: str) -> tuple[int, str]:
@@ -70,10 +70,10 @@ def test_edited_value_is_no_go_for_a_gate_and_named(tmp_path: Path) -> None:
     cell = scored(tmp_path)
     assert not verdict(tmp_path, **BOUND).go
     edited(cell, set_value)
-    found = verdict(tmp_path, **BOUND)
-    assert not found.go
-    assert any("record.json was changed" in refusal.found for refusal in found.refusals)
-    assert any("acc is 0.965, and its samples give 0.4" in refusal.found for refusal in found.refusals)
+    judgement = verdict(tmp_path, **BOUND)
+    assert not judgement.go
+    assert any("record.json was changed" in refusal.found for refusal in judgement.refusals)
+    assert any("acc is 0.965, and its samples give 0.4" in refusal.found for refusal in judgement.refusals)
 
 
 def test_value_edited_with_its_digest_still_disagrees_with_its_samples(tmp_path: Path) -> None:
@@ -111,18 +111,18 @@ def test_edited_record_is_not_compared_and_no_baseline(tmp_path: Path, edited_st
     assert not verdict(tmp_path, **rule).go
 
 
-def test_group_whose_value_was_edited_disagrees_with_its_parts(tmp_path: Path) -> None:
+def test_group_with_an_edited_value_disagrees_with_its_parts(tmp_path: Path) -> None:
     parts = tuple(
         make_metric(name, value, n=2).model_copy(update={"recomputed": True}) for name, value in (("x", 1.0), ("y", 0))
     )
     group = make_metric("g", 0.9).model_copy(update={"parts": {"x": 0.5, "y": 0.5}, "recomputed": True})
     samples = [*make_samples([1.0, 1.0], benchmark="x"), *make_samples([0.0, 0.0], benchmark="y")]
     publish(tmp_path, make_record(metrics=(*parts, group), benchmarks=("g",)), samples)
-    [found] = find_records(str(tmp_path))
-    assert verified(found).findings == ("g · acc is 0.9, and its parts give 0.5",)
+    [stored] = find_records(str(tmp_path))
+    assert verified(stored).findings == ("g · acc is 0.9, and its parts give 0.5",)
 
 
-def test_verify_names_what_does_not_hold_and_ends_with_one(tmp_path: Path) -> None:
+def test_verify_names_each_problem_and_exits_with_1(tmp_path: Path) -> None:
     cells = [scored(tmp_path, step=step) for step in (100, 200, 300)]
     assert verify(tmp_path) == (0, "3 records as written, 0 changed, 0 not verifiable\n")
     edited(cells[1], set_value)
@@ -181,8 +181,8 @@ def test_what_became_of_a_record_at_sinks_changes_no_digest(
 def test_failures_are_sealed_with_their_number(tmp_path: Path) -> None:
     for _ in range(2):
         publish(tmp_path, make_record(status="infra_failed"))
-    [found] = find_records(str(tmp_path))
-    assert (found.record.infra_failures, integrity(found.record)) == (2, "intact")
+    [stored] = find_records(str(tmp_path))
+    assert (stored.record.infra_failures, integrity(stored.record)) == (2, "intact")
 
 
 def test_fields_that_a_later_version_adds_change_no_digest() -> None:

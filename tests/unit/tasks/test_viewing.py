@@ -35,7 +35,7 @@ from tasks.viewing import view as viewing
 from tasks.viewing.boards import boards_of_sample
 from tasks.viewing.columns import CUT, NO_SCORE, SHORTENED, UNSCORED, Found, Scale, as_bytes, is_right
 from tasks.viewing.kept import KeptColumns, kept_at, make_room
-from tasks.viewing.page import one_file, page_files, write_beside_report
+from tasks.viewing.page import page_files, single_file, write_next_to_report
 from tasks.viewing.reading import BLOCK, Column
 from tasks.viewing.server import application
 from tasks.viewing.view import IN_MEMORY, View
@@ -90,10 +90,10 @@ def grid(view: View, key: str, name: str) -> list[list[int]]:
 
 def test_scores_become_bytes_between_the_ends_of_their_metric():
     scale = Scale("bpb", False, 1.0, 3.0)
-    found = as_bytes(np.array([1.0, 2.0, 3.0, 9.0, np.nan]), scale)
-    assert found.tolist() == [0, 127, 254, 254, NO_SCORE]
-    assert is_right(found, scale).tolist() == [True, False, False, False, False]
-    assert is_right(found, Scale("acc", True, 1.0, 3.0)).tolist() == [False, True, True, True, False]
+    encoded = as_bytes(np.array([1.0, 2.0, 3.0, 9.0, np.nan]), scale)
+    assert encoded.tolist() == [0, 127, 254, 254, NO_SCORE]
+    assert is_right(encoded, scale).tolist() == [True, False, False, False, False]
+    assert is_right(encoded, Scale("acc", True, 1.0, 3.0)).tolist() == [False, True, True, True, False]
 
 
 def test_scores_of_a_metric_that_is_the_same_everywhere_become_bytes():
@@ -139,7 +139,7 @@ def test_merged_checkpoints_are_columns_of_a_run_of_their_own_and_say_how_they_w
         assert grid(view, key, "scores/0") == [[0], [0], [254], [254]]
 
 
-def test_grid_has_scores_and_flags_of_every_checkpoint_in_one_order_of_questions(tmp_path: Path):
+def test_grid_has_scores_and_flags_in_the_same_order_of_questions(tmp_path: Path):
     first = [asked(1, True), asked(2, False, finish="length"), asked(3, True, truncated=True)]
     second = [asked(3, False), asked(4, True), asked(1, True), asked(2, False, scores={})]
     published(tmp_path, 100, first)
@@ -157,8 +157,8 @@ def test_grid_has_scores_and_flags_of_every_checkpoint_in_one_order_of_questions
 
 def test_question_has_its_answers_at_every_checkpoint_and_what_was_asked_otherwise(tmp_path: Path):
     published(tmp_path, 100, [asked(0, True), asked(1, True, log_likelihoods=(-1.0, -2.5))])
-    other = asked(1, False, prompt="In other words: one?", finish="stop")
-    published(tmp_path, 200, [other, asked(1, True, prompt="In other words: one?")])
+    other = asked(1, False, prompt="Put differently: number 1?", finish="stop")
+    published(tmp_path, 200, [other, asked(1, True, prompt="Put differently: number 1?")])
     published(tmp_path, 300, [asked(0, True)])
     with viewed(tmp_path) as (view, key):
         number = had(view, f"{key}/questions.json")["ids"].index("question 1")
@@ -170,7 +170,7 @@ def test_question_has_its_answers_at_every_checkpoint_and_what_was_asked_otherwi
         ("red", {"acc": 0.0}, "stop"),
         ("green", {"acc": 1.0}, None),
     ]
-    assert {a["prompt"] for a in second} == {"In other words: one?"} and third == []
+    assert {a["prompt"] for a in second} == {"Put differently: number 1?"} and third == []
 
 
 def test_question_that_was_asked_repeatedly_has_the_mean_of_its_scores(tmp_path: Path):
@@ -264,7 +264,7 @@ def test_metrics_outside_of_0_to_1_have_the_ends_of_all_checkpoints(tmp_path: Pa
         assert grid(view, key, "scores/1") == [[127, 254], [0, 159]]
 
 
-def test_perplexities_of_single_texts_are_told_apart_by_their_ratio(tmp_path: Path):
+def test_perplexities_of_single_texts_differ_by_their_ratio(tmp_path: Path):
     samples = [
         asked(number, True, scores={}, ratios={"bits_per_byte": (-float(number), 1.0)}) for number in range(1, 101)
     ]
@@ -299,26 +299,26 @@ def test_two_checkpoints_have_the_numbers_of_assay_compare(tmp_path: Path, clust
         passage = (lambda number: f"passage {number // 3}") if clusters else lambda number: None
         published(tmp_path, step, [asked(n, good, cluster=passage(n)) for n, good in enumerate(right)])
     with viewed(tmp_path) as (view, key):
-        found = had(view, f"{key}/pairs/0-0-1.json")
+        pair = had(view, f"{key}/pairs/0-0-1.json")
         records = view.boards[key].records
-    [metric] = compare([records[0]], [records[1]], labels=("a", "b"), wanted=RecordFilter(), adjustment="none").metrics
+    [metric] = compare([records[0]], [records[1]], labels=("a", "b"), filters=RecordFilter(), adjustment="none").metrics
     won, lost = (~rights[0] & rights[1]).nonzero()[0].tolist(), (rights[0] & ~rights[1]).nonzero()[0].tolist()
-    assert (found["won"], found["lost"]) == (won, lost)
-    assert len(found["both"]) == (rights[0] & rights[1]).sum() and len(found["neither"]) == (~rights).all(0).sum()
+    assert (pair["won"], pair["lost"]) == (won, lost)
+    assert len(pair["both"]) == (rights[0] & rights[1]).sum() and len(pair["neither"]) == (~rights).all(0).sum()
     finding = metric.finding
-    assert [found[name] for name in ("difference", "low", "high", "p", "test")] == pytest.approx(
+    assert [pair[name] for name in ("difference", "low", "high", "p", "test")] == pytest.approx(
         [finding.difference, finding.low, finding.high, finding.p, finding.test]
     )
     exact = None if clusters else scipy.stats.binomtest(len(won), len(won) + len(lost)).pvalue
-    assert found["exact_p"] == (exact if exact is None else pytest.approx(exact))
+    assert pair["exact_p"] == (exact if exact is None else pytest.approx(exact))
 
 
-def test_two_checkpoints_of_which_one_was_withheld_are_counted_and_not_tested(tmp_path: Path):
+def test_two_checkpoints_with_a_withheld_value_are_counted_not_tested(tmp_path: Path):
     published(tmp_path, 100, [asked(1, True), asked(2, False)])
     published(tmp_path, 200, [asked(1, True), asked(2, True)], status="withheld", reason="too few")
     with viewed(tmp_path) as (view, key):
-        found = had(view, f"{key}/pairs/0-0-1.json")
-    assert (found["won"], found["p"], found["reason"]) == ([1], None, "it has no published value")
+        pair = had(view, f"{key}/pairs/0-0-1.json")
+    assert (pair["won"], pair["p"], pair["reason"]) == ([1], None, "it has no published value")
 
 
 @pytest.mark.parametrize(
@@ -338,11 +338,11 @@ def test_search_finds_texts_of_questions_and_of_answers(
     second = [asked(2, False), asked(1, False, output='It said "Blue"\nlike Ünder'), asked(3, False)]
     published(tmp_path, 200, second)
     with viewed(tmp_path) as (view, key):
-        found = view.search(key, text)
-    assert (found.in_questions, found.in_answers, found.complete) == (in_questions, in_answers, True)
+        matches = view.search(key, text)
+    assert (matches.in_questions, matches.in_answers, matches.complete) == (in_questions, in_answers, True)
 
 
-def test_search_is_over_once_a_newer_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_search_ends_when_a_newer_search_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     published(tmp_path, 100, [asked(number, True) for number in range(BLOCK + 1)])
     with viewed(tmp_path) as (view, key):
         newer: list[Found] = []
@@ -373,7 +373,7 @@ def test_damaged_samples_of_a_checkpoint_leave_the_others_theirs(tmp_path: Path)
         assert list(unreadable) == ["1"] and SAMPLES_NAME in unreadable["1"]
 
 
-def test_samples_that_are_gone_are_told_of_their_checkpoint(tmp_path: Path):
+def test_missing_samples_are_reported_for_their_checkpoint(tmp_path: Path):
     cell = published(tmp_path, 100, [asked(1, True)])
     published(tmp_path, 200, [asked(1, True)])
     Path(cell, "attempt-1", SAMPLES_NAME).unlink()
@@ -404,8 +404,8 @@ def test_large_records_are_read_once_by_processes_and_kept_below_the_cache(tmp_p
     kept = kept_at(str(tmp_path))
     assert kept is not None
     kept.write_bytes(b"no database" * 1000)
-    for beside in (f"{kept}-wal", f"{kept}-shm"):
-        Path(beside).unlink(missing_ok=True)
+    for side_file in (f"{kept}-wal", f"{kept}-shm"):
+        Path(side_file).unlink(missing_ok=True)
     with viewed(tmp_path) as (view, key):
         assert had(view, f"{key}/questions.json")["ids"] == []
 
@@ -434,9 +434,7 @@ def test_columns_that_others_write_for_long_are_refused_and_stay(tmp_path: Path,
         assert path.exists()
 
 
-def test_large_records_whose_columns_alone_are_beyond_the_bound_keep_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_large_records_with_columns_beyond_the_bound_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tasks.viewing.kept._MOST_BYTES", 0)
     cell = published(tmp_path, 100, [asked(1, True)], samples=IN_MEMORY + 1)
     with viewed(tmp_path):
@@ -466,15 +464,15 @@ async def client(tmp_path: Path) -> AsyncIterator[TestClient[Any, Any]]:
     view.close()
 
 
-async def test_server_sends_the_page_and_columns_to_whoever_has_the_address(client: TestClient[Any, Any]):
+async def test_server_sends_the_page_and_columns_to_holders_of_the_address(client: TestClient[Any, Any]):
     page = await client.get(f"/{TOKEN}/")
     assert page.status == 200 and page.content_type == "text/html"
     index = await (await client.get(f"/{TOKEN}/index.json")).json()
     key = index["benchmarks"][0]["key"]
     scores = await client.get(f"/{TOKEN}/{key}/scores/0.bin")
     assert (await scores.read(), scores.headers["Content-Encoding"]) == (bytes([254, 0]), "gzip")
-    found = await (await client.get(f"/{TOKEN}/{key}/search.json?text=number%202")).json()
-    assert found["in_questions"] == [1]
+    matches = await (await client.get(f"/{TOKEN}/{key}/search.json?text=number%202")).json()
+    assert matches["in_questions"] == [1]
 
 
 @pytest.mark.parametrize("failures", [[BrokenProcessPool("a worker died")], [None]], ids=["failed", "ended-early"])
@@ -508,10 +506,10 @@ async def test_server_answers_with_what_is_read_so_far_while_it_reads(tmp_path: 
     read = viewing._read
     begun: list[int] = []
 
-    def reads(found: FoundRecord, kept: KeptColumns) -> None:
-        begun.append(found.record.checkpoint.step)
+    def reads(item: FoundRecord, kept: KeptColumns) -> None:
+        begun.append(item.record.checkpoint.step)
         assert gates[begun[-1]].wait(30)
-        read(found, kept)
+        read(item, kept)
 
     monkeypatch.setattr(viewing, "_read", reads)
     server = TestServer(application(view, token=TOKEN, host="assay.test"))
@@ -523,9 +521,9 @@ async def test_server_answers_with_what_is_read_so_far_while_it_reads(tmp_path: 
             return await (answer.json() if ".json" in name else answer.read())
 
         async def had_read(number: int) -> Any:
-            while len((found := await sent("questions.json"))["unread"]) > len(steps) - number:
+            while len((questions := await sent("questions.json"))["unread"]) > len(steps) - number:
                 pass
-            return found
+            return questions
 
         assert (await client.get(f"{key}/questions.json")).status == 202, "nothing is read yet"
         gates[500].set()
@@ -553,7 +551,7 @@ async def test_server_answers_with_what_is_read_so_far_while_it_reads(tmp_path: 
 
 @pytest.mark.parametrize("name", ["", "index.json", "main.js", "nothing"])
 @pytest.mark.parametrize(("path", "host"), [("", None), ("another", None), (TOKEN, "evil.test"), (TOKEN, "")])
-async def test_server_refuses_who_lacks_the_token_or_comes_by_another_name(
+async def test_server_refuses_requests_without_the_token_or_by_another_name(
     client: TestClient[Any, Any], path: str, host: str | None, name: str
 ):
     headers = {} if host is None else {"Host": host}
@@ -588,7 +586,7 @@ async def test_server_has_nothing_but_the_page_and_its_columns(client: TestClien
 
 
 @pytest.mark.parametrize("path", [f"/{TOKEN}/", f"/{TOKEN}/index.json", f"/{TOKEN}/nothing", "/"])
-async def test_every_answer_forbids_scripts_of_others_and_guesses(client: TestClient[Any, Any], path: str):
+async def test_every_answer_forbids_foreign_scripts_and_content_guesses(client: TestClient[Any, Any], path: str):
     headers = (await client.get(path)).headers
     policy = dict(rule.split(" ", 1) for rule in headers["Content-Security-Policy"].split("; "))
     assert (policy["default-src"], policy["script-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
@@ -597,18 +595,18 @@ async def test_every_answer_forbids_scripts_of_others_and_guesses(client: TestCl
 
 def embedded(page: str) -> Mapping[str, bytes]:
     """Returns content by name, as the page's script reads it."""
-    found = re.findall(r'<script type="application/octet-stream" data-name="([^"]+)">([^<]+)</script>', page)
-    return {name: gzip.decompress(base64.b64decode(content)) for name, content in found}
+    scripts = re.findall(r'<script type="application/octet-stream" data-name="([^"]+)">([^<]+)</script>', page)
+    return {name: gzip.decompress(base64.b64decode(content)) for name, content in scripts}
 
 
-def test_one_file_holds_everything_and_runs_nothing_but_its_own_script(tmp_path: Path):
+def test_single_file_holds_everything_and_runs_only_its_own_script(tmp_path: Path):
     hostile = [asked(n, n > 1, id=f"{HOSTILE} {n}", output=HOSTILE, target=HOSTILE) for n in range(40)]
     published(tmp_path, 100, hostile)
     published(tmp_path, 200, [sample.model_copy(update={"scores": {"acc": 1.0}}) for sample in hostile])
     with viewed(tmp_path) as (view, key):
         contents = view.contents(questions_per_part=32)
-        page = one_file(contents).decode()
-        again = one_file(view.contents(questions_per_part=32)).decode()
+        page = single_file(contents).decode()
+        again = single_file(view.contents(questions_per_part=32)).decode()
     names = ["questions.json", "flags.bin", "scores/0.bin", "pairs/0-0-1.json", "part/0.json", "part/1.json"]
     assert embedded(page) == contents and contents.keys() >= {"index.json", *(f"{key}/{name}" for name in names)}
     assert HOSTILE not in page and page == again
@@ -623,8 +621,8 @@ def test_one_file_holds_everything_and_runs_nothing_but_its_own_script(tmp_path:
     assert rules["default-src"] == "'none'"
 
 
-def test_modules_of_the_page_are_one_script_in_which_no_name_is_declared_twice():
-    page = one_file({}).decode()
+def test_modules_of_the_page_share_a_script_with_unique_names():
+    page = single_file({}).decode()
     script = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)[0]
     assert not re.findall(r"^(?:import|export)\b", script, re.MULTILINE)
     declared = re.findall(r"^(?:async )?(?:const|let|class|function\*?) (\w+)", script, re.MULTILINE)
@@ -636,7 +634,7 @@ def test_modules_of_the_page_are_one_script_in_which_no_name_is_declared_twice()
     assert {name for names in named for name in names} <= set(declared)
 
 
-def test_report_of_a_small_run_has_a_page_of_its_questions_beside_it(tmp_path: Path):
+def test_report_of_a_small_run_has_a_page_of_its_questions(tmp_path: Path):
     published(tmp_path / "evaluations", 100, [asked(1, True), asked(2, False)])
     report = tmp_path / "my report.html"
     done = CliRunner().invoke(
@@ -656,17 +654,17 @@ def test_report_of_a_large_run_says_how_its_questions_are_opened(tmp_path: Path)
 
 def test_records_without_samples_have_no_page_of_questions(tmp_path: Path):
     publish(tmp_path, make_record())
-    assert write_beside_report(find_records(str(tmp_path)), str(tmp_path / "r.html"), title="t", location="") is None
+    assert write_next_to_report(find_records(str(tmp_path)), str(tmp_path / "r.html"), title="t", location="") is None
 
 
-def test_one_file_of_a_large_run_is_refused_before_anything_is_read(tmp_path: Path):
+def test_single_file_of_a_large_run_is_refused_before_reading(tmp_path: Path):
     published(tmp_path / "evaluations", 100, [asked(1, True)], samples=IN_MEMORY + 1)
     output = tmp_path / "questions.html"
     done = CliRunner().invoke(app, ["view", str(tmp_path / "evaluations"), "--output", str(output)])
     assert done.exit_code and "100,001" in str(done.exception) and not output.exists()
 
 
-def test_page_in_one_file_holds_the_benchmarks_that_were_named_and_nothing_of_others(tmp_path: Path):
+def test_page_in_a_single_file_holds_only_the_named_benchmarks(tmp_path: Path):
     samples = [asked(1, True), asked(2, True, benchmark="confidential", prompt="A secret", output="A secret")]
     metrics = (make_metric("made", 1.0), make_metric("confidential", 1.0))
     record = make_record(metrics=metrics, benchmarks=("confidential", "made"), samples=2)
@@ -684,16 +682,16 @@ def test_page_in_one_file_holds_the_benchmarks_that_were_named_and_nothing_of_ot
 
 def test_page_of_long_answers_is_bounded_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     published(tmp_path / "evaluations", 100, [asked(1, True)])
-    found, report = find_records(str(tmp_path / "evaluations")), str(tmp_path / "report.html")
+    records, report = find_records(str(tmp_path / "evaluations")), str(tmp_path / "report.html")
     size = next((tmp_path / "evaluations").rglob(SAMPLES_NAME)).stat().st_size
-    monkeypatch.setattr("tasks.viewing.page.BYTES_BESIDE_A_REPORT", size - 1)
+    monkeypatch.setattr("tasks.viewing.page.MOST_BYTES_NEXT_TO_A_REPORT", size - 1)
     monkeypatch.setattr("tasks.viewing.page.MOST_BYTES", size - 1)
-    assert write_beside_report(found, report, title="made", location="") is None
+    assert write_next_to_report(records, report, title="made", location="") is None
     output = tmp_path / "questions.html"
     done = CliRunner().invoke(app, ["view", str(tmp_path / "evaluations"), "--output", str(output)])
     assert f"{size:,} bytes" in str(done.exception) and not output.exists()
-    monkeypatch.setattr("tasks.viewing.page.BYTES_BESIDE_A_REPORT", size)
-    assert write_beside_report(found, report, title="made", location="") is not None
+    monkeypatch.setattr("tasks.viewing.page.MOST_BYTES_NEXT_TO_A_REPORT", size)
+    assert write_next_to_report(records, report, title="made", location="") is not None
 
 
 def test_command_that_listens_everywhere_prints_an_address_that_can_be_opened(

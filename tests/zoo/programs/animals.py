@@ -98,8 +98,8 @@ def new_model(config: Any, seed: int) -> Any:
     return model
 
 
-def change(model: Any, what: str, seed: int) -> None:
-    """Changes a model in the way that `what` names."""
+def change(model: Any, kind: str, seed: int) -> None:
+    """Changes a model in the way that `kind` names."""
     import torch
 
     torch.manual_seed(seed)
@@ -107,22 +107,22 @@ def change(model: Any, what: str, seed: int) -> None:
     head = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     with torch.no_grad():
-        if what == "nearly nothing":
+        if kind == "nearly nothing":
             for parameter in parameters.values():
                 parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
-        elif what == "all but the embedding":
+        elif kind == "all but the embedding":
             for parameter in parameters.values():
                 if parameter is not embedding:
                     parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
-        elif what == "one row":
+        elif kind == "one row":
             head[ord("e")] += torch.randn_like(head[0])
-        elif what == "one tensor":
-            wanted = [name for name, parameter in parameters.items() if ".1." in name and parameter.ndim > 1]
-            parameters[wanted[-1]].add_(torch.randn_like(parameters[wanted[-1]]))
-        elif what == "dtype":
+        elif kind == "one tensor":
+            names = [name for name, parameter in parameters.items() if ".1." in name and parameter.ndim > 1]
+            parameters[names[-1]].add_(torch.randn_like(parameters[names[-1]]))
+        elif kind == "dtype":
             pass
         else:
-            raise ValueError(f"expected a change, found {what!r}")
+            raise ValueError(f"expected a change, found {kind!r}")
 
 
 def ask_transformers(folder: str, prompts: list[str]) -> list[list[float]]:
@@ -158,8 +158,8 @@ def ask_vllm(folder: str, prompts: list[str], engine: dict[str, Any]) -> dict[st
         outputs = model.generate([{"prompt_token_ids": list(prompt.encode())} for prompt in prompts], asked)
         return [
             [
-                found[token].logprob
-                for found, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+                logprobs[token].logprob
+                for logprobs, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
             ]
             for output in outputs
         ]
@@ -170,7 +170,7 @@ def ask_vllm(folder: str, prompts: list[str], engine: dict[str, Any]) -> dict[st
 def attempt(act: Any, *arguments: Any) -> dict[str, Any]:
     try:
         return {"told": act(*arguments)}
-    except Exception as error:  # noqa: BLE001 whatever it is goes to the test
+    except Exception as error:  # noqa: BLE001 any error goes to the test
         return {"error": f"{type(error).__name__}: {error}"}
 
 

@@ -15,9 +15,9 @@ MOST_LOGPROBS = 20  # vLLM's default limit
 
 def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, Any], str]:
     """Returns name, configuration and prompt of the judge's annotator."""
-    wanted = judge["annotator"]
+    annotator = judge["annotator"]
     for parent in (*map(Path, judge["annotator_folders"]), Path(constants.EVALUATORS_CONFIG_DIR)):
-        path = parent / wanted / "configs.yaml"
+        path = parent / annotator / "configs.yaml"
         if not path.is_file():
             continue
         try:
@@ -28,7 +28,7 @@ def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, 
             refuse(
                 output,
                 kind="BadInput",
-                expected=f"one configuration with a prompt_template in {path}",
+                expected=f"a single configuration with a prompt_template in {path}",
                 found=f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}",
                 remedy="Correct it; prompt_template is relative to the folder above",
             )
@@ -36,7 +36,7 @@ def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, 
         output,
         kind="BadInput",
         expected="a configuration of a judge that comes with AlpacaEval or Assay, or a folder in benchmarks_path",
-        found=repr(wanted),
+        found=repr(annotator),
         remedy="Correct evaluator.judge.annotator",
     )
 
@@ -49,7 +49,7 @@ def complete_annotator(
         refuse(
             output,
             kind="BadInput",
-            expected="a configuration that asks an OpenAI-compatible endpoint for one verdict at a time",
+            expected="a configuration that asks an OpenAI-compatible endpoint for a single verdict per request",
             found=f"{name}, which uses {config.get('fn_completions')} with batches of {config.get('batch_size', 1)}",
             remedy="Choose another evaluator.judge.annotator",
         )
@@ -78,20 +78,20 @@ def complete_annotator(
 def verdicts(name: str, config: dict[str, Any], output: Path) -> list[str]:
     """Returns the texts that a configuration accepts as verdicts; refuses free-text verdicts."""
     given = config.get("completion_parser_kwargs") or {}
-    found: list[str] = []
+    patterns: list[str] = []
     match config.get("fn_completion_parser"):
         case "logprob_parser":
-            found = [given.get("numerator_token"), *given.get("denominator_tokens", [])]
+            patterns = [given.get("numerator_token"), *given.get("denominator_tokens", [])]
         case "regex_parser" | None:
-            found = list((given.get("outputs_to_match") or {}).values())
-    plain = [text.replace(r"\b", "") for text in found if isinstance(text, str)]
+            patterns = list((given.get("outputs_to_match") or {}).values())
+    plain = [text.replace(r"\b", "") for text in patterns if isinstance(text, str)]
     texts = [text for text in dict.fromkeys(plain) if text.isalnum()]
     if len(texts) < 2:
         refuse(
             output,
             kind="BadInput",
             expected="a configuration with fixed verdicts, since evaluator.judge.constrained is set",
-            found=f"{name}, whose verdicts are free text",
+            found=f"{name}: its verdicts are free text",
             remedy="Set constrained to false, or choose another evaluator.judge.annotator",
         )
     return texts

@@ -75,12 +75,12 @@ class Judge:
         if fields.get("logprobs") and choice.logprobs is None:
             self._unusable(f"its answers have no log-probabilities, which {self._name} needs")
 
-    def _unusable(self, found: str) -> NoReturn:
+    def _unusable(self, problem: str) -> NoReturn:
         refuse(
             self._output,
             kind="EndpointUnusable",
             expected=f"{self._judge['model']} at {self._judge['base_url']} to judge as {self._name} asks",
-            found=found,
+            found=problem,
             remedy="Correct evaluator.judge, or start the judge; its key is read from ASSAY_JUDGE_API_KEY",
         )
 
@@ -113,16 +113,16 @@ class Judge:
             )
         except JudgeGoneError as error:
             self._unusable(f"it stopped answering: {error}")
-        found = {name: number(board.iloc[0].get(name)) for name in ("win_rate", "standard_error", "discrete_win_rate")}
+        scores = {name: number(board.iloc[0].get(name)) for name in ("win_rate", "standard_error", "discrete_win_rate")}
         controlled = self._length_controlled(key, instruction_set, annotations)
         for name, value in controlled.items():
             board[name] = value
         board.to_csv(folder / "leaderboard.csv")
         lengths = [len(row["output"]) for row in outputs]
         return {
-            "win_rate": share(found["win_rate"]),
-            "win_rate_stderr": share(found["standard_error"]),
-            "discrete_win_rate": share(found["discrete_win_rate"]),
+            "win_rate": share(scores["win_rate"]),
+            "win_rate_stderr": share(scores["standard_error"]),
+            "discrete_win_rate": share(scores["discrete_win_rate"]),
             "length_controlled_winrate": share(controlled.get("length_controlled_winrate")),
             "length_controlled_winrate_stderr": share(controlled.get("lc_standard_error")),
             "avg_length": sum(lengths) / len(lengths),
@@ -130,7 +130,7 @@ class Judge:
 
     def _verdict(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
         try:
-            found = OWN_COMPLETION(*arguments, **options)
+            completions = OWN_COMPLETION(*arguments, **options)
         except NO_ANSWER as error:  # a missing verdict, which is counted
             problem = describe_error(error)
             logging.warning("no verdict: %s", problem)
@@ -140,7 +140,7 @@ class Judge:
                 raise JudgeGoneError(f"{self._lost} requests failed in a row, the last with {problem}") from error
             return [{"text": "", "total_tokens": 0}]
         self._lost = 0
-        return found
+        return completions
 
     def _length_controlled(
         self, key: str, instruction_set: dict[str, Any], annotations: list[dict[str, Any]]
@@ -155,8 +155,8 @@ class Judge:
             glm_winrate.hf_hub_download = lambda **_: path
             frame = pd.DataFrame(annotations)
             frame["preference"] = frame["preference"].astype(float)
-            found = glm_winrate.get_length_controlled_winrate(frame, save_weights_dir=None)
-            return {name: float(found[name]) for name in ("length_controlled_winrate", "lc_standard_error")}
+            metrics = glm_winrate.get_length_controlled_winrate(frame, save_weights_dir=None)
+            return {name: float(metrics[name]) for name in ("length_controlled_winrate", "lc_standard_error")}
         except (
             ArithmeticError,
             AssertionError,

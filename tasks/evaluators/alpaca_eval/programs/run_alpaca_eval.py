@@ -73,7 +73,7 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
         for instruction_set in job["sets"]
     }
     asking = {
-        "seeds": {"outputs": "none: each is sampled afresh"},
+        "seeds": {"outputs": "none: each is sampled without a seed"},
         "bos": f"as the endpoint's {'chat template' if job['chat'] else 'tokenizer'} does",
         "chat_template": digest_of(template),
     }
@@ -96,8 +96,8 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
     if whole and not job["judge"]["elsewhere"]:
         judge.probe()
     metrics = {instruction_set["key"]: judge.compare(instruction_set) for instruction_set in whole}
-    found = {"metrics": metrics, "versions": {**versions(), **judge.described}, "unanswered": unanswered.as_values()}
-    write_json(output / RESULTS_NAME, found)
+    results = {"metrics": metrics, "versions": {**versions(), **judge.described}, "unanswered": unanswered.as_values()}
+    write_json(output / RESULTS_NAME, results)
 
 
 def load_set(instruction_set: dict[str, Any], *, limit: int | None, output: Path) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ async def generate(
         prompt = row["instruction"].strip()  # as AlpacaEval's decoders do
         if not job["chat"]:
             prompt = job["prompt_template"].replace("{instruction}", prompt)
-        found = {"instruction": row["instruction"], "dataset": row["dataset"], "prompt": prompt}
+        request = {"instruction": row["instruction"], "dataset": row["dataset"], "prompt": prompt}
         async with free:
             try:
                 text, reason, tokens = await ask(client, fields, prompt, chat=job["chat"], stops=job["prompt_stops"])
@@ -172,7 +172,7 @@ async def generate(
         bar.update()
         output = text.strip() if isinstance(text, str) else None
         ends = {"finish_reason": reason, "completion_tokens": tokens}
-        return {**found, "output": output, "generator": model["model"], **ends}
+        return {**request, "output": output, "generator": model["model"], **ends}
 
     async with client:
         rows = await asyncio.gather(*map(answer, instructions))

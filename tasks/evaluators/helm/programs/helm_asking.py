@@ -150,13 +150,13 @@ class Asking(Executor):
         return replace(state, result=result)
 
     def _end(self, state: RequestState) -> NoReturn:
-        found = f"no answer to question {state.instance.id}, and exit_on_error is set"
+        problem = f"no answer to question {state.instance.id}, and exit_on_error is set"
         if self.unanswered.refused:
-            raise RuntimeError(found)
+            raise RuntimeError(problem)
         raise Refused(
             kind="EndpointUnusable",
             expected=f"{self._job['base_url']} to answer every request",
-            found=f"{found}: {self.unanswered.first}",
+            found=f"{problem}: {self.unanswered.first}",
             remedy="See to the endpoint, and evaluate again",
         )
 
@@ -198,7 +198,7 @@ def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) ->
         raise Refused(
             kind="EndpointUnusable",
             expected=f"an endpoint that returns log-probabilities of the prompt, which {run.key} needs",
-            found="one that does not (echo with logprobs)",
+            found="an endpoint without them (echo with logprobs)",
             remedy="Serve the model with vLLM, or leave this benchmark out: its score would be chance",
         )
 
@@ -229,9 +229,9 @@ def keep_ends() -> None:
     cut = openai_client.truncate_sequence
 
     def cut_and_keep(sequence: GeneratedOutput, *arguments: Any, **options: Any) -> GeneratedOutput:
-        found = cut(sequence, *arguments, **options)
-        kept = sequence.finish_reason if found.text == sequence.text else {"reason": "stop"}
-        return replace(found, finish_reason=found.finish_reason or kept)
+        truncated = cut(sequence, *arguments, **options)
+        kept = sequence.finish_reason if truncated.text == sequence.text else {"reason": "stop"}
+        return replace(truncated, finish_reason=truncated.finish_reason or kept)
 
     openai_client.truncate_sequence = cut_and_keep
 
@@ -257,18 +257,18 @@ def leave_prompts_out_of_the_log() -> None:
 def missing_data(error: BaseException, run: Run) -> dict[str, str] | None:
     """Returns the refusal for a run that failed for a missing file; None if it failed for another reason."""
     for cause in causes(error):
-        found = None
+        problem = None
         if isinstance(cause, FileNotFoundError) and cause.filename:
-            found = f"no file {cause.filename}"
+            problem = f"no file {cause.filename}"
         elif isinstance(cause, LookupError) and "nltk" in str(cause).lower():
-            found = "no data of NLTK on this machine (python -m nltk.downloader punkt_tab gets it)"
+            problem = "no data of NLTK on this machine (python -m nltk.downloader punkt_tab gets it)"
         elif any(kind.__name__ in NO_DATA for kind in type(cause).__mro__):
-            found = f"no way to get them ({type(cause).__name__})"
-        if found:
+            problem = f"no way to get them ({type(cause).__name__})"
+        if problem:
             return {
                 "kind": "BadInput",
                 "expected": f"the data that {run.spec.name} needs",
-                "found": found,
+                "found": problem,
                 "remedy": "Correct the path in task_kwargs, evaluate once where there is a network, or leave it out",
             }
     return None

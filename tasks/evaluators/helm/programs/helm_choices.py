@@ -47,13 +47,13 @@ def together(plan: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     ways = {name: way for name, run in plan.items() if (way := run.get("loglikelihood"))}
     differences = [way["largest_difference"] for way in ways.values() if way["largest_difference"] is not None]
     echoed = [f"{name}: {way['reason']}" for name, way in ways.items() if way["way"] == ECHO]
-    found = Outcome(
+    outcome = Outcome(
         way=ECHO if echoed else CACHED,
         audited=sum(way["audited"] for way in ways.values()),
         largest_difference=max(differences, default=None),
         reason="; ".join(echoed) or None,
     )
-    return asdict(found) if ways else None
+    return asdict(outcome) if ways else None
 
 
 def weigh(
@@ -95,8 +95,8 @@ def weigh(
     def read(token: int) -> str:
         return tokenizer.decode([token])
 
-    found = zip(texts.items(), rows or [], strict=False)
-    return {place: _result(text, weighed, read, batch=batch) for (place, text), weighed in found}, asdict(outcome)
+    pairs = zip(texts.items(), rows or [], strict=False)
+    return {place: _result(text, weighed, read, batch=batch) for (place, text), weighed in pairs}, asdict(outcome)
 
 
 def _result(text: Text, rows: Sequence[Row], read: Callable[[int], str], *, batch: Mapping[str, Any]) -> RequestResult:

@@ -52,7 +52,7 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
         passed: set[Any] = set()
         for form in FORMS:
             right = scores(evaluate([answered(state, form.format(gold(state))) for state in known]), names)
-            passed |= {question for question, found in right.items() if found != empty.get(question, {})}
+            passed |= {question for question, metrics in right.items() if metrics != empty.get(question, {})}
             if passed:
                 break
     except Exception as error:  # the boundary to HELM's metrics; if they fail so on answers, the run does
@@ -69,7 +69,7 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
     if withhold:
         raise Refused(
             kind="GraderFailed",
-            expected=f"{run.key} to score its own right answers otherwise than an empty one",
+            expected=f"{run.key} to give its own right answers other scores than an empty answer",
             found=f"no difference for {len(known)} known answers, the first to question {known[0].instance.id}",
             remedy="The score is withheld, since every model would get it. Mend the run entry, or what its metrics need"
             " on this machine; if the control is wrong, set helm.failed_control to note",
@@ -98,10 +98,10 @@ def answered(state: RequestState, text: str) -> RequestState:
     return replace(state, result=result)
 
 
-def scores(found: Iterable[PerInstanceStats], names: list[str]) -> Scores:
+def scores(per_instance_stats: Iterable[PerInstanceStats], names: list[str]) -> Scores:
     """Returns means of metrics by question."""
     result: Scores = {}
-    for part in found:
+    for part in per_instance_stats:
         for stat in part.stats:
             if stat.name.name in names and stat.mean is not None and math.isfinite(stat.mean):
                 result.setdefault(part.instance_id, {})[stat.name.name] = stat.mean

@@ -78,8 +78,8 @@ class SmoothScores(ReferenceMetric):
             last = state.result.completions[0].tokens[-tokens:]
             weighed[state.reference_index] = math.fsum(token.logprob for token in last)
         [right] = [place for place, choice in enumerate(choices) if choice.is_correct]
-        found = smooth_scores(weighed, [choice.output.text for choice in choices], right)
-        return [Stat(MetricName(name)).add(found[name]) for name in self._names]
+        scores = smooth_scores(weighed, [choice.output.text for choice in choices], right)
+        return [Stat(MetricName(name)).add(scores[name]) for name in self._names]
 
     def get_metadata(self) -> list[MetricMetadata]:
         return [MetricMetadata(name, lower_is_better=not HIGHER_IS_BETTER[name]) for name in self._names]

@@ -157,7 +157,7 @@ def write_deployment(job: dict[str, Any], output: Path) -> dict[str, Any]:
             kind="BadInput",
             expected="a tokenizer with a chat template, since apply_chat_template is set",
             found=f"none in {job['tokenizer']}",
-            remedy="Add one to the checkpoint, or set apply_chat_template to false",
+            remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
         )
     empty = tokenizer("")  # may hold a BOS, which the engine puts in front
     if in_chat:
@@ -214,11 +214,11 @@ def write_deployment(job: dict[str, Any], output: Path) -> dict[str, Any]:
     for file_name, content in files.items():
         (Path(DEPLOYMENT_FOLDER) / file_name).write_text(json.dumps(content, indent=2))
     rule = "as the chat template does" if in_chat else "as the endpoint's tokenizer does"
-    found = "with one" if first[:1] == [tokenizer.bos_token_id] else "without one"
+    bos = "with a BOS" if first[:1] == [tokenizer.bos_token_id] else "without a BOS"
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
     return {
         "seeds": {"questions": 0, "examples": "number of the trial"},
-        "bos": f"{rule}: {found}",
+        "bos": f"{rule}: {bos}",
         "chat_template": hashlib.sha256(template.encode()).hexdigest() if in_chat else None,
     }
 
@@ -243,7 +243,7 @@ def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
     for item in (with_own_run_entry(item, job) for item in job["benchmarks"]):
         specs = [
             changed(spec, entry, job)
-            for entry in (wanted(item, conf, job) if job["run_specs_path"] else [RunEntry(item["name"])])
+            for entry in (matching_entries(item, conf, job) if job["run_specs_path"] else [RunEntry(item["name"])])
             for spec in constructed(entry, item, job, output)
         ]
         specs = [spec for spec in specs if not job["groups"] or set(spec.groups) & set(job["groups"])]
@@ -252,7 +252,7 @@ def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
             refuse(
                 output,
                 kind="BadInput",
-                expected=f"at least one run entry {place} for {item['key']}, after priority and groups",
+                expected=f"at least 1 run entry {place} for {item['key']}, after priority and groups",
                 found="none",
                 remedy="Correct name and task_kwargs in evals, or priority and groups in the options of HELM",
             )
@@ -272,7 +272,7 @@ def with_own_run_entry(item: dict[str, Any], job: dict[str, Any]) -> dict[str, A
     return {**item, "name": own["run_entry"], "arguments": {**own["arguments"], **item["arguments"]}}
 
 
-def wanted(item: dict[str, Any], conf: list[RunEntry], job: dict[str, Any]) -> list[RunEntry]:
+def matching_entries(item: dict[str, Any], conf: list[RunEntry], job: dict[str, Any]) -> list[RunEntry]:
     """Returns the file's entries for a benchmark: those of its name, with arguments that include its own."""
     return [
         entry
@@ -340,9 +340,9 @@ def labels(names: list[str]) -> list[str]:
     """Returns labels that distinguish the runs of a benchmark: the parts of their names that they do not share."""
     parts = [re.split("[:,]", name) for name in names]
     common = set.intersection(*map(set, parts))
-    found = [".".join(part for part in own if part not in common) for own in parts]
-    times = Counter(found)
-    return [label if times[label] == 1 else f"{label or 'run'}.{place}" for place, label in enumerate(found, 1)]
+    candidates = [".".join(part for part in own if part not in common) for own in parts]
+    times = Counter(candidates)
+    return [label if times[label] == 1 else f"{label or 'run'}.{place}" for place, label in enumerate(candidates, 1)]
 
 
 def refuse(output: Path, *, kind: str, expected: str, found: str, remedy: str) -> NoReturn:

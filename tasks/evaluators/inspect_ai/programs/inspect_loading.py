@@ -52,39 +52,39 @@ def load_solver(job: dict[str, Any], output: Path) -> SolverSpec | None:
 def _loaded(benchmark: dict[str, Any], job: dict[str, Any], output: Path) -> Task:
     name, file = benchmark["name"], benchmark["file"]
     spec = f"{Path(job['benchmarks_path']).absolute() / file}@{benchmark['task']}" if file else benchmark["task"]
-    here = os.getcwd()  # noqa: PTH109 - Inspect leaves a folder that a task's file goes to
+    working_directory = os.getcwd()  # noqa: PTH109 - Inspect leaves a folder that a task's file goes to
     try:
-        found = load_task_spec(spec, benchmark["arguments"])
+        tasks = load_task_spec(spec, benchmark["arguments"])
     except Exception as error:  # noqa: BLE001 - the code of a user's file may raise anything
         _unusable(name, error, output)
     finally:
-        os.chdir(here)
-    if len(found) != 1:
+        os.chdir(working_directory)
+    if len(tasks) != 1:
         refuse(
             output,
             kind="UnknownBenchmark",
             expected=f"a task {name} of Inspect, in the benchmarks folder or in a package of its environment",
-            found=f"{len(found)} of that name",
+            found=f"{len(tasks)} of that name",
             remedy="Correct its name in evals: task, file@task, or package@task",
         )
-    return found[0]
+    return tasks[0]
 
 
-def _unusable(name: str, found: str | Exception, output: Path) -> NoReturn:
-    if isinstance(found, Exception):
-        found = f"{type(found).__name__}: {str(found)[:SHOWN_CHARACTERS]}"
+def _unusable(name: str, problem: str | Exception, output: Path) -> NoReturn:
+    if isinstance(problem, Exception):
+        problem = f"{type(problem).__name__}: {str(problem)[:SHOWN_CHARACTERS]}"
     refuse(
         output,
         kind="BadInput",
         expected=f"a task or solver {name} that can be loaded, with its arguments",
-        found=found,
+        found=problem,
         remedy="Correct it, task_kwargs or evaluator.solver; `inspect eval` says more",
     )
 
 
 def _check(task: Task, name: str, job: dict[str, Any], output: Path) -> None:
     if task.sample_source is not None:
-        _unusable(name, "samples that are made while it runs, whose number nobody knows beforehand", output)
+        _unusable(name, "samples that are made while it runs, so their number is not known beforehand", output)
     if not len(task.dataset):
         _unusable(name, "no samples", output)
     tools = set(_tools_in(_params(task.solver), _params(task.setup)))

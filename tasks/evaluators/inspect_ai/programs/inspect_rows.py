@@ -49,7 +49,7 @@ def metrics_of(log: EvalLog) -> list[dict[str, Any]]:
     The scorer's name is part of a metric's name if there are several scorers, or several values of a scorer.
     """
     scores = log.results.scores if log.results is not None else []
-    found = []
+    metrics = []
     for score in scores:
         spread = {metric.name: metric for metric in score.metrics.values()}
         errors = [spread[name] for name in ("stderr", "bootstrap_stderr") if name in spread]
@@ -59,7 +59,7 @@ def metrics_of(log: EvalLog) -> list[dict[str, Any]]:
             mean = metric.name in ("accuracy", "mean")
             error = next((each.value for each in errors if mean and math.isfinite(each.value)), None)
             cluster = next((each.params.get("cluster") for each in errors), None)
-            found.append(
+            metrics.append(
                 {
                     "name": _named(score, name, scores),
                     "value": metric.value,
@@ -71,7 +71,7 @@ def metrics_of(log: EvalLog) -> list[dict[str, Any]]:
                     "group": _group(metric),
                 }
             )
-    return found
+    return metrics
 
 
 def _group(metric: Any) -> dict[str, str] | None:
@@ -90,7 +90,7 @@ def _named(score: EvalScore, metric: str, scores: list[EvalScore]) -> str:
 
 
 def _numbers(sample: EvalSample) -> dict[str, float]:
-    found = {}
+    numbers = {}
     for scorer, score in (sample.scores or {}).items():
         values = (
             {f"{scorer}\n{name}": value for name, value in score.value.items()} if isinstance(score.value, dict) else {}
@@ -98,8 +98,8 @@ def _numbers(sample: EvalSample) -> dict[str, float]:
         for name, value in (values or {scorer: score.value}).items():
             if not isinstance(value, str | int | float) or not math.isfinite(number := as_number(value)):
                 continue
-            found[name] = number
-    return found
+            numbers[name] = number
+    return numbers
 
 
 def _calls(sample: EvalSample) -> tuple[list[Any], list[Any], bool]:

@@ -86,14 +86,14 @@ def main(arguments: list[str]) -> None:
     write_rows(output, logs)
     versions = {name: importlib.metadata.version(distribution) for name, distribution in DISTRIBUTIONS.items()}
     judged = {"judge": job["judge"]["model"]} if job["judge"] else {}
-    found = {
+    results = {
         "metrics": {key: metrics_of(log) for key, log in logs.items()},
         "logs": {key: Path(log.location).name for key, log in logs.items()},
         "problems": {key: log.error.message for key, log in logs.items() if log.error is not None},
         "versions": {**versions, **judged},
         "unanswered": unanswered.as_values(),
     }
-    write_json(output / RESULTS_NAME, found)
+    write_json(output / RESULTS_NAME, results)
 
 
 def asked(

@@ -151,7 +151,7 @@ def as_transformers_4_reads(described: dict[str, Any]) -> dict[str, Any]:
     thetas = {part.get("rope_theta", 10000.0) for part in by_kind.values()}
     if len(thetas) > 1:
         raise UnusableCheckpointError(
-            expected="one rope_theta for all layers, which is all that Levanter knows",
+            expected="a single rope_theta for all layers, as Levanter requires",
             found=", ".join(map(str, sorted(thetas))),
             remedy="Evaluate this model with lm_evaluation_harness on an engine",
         )

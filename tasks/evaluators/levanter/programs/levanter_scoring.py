@@ -48,7 +48,7 @@ class LevanterLM(TemplateLM):
 
     @property
     def asking(self) -> dict[str, Any]:
-        note = "Windows of long texts are one token shorter than those of --model hf."
+        note = "Windows of long texts are 1 token shorter than those of --model hf."
         bos = self.tokenizer.bos_token if self.adds_bos else "none"
         return {"bos": f"the tokenizer's own rule, unless a template brings it: {bos}", "notes": [note]}
 
@@ -107,11 +107,11 @@ class LevanterLM(TemplateLM):
         raise NotImplementedError("generation goes to an endpoint")
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[Scored]:
-        found: dict[int, Scored] = {}
+        by_number: dict[int, Scored] = {}
         for scores in self._scored([self._shortened(*pair) for pair in enumerate(requests)]):
-            found |= scores
-            print(f"Scoring ({self._benchmarks}): {len(found)}/{len(requests)}", file=sys.stderr, flush=True)
-        return [found[number] for number in range(len(requests))]
+            by_number |= scores
+            print(f"Scoring ({self._benchmarks}): {len(by_number)}/{len(requests)}", file=sys.stderr, flush=True)
+        return [by_number[number] for number in range(len(requests))]
 
     def _shortened(self, number: int, pair: Pair) -> PromptCompletion:
         _, context, continuation = pair
@@ -145,11 +145,11 @@ class LevanterLM(TemplateLM):
         begins = range(0, len(left), self.model.rows)
         for first, examples in zip(begins, batches, strict=True):
             numbers, values, correct = (np.asarray(part.array) for part in worker.dispatch_loglikelihood(examples))
-            found = {int(n): (float(v), bool(g)) for n, v, g in zip(numbers, values, correct, strict=True) if n >= 0}
+            scores = {int(n): (float(v), bool(g)) for n, v, g in zip(numbers, values, correct, strict=True) if n >= 0}
             for place in left[first : first + self.model.rows]:
-                self.journal.add(keys[place], [found[number] for number in members(packed[place])])
-            self.journal.keep(at_once=any(min(found) < end <= max(found) + 1 for end in self._ends))
-            yield found
+                self.journal.add(keys[place], [scores[number] for number in members(packed[place])])
+            self.journal.keep(at_once=any(min(scores) < end <= max(scores) + 1 for end in self._ends))
+            yield scores
         self.journal.keep(at_once=True)
         worker.model = None  # frees memory for the next checkpoint
 

@@ -170,9 +170,9 @@ def use_devices(job: dict[str, Any], output: Path) -> list[Any]:
         refuse(
             output,
             kind="BadInput",
-            expected=f"a {job['device'].upper()} for JAX {jax.__version__}, since resource_config asks for one",
+            expected=f"a {job['device'].upper()} for JAX {jax.__version__}, since resource_config asks for it",
             found=str(error).splitlines()[0],
-            remedy="Evaluate where there is one, in an environment with JAX built for it, or ask for a CPU",
+            remedy="Evaluate on a machine with this device, in an environment with JAX built for it, or ask for a CPU",
         )
 
 
@@ -184,7 +184,7 @@ def load_model(job: dict[str, Any], output: Path) -> Model:
             raise UnusableCheckpointError(
                 expected="a tokenizer with a chat template, since apply_chat_template is set",
                 found=f"none in {job['checkpoint']['reference']}",
-                remedy="Add one to the checkpoint, or set apply_chat_template to false",
+                remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
             )
     except UnusableCheckpointError as error:
         refuse(output, kind="BadInput", expected=error.expected, found=error.found, remedy=error.remedy)

@@ -89,7 +89,7 @@ def weighed_rows(
     scored = list(zip(values, tops, strict=True))[start : len(asked)]
     likeliest = [max(top.values()) if isinstance(top, dict) and top else None for _, top in scored]
     if None in likeliest:
-        raise MalformedAnswerError("a token without the likeliest one")
+        raise MalformedAnswerError("a position without its most likely token")
     return [(value, best) for (value, _), best in zip(scored, likeliest, strict=True) if best is not None]
 
 
@@ -99,7 +99,7 @@ def _check_tokens(choice: Choice, tokens: list[str], asked: Sequence[int], *, se
             raise MalformedAnswerError("an echo of other tokens than were sent")
         return
     if sent < len(asked):
-        raise MalformedAnswerError("no ids of tokens, so that nobody knows which one was generated")
+        raise MalformedAnswerError("no ids of tokens, so that the generated token is unknown")
     echoed = choice.get("text")
     if isinstance(echoed, str) and not any(_plain(echoed).startswith(_plain(text)) for text in read(list(asked))):
         raise MalformedAnswerError("an echo of another text than was sent")
@@ -139,5 +139,5 @@ def _is_closed(text: str, prompt: str) -> bool:
 
 def installed() -> dict[str, str]:
     """Returns versions of libraries that a score can depend on, besides the harness itself."""
-    found = {name: distribution.version for name in BUILD for distribution in Distribution.discover(name=name)}
-    return dict(sorted(found.items()))
+    versions = {name: distribution.version for name in BUILD for distribution in Distribution.discover(name=name)}
+    return dict(sorted(versions.items()))

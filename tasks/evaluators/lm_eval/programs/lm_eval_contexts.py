@@ -22,8 +22,8 @@ def noted_contexts(task: Task) -> Iterator[list[int]]:
 
     def noting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any, **options: Any) -> Any:
-            shown[name] = found = make(*arguments, **options)
-            return found
+            shown[name] = text = make(*arguments, **options)
+            return text
 
         return noted
 

@@ -148,12 +148,12 @@ def _answered(task: Task, doc: Any, answers: list[str]) -> list[Instance]:
 
 
 def _scores(task: Task, answered: Instance) -> _Scores:
-    found: _Scores = {}
+    scores: _Scores = {}
     for name, response in answered.filtered_resps.items():
         for metric, value in task.process_results(deepcopy(answered.doc), [response]).items():
             number = value if isinstance(value, bool | int | float) else task.aggregation()[metric]([value])
-            found[f"{metric},{name}"] = float(number)
-    return found
+            scores[f"{metric},{name}"] = float(number)
+    return scores
 
 
 def _better(task: Task, scores: _Scores, empty: _Scores) -> bool:

@@ -25,7 +25,7 @@ def revision_of(task: Task) -> str | None:
     parts = (config.test_split or config.validation_split, examples or config.training_split)
     rows = [dataset[name] for name in dict.fromkeys(parts) if name in dataset]
     files = [file["filename"] for part in rows for file in getattr(part, "cache_files", ())]
-    commits = {found[1] for name in files if (found := COMMIT.search(name))}
+    commits = {match[1] for name in files if (match := COMMIT.search(name))}
     if len(commits) == 1:
         return f"{task.DATASET_PATH}@{commits.pop()}"
     return f"sha256:{digest(rows)[:DIGITS]}"
@@ -33,9 +33,9 @@ def revision_of(task: Task) -> str | None:
 
 def digest(parts: Iterable[Iterable[Any]]) -> str:
     """Returns a hex digest over rows, the same for the same content."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in parts:
         for row in part:
-            found.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        found.update(b"\n")
-    return found.hexdigest()
+            hasher.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        hasher.update(b"\n")
+    return hasher.hexdigest()

@@ -66,24 +66,24 @@ class EarlyQuestions:
             self._questions |= questions_of(task)
         self._types = {request.request_type for question in self._questions.values() for request in question.requests}
 
-    def ask(self, wanted: dict[str, Any]) -> None:
+    def ask(self, plan: dict[str, Any]) -> None:
         """Repeats the batches of an earlier attempt, then sends more as long as something is undecided."""
-        keys: list[Key] = [tuple(key) for key in wanted["questions"]]
+        keys: list[Key] = [tuple(key) for key in plan["questions"]]
         if keys:
-            self._refuse_others(keys, wanted["prompts"])
+            self._refuse_others(keys, plan["prompts"])
         (self._output / ANSWERED_NAME).write_text("")
-        for batch in wanted["batches"]:
+        for batch in plan["batches"]:
             self._ask([key for key in map(tuple, batch) if key in self._questions])
         if keys:
-            self._decide(keys, wanted)
+            self._decide(keys, plan)
         for kind in self._types:
             setattr(self._model, kind, partial(self._answered, getattr(self._model, kind)))
 
-    def _decide(self, keys: list[Key], wanted: dict[str, Any]) -> None:
+    def _decide(self, keys: list[Key], plan: dict[str, Any]) -> None:
         sys.path.append(str(Path.cwd()))
         from early_decision import EarlyAsking
 
-        asking = EarlyAsking(wanted)
+        asking = EarlyAsking(plan)
         requests = sum(len(question.requests) for question in self._questions.values()) / len(self._questions)
         least = max(1, min(round(ROUNDS * self._room / requests), len(keys) // PARTS))
         asked = 0
@@ -97,26 +97,30 @@ class EarlyQuestions:
                     kind="CountsDisagree",
                     expected="a score from 0 to what its metric can be for every question that was asked",
                     found=str(error),
-                    remedy="There is no verdict. Look into harness.log beside the record, or evaluate without --early",
+                    remedy="There is no verdict. Read harness.log next to the record, or evaluate without --early",
                 )
             asked += len(places)
         if len(self._scores) < len(self._questions):
             raise DecidedEarlyError
 
     def _refuse_others(self, keys: list[Key], prompts: list[str | None]) -> None:
-        here, there = self._questions.keys(), set(keys)
-        found = f"{len(here - there)} only here, {len(there - here)} only there" if here != there else None
+        own, baseline = self._questions.keys(), set(keys)
+        difference = (
+            f"{len(own - baseline)} asked only in this evaluation, {len(baseline - own)} only of the baseline"
+            if own != baseline
+            else None
+        )
         other = sum(
-            prompt is not None and key in here and prompt != digest_of(self._questions[key].requests[0])
+            prompt is not None and key in own and prompt != digest_of(self._questions[key].requests[0])
             for key, prompt in zip(keys, prompts, strict=True)
         )
-        found = found or (f"{other} of {len(keys)} put in other words" if other else None)
-        if found is not None:
+        difference = difference or (f"{other} of {len(keys)} put in other words" if other else None)
+        if difference is not None:
             refuse(
                 self._output,
                 kind="BadInput",
                 expected="the questions that the baseline was asked, to decide early",
-                found=found,
+                found=difference,
                 remedy="Evaluate without --early, or the baseline again with these questions",
             )
 
@@ -158,9 +162,9 @@ class EarlyQuestions:
 
     def _answered(self, ask: Any, requests: list[Instance], **options: Any) -> list[Any]:
         missing = [request for request in requests if id(request) not in self._answers]
-        found = iter(ask(missing, **options) if missing else ())
+        new_answers = iter(ask(missing, **options) if missing else ())
         known = {number: iter(answers) for number, answers in self._answers.items()}
-        return [next(known.get(id(request), found)) for request in requests]
+        return [next(known.get(id(request), new_answers)) for request in requests]
 
 
 def questions_of(task: Task) -> dict[Key, Question]:

@@ -31,10 +31,12 @@ class RememberedIndex(TaskIndex):
         index: dict[str, Entry] = {}
         for path in paths:
             remembered = path == BUILT_IN and resolve_includes
-            found = built_in_index() if remembered else TaskIndex.build([path], resolve_includes=resolve_includes)
-            for name in index.keys() & found.keys():
-                logging.getLogger("lm_eval").warning("%s of %s replaces the one that comes with lm-eval", name, path)
-            index |= found
+            entries = built_in_index() if remembered else TaskIndex.build([path], resolve_includes=resolve_includes)
+            for name in index.keys() & entries.keys():
+                logging.getLogger("lm_eval").warning(
+                    "%s of %s replaces the benchmark that comes with lm-eval", name, path
+                )
+            index |= entries
         return index
 
 

@@ -39,7 +39,7 @@ class TooLong:
 
 def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:
     """Returns the questions with a prompt that lm-eval would cut, or an endpoint reject; none with whole texts."""
-    found = TooLong()
+    questions = TooLong()
     texts = [text for instance in task.instances if (text := _text(instance, model, tokenizer)) is not None]
     candidates = _candidates(texts, model, tokenizer)
     for text, length in zip(candidates, _lengths([text.prompt for text in candidates], model, tokenizer), strict=True):
@@ -47,12 +47,12 @@ def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:
         if needed <= model.max_length:
             continue
         number = text.instance.doc_id
-        found.needed[number] = max(needed, found.needed.get(number, 0))
+        questions.needed[number] = max(needed, questions.needed.get(number, 0))
         if len(text.kept.encode()) + SPECIAL_TOKENS >= model.longest_window:
             [before] = _lengths([text.prompt.removesuffix(text.kept)], model, tokenizer)
             if length - before >= model.longest_window:
-                found.hopeless.add(number)
-    return found
+                questions.hopeless.add(number)
+    return questions
 
 
 def _text(instance: Instance, model: Any, tokenizer: Any) -> Text | None:

@@ -134,7 +134,7 @@ def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, 
         refuse(
             output,
             kind="UnknownBenchmark",
-            expected=f"a benchmark in {job['benchmarks_path']} or one that comes with lm-eval",
+            expected=f"a benchmark in {job['benchmarks_path']}, or in lm-eval itself",
             found=repr(name),
             remedy="Correct its name in evals, or set benchmarks_path to the folder with its YAML file",
         )
@@ -207,14 +207,14 @@ def seed() -> None:
 
 def set_fewshot(task: Task, item: dict[str, Any]) -> None:
     """Sets the number of examples; as in lm-eval itself, a benchmark with 0 in its file keeps that, unless forced."""
-    wanted = item["num_fewshot"]
+    shots = item["num_fewshot"]
     task.notes = []
-    if wanted and task.get_config("num_fewshot") == 0 and not item["force_fewshot"]:
+    if shots and task.get_config("num_fewshot") == 0 and not item["force_fewshot"]:
         task.notes.append(
-            f"Asked without examples, not with {wanted}: its own file says 0, which lm-eval keeps unless force_fewshot."
+            f"Asked without examples, not with {shots}: its own file says 0, which lm-eval keeps unless force_fewshot."
         )
-    elif wanted is not None:
-        task.set_config(key="num_fewshot", value=wanted)
+    elif shots is not None:
+        task.set_config(key="num_fewshot", value=shots)
 
 
 def check_clusters(item: dict[str, Any], tasks: list[Task], output: Path) -> None:
@@ -307,7 +307,7 @@ def check_tasks(job: dict[str, Any], tasks: dict[str, list[Task]], model_args: d
                 output,
                 kind="EndpointUnusable",
                 expected=f"an endpoint that returns log-probabilities of the prompt, which {name_of(task)} needs",
-                found="one that does not (echo with logprobs)",
+                found="an endpoint without them (echo with logprobs)",
                 remedy="Serve the model with vLLM, or leave this benchmark out: its score would be chance",
             )
         generated = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", 0)
@@ -315,7 +315,7 @@ def check_tasks(job: dict[str, Any], tasks: dict[str, list[Task]], model_args: d
             refuse(
                 output,
                 kind="BadInput",
-                expected=f"room for a prompt beside the {generated} tokens that {name_of(task)} may generate",
+                expected=f"room for a prompt in addition to the {generated} tokens that {name_of(task)} may generate",
                 found=f"a model that holds {max_length} tokens",
                 remedy="Raise max_model_len in engine_kwargs, lower max_gen_toks in task_kwargs, or leave it out",
             )

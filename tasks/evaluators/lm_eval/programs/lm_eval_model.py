@@ -27,7 +27,7 @@ from valid_answers import MOST_SHOWN, REQUESTS_FAULT, parsed, refusal_of
 MOST_STOPS = 4  # every endpoint accepts these
 NOT_TAKEN = (403, 404, 405, 501)
 """Statuses by which an endpoint rejects a kind of request."""
-NO_SEED = "none: each answer at a temperature is drawn anew"
+NO_SEED = "none: each answer at a temperature is sampled without a seed"
 _log = logging.getLogger("lm_eval.models.api_models")
 
 
@@ -94,8 +94,8 @@ class Checked(LocalCompletionsAPI):
             if response.status in REQUESTS_FAULT:
                 raise RefusedError(f"status {response.status}: {refusal_of(await response.text())}")
             if not response.ok:
-                found = (await response.text())[:MOST_SHOWN]
-                _log.warning("Request failed with status %d, and is tried again: %s", response.status, found)
+                body = (await response.text())[:MOST_SHOWN]
+                _log.warning("Request failed with status %d, and is tried again: %s", response.status, body)
             response.raise_for_status()
             try:
                 return parsed(await response.read())[0]
@@ -119,10 +119,10 @@ class Checked(LocalCompletionsAPI):
         answers: Any = super().generate_until(requests, disable_tqdm=disable_tqdm)
         for request, answer in zip(requests, answers, strict=True):
             new = {"reasons": [], "tokens": [], "unclosed": False}
-            found = self.ends[str(request.task_name)].setdefault(request.doc_id or 0, new)
-            found["reasons"].append(answer.finish)
-            found["tokens"].append(answer.tokens)
-            found["unclosed"] |= not answer.closed
+            ends = self.ends[str(request.task_name)].setdefault(request.doc_id or 0, new)
+            ends["reasons"].append(answer.finish)
+            ends["tokens"].append(answer.tokens)
+            ends["unclosed"] |= not answer.closed
         return [NO_ANSWER if answer.text is None else answer.text for answer in answers]
 
 
@@ -159,8 +159,8 @@ class Completions(Checked):
             places = [place for place, own in enumerate(special) if own is kind]
             batch = [texts[place] for place in places]
             ids = self.tokenizer(batch, add_special_tokens=kind, return_attention_mask=False).input_ids
-            for place, found in zip(places, ids, strict=True):
-                encoded[place] = found[-left_truncate_len:] if left_truncate_len else found
+            for place, tokens in zip(places, ids, strict=True):
+                encoded[place] = tokens[-left_truncate_len:] if left_truncate_len else tokens
         return encoded[0] if isinstance(string, str) else encoded
 
     def batch_loglikelihood_requests(self, chunks: Iterable[list[Any]]) -> tuple[list[Any], list[int], list[Any]]:
@@ -187,7 +187,7 @@ class Completions(Checked):
     async def _echoed(
         self, session: ClientSession, sem: asyncio.Semaphore, messages: list[Any], starts: list[int]
     ) -> list[list[Row]]:
-        found: list[Any] = [None] * len(messages)
+        rows: list[Any] = [None] * len(messages)
         fitting = [place for place, window in enumerate(messages) if len(window) <= self.longest_prompt]
         forced = [[place] for place in range(len(messages)) if place not in fitting]
         for places in filter(None, [fitting, *forced]):
@@ -201,8 +201,8 @@ class Completions(Checked):
             answer = await self._post(session, sem, payload)
             for place, choice in zip(places, choices_of(answer, len(places)), strict=True):
                 sent = min(len(messages[place]), self.longest_prompt)
-                found[place] = weighed_rows(choice, messages[place], starts[place], sent=sent, read=self._read)
-        return found
+                rows[place] = weighed_rows(choice, messages[place], starts[place], sent=sent, read=self._read)
+        return rows
 
     def _read(self, tokens: list[int]) -> Sequence[str]:
         return [self.tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (False, True)]

@@ -77,7 +77,7 @@ class Questions:
                 kind="BadInput",
                 expected=f"a prompt for every question of {name_of(task)}",
                 found=f"{type(error).__name__}: {error}",
-                remedy="Mend its file or its data; the whole error stands in harness.log",
+                remedy="Mend its file or its data; harness.log has the whole error",
             )
         self._unbuilt -= 1
         if self._unbuilt == 0:
@@ -85,10 +85,10 @@ class Questions:
 
     def _settle(self) -> None:
         everything = [task for items in self._tasks.values() for task in items]
-        found = {name_of(task): too_long(task, self._model, self._tokenizer) for task in everything}
+        long_prompts = {name_of(task): too_long(task, self._model, self._tokenizer) for task in everything}
         policy = self._job["long_prompts"]
         for task in everything:
-            long = found[name_of(task)]
+            long = long_prompts[name_of(task)]
             if long.needed and policy == "skip":
                 self._skip(task, long)
             elif policy == "fail" or self._job["conversations"]:
@@ -99,7 +99,7 @@ class Questions:
         controls = {name_of(task): self._controlled(task) for task in everything}
         planned = {key: plan(tasks, self._job["limit"]) for key, tasks in self._tasks.items()}
         for name, row in (pair for rows in planned.values() for pair in rows.items()):
-            needed = found[name].needed
+            needed = long_prompts[name].needed
             row["skipped" if policy == "skip" else "truncated"] = len(needed)
             row["questions"] -= row.get("skipped", 0)
             row["control"] = controls[name]
@@ -137,9 +137,9 @@ class Questions:
         refuse(
             self._output,
             kind="GraderFailed",
-            expected=f"{name} to score its own right answers better than an empty one",
-            found=f"{outcome}, the first to question {failure.doc_id}: {failure.scores}, where an empty one has"
-            f" {failure.empty}; {CONTROL_NAME} beside the harness's log has all of it",
+            expected=f"{name} to score its own right answers better than an empty answer",
+            found=f"{outcome}, the first to question {failure.doc_id}: {failure.scores}, where an empty answer has"
+            f" {failure.empty}; {CONTROL_NAME} next to the harness's log has all of it",
             remedy="The score is withheld, since every model would get it. Mend the benchmark, or what its code needs"
             " on this machine; if the control is wrong, set lm_eval.failed_control to note",
         )
@@ -178,10 +178,10 @@ class Questions:
 
 def plan(tasks: list[Task], limit: int | None) -> dict[str, dict[str, Any]]:
     """Returns the number of questions, type, notes and data of each task."""
-    there = {name_of(task): len(task.eval_docs) for task in tasks}
+    totals = {name_of(task): len(task.eval_docs) for task in tasks}
     return {
         name_of(task): {
-            "questions": there[name_of(task)] if limit is None else min(limit, there[name_of(task)]),
+            "questions": totals[name_of(task)] if limit is None else min(limit, totals[name_of(task)]),
             "output_type": task.OUTPUT_TYPE,
             "notes": task.notes,
             "smooth": task.smooth,

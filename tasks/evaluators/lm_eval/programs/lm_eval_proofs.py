@@ -41,22 +41,22 @@ def prove_tokenizer(job: dict[str, Any], model: Completions, output: Path) -> No
     options = {"echo": True, "logprobs": 1} if job["prompt_logprobs"] else {}
     as_text = _asked(model, PROBE, options)
     expected = f"the tokenizer in {job['model_args']['tokenizer']} to be that of {model.model} at {model.base_url}"
-    remedy = "Set model_path to the checkpoint that the endpoint serves, or serve this one"
+    remedy = "Set model_path to the checkpoint that the endpoint serves, or serve this checkpoint"
     counted = (as_text.get("usage") or {}).get("prompt_tokens", len(forms[0]))
     same = next((form for form in forms if len(form) == counted), None)
     if same is None:
         counts = " or ".join(str(count) for count in sorted({len(form) for form in forms}))
-        found = f"{counted} tokens there in a text that has {counts} here"
-        refuse(output, kind="BadInput", expected=expected, found=found, remedy=remedy)
+        problem = f"{counted} tokens there in a text that has {counts} here"
+        refuse(output, kind="BadInput", expected=expected, found=problem, remedy=remedy)
     as_ids = _asked(model, [same, prompt], options)
     if "refused" in as_ids:
-        found = f"token ids refused there: {as_ids['refused']}"
-        refuse(output, kind="BadInput", expected=expected, found=found, remedy=remedy)
+        problem = f"token ids refused there: {as_ids['refused']}"
+        refuse(output, kind="BadInput", expected=expected, found=problem, remedy=remedy)
     read, meant = _tokens(as_ids)[: len(same)], _tokens(as_text)[: len(same)]
     if read and meant and read != meant:
         place = next(place for place, pair in enumerate(zip(read, meant, strict=False)) if pair[0] != pair[1])
-        found = f"token {same[place]} is read there as {read[place]!r}, where the text has {meant[place]!r}"
-        refuse(output, kind="BadInput", expected=expected, found=found, remedy=remedy)
+        problem = f"token {same[place]} is read there as {read[place]!r}, where the text has {meant[place]!r}"
+        refuse(output, kind="BadInput", expected=expected, found=problem, remedy=remedy)
     if options:
         named = _tokens(_asked(model, [same], {**options, "return_tokens_as_token_ids": True}))
         model.token_ids = bool(named) and all(token.startswith(TOKEN_ID) for token in named)

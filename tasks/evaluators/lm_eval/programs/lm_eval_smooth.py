@@ -33,7 +33,7 @@ def add_smooth_scores(task: Task, docs: Sequence[Any]) -> None:
         return
     several = sum(right_choice(task, doc) is None for doc in docs)
     if several:
-        task.notes.append(f"{WITHOUT} {several} of {len(docs)} questions have not exactly one right choice.")
+        task.notes.append(f"{WITHOUT} {several} of {len(docs)} questions do not have exactly 1 right choice.")
         return
     task.smooth = [name for name in HIGHER_IS_BETTER if name not in task.aggregation()]
     for name in task.smooth:
@@ -69,5 +69,5 @@ def _scored(
     choices = task.doc_to_choice(doc)
     texts = [str(task.doc_to_target(doc))] * len(choices) if task.multiple_input else choices
     weighed = [float(log_likelihood) for log_likelihood, _ in results[: len(choices)]]  # the rest has no context
-    found = smooth_scores(weighed, texts, right_choice(task, doc))
-    return {**process(doc, results), **{name: found[name] for name in task.smooth}}
+    scores = smooth_scores(weighed, texts, right_choice(task, doc))
+    return {**process(doc, results), **{name: scores[name] for name in task.smooth}}

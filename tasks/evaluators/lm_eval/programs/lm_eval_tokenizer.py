@@ -39,7 +39,7 @@ def load_tokenizer(job: dict[str, Any], output: Path) -> Any:
             kind="BadInput",
             expected="a tokenizer with a chat template, since apply_chat_template is set",
             found=f"none in {folder}",
-            remedy="Add one to the checkpoint, or set apply_chat_template to false",
+            remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
         )
     return tokenizer
 

@@ -63,10 +63,10 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yields an error and its causes."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -35,7 +35,7 @@ def _refuse_environment(arguments: list[str], error: BaseException) -> None:
         kind="EnvironmentBuildFailed",
         expected=f"an environment with all that lm-eval imports in {sys.prefix}",
         found=f"{type(error).__name__}: {error}",
-        remedy=f"Delete the folder {sys.prefix} and run again: it is built anew",
+        remedy=f"Delete the folder {sys.prefix} and run again: it is built again",
     )
 
 
