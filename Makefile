@@ -78,8 +78,8 @@ bench: .venv/.development
 	@touch $@
 
 # The pictures of the README, from the pages of `make demo`.
-pictures:
-	.venv/bin/python docs/pictures.py
+pictures: .venv/.development
+	PYTHONPATH=tests .venv/bin/python docs/pictures.py
 
 # Compiles the pinned lists again; torch's CPU build is named by its plain version, since where it lies differs.
 UV_COMPILE = $(CURDIR)/.venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links
