@@ -150,7 +150,8 @@ def demo(folder: str) -> Comparison:
                 continue
             [asked] = composition.asked.values()
             values = {name: question.sum for name, question in asked.items()}
-            by_metric.setdefault((metric.benchmark, metric.name), {})[entry.record.checkpoint.step] = values
+            if all(0 <= value <= 1 for value in values.values()):  # early decisions take no other scores
+                by_metric.setdefault((metric.benchmark, metric.name), {})[entry.record.checkpoint.step] = values
     random, rows, asked_all, all_questions = np.random.default_rng(0), [], 0, 0
     for (benchmark, name), checkpoints in sorted(by_metric.items()):
         for margin in MARGINS:

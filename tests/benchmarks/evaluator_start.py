@@ -31,7 +31,7 @@ if __package__ in (None, ""):  # run as a script, which has only this folder on 
 
 from aiohttp import web
 from ours import OFFLINE
-from series import BENCHMARKS, Scores, lm_eval_command, their_scores
+from series import BENCHMARKS, Scores, lm_eval_command, our_scores, their_scores
 from side_by_side import (
     BENCH,
     Comparison,
@@ -52,7 +52,6 @@ from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ensure_environment
 from resources.warm.fork_server import ForkServer
-from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import run_harness, warmed
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import LmEval
@@ -139,16 +138,7 @@ def our_cell(engine: NotingEngine, tokenizer: Path, output: Path, *, server: For
     )
     python = ensure_environment(LM_EVAL).python
     parsed = run_harness(LmEval(), running, evaluation(), output=output, python=python, client=client, server=server)
-    return scores_of(parsed)
-
-
-def scores_of(parsed: Parsed) -> Scores:
-    scores: Scores = {}
-    for metric in parsed.metrics:
-        scores[0, metric.benchmark, metric.name] = metric.value
-        if metric.stderr is not None:
-            scores[0, metric.benchmark, f"{metric.name}_stderr"] = metric.stderr
-    return scores
+    return our_scores({0: {"metrics": [metric.model_dump() for metric in parsed.metrics]}})
 
 
 def their_command(engine: NotingEngine, tokenizer: Path, folder: Path) -> Scores:

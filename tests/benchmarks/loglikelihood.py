@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from choices import GENERATION, KINDS, LONG, SINGLE_TOKEN, parameters, write_benchmarks, write_generation, write_model
-from ours import OFFLINE, POOL_NAME, Cache, assay, kept_pool
+from ours import OFFLINE, POOL_NAME, Cache, assay, is_added, kept_pool
 from side_by_side import (
     BENCH,
     Comparison,
@@ -194,7 +194,10 @@ def timed(
         seconds=json.loads(timing_file.read_text())["seconds"],
         whole=whole,
         answers={sample["doc_id"]: [_answer(answer) for [answer] in sample["resps"]] for sample in samples},
-        scores={sample["doc_id"]: tuple(sample[name] for name in sample["metrics"]) for sample in samples},
+        scores={
+            sample["doc_id"]: tuple(sample[name] for name in sample["metrics"] if not is_added(name))
+            for sample in samples
+        },
     )
 
 

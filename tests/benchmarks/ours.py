@@ -23,6 +23,11 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1
 POOL_NAME = "bench"
 
 
+def is_added(metric: str) -> bool:
+    """Returns True for a score that Assay adds to lm-eval's: a smooth score, or its standard error."""
+    return metric.removesuffix("_stderr") in ("bpb", "choice_prob_norm")
+
+
 @dataclass(frozen=True)
 class Cache:
     """A cache folder with the environments of this machine, otherwise empty.

@@ -37,7 +37,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ours import ENGINE_KWARGS, OFFLINE, POOL_NAME, Cache, assay, engine_options, kept_pool
+from ours import ENGINE_KWARGS, OFFLINE, POOL_NAME, Cache, assay, engine_options, is_added, kept_pool
 from side_by_side import (
     BENCH,
     ROOT,
@@ -166,6 +166,8 @@ def our_scores(records: Mapping[int, dict[str, Any]]) -> Scores:
     scores: Scores = {}
     for step, record in records.items():
         for metric in record["metrics"]:
+            if is_added(metric["name"]):
+                continue
             scores[step, metric["benchmark"], metric["name"]] = metric["value"]
             if metric["stderr"] is not None:
                 scores[step, metric["benchmark"], f"{metric['name']}_stderr"] = metric["stderr"]
