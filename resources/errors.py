@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import CancelledError
+from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
 RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld"]
 """Outcome of an evaluation of a cell; model or benchmark cause `failed`, Assay or the machines cause `infra_failed`."""
+_SHOWN_NAMES = 20
 _PACKAGES = ("flows", "tasks", "pools", "resources")
 
 
@@ -63,6 +65,31 @@ class BadInput(AssayError):
 
     record_status = "failed"
     exit_code = 3
+
+
+def exclusive(first: str, second: str, remedy: str = "leave one of them out") -> BadInput:
+    """Returns the error for two options of which only one may be given."""
+    return BadInput(expected=f"{first} or {second}", found="both", remedy=remedy)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Formats the up to three known names that are most like a name, or the known names if none is like it."""
+    names = sorted(set(known))
+    if near := get_close_matches(name, names, n=3, cutoff=0.5):
+        return f"did you mean {' or '.join(near)}?"
+    return f"there: {', '.join(names) or 'none'}" if len(names) <= _SHOWN_NAMES else f"there: {len(names)} others"
+
+
+def unknown(
+    expected: str, name: str, known: Iterable[str], remedy: str, *, kind: type[BadInput] = BadInput
+) -> BadInput:
+    """Returns the error for a name that is not one of the known names; `expected` describes a known name."""
+    return kind(expected=expected, found=f"{name!r}; {suggestion(name, known)}", remedy=remedy)
+
+
+def not_there(expected: str, uri: object, remedy: str = "check the path") -> BadInput:
+    """Returns the error for a missing file or folder; `expected` describes it."""
+    return BadInput(expected=expected, found=f"{uri} is not there", remedy=remedy)
 
 
 class CheckpointError(BadInput):

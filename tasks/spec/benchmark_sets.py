@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from resources.config import Config
-from resources.errors import BadInput
+from resources.errors import unknown
 from resources.storage.yaml_text import load_yaml
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig
@@ -98,13 +97,9 @@ def _expanded_entry(entry: Any) -> Iterable[Any]:
         return ({"name": entry},)
     sets = benchmark_sets()
     if entry not in sets:
-        near = difflib.get_close_matches(entry, sets, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there: {', '.join(sets)}"
-        raise BadInput(
-            expected="the name of a set of benchmarks, which is written in capitals",
-            found=f"{entry}; {hint}",
-            remedy="correct the name, or list the benchmarks; `assay suites --sets` shows the sets",
-        )
+        expected = "the name of a set of benchmarks, which is written in capitals"
+        remedy = "correct the name, or list the benchmarks; `assay suites --sets` shows the sets"
+        raise unknown(expected, entry, sets, remedy)
     return sets[entry].evals
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from resources.errors import BadInput
+from resources.errors import BadInput, not_there
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml
 
@@ -21,7 +21,7 @@ def load_config(uri: str, kind: type[_Model]) -> _Model:
         text = storage.read_bytes(uri, within="/")
         content = load_yaml(text)
     except FileNotFoundError:
-        raise BadInput(expected="a configuration file", found=f"{uri} is not there", remedy="check the path") from None
+        raise not_there("a configuration file", uri) from None
     except (yaml.YAMLError, ValueError) as error:
         remedy = "correct the line or the value that it names; a text that looks like a date needs quotes"
         raise BadInput(expected=f"YAML in {uri}", found=str(error), remedy=remedy) from error

@@ -3,7 +3,6 @@ they yield `EvaluationConfig`s served by a single pool."""
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from functools import cache
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from pydantic_core import CoreSchema
 
 from pools.config import InferencePoolConfig, ModelConfig, check_name
 from resources.config import Config, CpuConfig, JsonObject, ResourceConfig
-from resources.errors import BadInput
+from resources.errors import BadInput, unknown
 from resources.settings import settings
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml
@@ -243,13 +242,8 @@ def built_in_suites() -> dict[str, Suite]:
 def built_in_suite(name: str) -> Suite:
     """Returns a built-in suite."""
     if name not in _contents():
-        near = difflib.get_close_matches(name, _contents(), n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there: {', '.join(_contents())}"
-        raise BadInput(
-            expected="the name of a suite, or a YAML file with a suite",
-            found=f"{name!r}; {hint}",
-            remedy="correct the name; `assay suites` lists them",
-        )
+        expected = "the name of a suite, or a YAML file with a suite"
+        raise unknown(expected, name, _contents(), "correct the name; `assay suites` lists them")
     return Suite.model_validate(_contents()[name])
 
 

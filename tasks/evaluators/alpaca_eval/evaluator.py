@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from pools.endpoint import RunningModel
 from resources.environments.environments import EnvironmentSpec
-from resources.errors import BadInput
+from resources.errors import unknown
 from resources.storage import storage
 from tasks.evaluators.alpaca_eval.environment import ALPACA_EVAL
 from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS, check_instructions, instruction_sets
@@ -165,12 +164,8 @@ def _check_annotator(config: EvaluationConfig, python: Path) -> None:
     if not theirs or (theirs[0] / annotator / "configs.yaml").is_file():
         return
     names = [path.parent.name for place in (_BUNDLED_ANNOTATORS, theirs[0]) for path in place.glob("*/configs.yaml")]
-    close = difflib.get_close_matches(annotator, names, n=3)
-    raise BadInput(
-        expected=f"a configuration of a judge: {', '.join(sorted(names))}; or a folder in benchmarks_path",
-        found=f"{annotator!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""),
-        remedy="Correct evaluator.judge.annotator",
-    )
+    expected = f"a configuration of a judge: {', '.join(sorted(names))}; or a folder in benchmarks_path"
+    raise unknown(expected, annotator, names, "Correct evaluator.judge.annotator")
 
 
 EVALUATOR = AlpacaEval()

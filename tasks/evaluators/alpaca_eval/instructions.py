@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from resources.errors import BadInput, UnknownBenchmark
+from resources.errors import BadInput, UnknownBenchmark, not_there, unknown
 from resources.storage import storage
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.spec.benchmarks import BUNDLED
@@ -69,11 +68,8 @@ def check_instructions(config: EvaluationConfig) -> None:
         )
     controlled = options.length_control_path
     if controlled is not None and not storage.local_path(controlled).is_file():
-        raise BadInput(
-            expected="AlpacaEval's df_gamed.csv as length_control_path",
-            found=f"{controlled}, where there is no file",
-            remedy="Correct the path, or leave it out: the plain win rate needs none",
-        )
+        remedy = "Correct the path, or leave it out: the plain win rate needs none"
+        raise not_there("AlpacaEval's df_gamed.csv as length_control_path", controlled, remedy)
     if options.instructions_path is not None and len(config.evals) > 1:
         raise BadInput(
             expected="a single name in evals, since instructions_path is a single set",
@@ -125,13 +121,9 @@ def _read(uri: str, *, content: str) -> list[Instruction]:
     return instructions
 
 
-def _unknown(name: str, config: EvaluationConfig) -> UnknownBenchmark:
+def _unknown(name: str, config: EvaluationConfig) -> BadInput:
     place = config.benchmarks_path or str(BUNDLED_SETS)
     names = [Path(storage.basename(file.uri)).stem for file in storage.list_files(place) if file.uri.endswith(".json")]
-    close = difflib.get_close_matches(name, [*sorted(names), OFFICIAL], n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there: {', '.join(sorted(names)) or 'none'}"
-    return UnknownBenchmark(
-        expected=f"a set of instructions in {place}, or {OFFICIAL}",
-        found=f"{name!r}; {hint}",
-        remedy="Correct its name in evals, or set benchmarks_path to the folder with its JSON file",
-    )
+    remedy = "Correct its name in evals, or set benchmarks_path to the folder with its JSON file"
+    expected = f"a set of instructions in {place}, or {OFFICIAL}"
+    return unknown(expected, name, [*names, OFFICIAL], remedy, kind=UnknownBenchmark)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import subprocess
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel, ValidationError
 
-from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
+from resources.errors import BadInput, HarnessFailed, UnknownBenchmark, not_there, unknown
 from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
@@ -24,7 +23,6 @@ ALL_ENTRIES = "all"  # the benchmark that means every entry of a file
 OWN_FOLDER = "helm"  # of a user's own run entries, inside the benchmarks folder
 _PROGRAM = Path(__file__).parent / "programs" / "list_helm.py"
 _LIST_SECONDS = 600  # 3 s on 2 cores; a network disk takes longer
-_FEW = 20
 
 
 class _Arguments(BaseModel):
@@ -70,20 +68,15 @@ def check_entries(config: EvaluationConfig, *, python: Path) -> None:
 def read_entries_file(uri: str) -> bytes:
     """Returns the content of a file of run entries."""
     if storage.content_digest(uri) is None:
-        raise BadInput(
-            expected="a file of run entries", found=f"run_specs_path={uri}, which is none", remedy="Correct the path"
-        )
+        raise not_there("a file of run entries", f"run_specs_path={uri}", "Correct the path")
     return storage.read_bytes(uri, within="/")
 
 
 def _check_folder(config: EvaluationConfig) -> None:
     path = config.benchmarks_path
     if path is not None and storage.is_local(path) and not storage.local_path(path).is_dir():
-        raise BadInput(
-            expected="a folder with the files that task_kwargs name",
-            found=f"benchmarks_path={path}, which is none",
-            remedy="Correct the path, or leave it out",
-        )
+        expected = "a folder with the files that task_kwargs name"
+        raise not_there(expected, f"benchmarks_path={path}", "Correct the path, or leave it out")
 
 
 def _own_names(config: EvaluationConfig) -> set[str]:
@@ -107,22 +100,13 @@ def _check_arguments(task: EvalTaskConfig, known: _Known) -> None:
     entry = known.entries[task.name]
     own = [*entry.needed, *entry.optional]
     for name in [] if entry.any else sorted(set(task.task_kwargs) - {*own, *known.expanders}):
-        close = difflib.get_close_matches(name, [*own, *known.expanders], n=3)
-        raise BadInput(
-            expected=f"arguments of {task.name} ({', '.join(own) or 'none'}) or of every run entry",
-            found=f"{name!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""),
-            remedy="Correct task_kwargs",
-        )
+        expected = f"arguments of {task.name} ({', '.join(own) or 'none'}) or of every run entry"
+        raise unknown(expected, name, [*own, *known.expanders], "Correct task_kwargs")
 
 
-def _unknown(name: str, known: Collection[str], *, place: str) -> UnknownBenchmark:
-    close = difflib.get_close_matches(name, sorted(known), n=3)
-    alternatives = ", ".join(sorted(known)) if len(known) <= _FEW else f"{len(known)} others"
-    return UnknownBenchmark(
-        expected=f"a run entry of {place}",
-        found=f"{name!r}; " + (f"did you mean {' or '.join(close)}?" if close else f"there: {alternatives}"),
-        remedy="Correct its name in evals; arguments belong into task_kwargs",
-    )
+def _unknown(name: str, known: Iterable[str], *, place: str) -> BadInput:
+    remedy = "Correct its name in evals; arguments belong into task_kwargs"
+    return unknown(f"a run entry of {place}", name, known, remedy, kind=UnknownBenchmark)
 
 
 def _names_in(uri: str, python: Path) -> set[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from resources.errors import BadInput, UnknownBenchmark
+from resources.errors import BadInput, UnknownBenchmark, unknown
 from resources.storage import storage
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvaluationConfig
@@ -49,13 +48,10 @@ def _found(name: str, own: list[FoundTask], config: EvaluationConfig) -> FoundTa
             )
         if matching:
             return matching[0]
-        names = sorted({candidate.task for candidate in own})
-        close = difflib.get_close_matches(name, names, n=3)
-        raise UnknownBenchmark(
-            expected=f"a task of Inspect in {benchmarks_uri(config)}, or package@task",
-            found=f"{name!r}; " + (f"did you mean {' or '.join(close)}?" if close else f"there: {', '.join(names)}"),
-            remedy="Correct its name in evals, or benchmarks_path",
-        )
+        expected = f"a task of Inspect in {benchmarks_uri(config)}, or package@task"
+        names = {candidate.task for candidate in own}
+        remedy = "Correct its name in evals, or benchmarks_path"
+        raise unknown(expected, name, names, remedy, kind=UnknownBenchmark)
     matching = [candidate for candidate in own if candidate.task == task and _stem(candidate) == before]
     return matching[0] if matching else FoundTask(f"{before}/{task}", None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from pools.endpoint import RunningModel
 from resources.environments.environments import EnvironmentSpec
-from resources.errors import BadInput, UnknownBenchmark
+from resources.errors import BadInput, UnknownBenchmark, unknown
 from resources.settings import settings
 from resources.storage import storage
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
@@ -179,15 +178,11 @@ def _check_code(config: EvaluationConfig, run_code: set[str]) -> None:
             )
 
 
-def _unknown(name: str, *, own: OwnBenchmarks, known: list[str], place: str) -> UnknownBenchmark:
-    close = difflib.get_close_matches(name, [*sorted(own.names), *known], n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there: {', '.join(sorted(own.names)) or 'none'}"
+def _unknown(name: str, *, own: OwnBenchmarks, known: list[str], place: str) -> BadInput:
     broken = f" (not readable there: {', '.join(own.unreadable)})" if own.unreadable else ""
-    return UnknownBenchmark(
-        expected=f"a benchmark in {place}{broken}, or in lm-eval itself",
-        found=f"{name!r}; {hint}",
-        remedy="Correct its name in evals, or set benchmarks_path to the folder with its YAML file",
-    )
+    expected = f"a benchmark in {place}{broken}, or in lm-eval itself"
+    remedy = "Correct its name in evals, or set benchmarks_path to the folder with its YAML file"
+    return unknown(expected, name, [*own.names, *known], remedy, kind=UnknownBenchmark)
 
 
 EVALUATOR = LmEval()

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from resources.errors import BadInput, EnvironmentBuildFailed, HarnessFailed
+from resources.errors import EnvironmentBuildFailed, HarnessFailed, not_there
 from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
@@ -91,11 +91,8 @@ def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
             return _found_in(copy)
     folder = local_benchmarks(config)
     if config.benchmarks_path is not None and not folder.is_dir():
-        raise BadInput(
-            expected="a folder with benchmarks as YAML files",
-            found=f"benchmarks_path={config.benchmarks_path}, which is none",
-            remedy="Correct the path, or leave it out for the benchmarks that come with Assay and lm-eval",
-        )
+        remedy = "Correct the path, or leave it out for the benchmarks that come with Assay and lm-eval"
+        raise not_there("a folder with benchmarks as YAML files", f"benchmarks_path={config.benchmarks_path}", remedy)
     return _found_in(folder)
 
 

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from resources import errors
-from resources.errors import AssayError, error_of
+from resources.errors import AssayError, error_of, unknown
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, AssayError)]
 EXPECTED = "a clause\nFound:    what only looks like the next part"
@@ -30,3 +30,9 @@ def test_error_of_a_class_that_is_not_ours_keeps_its_parts(name: str) -> None:
     error = error_of({"kind": name, "expected": EXPECTED, "found": FOUND, "remedy": REMEDY})
     assert type(error) is AssayError
     assert (error.expected, error.found, error.remedy) == (EXPECTED, FOUND, REMEDY)
+
+
+def test_unknown_name_offers_the_nearest_names_or_all() -> None:
+    assert unknown("a color", "gren", ["red", "green"], "correct it").found == "'gren'; did you mean green?"
+    assert unknown("a color", "xyz", ["red", "green"], "correct it").found == "'xyz'; there: green, red"
+    assert unknown("a color", "xyz", [f"c{i}" for i in range(30)], "correct it").found == "'xyz'; there: 30 others"
