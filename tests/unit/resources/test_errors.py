@@ -33,6 +33,6 @@ def test_error_of_a_class_that_is_not_ours_keeps_its_parts(name: str) -> None:
 
 
 def test_unknown_name_offers_the_nearest_names_or_all() -> None:
-    assert unknown("a color", "gren", ["red", "green"], "correct it").found == "'gren'; did you mean green?"
+    assert unknown("a color", "gren", ["blue", "green"], "correct it").found == "'gren'; did you mean green?"
     assert unknown("a color", "xyz", ["red", "green"], "correct it").found == "'xyz'; there: green, red"
     assert unknown("a color", "xyz", [f"c{i}" for i in range(30)], "correct it").found == "'xyz'; there: 30 others"
