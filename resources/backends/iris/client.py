@@ -35,7 +35,7 @@ from resources.settings import iris_job, iris_task
 from resources.tpu import TPU_TYPE_VARIABLE
 
 _PROGRAMS = Path(__file__).parents[1] / "programs"
-_SHIPPED = ("iris_replica.py", "iris_records.py", "supervise.py", "endings.py", "run_call.py")
+_SHIPPED = ("iris_replica.py", "iris_records.py", "supervise.py", "attempts.py", "endings.py", "run_call.py")
 _FOLDER = ".assay"
 _COMMAND = f"exec $IRIS_PYTHON -S -u $IRIS_WORKDIR/{_FOLDER}/iris_replica.py $IRIS_WORKDIR/{_FOLDER}"
 _MAX_BUNDLE_BYTES = 25 * 2**20  # limit of Iris' controller

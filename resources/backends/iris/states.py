@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from resources.backends.programs.endings import ENDINGS, Outcome
+from resources.backends.programs.attempts import Outcome
+from resources.backends.programs.endings import ENDINGS
 from resources.jobs.jobs import JobStatus
 
 Ending = Outcome | Literal["stopped", "unsatisfiable"]

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from resources.backends.kubernetes.manifests import MAIN
 from resources.backends.kubernetes.names import INDEX_LABEL, SLICE_LABEL
-from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause, Outcome, classify_exit
+from resources.backends.programs.attempts import Outcome
+from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause, classify_exit
 from resources.backends.programs.run_in_pod import ORPHANED
 
 PodStanding = Outcome | Literal["pending", "stuck", "running"]

@@ -6,7 +6,10 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from attempts import Outcome
 
 _OOM_WINDOW_SECONDS = 60.0  # a large process takes up to that long to die after the kernel's SIGKILL
 
@@ -24,7 +27,6 @@ Cause = Literal[
     "place taken",
     "data lost",
 ]
-Outcome = Literal["succeeded", "failed", "preempted"]
 
 ENDINGS: dict[Cause, Outcome] = {
     "finished": "succeeded",
@@ -54,6 +56,22 @@ def cause_of_exit(returncode: int, *, out_of_memory: bool = False) -> Cause:
 def classify_exit(returncode: int, *, out_of_memory: bool = False) -> Outcome:
     """Returns the budget that an exit code counts against; see `cause_of_exit`."""
     return ENDINGS[cause_of_exit(returncode, out_of_memory=out_of_memory)]
+
+
+def outcome_of_supervised(status: dict[str, Any], *, supervisor_code: int, stopping: bool) -> Outcome:
+    """Returns the outcome of a replica from the last status and the exit code of its supervisor, which retries nothing.
+
+    A supervisor that was stopped although `stopping` is False, or killed, was ended from outside.
+    """
+    match status.get("status"):
+        case "succeeded":
+            return "succeeded"
+        case "failed":
+            return "preempted" if status["preemptions"] else "failed"
+        case "stopped":
+            return "stopped" if stopping else "preempted"
+        case _:
+            return "preempted" if classify_exit(supervisor_code) == "preempted" else "failed"
 
 
 def counters_of(cgroups: str) -> list[Path]:

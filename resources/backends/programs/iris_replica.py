@@ -1,6 +1,6 @@
 """Runs a replica of a job as a task of Iris, and adds the features that Iris lacks.
 
-    python -S -u iris_replica.py <folder with job.json, supervise.py, endings.py; for a call, run_call.py and assay.zip>
+    python -S -u iris_replica.py <folder with job.json and the other programs; for a call, assay.zip too>
 
 Needs the standard library only. `supervise.py` owns the replica's process tree and ends all of it in order, also if
 this program is killed. This program forwards the output, retries after an end from outside, restarts multi-host
@@ -29,10 +29,9 @@ from typing import Any, Literal
 from urllib.error import HTTPError
 
 import iris_records
-from endings import classify_exit, end_marked
+from attempts import FINISHED, Attempts, Outcome
+from endings import end_marked, outcome_of_supervised
 from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller, hand_over, push_lines
-
-Outcome = Literal["succeeded", "failed", "preempted", "stopped", "rejoin"]
 
 MARK = "[assay] "
 GAVE_UP = "gave up: "
@@ -45,7 +44,6 @@ _PEERS_END_SECONDS = 15.0
 _UNASKED_SECONDS = 20.0  # the requester of a stop also ends the job at the controller; after this time the replica does
 _SEEN_SECONDS = 10.0
 _RESULT_SECONDS = 60.0  # a restart of the controller takes a few seconds
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 _BUILD_FAILED = 1
 
 
@@ -62,7 +60,7 @@ class Replica:
         self._count = int(os.environ.get("IRIS_NUM_TASKS", "1"))
         self._workspace = Path(os.environ["IRIS_WORKDIR"]).absolute()
         self._run_folder = Path(tempfile.mkdtemp(prefix="assay-"))
-        self._restarts = 0
+        self._restarts = Attempts(0, self._job["max_retries_preemption"])  # without attempts that Iris started
         self._result: bytes | None = None  # of the call's last run
         self._unfinished = b""
         self._terminated = False
@@ -85,6 +83,7 @@ class Replica:
         earlier_preemptions, gave_up = self._earlier()
         if gave_up:
             return self._end(1, gave_up)
+        self._restarts = self._restarts._replace(preemptions=earlier_preemptions)
         self._records.start()
         try:
             argv = self._argv()
@@ -104,14 +103,12 @@ class Replica:
                 self._let_peers_end()
                 return self._end(code if 0 < code < 128 else 1, reason)
             if outcome == "preempted":
-                self._restarts += 1
-                total = earlier_preemptions + self._restarts
-                if total > self._job["max_retries_preemption"]:
+                self._restarts, final = self._restarts.begun().ended(outcome)
+                if final is not None:
                     self._let_peers_end()
-                    return self._end(1, f"{GAVE_UP}ended from outside {total} times")
-                self._records.say(state=WAITING, restarts=self._restarts, announcement=None)
-                pause = min(_FIRST_RETRY_SECONDS * 2 ** min(self._restarts - 1, 20), _LAST_RETRY_SECONDS)
-                if self._stop_within(pause):
+                    return self._end(1, f"{GAVE_UP}{final.reason}")
+                self._records.say(state=WAITING, restarts=self._restarts.attempts, announcement=None)
+                if self._stop_within(self._restarts.pause_seconds):
                     return self._stopped()
                 self._show([f"{MARK}{_AGAIN}".encode()])
 
@@ -134,7 +131,7 @@ class Replica:
                 gave_up = reason.partition("; restarted here: ")[0] if reason.startswith(GAVE_UP) else gave_up
         return count, gave_up
 
-    def _run_once(self, argv: list[str]) -> tuple[Outcome, int, str]:
+    def _run_once(self, argv: list[str]) -> tuple[Outcome | Literal["rejoin"], int, str]:
         folder = Path(tempfile.mkdtemp(dir=self._run_folder))
         os.mkfifo(folder / "replica-0.log")
         # Open for writing too: otherwise the first writer's end would be the end of the output.
@@ -143,18 +140,9 @@ class Replica:
         specification = {
             "argv": argv,
             "working_directory": str(self._working_directory()),
-            "replicas": 1,
-            "max_retries_failure": 0,
-            "max_retries_preemption": 0,
-            "outlives_parent": False,
             "grace_seconds": self._job["grace_seconds"],
             "parent_pid": os.getpid(),
-            "variables": {
-                "ASSAY_REPLICA_INDEX": str(self._index // hosts),
-                "ASSAY_REPLICA_COUNT": str(self._count // hosts),
-                "ASSAY_HOST_INDEX": str(self._index % hosts),
-                "ASSAY_HOST_COUNT": str(hosts),
-            },
+            "place": [self._index // hosts, self._count // hosts, self._index % hosts, hosts],
         }
         (folder / "specification.json").write_text(json.dumps(specification))
         supervisor = subprocess.Popen(
@@ -164,7 +152,7 @@ class Replica:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        asked: Outcome | None = None
+        asked: Outcome | Literal["rejoin"] | None = None
         listens = False
         try:
             while (ended := supervisor.poll()) is None:
@@ -177,23 +165,20 @@ class Replica:
         finally:
             os.close(log)
         status = json.loads(_read(folder / "status.json") or '{"status": "pending", "replicas": [{}]}')
-        if status["status"] not in ("succeeded", "failed", "stopped"):  # the supervisor was killed
+        outcome = outcome_of_supervised(status, supervisor_code=ended, stopping=asked is not None)
+        if status["status"] not in FINISHED:  # the supervisor was killed
             end_marked(self._job_id, os.environ["IRIS_TASK_ID"])
-            status["preemptions"] = 1 if classify_exit(ended) == "preempted" else 0
         code = status["replicas"][0].get("exit_code")
         code = ended if code is None else int(code)
         self._records.say(announcement=_read(folder / "announced-0"))
         left = folder / "result-0"
         self._result = left.read_bytes() if left.exists() else None
         shutil.rmtree(folder, ignore_errors=True)
-        if status["status"] == "succeeded":
-            return "succeeded", 0, ""
-        if asked is not None:
-            return asked, code, ""
-        reason = status.get("ended_by") or f"exit code {code}"
-        return ("preempted" if status.get("preemptions") else "failed"), code, reason
+        if outcome == "succeeded":
+            return outcome, 0, ""
+        return asked or outcome, code, status.get("ended_by") or f"exit code {code}"
 
-    def _to_end(self) -> Outcome | None:
+    def _to_end(self) -> Literal["stopped", "rejoin"] | None:
         if self._terminated or self._records.stop_reason:
             return "stopped"
         return "rejoin" if self._count > 1 and self._records.out_of_step() else None
@@ -242,7 +227,7 @@ class Replica:
 
     def _end(self, code: int, reason: str) -> int:
         self._hand_over_result()
-        self._write(f"{MARK}{reason}; restarted here: {self._restarts}\n".encode())
+        self._write(f"{MARK}{reason}; restarted here: {self._restarts.attempts}\n".encode())
         shutil.rmtree(self._run_folder, ignore_errors=True)
         deadline = time.monotonic() + _SEEN_SECONDS
         while code and not iris_records.seen_running(self._controller, self._task) and time.monotonic() < deadline:

@@ -2,10 +2,10 @@
 
     python -E -s -S slurm_batch.py <folder of the job, visible to all nodes>
 
-Needs the standard library, and `endings.py` and `supervise.py` in the same folder. A single `srun` starts all replicas,
-each below its own supervisor, which ends the replica in order when its standard input is closed: a pipe from this
-program, through Slurm. Signals: SIGUSR1 reports that the time limit is near, SIGUSR2 requests the end of the job,
-SIGTERM reports that Slurm takes the machines away. Slurm sends SIGTERM to all processes at once, and within a grace
+Needs the standard library, and the other programs in the same folder. A single `srun` starts all replicas, each below
+its own supervisor, which ends the replica in order when its standard input is closed: a pipe from this program, through
+Slurm. Signals: SIGUSR1 reports that the time limit is near, SIGUSR2 requests the end of the job, SIGTERM reports that
+Slurm takes the machines away. Slurm sends SIGTERM to all processes at once, and within a grace
 time to those of replicas alone, so replicas may end before this program receives it: it queries Slurm to classify their
 ends. Slurm requeues a job that has lost its machines, and this program then continues with the previous counts.
 """
@@ -24,21 +24,22 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from endings import ENDINGS, classify_exit
+from attempts import FINISHED, Attempts, Final, Outcome, outcome_of
+from endings import classify_exit, outcome_of_supervised
 
 _LATEST_CLOCK_SECONDS = 300.0  # munge rejects machines with a larger clock difference
 _END_SECONDS = 45.0  # a supervisor takes 30 s to detect a process that survives SIGKILL
 _WATCH_SECONDS = 0.5
 _REQUEUE_SECONDS = 60.0
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 _TIME_LIMIT = "its time limit is near"
 _TAKEN_AWAY = "Slurm takes its machines away"
 _ASK_SECONDS = 60.0
 _RUNS = {"RUNNING", "SUSPENDED", "CONFIGURING", "RESIZING", "SIGNALING"}
 """States of a batch job that still owns its machines; `scontrol` reports COMPLETING before the processes notice."""
-_FINISHED = ("succeeded", "failed", "stopped")
-_TASK = 'trap : TERM; "$1" -E -s -S "$2" "$3/task-$SLURM_PROCID"; cat "$3/task-$SLURM_PROCID/status.json"; echo'
-"""Command for srun: the supervisor, and its final status, which srun returns faster than a file system would."""
+_TASK = 'trap : TERM; "$1" -E -s -S "$2" "$3/task-$SLURM_PROCID"; echo "$? $(cat "$3/task-$SLURM_PROCID/status.json")"'
+"""Command for srun: the supervisor; exit code and last status, which srun returns faster than a file system would."""
+_REPORTED = re.compile(rb" *(\d+): (\d+) (\{.*\})?")
+"""Output of the command: index of the replica, exit code, status."""
 
 
 class Batch:
@@ -48,9 +49,11 @@ class Batch:
         self._folder = folder
         self._job: dict[str, Any] = json.loads((folder / "specification.json").read_text())
         self._status: dict[str, Any] = json.loads((folder / "status.json").read_text())
-        self._attempts: int = self._status["attempts"]
-        self._failures: int = self._status["failures"]
-        self._preemptions: int = self._status["preemptions"]
+        self._attempts = Attempts(
+            self._job["max_retries_failure"],
+            self._job["max_retries_preemption"],
+            *(self._status[name] for name in ("attempts", "failures", "preemptions")),
+        )
         self._ended_by: str | None = None
         self._stop_reason: str | None = None
         self._taken_away: str | None = None
@@ -68,39 +71,35 @@ class Batch:
 
     def run(self) -> int:
         """Attempts the job until it has ended and its status is published, or until it loses its machines."""
-        if self._status["status"] in _FINISHED:
+        if self._status["status"] in FINISHED:
             return 0  # requeued after its end
+        final: Final | None = None
         if self._status["status"] == "running":  # an earlier start of this batch job was cut off
-            self._preemptions += 1
+            self._attempts, final = self._attempts.ended("preempted")
         if self._is_orphan():
             self._stop("the process that submitted it had ended before it began")
-        while not self._stop_reason and not self._taken_away:
-            if self._failures > self._job["max_retries_failure"]:
-                words = f", the last time {self._ended_by}" if self._ended_by else ""
-                return self._publish("failed", f"failed {self._failures} times{words}")
-            if self._preemptions > self._job["max_retries_preemption"]:
-                return self._publish("failed", f"ended from outside {self._preemptions} times")
-            self._attempts += 1
+        while final is None and not self._stop_reason and not self._taken_away:
+            self._attempts = self._attempts.begun()
             outcome = self._attempt()
             if not self._taken_away and _is_taken_away(_said_by_scontrol()):
                 self._lose(_TAKEN_AWAY)
-            if outcome == "succeeded" and self._taken_away != _TAKEN_AWAY:
-                return self._publish("succeeded", None)
-            if not self._stop_reason and not self._taken_away:
-                self._failures += outcome == "failed"
-                self._preemptions += outcome == "preempted"
-                self._stopped_within(min(_FIRST_RETRY_SECONDS * 2 ** min(self._attempts - 1, 20), _LAST_RETRY_SECONDS))
-        if self._stop_reason:
-            return self._publish("stopped", self._stop_reason)
-        return self._go_back_into_the_queue()
+            if self._stop_reason and outcome != "succeeded":
+                outcome = "stopped"
+            if self._taken_away != _TAKEN_AWAY and (outcome == "succeeded" or not self._taken_away):
+                self._attempts, final = self._attempts.ended(outcome, self._stop_reason or self._ended_by)
+                if final is None:
+                    self._stopped_within(self._attempts.pause_seconds)
+        if final is None and self._stop_reason:
+            final = Final("stopped", self._stop_reason)
+        return self._publish(*final) if final else self._go_back_into_the_queue()
 
-    def _attempt(self) -> str:
+    def _attempt(self) -> Outcome:
         self._ended_by = None
         replicas: int = self._job["replicas"]
         for index in range(replicas):
             self._prepare(index, replicas)
         self._publish("running", None)
-        ends: dict[int, dict[str, Any]] = {}
+        ends: dict[int, Outcome] = {}
         unknown: deque[str] = deque(maxlen=5)
         srun = subprocess.Popen(
             [
@@ -117,7 +116,7 @@ class Batch:
         deadline: float | None = None
         unfinished = b""
         while True:
-            if deadline is None and (self._is_to_end() or any(end["status"] != "succeeded" for end in ends.values())):
+            if deadline is None and (self._is_to_end() or any(outcome != "succeeded" for outcome in ends.values())):
                 srun.stdin.close()
                 deadline = time.monotonic() + self._job["grace_seconds"] + _END_SECONDS
             if deadline is not None and time.monotonic() > deadline:
@@ -128,8 +127,11 @@ class Batch:
             arrived = os.read(srun.stdout.fileno(), 65536)
             *lines, unfinished = (unfinished + arrived).split(b"\n")
             for line in lines:
-                if (end := _end_of(line)) is not None:
-                    ends[end[0]] = end[1]
+                if match := _REPORTED.fullmatch(line):
+                    status, code = json.loads(match[3] or "{}"), int(match[2])
+                    index, stopping = int(match[1]), deadline is not None
+                    ends[index] = outcome_of_supervised(status, supervisor_code=code, stopping=stopping)
+                    self._ended_by = self._ended_by or status.get("ended_by")
                 elif line.strip():
                     unknown.append(line.decode(errors="replace"))
                     print(unknown[-1], flush=True)
@@ -137,51 +139,32 @@ class Batch:
                 break
         code = srun.wait()
         self._all_ended = all(index in ends or self._has_said_its_end(index) for index in range(replicas))
-        return self._outcome(ends, code=code, words=unknown[-1] if unknown else "")
-
-    def _outcome(self, ends: dict[int, dict[str, Any]], *, code: int, words: str) -> str:
-        statuses = [end["status"] for end in ends.values()]
-        if len(statuses) == self._job["replicas"] and set(statuses) == {"succeeded"}:
-            return "succeeded"
-        # The loss of a replica can make the others fail an instant later, so preemption wins.
-        if any(end["preemptions"] for end in ends.values()):
+        if outcome := outcome_of(ends.get(index) for index in range(replicas)):
+            return outcome
+        if classify_exit(code) == "preempted":
             return "preempted"
-        if failed := [end for end in ends.values() if end["failures"]]:
-            self._ended_by = next((end["ended_by"] for end in failed if end["ended_by"]), None)
-            return "failed"
-        if "stopped" in statuses or classify_exit(code) == ENDINGS["signalled"]:  # by a signal to the supervisor
-            return "preempted"
-        self._ended_by = f"because its replicas could not be started: {words}"
+        self._ended_by = f"its replicas could not be started: {unknown[-1] if unknown else ''}"
         return "failed"
 
     def _has_said_its_end(self, index: int) -> bool:
         content = _read(self._folder / f"task-{index}" / "status.json")
-        return bool(content) and json.loads(content)["status"] in _FINISHED
+        return bool(content) and json.loads(content)["status"] in FINISHED
 
     def _prepare(self, index: int, replicas: int) -> None:
         task = self._folder / f"task-{index}"
         task.mkdir(exist_ok=True)
         for name in ("status.json", "announced-0", "result-0"):  # leftovers of the last attempt
             (task / name).unlink(missing_ok=True)
-        if self._attempts > 1:
+        if self._attempts.attempts > 1:
             with (task / "replica-0.log").open("ab") as log:
-                log.write(f"--- attempt {self._attempts} ---\n".encode())
+                log.write(f"--- attempt {self._attempts.attempts} ---\n".encode())
         specification = {
             "argv": self._job["argv"],
             "working_directory": self._job["working_directory"],
-            "replicas": 1,
-            "max_retries_failure": 0,
-            "max_retries_preemption": 0,
-            "outlives_parent": False,
             "grace_seconds": self._job["grace_seconds"],
             "shielded": True,
             "parent_pid": None,
-            "variables": {
-                "ASSAY_REPLICA_INDEX": str(index),
-                "ASSAY_REPLICA_COUNT": str(replicas),
-                "ASSAY_HOST_INDEX": "0",
-                "ASSAY_HOST_COUNT": "1",
-            },
+            "place": [index, replicas, 0, 1],
         }
         (task / "specification.json").write_text(json.dumps(specification))
 
@@ -203,7 +186,7 @@ class Batch:
     def _parent_has_ended(self) -> bool:
         parent = None if self._job["outlives_parent"] else self._job["parent"]
         content = _read(self._folder.parent / parent / "status.json") if parent else ""
-        return bool(content) and json.loads(content)["status"] in _FINISHED
+        return bool(content) and json.loads(content)["status"] in FINISHED
 
     def _is_orphan(self) -> bool:
         lease = _read(self._folder / "lease")
@@ -242,9 +225,7 @@ class Batch:
         content = {
             "status": status,
             "reason": reason,
-            "attempts": self._attempts,
-            "failures": self._failures,
-            "preemptions": self._preemptions,
+            **self._attempts.counts,
             "left_machines": left_machines,
             "all_ended": left_machines and self._all_ended,
         }
@@ -265,13 +246,6 @@ def _said_by_scontrol() -> str:
 def _is_taken_away(description: str) -> bool:
     fields = dict(re.findall(r"(?:^|\s)(JobState|PreemptTime)=(\S+)", description))
     return fields.get("JobState", "RUNNING") not in _RUNS or fields.get("PreemptTime", "None") != "None"
-
-
-def _end_of(line: bytes) -> tuple[int, dict[str, Any]] | None:
-    label, _, content = line.partition(b": ")
-    if not content.startswith(b'{"status"') or not label.strip().isdigit():
-        return None
-    return int(label), json.loads(content)
 
 
 def _read(path: Path) -> str:

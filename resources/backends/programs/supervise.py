@@ -2,10 +2,11 @@
 
     python -E -s -S supervise.py <job folder> [--outlives-parent]
 
-Needs the standard library and `endings.py` in the same folder. Reads `specification.json`, receives the job's
-environment as its own (so that no credential is written to disk), and updates `status.json` and `replica-<i>.log`.
-Ends the job on SIGTERM and, unless it outlives its parent, when standard input, held open by the submitting process,
-is closed. The option only marks this process for the supervisor of an enclosing job, which then leaves it running.
+Needs the standard library, `attempts.py` and `endings.py` in the same folder. Reads `specification.json`, receives the
+job's environment as its own (so that no credential is written to disk), and updates `status.json` and
+`replica-<i>.log`. Ends the job on SIGTERM and, unless it outlives its parent, when standard input, held open by the
+submitting process, is closed. The option only marks this process for the supervisor of an enclosing job, which then
+leaves it running.
 """
 
 from __future__ import annotations
@@ -19,35 +20,47 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from endings import ENDINGS, OUT_OF_MEMORY, OomWatch, Outcome, cause_of_exit
+from attempts import Attempts, Final, Outcome, outcome_of
+from endings import ENDINGS, OUT_OF_MEMORY, OomWatch, cause_of_exit
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCH_SECONDS = 0.5  # interval of the check for the parent; signals and a closed pipe wake the loop at once
 _SWEEP_SECONDS = 0.02
 _KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIGKILL until that returns
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 OUTLIVES = "--outlives-parent"
+_PLACE_VARIABLES = ("ASSAY_REPLICA_INDEX", "ASSAY_REPLICA_COUNT", "ASSAY_HOST_INDEX", "ASSAY_HOST_COUNT")
+_DEFAULTS = {
+    "replicas": 1,
+    "max_retries_failure": 0,
+    "max_retries_preemption": 0,
+    "outlives_parent": False,
+    "shielded": False,  # from signals to the process group: a further process receives them
+    "place": None,  # values of the variables above for a replica whose job has others on other machines
+}
+"""Fields of `specification.json` that a submitter may omit."""
 _NOT_STARTED = 127  # exit code of shells for a command that cannot be executed
 
 
 class Supervisor:
     """A job, from its first attempt to its final status."""
 
-    def __init__(self, folder: Path, libc: Any) -> None:
+    def __init__(self, folder: Path, specification: dict[str, Any], libc: Any) -> None:
         self._folder = folder
         self._libc = libc
-        self._specification = json.loads((folder / "specification.json").read_text())
+        self._specification = specification
         self._replicas: list[subprocess.Popen[bytes] | None] = []
         self._groups: set[int] = set()  # substitute for child subreapers, which only Linux has
         self._exit_codes: dict[int, int] = {}
-        self._attempts = self._failures = self._preemptions = 0
+        self._attempts = Attempts(
+            self._specification["max_retries_failure"], self._specification["max_retries_preemption"]
+        )
         self._stop_reason: str | None = None
         self._ended_by: str | None = None
         self._oom = OomWatch()
         self._watches_parent = not self._specification["outlives_parent"]
-        self._parent_pid = os.getppid() if self._specification.get("shielded") else self._specification["parent_pid"]
+        self._parent_pid = os.getppid() if self._specification["shielded"] else self._specification["parent_pid"]
         self._wake_fd, wake_write_fd = os.pipe()
         os.set_blocking(self._wake_fd, False)
         os.set_blocking(wake_write_fd, False)
@@ -59,32 +72,20 @@ class Supervisor:
 
     def run(self) -> None:
         """Attempts the job until it succeeds, is stopped, or has used up a budget."""
-        status, reason = "failed", "the supervisor failed"
+        final: Final | None = None
         try:
-            while True:
-                self._attempts += 1
+            while final is None:
+                self._attempts = self._attempts.begun()
                 outcome = self._attempt()
-                if outcome in ("succeeded", "stopped"):
-                    status, reason = outcome, self._stop_reason if outcome == "stopped" else None
-                    return
-                self._failures += outcome == "failed"
-                self._preemptions += outcome == "preempted"
-                if self._failures > self._specification["max_retries_failure"]:
-                    words = f", the last time {self._ended_by}" if self._ended_by else ""
-                    status, reason = "failed", f"failed {self._failures} times{words}"
-                    return
-                if self._preemptions > self._specification["max_retries_preemption"]:
-                    status, reason = "failed", f"ended from outside {self._preemptions} times"
-                    return
-                delay = min(_FIRST_RETRY_SECONDS * 2 ** min(self._attempts - 1, 20), _LAST_RETRY_SECONDS)
-                if self._stopped_within(delay):
-                    status, reason = "stopped", self._stop_reason
-                    return
+                reason = self._stop_reason if outcome == "stopped" else self._ended_by
+                self._attempts, final = self._attempts.ended(outcome, reason)
+                if final is None and self._stopped_within(self._attempts.pause_seconds):
+                    final = Final("stopped", self._stop_reason)
         finally:
             self._end_everything()
-            self._publish(status, reason)
+            self._publish(*(final or Final("failed", "the supervisor failed")))
 
-    def _attempt(self) -> Outcome | Literal["stopped"]:
+    def _attempt(self) -> Outcome:
         self._exit_codes = {}
         self._ended_by = None
         self._oom = OomWatch()
@@ -97,39 +98,30 @@ class Supervisor:
         self._end_everything()
         return outcome
 
-    def _outcome(self) -> Outcome | Literal["stopped"] | None:
+    def _outcome(self) -> Outcome | None:
         self._reap()
         starved = self._oom.has_struck()
-        causes = {cause_of_exit(code, out_of_memory=starved) for code in self._codes() if code is not None}
-        exits = {ENDINGS[cause] for cause in causes}
+        causes = [None if code is None else cause_of_exit(code, out_of_memory=starved) for code in self._codes()]
         self._ended_by = OUT_OF_MEMORY if "out of memory" in causes else None
-        if exits == {"succeeded"} and None not in self._codes():
-            return "succeeded"
-        if self._stop_reason:
-            return "stopped"
-        # The loss of a replica can make the others fail an instant later, so preemption wins.
-        return "preempted" if "preempted" in exits else "failed" if "failed" in exits else None
+        return outcome_of([cause and ENDINGS[cause] for cause in causes], stopping=self._stop_reason is not None)
 
     def _codes(self) -> list[int | None]:
         return [self._exit_codes.get(replica.pid) if replica else _NOT_STARTED for replica in self._replicas]
 
     def _start(self, index: int) -> subprocess.Popen[bytes] | None:
         specification = self._specification
+        place = specification["place"] or (index, specification["replicas"], 0, 1)
         environment = {
             **os.environ,
-            "ASSAY_REPLICA_INDEX": str(index),
-            "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
-            "ASSAY_HOST_INDEX": "0",
-            "ASSAY_HOST_COUNT": "1",
+            **dict(zip(_PLACE_VARIABLES, map(str, place), strict=True)),
             "ASSAY_ANNOUNCEMENT": str(self._folder / f"announced-{index}"),
             "ASSAY_RESULT": str(self._folder / f"result-{index}"),
-            **specification.get("variables", {}),  # index of replica and host among those on other machines
         }
         for name in (f"announced-{index}", f"result-{index}"):  # leftovers of the last attempt
             (self._folder / name).unlink(missing_ok=True)
         with (self._folder / f"replica-{index}.log").open("ab", buffering=0) as log:
-            if self._attempts > 1:
-                log.write(f"--- attempt {self._attempts} ---\n".encode())
+            if self._attempts.attempts > 1:
+                log.write(f"--- attempt {self._attempts.attempts} ---\n".encode())
             try:
                 return subprocess.Popen(
                     specification["argv"],
@@ -213,9 +205,7 @@ class Supervisor:
         content = {
             "status": status,
             "reason": reason,
-            "attempts": self._attempts,
-            "failures": self._failures,
-            "preemptions": self._preemptions,
+            **self._attempts.counts,
             "ended_by": self._ended_by,
             "supervisor_pid": os.getpid(),
             "replicas": [
@@ -290,16 +280,19 @@ def _step_aside(libc: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: _send(child, signal.SIGTERM))
     _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    os._exit(max(0, os.waitstatus_to_exitcode(status)))
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def main(arguments: list[str]) -> None:
     """Supervises the job in the folder named by the first argument."""
     libc = _load_libc()
-    if json.loads((Path(arguments[0]) / "specification.json").read_text()).get("shielded"):
+    folder = Path(arguments[0])
+    specification = {**_DEFAULTS, **json.loads((folder / "specification.json").read_text())}
+    if specification["shielded"]:
         _step_aside(libc)
     _prctl(libc, _PR_SET_CHILD_SUBREAPER, 1)
-    Supervisor(Path(arguments[0]), libc).run()
+    Supervisor(folder, specification, libc).run()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause, Outcome
+from resources.backends.programs.attempts import Outcome
+from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause
 
 _CAUSES: dict[str, tuple[Cause, str]] = {
     "NodeDiedError": ("machine lost", "its node has died"),

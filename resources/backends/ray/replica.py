@@ -85,19 +85,10 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
     specification = {
         "argv": argv_of(entrypoint, python=python, imports=imports),
         "working_directory": working_directory,
-        "replicas": 1,
-        "max_retries_failure": 0,
-        "max_retries_preemption": 0,
-        "outlives_parent": False,
         "grace_seconds": order.grace_seconds,
         "parent_pid": os.getpid(),
         "shielded": True,
-        "variables": {
-            "ASSAY_REPLICA_INDEX": str(order.replica),
-            "ASSAY_REPLICA_COUNT": str(order.replicas),
-            "ASSAY_HOST_INDEX": str(order.host),
-            "ASSAY_HOST_COUNT": str(order.hosts),
-        },
+        "place": [order.replica, order.replicas, order.host, order.hosts],
     }
     environment = replace(order.environment, env_vars={**order.device_variables, **order.environment.env_vars})
     return variables_of(environment, python=python, given=order.given), specification

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from resources.backends.programs.endings import ENDINGS, Cause, Outcome, cause_of_exit
-
-Ending = Outcome | Literal["stopped"]
+from resources.backends.programs.attempts import Outcome
+from resources.backends.programs.endings import ENDINGS, Cause, cause_of_exit
 
 _ENDED: dict[str, Cause | None] = {
     "COMPLETED": "signalled",
@@ -65,7 +63,7 @@ class Seen:
         return self.is_waiting and self.reason.replace("_", " ").startswith(_NOT_LAUNCHED)
 
 
-def classify_slurm(seen: Seen) -> Ending | None:
+def classify_slurm(seen: Seen) -> Outcome | None:
     """Returns the kind of end of a batch job by Slurm's state, if its program reported none; None while it runs."""
     if seen.state not in _ENDED:
         return None

@@ -93,7 +93,7 @@ def test_lines_that_the_controller_does_not_take_go_by_way_of_the_worker(tmp_pat
     asked: list[str] = []
     shipped = tmp_path / ".assay"
     shipped.mkdir()
-    for name in ("iris_replica.py", "iris_records.py", "supervise.py", "endings.py"):
+    for name in ("iris_replica.py", "iris_records.py", "supervise.py", "attempts.py", "endings.py"):
         shutil.copy(PROGRAMS / name, shipped)
     script = "echo first; printf 'caf\\351\\n' >&2; echo last"
     job = {"argv": ["sh", "-c", script], "hosts": 1, "python": None, "pip_packages": [], "extras": []}

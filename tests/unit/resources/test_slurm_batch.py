@@ -46,14 +46,14 @@ def run_batch(folder: Path, *, srun: str, scontrol: str) -> tuple[int, dict[str,
 def test_replicas_that_end_well_while_slurm_takes_their_machines_have_not_succeeded(
     tmp_path: Path, scontrol: str, code: int, status: str
 ) -> None:
-    exit_code, written = run_batch(tmp_path, srun=f"echo '0: {SUCCEEDED}'", scontrol=f"echo {scontrol}")
+    exit_code, written = run_batch(tmp_path, srun=f"echo '0: 0 {SUCCEEDED}'", scontrol=f"echo {scontrol}")
     assert (exit_code, written["status"]) == (code, status)
 
 
 @pytest.mark.parametrize(
     ("srun", "all_ended"),
     [
-        (f"echo '0: {SUCCEEDED}'", True),
+        (f"echo '0: 0 {SUCCEEDED}'", True),
         (f"echo '{SUCCEEDED}' > $PLACE/task-0/status.json", True),
         ("echo 'error: Node failure on node-b'", False),
         ('echo \'{"status": "running"}\' > $PLACE/task-0/status.json', False),
@@ -66,3 +66,10 @@ def test_job_begins_again_at_once_only_if_all_of_its_replicas_have_said_their_en
     srun = srun.replace("$PLACE", str(tmp_path))
     _, written = run_batch(tmp_path, srun=srun, scontrol="echo JobId=7 JobState=COMPLETING")
     assert (written["left_machines"], written["all_ended"]) == (True, all_ended)
+
+
+@pytest.mark.parametrize(("code", "preemptions"), [(137, 1), (1, 0)])
+def test_killed_supervisor_counts_by_the_signal_that_killed_it(tmp_path: Path, code: int, preemptions: int) -> None:
+    running = json.dumps({"status": "running", "failures": 0, "preemptions": 0, "ended_by": None})
+    _, written = run_batch(tmp_path, srun=f"echo '0: {code} {running}'", scontrol="echo JobId=7 JobState=RUNNING")
+    assert (written["status"], written["preemptions"]) == ("failed", preemptions)
