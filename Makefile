@@ -4,7 +4,7 @@ LISTS := resources/environments/requirements
 # Where it is set, every process of the tests compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-train test tests test-fast check lint budgets types faults zoo chaos chaos-generate truth benchmarks bench lists pictures clean $(wildcard tasks/evaluators/*/requirements/*.in)
+.PHONY: demo demo-train test tests test-rest test-all test-fast check lint budgets types faults zoo chaos chaos-generate truth benchmarks bench lists pictures clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -14,12 +14,22 @@ demo-train: .venv/.complete
 
 PYTEST := .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=20
 
-# Four workers for two cores, since tests wait for other processes much of the time; see tests/conftest.py.
+# Four workers for two cores, since tests wait for other processes much of the time; see tests/conftest.py. The table in
+# tests/tiers.py has what is left out here, unless changes bring it back: make test SINCE=origin/main
+SINCE_OPTION = $(if $(SINCE),--since $(SINCE))
 test: lint
 	$(MAKE) --no-print-directory --jobs=2 types tests
 
 tests: .venv/.development
-	$(PYTEST) -n 4
+	$(PYTEST) -n 4 --part test $(SINCE_OPTION)
+
+# All that `make test` leaves out.
+test-rest: .venv/.development
+	$(PYTEST) -n 4 --part rest $(SINCE_OPTION)
+
+test-all:
+	$(MAKE) --no-print-directory test
+	$(MAKE) --no-print-directory test-rest
 
 # No engine, no harness, no cluster, no server that takes seconds to start.
 test-fast: .venv/.development

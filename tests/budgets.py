@@ -30,6 +30,10 @@ UNCLEAR = re.compile(
     re.IGNORECASE,
 )
 UNCLEAR_NAMES = ("found", "wanted", "there", "here")
+UNCLEAR_TARGETS = ("said", "some", "told")
+"""Unclear as the only target of an assignment or a loop."""
+UNCLEAR_OPENING = re.compile(r"(How|Some|What|When|Where|Whether|Which|Who|Whoever)\b")
+"""Words that open no docstring: it begins with a verb or with a noun."""
 Hit = tuple[int, str]
 """A line number and the phrase with the text around it."""
 
@@ -44,10 +48,18 @@ def unclear_in(text: str, line: int) -> Iterator[Hit]:
 def unclear_in_python(source: str) -> Iterator[Hit]:
     """Yields the unclear phrases of docstrings, comments, texts of several words, and names that the code gives."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = str(node.value.value)
+            if opening := UNCLEAR_OPENING.match(text):
+                yield node.lineno, text[: opening.end() + 30]
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
             yield from unclear_in(node.value, node.lineno)
         elif (name := _given_name(node)) and (name in UNCLEAR_NAMES or UNCLEAR.search(_words_of(name))):
             yield getattr(node, "lineno", 0), name
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.comprehension):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and target.id in UNCLEAR_TARGETS:
+                yield target.lineno, target.id
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from unclear_in(token.string.lstrip("# "), token.start[0])

@@ -19,6 +19,7 @@ from fakes import gcs_variables, ray_variables  # noqa: F401 before any test imp
 from fakes.prefect_database import new_databases
 from fakes.shared import end_shared, shared
 from resources.settings import settings
+from tiers import brought_back, changed_since, entry_of
 
 TOGETHER = {
     "a Prefect server": (
@@ -63,6 +64,58 @@ def _group_of(nodeid: str) -> str:
     return _GROUPS.get(file, file)
 
 
+_BACK = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the choice of a part of the tests; without it, those named on the command line run."""
+    group = parser.getgroup("assay")
+    group.addoption("--part", choices=("test", "rest"), help="of `make test`, or all that it leaves out (tiers.py)")
+    group.addoption("--since", help="commit that the working tree is compared with: changed parts are in `test`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Finds the modules that changes bring into `make test`; workers take what the first process found."""
+    if hasattr(config, "workerinput"):
+        config.stash[_BACK] = config.workerinput["back"]  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    try:
+        changed = changed_since(config.getoption("since")) if config.getoption("part") else []
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[_BACK] = brought_back(changed)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Sends a worker the modules that changes bring into `make test`."""
+    node.workerinput["back"] = node.config.stash[_BACK]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Names the modules that changes brought into `make test`, with their reasons."""
+    if config.getoption("part") is None:
+        return []
+    return [
+        f"with the changes, part of `make test`: {entry}, for {path}" for entry, path in config.stash[_BACK].items()
+    ]
+
+
+def _is_left_out(nodeid: str, config: pytest.Config) -> bool:
+    if (part := config.getoption("part")) is None:
+        return False
+    entry = entry_of(nodeid)
+    return (entry is not None and entry not in config.stash[_BACK]) is (part == "test")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out modules of another part without importing them, where no test of them can belong to it."""
+    if collection_path.suffix != ".py" or "contract" in collection_path.parts:  # some backends are in another part
+        return None
+    nodeid = collection_path.relative_to(config.rootpath).as_posix()
+    return True if _is_left_out(nodeid, config) else None
+
+
 gc.disable()  # until all is imported: garbage collection takes a fifth of that time and finds nothing
 
 
@@ -92,12 +145,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         end_shared()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts files: first those with engines, then those with harnesses, servers or processes, then pure logic.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests of another part, and sorts files: with engines, with harnesses, servers or processes, and logic.
 
     Workers take files in this order: long files first, computing files together with mostly waiting files (contract
     tests and faults), and short files fill in at the end.
     """
+    left_out = [item for item in items if _is_left_out(item.nodeid, config)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not _is_left_out(item.nodeid, config)]
     ranks: dict[Path, int] = {}
     for item in items:
         rank = 0 if item.get_closest_marker("engine") else 1 + ("unit" in item.path.parts)

@@ -9,6 +9,7 @@ SOURCE = '''"""Tells whoever plans next."""
 LIMIT = 3  # nobody waits longer
 def run_of_others(found: int) -> str:
     there = "key is told"
+    """Which key."""
     return f"{there} stands here"
 '''
 
@@ -22,7 +23,8 @@ def test_python_is_read_in_docstrings_comments_texts_and_names() -> None:
         (3, "run_of_others"),
         (4, "key is told"),
         (4, "there"),
-        (5, "stands here"),
+        (5, "Which key."),
+        (6, "stands here"),
     ]
 
 
