@@ -28,8 +28,8 @@ from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import prepare_environments, provisioned, served_alike
 from tasks.running.scheduler import schedule_cells
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.training import TrainAndEvaluateConfig
 from tasks.training.arrivals import ArrivingCells, ArrivingCheckpoints
-from tasks.training.config import TrainAndEvaluateConfig
 from tasks.training.job import finished, is_trained, plan_training, training
 
 

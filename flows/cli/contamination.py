@@ -11,9 +11,9 @@ from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import BadInput
 
 if TYPE_CHECKING:
-    from tasks.contamination.flags import Flags, Tool
-    from tasks.contamination.questions import AskedQuestion
     from tasks.contamination.scan import Progress
+    from tasks.records.questions.asked import AskedQuestion
+    from tasks.records.questions.flags import Flags, Tool
 
 contamination_app = typer.Typer(
     help="Questions that occur in training texts: scanned here, or imported.", no_args_is_help=True
@@ -45,10 +45,9 @@ def scan_texts(
     as_json: Json = False,
 ) -> None:
     """Search training texts for the questions of all records."""
+    from resources.storage.bounded_folder import size_text
     from tasks.contamination.scan import Settings, scan
-    from tasks.contamination.texts import TextSource
-    from tasks.contamination.view import in_bytes
-    from tasks.training.texts import training_texts
+    from tasks.contamination.texts import TextSource, training_texts
 
     sources = [TextSource(location, field) for location in texts or ()]
     not_read: list[str] = []
@@ -65,7 +64,7 @@ def scan_texts(
     settings.check()
 
     def show(progress: Progress) -> None:
-        size = f"{in_bytes(progress.bytes)} of {in_bytes(progress.of_bytes)}"
+        size = f"{size_text(progress.bytes)} of {size_text(progress.of_bytes)}"
         ERR.print(f"{progress.parts:,} of {progress.of:,} parts, {size}", style="dim", highlight=False)
 
     flags = scan(
@@ -89,8 +88,8 @@ def import_flags(
     as_json: Json = False,
 ) -> None:
     """Import questions that another tool found: reports of decon, attributes of Marin's datakit, or a list."""
-    from tasks.contamination.flags import Tool
     from tasks.contamination.imported import import_flags as imported
+    from tasks.records.questions.flags import Tool
 
     known: Sequence[Tool] = [choice for choice in get_args(Tool) if choice != "assay"]
     chosen = next((choice for choice in known if choice == tool), None)
@@ -101,7 +100,7 @@ def import_flags(
 
 
 def _questions(path: str) -> list[AskedQuestion]:
-    from tasks.contamination.questions import every_question
+    from tasks.records.questions.asked import every_question
     from tasks.records.record import find_records
 
     questions = every_question(find_records(path))
@@ -115,7 +114,7 @@ def _questions(path: str) -> list[AskedQuestion]:
 
 
 def _show(flags: Flags, *, as_json: bool) -> None:
-    from tasks.contamination.view import searched
+    from tasks.reports.contamination import searched
 
     if as_json:
         print_json(flags.search.model_dump(mode="json") | {"file": flags.uri, "sha256": flags.digest})

@@ -25,9 +25,9 @@ from resources.errors import BadInput
 from resources.storage import storage
 
 if TYPE_CHECKING:
-    from tasks.contamination.view import SplitRow
     from tasks.records.record import FoundRecord, Record
     from tasks.records.search import RecordFilter
+    from tasks.reports.contamination import Split
     from tasks.sinks.backlog import Published
 
 _FILE_WIDTH = 200  # characters of a table in a file
@@ -115,7 +115,7 @@ def records(
             _verify(chosen, rejected, as_json=as_json)
             return
     say_rejected(rejected)
-    splits = _split_rows(records, path, filters) if contamination else []
+    splits = _splits(records, path, filters) if contamination else []
     if as_json and contamination:
         print_json([row.as_row for row in splits])
         return
@@ -140,8 +140,7 @@ def records(
     if form != "table":
         by_record: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
         for row in splits:
-            measured = row.split.metric
-            by_record.setdefault(id(row.record), {})[measured.benchmark, measured.name] = row.split.as_row()
+            by_record.setdefault(id(row.record), {})[row.metric.benchmark, row.metric.name] = row.columns
         rows = list(measured_rows(records, filters=filters, splits_of=lambda record: by_record.get(id(record), {})))
         label = f"{how_many(len(rows), 'row')} of {how_many(len(records), 'record')}"
         _write(exported(rows, form=form), output, label=label)
@@ -167,9 +166,9 @@ def records(
     _write(page.file.getvalue().encode(), output, label=how_many(len(records), "record"))
 
 
-def _split_rows(records: Sequence[Record], path: str, filters: RecordFilter) -> list[SplitRow]:
-    from tasks.contamination.flags import FOLDER, read_flags
-    from tasks.contamination.view import split_rows
+def _splits(records: Sequence[Record], path: str, filters: RecordFilter) -> list[Split]:
+    from tasks.records.questions.flags import FOLDER, read_flags
+    from tasks.reports.contamination import splits_of
 
     flags = read_flags(path)
     if not flags:
@@ -178,11 +177,11 @@ def _split_rows(records: Sequence[Record], path: str, filters: RecordFilter) -> 
             found="none",
             remedy="assay contamination scan, or import",
         )
-    rows = split_rows(records, flags, evaluation_path=path)
-    return [row for row in rows if filters.takes(row.split.metric.benchmark, row.split.metric.name)]
+    rows = splits_of(records, flags, evaluation_path=path)
+    return [row for row in rows if filters.takes(row.metric.benchmark, row.metric.name)]
 
 
-def _split_table(rows: Sequence[SplitRow]) -> Table:
+def _split_table(rows: Sequence[Split]) -> Table:
     table = Table("Checkpoint", "Benchmark · metric", "Whole", "Clean", "Flagged", "Clean − flagged", "Note")
     for row in rows:
         table.add_row(*map(Text, (row.record.checkpoint.name, row.label, *map(str, row.cells), row.note)))

@@ -24,7 +24,7 @@ def train_and_evaluate(
     from flows.console.running import run_series
     from flows.training import train_and_evaluate as flow
     from tasks.spec.loading import load_config
-    from tasks.training.config import TrainAndEvaluateConfig
+    from tasks.spec.training import TrainAndEvaluateConfig
 
     judged_by = gate_of(gating)
     training = load_config(config, TrainAndEvaluateConfig)

@@ -20,7 +20,7 @@ from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.prefect_server.progress import Event
 from tasks.records.record import Record
-from tasks.training.config import TrainAndEvaluateConfig
+from tasks.spec.training import TrainAndEvaluateConfig
 
 RUN_NAME = "nano-llama"
 BENCHMARKS = ("demo_facts", "demo_backwards")

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.contamination.flags import Evidence, Flags, QuestionFlag, Search, Tool, evidence_of, write_flags
 from tasks.contamination.marin import SHARE, found_by_hashes
-from tasks.contamination.questions import AskedQuestion, words_in
 from tasks.records.provenance import versions
+from tasks.records.questions.asked import AskedQuestion, words_in
+from tasks.records.questions.flags import Evidence, Flags, QuestionFlag, Search, Tool, evidence_of, write_flags
 from tasks.records.record import now
 
 _YES = frozenset({"1", "true", "yes", "flagged", "contaminated", "dirty"})

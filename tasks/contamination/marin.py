@@ -14,7 +14,7 @@ from typing import Any
 from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.parquet_batches import bounded_batches
-from tasks.contamination.questions import AskedQuestion
+from tasks.records.questions.asked import AskedQuestion
 
 N = 13
 """Words of an n-gram."""

@@ -13,11 +13,11 @@ from multiprocessing import get_context, parent_process
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.contamination.flags import FOLDER, Evidence, Flags, QuestionFlag, Search, write_flags
 from tasks.contamination.matching import Finding, QuestionIndex
-from tasks.contamination.questions import AskedQuestion
 from tasks.contamination.texts import Part, Reading, TextSource, parts_of, texts_in
 from tasks.records.provenance import versions
+from tasks.records.questions.asked import AskedQuestion
+from tasks.records.questions.flags import FOLDER, Evidence, Flags, QuestionFlag, Search, write_flags
 from tasks.records.record import now
 
 DEFAULT_N = 13

@@ -1,9 +1,12 @@
-"""Reads training texts from files in any store, in bounded memory: JSON lines, Parquet, plain text."""
+"""Reads training texts from files in any store, in bounded memory: JSON lines, Parquet, plain text.
+
+The files are named directly, or by the configuration of a training.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -13,6 +16,7 @@ from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.listings import FileInfo
 from resources.storage.parquet_batches import bounded_batches
+from tasks.spec.loading import read_mapping
 
 Form = Literal["lines", "parquet", "text"]
 _FORMS: dict[str, Form] = {
@@ -27,6 +31,13 @@ _LONGEST_LINE_BYTES = 2**29
 _PIECE_CHARACTERS = 2**20
 _OVERLAP_CHARACTERS = 2**16  # of the pieces of a long text; the longest match across pieces
 _ROWS = 256
+_SECTIONS = ("training", "train_config")
+_LEVANTER_FIELDS = {
+    "text": {"text_key": "text"},
+    "chat": {"messages_field": "messages"},
+    "supervised": {"input_key": "input", "target_key": "target"},
+}
+"""Options of Levanter's formats that name a field, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,36 @@ class Reading:
     unreadable: int = 0
     without_text: int = 0
     keys: list[str] = field(default_factory=list)
+
+
+def training_texts(uri: str) -> tuple[list[TextSource], list[str]]:
+    """Returns the training texts, and the components without files, each with the reason.
+
+    Components of weight 0 are only validated on, and left out.
+
+    Args:
+        uri: YAML with a TrainAndEvaluateConfig, a TrainLmOnPodConfig or Levanter's own configuration.
+    """
+    content, _ = read_mapping(uri, kind="a file with a training's configuration")
+    for name in _SECTIONS:
+        within = content.get(name, content)
+        content = read_mapping(within)[0] if isinstance(within, str) else within
+    data = content.get("data")
+    if not isinstance(data, Mapping):
+        raise BadInput(
+            expected=f"data of a training in {uri}", found=", ".join(map(str, content)), remedy="name its configuration"
+        )
+    sources: list[TextSource] = []
+    not_read: list[str] = []
+    for name, component in _components(data):
+        source, fields = component.get("source") or {}, _fields_of(component)
+        if source.get("train_urls") and fields:
+            sources += [TextSource(str(url), field) for url in source["train_urls"] for field in fields]
+        elif source.get("id"):
+            not_read.append(f"{name}: data set {source['id']} of a hub; scan its files with --texts")
+        else:
+            not_read.append(f"{name}: no texts are named, only what was made of them")
+    return sources, not_read
 
 
 def parts_of(sources: Iterable[TextSource]) -> list[Part]:
@@ -262,3 +303,30 @@ def _pieces(text: str) -> Sequence[str]:
         return (text,)
     step = _PIECE_CHARACTERS - _OVERLAP_CHARACTERS
     return [text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text) - _OVERLAP_CHARACTERS, step)]
+
+
+def _components(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    weights = _weights(data.get("train_weights"))
+    for name, component in (data.get("components") or {}).items():
+        if weights is not None and not weights.get(name):
+            continue
+        children = component.get("children") if isinstance(component, Mapping) else None
+        for part, child in (children or {"": component}).items():
+            if isinstance(child, Mapping):
+                yield f"{name}/{part}" if part else str(name), child
+
+
+def _weights(given: Any) -> dict[str, float] | None:
+    stages = [stage[1] for stage in given] if isinstance(given, list) else [given] if given else []
+    if not stages:
+        return None
+    return {
+        name: max(stage.get(name, 0.0) for stage in stages) for name in {name for stage in stages for name in stage}
+    }
+
+
+def _fields_of(component: Mapping[str, Any]) -> list[str]:
+    kinds = [component.get("format"), (component.get("source") or {}).get("format")]
+    given = next((kind for kind in kinds if isinstance(kind, Mapping)), {})
+    defaults = _LEVANTER_FIELDS.get(str(given.get("type", "text")), {})
+    return [str(given.get(option, default)) for option, default in defaults.items()]

@@ -17,7 +17,7 @@ from tasks.checkpoints.run_snapshot import expand_runs
 from tasks.claims.files import claims_folder, end_claim, read_claims
 from tasks.policies.policy import Policy
 from tasks.spec.names import job_label, name_of
-from tasks.training.config import TrainAndEvaluateConfig
+from tasks.spec.training import TrainAndEvaluateConfig
 
 
 def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:

@@ -18,15 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from resources.storage import storage
-from tasks.contamination.flags import Flags, read_flags
-from tasks.contamination.view import contamination_view, searched
 from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.current import how_merged
 from tasks.records.early import NOT_COVERED, EarlyVerdict, find_early
+from tasks.records.questions.flags import Flags, read_flags
 from tasks.records.record import Record
 from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
 from tasks.reports.alert_parts import alert_lines, alert_parts, words_of_acknowledgements
+from tasks.reports.contamination import contamination_view, searched
 from tasks.reports.costs import cost_part
 from tasks.reports.freshness import fingerprint, is_fresh, marked
 from tasks.reports.noises import noise_note, summary_rows, wavering

@@ -17,21 +17,24 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 def load_config(uri: str, kind: type[_Model]) -> _Model:
     """Reads a configuration file."""
+    content, text = read_mapping(uri)
+    return build_config(content, kind, source=uri, text=text)
+
+
+def read_mapping(uri: str, *, kind: str = "a configuration file") -> tuple[dict[str, Any], bytes]:
+    """Returns the keys and values in a YAML or JSON file, and its text; `kind` describes the file in errors."""
     try:
         text = storage.read_bytes(uri, within="/")
         content = load_yaml(text)
     except FileNotFoundError:
-        raise not_there("a configuration file", uri) from None
+        raise not_there(kind, uri) from None
     except (yaml.YAMLError, ValueError) as error:
         remedy = "correct the line or the value that it names; a text that looks like a date needs quotes"
         raise BadInput(expected=f"YAML in {uri}", found=str(error), remedy=remedy) from error
     if not isinstance(content, dict):
-        raise BadInput(
-            expected=f"keys and values in {uri}",
-            found=type(content).__name__,
-            remedy="start from the example in docs/quickstart.md",
-        )
-    return build_config(content, kind, source=uri, text=text)
+        remedy = "start from the example in docs/quickstart.md"
+        raise BadInput(expected=f"keys and values in {uri}", found=type(content).__name__, remedy=remedy)
+    return content, text
 
 
 def build_config(content: dict[str, Any], kind: type[_Model], *, source: str, text: bytes | None = None) -> _Model:

@@ -21,7 +21,7 @@ from resources.storage import storage
 from tasks.prefect_server.accelerators import accelerators_reserved_until
 from tasks.prefect_server.progress import report_event
 from tasks.records.provenance import git_state
-from tasks.training.config import TrainLmOnPodConfig
+from tasks.spec.training import TrainLmOnPodConfig
 from tasks.training.layout import Training, training_of
 from tasks.training.node import train
 from tasks.training.variables import accelerator_defaults, variables_of

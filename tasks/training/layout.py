@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
-
 from resources.config import CpuConfig
 from resources.errors import BadInput
 from resources.storage import storage
-from resources.storage.yaml_text import load_yaml
 from tasks.spec.evaluation import digest_of
-from tasks.training.config import EXPORTS, TrainLmOnPodConfig, check_train_config
+from tasks.spec.loading import read_mapping
+from tasks.spec.training import EXPORTS, TrainLmOnPodConfig, check_train_config
 
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
@@ -95,21 +92,16 @@ def default_run_id() -> str:
 
 
 def _train_config(config: TrainLmOnPodConfig) -> dict[str, Any]:
-    given = config.train_config
-    if isinstance(given, dict):
-        return given
+    if isinstance(config.train_config, dict):
+        return config.train_config
+    content, _ = read_mapping(config.train_config, kind="a file with Levanter's configuration")
     try:
-        content = load_yaml(storage.read_bytes(given, within="/"))
-        if not isinstance(content, dict):
-            raise ValueError(f"expected keys and values, found {type(content).__name__}")
         check_train_config(content)
-    except FileNotFoundError:
+    except ValueError as error:
         raise BadInput(
-            expected="a file with Levanter's configuration", found=f"{given} is not there", remedy="check train_config"
-        ) from None
-    except (yaml.YAMLError, ValueError, ValidationError) as error:
-        raise BadInput(
-            expected=f"a configuration of Levanter's train_lm in {given}", found=str(error), remedy="correct it there"
+            expected=f"a configuration of Levanter's train_lm in {config.train_config}",
+            found=str(error),
+            remedy="correct it there",
         ) from error
     return content
 

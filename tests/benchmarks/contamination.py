@@ -30,9 +30,9 @@ if __package__ in (None, ""):  # run as a script
 from benchmarks.side_by_side import BENCH, Comparison
 
 from tasks.contamination.matching import QuestionIndex
-from tasks.contamination.questions import AskedQuestion, words_in
 from tasks.contamination.scan import Progress, Settings, scan, scan_part
 from tasks.contamination.texts import TextSource, parts_of
+from tasks.records.questions.asked import AskedQuestion, words_in
 
 QUESTIONS = 14_042
 """The size of MMLU."""

@@ -21,7 +21,7 @@ from tasks.claims.files import claims_folder, read_claims
 from tasks.gates.gate import Gate
 from tasks.prefect_server.progress import CellDone, Update, listening
 from tasks.records.record import Record, read_records
-from tasks.training.config import TrainAndEvaluateConfig
+from tasks.spec.training import TrainAndEvaluateConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(600)]
 

@@ -39,7 +39,7 @@ from tasks.policies.reconciliation import Reconciliation, reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.prefect_server.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL
-from tasks.training.config import TrainLmOnPodConfig
+from tasks.spec.training import TrainLmOnPodConfig
 from tasks.training.job import training
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]

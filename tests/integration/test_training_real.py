@@ -18,7 +18,7 @@ from resources.errors import BadInput
 from resources.jobs.jobs import Client, JobStatus
 from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.training.config import TrainLmOnPodConfig
+from tasks.spec.training import TrainLmOnPodConfig
 from tasks.training.job import finished, is_trained, plan_training, run_levanter_train_lm, training
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]

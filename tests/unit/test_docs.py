@@ -73,7 +73,7 @@ from tasks.spec.evaluators import EVALUATORS, EvaluatorOptions, Judge, JudgeEndp
 from tasks.spec.loading import load_config
 from tasks.spec.merges import MergeOptions
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
-from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
+from tasks.spec.training import TrainAndEvaluateConfig, TrainLmOnPodConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

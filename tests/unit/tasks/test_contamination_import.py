@@ -14,9 +14,9 @@ from pyarrow import parquet
 
 from resources.errors import BadInput, StorageError
 from resources.storage import storage
-from tasks.contamination.flags import Evidence, Flags, Tool, read_flags, status_of
 from tasks.contamination.imported import import_flags
-from tasks.contamination.questions import AskedQuestion, questions_of
+from tasks.records.questions.asked import AskedQuestion, questions_of
+from tasks.records.questions.flags import Evidence, Flags, Tool, read_flags, status_of
 from tasks.records.samples import Sample
 
 FIELD = "Find the degree for the given field extension Q(sqrt(2), sqrt(3), sqrt(18)) over Q."

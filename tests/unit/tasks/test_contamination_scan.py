@@ -22,10 +22,10 @@ from fakes.records import make_record
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.contamination.matching import Finding, QuestionIndex
-from tasks.contamination.questions import AskedQuestion, asked_in, own_texts, questions_of
 from tasks.contamination.scan import Progress, Settings, scan, scan_part
 from tasks.contamination.texts import Reading, TextSource, parts_of, texts_in
-from tasks.contamination.words import words_of
+from tasks.records.questions.asked import AskedQuestion, asked_in, own_texts, questions_of
+from tasks.records.questions.words import words_of
 from tasks.records.samples import Sample
 
 QUESTION = "which of the seven bridges of the old town was built before the river changed its bed"

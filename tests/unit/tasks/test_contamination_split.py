@@ -15,14 +15,12 @@ from typer.testing import CliRunner
 
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish
 from flows.cli.app import app
-from tasks.contamination.flags import Evidence, Flags, QuestionFlag, Search, read_flags, write_flags
-from tasks.contamination.split import Split, Splits
-from tasks.contamination.texts import TextSource
+from tasks.contamination.texts import TextSource, training_texts
+from tasks.records.questions.flags import Evidence, Flags, QuestionFlag, Search, read_flags, write_flags
 from tasks.records.record import Metric, Record, find_records, read_records
 from tasks.records.samples import Sample
-from tasks.records.search import found_below
+from tasks.reports.contamination import Split, splits_of
 from tasks.reports.page import write_report
-from tasks.training.texts import training_texts
 
 HOSTILE = '<script>alert(1)</script>&amp;"><img src=x onerror=alert(1)>'
 RIGHT = [1.0] * 30 + [0.0] * 70  # the first 30 of 100 questions are right
@@ -47,7 +45,7 @@ def split(path: Path, metric: Metric, samples: Sequence[Sample], *others: Metric
     record = make_record(metrics=(metric, *others), samples=len(samples))
     publish(path, record, samples)
     [halves] = [
-        each for each in Splits(read_flags(str(path))).of(found_below(str(path), record)) if each.metric == metric
+        each for each in splits_of([record], read_flags(str(path)), evaluation_path=str(path)) if each.metric == metric
     ]
     return halves
 

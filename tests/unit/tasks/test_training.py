@@ -15,7 +15,7 @@ from fakes.jobs import FakeClient, FakeJob
 from resources.config import Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus
-from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
+from tasks.spec.training import TrainAndEvaluateConfig, TrainLmOnPodConfig
 from tasks.training.job import finished, is_trained, plan_training, run_levanter_train_lm, training, training_job
 from tasks.training.layout import run_id_of, training_of
 from tasks.training.variables import accelerator_defaults, variables_of

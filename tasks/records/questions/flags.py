@@ -18,8 +18,8 @@ from pydantic import AfterValidator, AwareDatetime, Field
 
 from resources.errors import BadInput, StorageError
 from resources.storage import storage
-from tasks.contamination.questions import AskedQuestion
 from tasks.records.details import Part
+from tasks.records.questions.asked import AskedQuestion
 from tasks.records.samples import encodable, sample_lines
 
 FOLDER = "contamination"

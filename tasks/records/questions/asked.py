@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from resources.storage import storage
-from tasks.contamination.words import words_of
+from tasks.records.questions.words import words_of
 from tasks.records.record import FoundRecord, Record
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 
