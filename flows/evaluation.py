@@ -10,9 +10,6 @@ from flows.hooks import leave_nothing
 from resources.settings import settings
 from resources.tracing import tracing
 from tasks.checkpoints.discovery import Checkpoint, discover_checkpoint, layouts_for, with_pinned_model
-from tasks.gates.conclude import conclude_by
-from tasks.gates.early import decided_early
-from tasks.gates.gate import Gate
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
@@ -21,10 +18,13 @@ from tasks.reports.page import import_plotting
 from tasks.running.announce import announce, check_sinks, raise_alerts
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
+from tasks.running.conclude import conclude_by
+from tasks.running.early import decided_early
 from tasks.running.expected import check_budget, tell, with_expectations
 from tasks.running.provisioning import provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.verdicts.gate import Gate
 
 
 @flow(

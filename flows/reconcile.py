@@ -20,8 +20,6 @@ from pools.weights.merges import with_each_location
 from resources.errors import AssayError, BadInput, CheckpointError, EvaluationIncomplete, EvaluationInterrupted
 from resources.storage import storage
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
-from tasks.gates.early import require_whole, unfinished_verdict
-from tasks.gates.gate import Gate
 from tasks.policies.batches import served_together
 from tasks.policies.cancelled_runs import stopping_if_cancelled
 from tasks.policies.gate import conclude_policy, conclude_settled, with_early
@@ -34,9 +32,11 @@ from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import now
 from tasks.running.cells import Cell, plan_cells, standing_record
+from tasks.running.early import require_whole, unfinished_verdict
 from tasks.running.expected import check_budget, tell, with_expectations
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
+from tasks.verdicts.gate import Gate
 
 
 @dataclass(frozen=True)

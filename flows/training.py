@@ -12,10 +12,6 @@ from flows.hooks import leave_nothing
 from resources.errors import AssayError, NoCheckpoints
 from resources.tracing import tracing
 from tasks.checkpoints.discovery import Checkpoint
-from tasks.claims.files import claims_folder
-from tasks.gates.conclude import conclude_by
-from tasks.gates.early import require_whole
-from tasks.gates.gate import Gate
 from tasks.policies.events import emit
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress import report_event
@@ -25,12 +21,16 @@ from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce, raise_alerts
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells
+from tasks.running.claims.files import claims_folder
+from tasks.running.conclude import conclude_by
+from tasks.running.early import require_whole
 from tasks.running.provisioning import prepare_environments, provisioned, served_alike
 from tasks.running.scheduler import schedule_cells
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.training import TrainAndEvaluateConfig
 from tasks.training.arrivals import ArrivingCells, ArrivingCheckpoints
 from tasks.training.job import finished, is_trained, plan_training, training
+from tasks.verdicts.gate import Gate
 
 
 @flow(

@@ -224,9 +224,9 @@ def requalify(
     from tasks.records.builds import write_qualification
     from tasks.records.record import QUALIFICATIONS_FOLDER, now
     from tasks.records.search import RecordFilter, records_of_checkpoints
-    from tasks.reports.qualifying import qualify
     from tasks.running.requalification import side_of
     from tasks.spec.names import how_many
+    from tasks.verdicts.qualification import qualify
 
     filters = RecordFilter(evaluators=tuple(evaluator or ()), benchmarks=tuple(benchmark or ()))
     filters.check()

@@ -12,10 +12,10 @@ import typer
 from flows.console.console import OUT, Json, print_json, say_rejected
 
 if TYPE_CHECKING:
-    from tasks.gates.gate import Gate
-    from tasks.gates.reasons import Verdict
-    from tasks.gates.verdict import JudgedCheckpoint
     from tasks.records.record import CheckpointReference
+    from tasks.records.verdicts import Verdict
+    from tasks.verdicts.gate import Gate
+    from tasks.verdicts.judge import JudgedCheckpoint
 
 _Summary = Annotated[
     Path | None, typer.Option(help="File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.")
@@ -73,7 +73,7 @@ def gate(
 ) -> None:
     """Judge recorded results: GO (exit code 0) or NO-GO (1), with the reasons."""
     from resources.errors import BadInput
-    from tasks.gates.verdict import judge
+    from tasks.verdicts.judge import judge
 
     if checkpoint is not None and not (run is step is None):
         raise BadInput(expected="--checkpoint, or --run and --step", found="both", remedy="leave --run and --step out")
@@ -95,8 +95,8 @@ def gate(
 
 def load_gate(uri: str) -> Gate:
     """Returns the gate in a YAML or JSON file, in any store."""
-    from tasks.gates.gate import Gate
     from tasks.spec.loading import load_config
+    from tasks.verdicts.gate import Gate
 
     return load_config(uri, Gate)
 
@@ -113,8 +113,8 @@ def gate_of(options: GateOptions) -> Gate | None:
 def early_gate(gate: Gate | None, options: EarlyOptions) -> Gate | None:
     """Returns the gate with the options for early decisions applied."""
     from resources.errors import BadInput
-    from tasks.gates.gate import Gate
     from tasks.spec.loading import build_config
+    from tasks.verdicts.gate import Gate
 
     if gate is None or (options.early and options.finish):
         if not (options.early or options.finish or options.alpha is not None):
@@ -134,7 +134,7 @@ def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
     """Returns the steps of a run that have early verdicts but no succeeded record."""
     from resources.errors import BadInput
     from resources.storage import storage
-    from tasks.gates.early import early_below
+    from tasks.running.early import early_below
 
     folder = storage.join(evaluation_path, run)
     steps = {verdict.checkpoint.step for verdict in early_below(folder)}
@@ -149,7 +149,7 @@ def undecided_steps(evaluation_path: str, run: str) -> tuple[int, ...]:
 
 def show_verdict(verdict: Verdict) -> None:
     """Prints the verdict as a table, with GO or NO-GO at the end."""
-    from tasks.gates.views import verdict_table
+    from tasks.reports.texts import verdict_table
 
     OUT.print(verdict_table(verdict))
     OUT.print(f"{verdict.gate}: {verdict.word}", highlight=False, markup=False)
@@ -158,7 +158,7 @@ def show_verdict(verdict: Verdict) -> None:
 def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
     """Appends verdicts to a file as Markdown; does nothing without a file."""
     from resources.errors import BadInput
-    from tasks.gates.views import verdict_markdown
+    from tasks.reports.texts import verdict_markdown
 
     if file is None:
         return
@@ -174,9 +174,9 @@ def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
 
 
 def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
-    from tasks.gates.early import early_below
-    from tasks.gates.verdict import judged_checkpoints, with_rejected
     from tasks.records.search import records_of_checkpoints
+    from tasks.running.early import early_below
+    from tasks.verdicts.judge import judged_checkpoints, with_rejected
 
     rejected: dict[str, str] = {}
     [records] = records_of_checkpoints([name], evaluation_path=path, rejected=rejected)
@@ -189,9 +189,9 @@ def _named(name: str, path: str, *, early: bool) -> list[JudgedCheckpoint]:
 
 def _checkpoints(path: str, *, run: str | None, step: int | None, early: bool) -> list[JudgedCheckpoint]:
     from resources.errors import BadInput
-    from tasks.gates.early import early_below
-    from tasks.gates.verdict import judged_checkpoints, with_rejected
     from tasks.records.record import find_records
+    from tasks.running.early import early_below
+    from tasks.verdicts.judge import judged_checkpoints, with_rejected
 
     rejected: dict[str, str] = {}
     records = find_records(path, rejected=rejected)

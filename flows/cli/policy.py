@@ -147,8 +147,8 @@ def alerts(
     The exit code is 0, with or without open alerts.
     """
     from resources.errors import BadInput
-    from tasks.alerts.files import acknowledge as write
-    from tasks.alerts.listing import alerts_table, chosen, list_alerts
+    from tasks.verdicts.alert_files import acknowledge as write
+    from tasks.verdicts.alert_files import alerts_table, chosen, list_alerts
 
     if note is not None and not (acknowledge or every):
         raise BadInput(expected="--acknowledge ID or --all with --note", found="neither", remedy="name the alerts")
@@ -178,9 +178,9 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
     from flows.console.live import live_view
     from flows.reconcile import load_policy, reconcile_policy
     from resources.errors import AssayError
-    from tasks.gates.reasons import Verdict
     from tasks.prefect_server.client import readable_prefect_errors, require_server
     from tasks.prefect_server.progress import Event, Judged, Notice, Raised, Update, listening
+    from tasks.records.verdicts import Verdict
     from tasks.spec.names import how_many
 
     loaded_policy, judged_by = load_policy(policy), gate_of(gating)

@@ -237,8 +237,8 @@ def compare(
 ) -> None:
     """Compare two checkpoints question by question: is the difference more than chance?"""
     from tasks.records.search import RecordFilter, records_of_checkpoints
-    from tasks.reports.comparison import compare as compare_records
     from tasks.reports.comparison_views import comparison_json, comparison_table
+    from tasks.verdicts.comparison import compare as compare_records
 
     adjustment = next((choice for choice in get_args(_Adjustment) if choice == adjust), None)
     if adjustment is None:
@@ -267,7 +267,7 @@ def report(
     """Write a self-contained HTML page with curves and tables, and a page with the questions if they are few."""
     from tasks.records.record import find_records
     from tasks.reports.page import write_report
-    from tasks.viewing.page import write_next_to_report
+    from tasks.reports.viewer.page import write_next_to_report
 
     rejected: dict[str, str] = {}
     places = find_records(path, rejected=rejected)

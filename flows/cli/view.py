@@ -30,9 +30,9 @@ def view(
     from resources.jobs.addresses import own_address
     from tasks.records.record import find_records
     from tasks.records.search import RecordFilter
-    from tasks.viewing.page import MOST_ANSWERS, MOST_BYTES, answers_of, bytes_of, write_page
-    from tasks.viewing.server import serve
-    from tasks.viewing.view import View
+    from tasks.reports.viewer.page import MOST_ANSWERS, MOST_BYTES, answers_of, bytes_of, write_page
+    from tasks.reports.viewer.server import serve
+    from tasks.reports.viewer.view import View
 
     filters = RecordFilter(runs=tuple(run or ()), benchmarks=tuple(benchmark or ()), latest=False)
     rejected: dict[str, str] = {}

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from resources.errors import OverBudget, StorageError
 from resources.settings import settings
 from tasks.checkpoints.discovery import discover, layouts_for
-from tasks.gates.conclude import conclude_by
-from tasks.gates.gate import Gate
 from tasks.prefect_server.lazy import server_named
 from tasks.prefect_server.progress import Update, listening, report
 from tasks.records.record import Record
 from tasks.reports.artifacts import publish_report
 from tasks.running.cells import Cell, as_served, conclude, plan_cells, standing_record
 from tasks.running.claimed_cells import put_away
+from tasks.running.conclude import conclude_by
 from tasks.sinks.publishing import missing_sinks
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.verdicts.gate import Gate
 
 
 def records_if_finished(

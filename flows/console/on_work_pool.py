@@ -24,7 +24,6 @@ from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, discover, layouts_for
 from tasks.checkpoints.run_snapshot import listing_of
-from tasks.gates.gate import Gate
 from tasks.policies.batches import resources_of
 from tasks.policies.dispatch import send_run, source_of, states_of
 from tasks.prefect_server.client import prefect_client, require_server
@@ -40,6 +39,7 @@ from tasks.running.pricing import resources_of_replica, tariff_of_cell
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_of
 from tasks.spec.suites import Suite, SuiteRequest
+from tasks.verdicts.gate import Gate
 
 _Request = TypeVar("_Request", bound=EvaluationConfig | SuiteRequest)
 _FLOW_RUN_POLL_SECONDS = 2.0

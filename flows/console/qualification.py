@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.records.builds import Qualification, QualifiedBenchmark, QualifiedMetric, Verdict
-from tasks.reports.table import NOTHING, measured
+from tasks.records.numbers import NOTHING, measured
 from tasks.spec.evaluators import evaluator_title
 
 _COLOURS: dict[Verdict, str] = {"identical": "green", "within noise": "green", "different": "red"}

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from flows.console.live import live_view
 from resources.errors import AssayError, BadInput
-from tasks.gates.reasons import Verdict
 from tasks.prefect_server.embedded import EmbeddedServer, embedded_server
 from tasks.prefect_server.lazy import server_named
 from tasks.prefect_server.progress import CellDone, Judged, Raised, Update, listening
 from tasks.records.current import current_records
 from tasks.records.record import Record, now, read_records
+from tasks.records.verdicts import Verdict
 from tasks.reports.artifacts import report_uri
 from tasks.running.warm import begun_early
 from tasks.spec.evaluation import EvaluationConfig

@@ -23,10 +23,10 @@ from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import Event
 from tasks.records.record import Record, find_records
 from tasks.reports.page import write_report
+from tasks.reports.viewer.page import write_next_to_report
 from tasks.running.warm import begun_early
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, built_in_suite
-from tasks.viewing.page import write_next_to_report
 
 SUITE = "demo"
 RUN_NAME = "tiny-llama"

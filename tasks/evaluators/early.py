@@ -1,4 +1,4 @@
-"""Early decisions: input and output of the harness's program; see `tasks/statistics/early.py`."""
+"""Early decisions: input and output of the harness's program; see `tasks/verdicts/statistics/early.py`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from resources.errors import CountsDisagree
 from tasks.evaluators.reading import invalid_results
 from tasks.records.builds import Build
-from tasks.records.early import ANSWERED_NAME, EarlyScore
+from tasks.records.verdicts import ANSWERED_NAME, EarlyScore
 from tasks.spec.evaluation import digest_of
-from tasks.statistics import early
+from tasks.verdicts.statistics import early
 
 WANTED_NAME = "early.json"
 """File in a harness's working folder; if it exists, requests follow its order."""

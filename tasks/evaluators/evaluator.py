@@ -13,9 +13,9 @@ from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments.environments import EnvironmentSpec
 from tasks.evaluators.isolation import ModelCode
 from tasks.records.details import Asking, BenchmarkDetails
-from tasks.records.early import EarlyScore
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
+from tasks.records.verdicts import EarlyScore
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS
 

@@ -14,7 +14,7 @@ from tasks.records.details import BenchmarkDetails
 from tasks.records.record import Metric
 from tasks.records.samples import Sample, write_samples
 from tasks.records.scores import LENGTH, Question, Questions, agrees, question_of, scale_of, scores_in
-from tasks.statistics.composition import with_interval
+from tasks.verdicts.statistics.composition import with_interval
 
 
 def with_samples(parsed: Parsed, samples: Iterable[Sample], path: Path) -> Parsed:

@@ -33,8 +33,7 @@ from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import AnswersProgress, CellDone, report, report_event
 from tasks.reports.artifacts import browser_address
-from tasks.running.kept_pools import access_of
-from tasks.running.provisioning import require_near, start_pool
+from tasks.running.provisioning import access_of, require_near, start_pool
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import artifact_key, how_many, job_name
 from tasks.spec.paths import check_deployed_paths

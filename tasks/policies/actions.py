@@ -10,7 +10,6 @@ from prefect.exceptions import PrefectException
 from prefect.states import Cancelling
 
 from resources.errors import AssayError, BadInput
-from tasks.claims.files import SeenClaim, end_claim
 from tasks.policies.dispatched import read_dispatches
 from tasks.policies.overrides import write_override
 from tasks.policies.policy import Policy
@@ -18,6 +17,7 @@ from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.policies.snapshot import run_folder
 from tasks.prefect_server.client import prefect_client, server_address
 from tasks.prefect_server.progress import report_event
+from tasks.running.claims.files import SeenClaim, end_claim
 
 CANCELLED_BY_COMMAND = "assay cancel"
 """Message of the cancelled state of flow runs."""

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from resources.errors import AssayError
 from resources.jobs.jobs import Client
 from tasks.checkpoints.run_snapshot import expand_runs
-from tasks.claims.files import claims_folder, end_claim, read_claims
 from tasks.policies.policy import Policy
+from tasks.running.claims.files import claims_folder, end_claim, read_claims
 from tasks.spec.names import job_label, name_of
 from tasks.spec.training import TrainAndEvaluateConfig
 

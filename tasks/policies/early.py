@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.alerts.files import read_alerts
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.evaluators.early import NOT_EARLY
-from tasks.gates.gate import Gate
 from tasks.policies.policy import Policy, WantedEvaluation, own_gate
-from tasks.records.early import EarlyVerdict
+from tasks.records.verdicts import EarlyVerdict
 from tasks.spec.evaluation import digest_of
+from tasks.verdicts.alert_files import read_alerts
+from tasks.verdicts.gate import Gate
 
 NOT_WORSE = "not worse"
 _WHOLE_EVERY = 10

@@ -18,10 +18,10 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run
-from tasks.gates.reasons import Verdict
 from tasks.policies.policy import Policy
 from tasks.prefect_server.client import prefect_client, send_events
 from tasks.prefect_server.lazy import in_flow_run
+from tasks.records.verdicts import Verdict
 from tasks.spec.names import name_of
 
 CHECKPOINT_COMPLETE = "checkpoint.complete"

@@ -13,11 +13,6 @@ from collections.abc import Sequence
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from resources.storage import storage
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.gates.conclude import judge_checkpoints
-from tasks.gates.early import decided_early
-from tasks.gates.gate import Gate
-from tasks.gates.reasons import Reason, Verdict
-from tasks.gates.verdict import JudgedCheckpoint
 from tasks.policies.early import EarlyDecisions
 from tasks.policies.events import emit_verdict
 from tasks.policies.policy import Policy, WantedEvaluation
@@ -25,10 +20,14 @@ from tasks.policies.reconciliation import ON_ITS_WAY, RunListing, State, reconci
 from tasks.policies.snapshot import run_folder, take_snapshot
 from tasks.policies.verdicts import KeptVerdicts, as_kept, kept_verdicts, known_digests, records_digest, state_of
 from tasks.prefect_server.progress import Judged, report, report_event
-from tasks.records.early import EarlyVerdict
 from tasks.records.record import find_records
 from tasks.records.search import FoundRecord
+from tasks.records.verdicts import EarlyVerdict, Reason, Verdict
 from tasks.running.cells import Cell
+from tasks.running.conclude import judge_checkpoints
+from tasks.running.early import decided_early
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import JudgedCheckpoint
 
 
 def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:

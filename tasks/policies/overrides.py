@@ -12,9 +12,9 @@ from typing import Literal
 from pydantic import ValidationError
 
 from resources.config import Config
+from resources.process_marks import acting_user
 from resources.storage import storage
-from tasks.claims.files import CLOCKS_DIFFER_SECONDS, Timestamp
-from tasks.claims.process_marks import acting_user
+from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, Timestamp
 
 _FOLDER = "marks"  # the name in existing stores, since the first version
 

@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from pools.config import InferencePoolConfig, check_name, is_address
 from resources.config import Config, ResourceConfig
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.gates.gate import Gate
 from tasks.running.cells import as_served
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
@@ -20,6 +19,7 @@ from tasks.spec.names import name_of
 from tasks.spec.paths import check_deployed_paths
 from tasks.spec.sinks import Sinks
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
+from tasks.verdicts.gate import Gate
 
 
 class RetryBudget(Config):

@@ -13,11 +13,11 @@ from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED
 from tasks.checkpoints.merged_listing import past_means, past_steps
 from tasks.checkpoints.rules import CheckpointRule, Inputs, eligible, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
 from tasks.policies.early import NOT_WORSE, EarlyDecisions
 from tasks.policies.overrides import Overrides
 from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
+from tasks.running.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
 
 _ANY_TIME_BEFORE = 1.0  # later than 0, the time without an override
 

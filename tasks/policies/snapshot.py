@@ -15,7 +15,6 @@ from resources.regions.work_pools import choose_work_pool
 from resources.storage import storage
 from tasks.checkpoints.merged_listing import with_means
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run, with_digests
-from tasks.claims.files import claims_folder, read_claims
 from tasks.policies.batches import Batch
 from tasks.policies.early import early_decisions
 from tasks.policies.overrides import read_overrides
@@ -23,6 +22,7 @@ from tasks.policies.policy import Policy, WantedEvaluation, wanted_evaluations
 from tasks.policies.reconciliation import OpenCell, RunListing
 from tasks.records.cost import Predicted, Spent
 from tasks.records.index import indexed_records
+from tasks.running.claims.files import claims_folder, read_claims
 from tasks.running.expected import Expectations, Expected, together
 from tasks.running.pricing import resources_of_replica, tariff_of_cell
 from tasks.spec.evaluation import EvaluationConfig

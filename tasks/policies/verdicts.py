@@ -16,14 +16,14 @@ import orjson
 
 from resources.storage import storage
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.gates.gate import Gate
-from tasks.gates.reasons import Verdict
-from tasks.gates.verdict import JudgedCheckpoint
 from tasks.policies.early import gate_folder
 from tasks.policies.policy import WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 from tasks.records.record import CheckpointReference, now
+from tasks.records.verdicts import Verdict
 from tasks.spec.evaluation import digest_of
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import JudgedCheckpoint
 
 _NAME = re.compile(r"step-(\d+)\.(go|no-go)\.([0-9a-f]{16})\.json")
 

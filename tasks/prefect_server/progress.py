@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tasks.prefect_server.lazy import run_logger
-
-if TYPE_CHECKING:
-    from tasks.gates.reasons import Verdict
+from tasks.records.verdicts import Verdict
 
 
 @dataclass(frozen=True)

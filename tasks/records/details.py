@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -14,10 +14,6 @@ from pools.weights.merges import MergeKind
 from resources.storage import storage
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import in_steps
-
-if TYPE_CHECKING:
-    from tasks.records.early import EarlyVerdict
-    from tasks.records.record import Record
 
 _Value = TypeVar("_Value")
 _SHAPE = {
@@ -74,6 +70,8 @@ PathPart = Annotated[str, AfterValidator(_path_part)]
 """Name of a file or folder that cannot lead out of its folder."""
 InnerPath = Annotated[str, AfterValidator(_inner_path)]
 """Path that stays below a folder."""
+Timestamp = Annotated[float, Field(ge=0, lt=253402300800)]
+"""Time in seconds since the epoch, before the year 10000."""
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """64-bit integer, as indices and columns store it."""
 
@@ -137,13 +135,26 @@ class CheckpointReference(Part):
     """Its merge from other checkpoints; empty for a checkpoint written by training."""
 
 
+class OfCell(Protocol):
+    """A record, or an early verdict."""
+
+    @property
+    def checkpoint(self) -> CheckpointReference: ...
+    @property
+    def evaluator(self) -> str: ...
+    @property
+    def evaluation_hash(self) -> str: ...
+    @property
+    def cell(self) -> str: ...
+
+
 def cell_place(checkpoint: CheckpointReference, evaluator: str, *, evaluation_hash: str, shown: str) -> str:
     """Returns a cell folder's path below the evaluation path; its name ends in a digest over settings and weights."""
     identity = digest_of([evaluation_hash, checkpoint.digest])[:10]
     return f"{checkpoint.run}/step-{checkpoint.step}/{evaluator}/{shown}-{identity}"
 
 
-def misplaced(outcome: Record | EarlyVerdict, cell_uri: str) -> str | None:
+def misplaced(outcome: OfCell, cell_uri: str) -> str | None:
     """Returns the reason why a record or verdict does not belong to its folder's cell; None if it does.
 
     Compares only the end of the path, `<run>/step-<N>/<evaluator>/<cell>`: all records can be moved together.
@@ -157,6 +168,17 @@ def misplaced(outcome: Record | EarlyVerdict, cell_uri: str) -> str | None:
     if own != cell_place(checkpoint, outcome.evaluator, evaluation_hash=outcome.evaluation_hash, shown=shown):
         return "record.json has another checkpoint's digest or evaluation hash than its folder's name is made of"
     return None
+
+
+class Digests(Part):
+    """Digests of a record and of its samples at the time of writing."""
+
+    samples: str | None = None
+    """SHA-256 of `samples.jsonl.gz`; empty without that file."""
+    record: str | None = None
+    """SHA-256 of the record without `sinks`, with `samples`: JSON with sorted keys and without default values."""
+    signature: str | None = None
+    """HMAC-SHA256 of the same content with the key in `ASSAY_RECORDS_KEY`; empty without a key."""
 
 
 class BenchmarkDetails(Part):

@@ -27,6 +27,7 @@ from tasks.records.details import (
     CheckpointReference,
     Counts,
     Described,
+    Digests,
     InnerPath,
     Part,
     PathPart,
@@ -35,7 +36,7 @@ from tasks.records.details import (
     misplaced,
     together,
 )
-from tasks.records.seals import Digests, sealed
+from tasks.records.seals import seal
 
 RECORD_NAME = "record.json"
 JOURNAL_FOLDER = "journal"
@@ -273,7 +274,8 @@ def write_record(cell_uri: str, record: Record) -> Record:
         if record.status == "infra_failed":
             earlier = failures_in_a_row(before.infra_failures) if before and before.status == "infra_failed" else 0
             record = record.model_copy(update={"infra_failures": earlier + (0 if record.interrupted else 1)})
-        record = sealed(_with_earlier_cost(record, before))
+        record = _with_earlier_cost(record, before)
+        record = record.model_copy(update={"digests": seal(record)})
         content = record.model_dump_json(indent=2).encode()
         if storage.create_bytes(uri, content) if standing is None else replace_bytes(uri, content, standing=standing):
             return record

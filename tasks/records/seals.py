@@ -5,38 +5,33 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from resources.settings import settings
-from tasks.records.details import Part
-
-if TYPE_CHECKING:
-    from tasks.records.record import Record
+from tasks.records.details import Digests
 
 Integrity = Literal["intact", "changed", "unknown"]
 _SEALED_SINCE = 3  # `Record.schema_version`
 
 
-class Digests(Part):
-    """Digests of a record and of its samples at the time of writing."""
+class Sealed(Protocol):
+    """A record, as far as its seal is concerned."""
 
-    samples: str | None = None
-    """SHA-256 of `samples.jsonl.gz`; empty without that file."""
-    record: str | None = None
-    """SHA-256 of the record without `sinks`, with `samples`: JSON with sorted keys and without default values."""
-    signature: str | None = None
-    """HMAC-SHA256 of the same content with the key in `ASSAY_RECORDS_KEY`; empty without a key."""
+    @property
+    def schema_version(self) -> int: ...
+    @property
+    def digests(self) -> Digests: ...
+    def model_dump_json(self, *, exclude: set[str], exclude_defaults: bool) -> str: ...
 
 
-def sealed(record: Record) -> Record:
-    """Returns the record with a digest of its content and, if this machine has the key, a signature."""
+def seal(record: Sealed) -> Digests:
+    """Returns the record's digests with a digest of its content and, if this machine has the key, a signature."""
     content = _content(record)
     digest = hashlib.sha256(content).hexdigest()
-    digests = record.digests.model_copy(update={"record": digest, "signature": _signature(content)})
-    return record.model_copy(update={"digests": digests})
+    return record.digests.model_copy(update={"record": digest, "signature": _signature(content)})
 
 
-def broken_seal(record: Record) -> str | None:
+def broken_seal(record: Sealed) -> str | None:
     """Returns the evidence that a record was changed, formatted; None if there is none.
 
     If this machine has a key, a missing signature is evidence too, also in records older than signatures.
@@ -54,14 +49,14 @@ def broken_seal(record: Record) -> str | None:
     )
 
 
-def integrity(record: Record) -> Integrity:
+def integrity(record: Sealed) -> Integrity:
     """Returns the integrity of a record by its own digests; unknown for records older than digests."""
     if broken_seal(record):
         return "changed"
     return "intact" if record.digests.record else "unknown"
 
 
-def _content(record: Record) -> bytes:
+def _content(record: Sealed) -> bytes:
     written = json.loads(record.model_dump_json(exclude={"sinks", "digests"}, exclude_defaults=True))
     written |= {"schema_version": record.schema_version, "samples_digest": record.digests.samples}
     return json.dumps(written, sort_keys=True, separators=(",", ":")).encode()

@@ -8,12 +8,12 @@ from typing import Any
 
 from resources.errors import StorageError
 from resources.storage import storage
-from tasks.records.early import EARLY_NAME
 from tasks.records.index import FOLDER, indexed_cells
 from tasks.records.record import QUALIFICATIONS_FOLDER, RECORD_NAME, SCOPE_NAME, FoundRecord
 from tasks.records.samples import SAMPLES_NAME
 from tasks.records.scores import KeptSamples, agrees, given, kept_samples
 from tasks.records.seals import Integrity, broken_seal
+from tasks.records.verdicts import EARLY_NAME
 
 
 @dataclass(frozen=True)

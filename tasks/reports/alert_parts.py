@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from resources.errors import StorageError
 from resources.storage import storage
-from tasks.alerts.detection import Alert
-from tasks.alerts.files import read_acknowledgements
-from tasks.alerts.lost_questions import QuestionName, improvements
+from tasks.records.numbers import measured
 from tasks.records.record import FoundRecord, Record
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.records.search import found_below
-from tasks.reports.table import Column, Results, measured
-from tasks.statistics.question_scores import QuestionScores
+from tasks.reports.table import Column, Results
+from tasks.verdicts.alert_files import read_acknowledgements
+from tasks.verdicts.alerts import Alert, QuestionName, improvements
+from tasks.verdicts.statistics.composition import QuestionScores
 
 SHOWN_QUESTIONS = 20
 """Largest number of questions that an alert lists by name."""

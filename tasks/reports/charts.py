@@ -9,7 +9,7 @@ from tasks.records.record import Metric
 from tasks.reports import plots
 from tasks.reports.noises import Wavering, last_means, outcomes_of, wavering
 from tasks.reports.table import Column, Results, described, questions
-from tasks.statistics.last_checkpoints import LastCheckpoints
+from tasks.verdicts.statistics.training_noise import LastCheckpoints
 
 
 def chart_of(

@@ -11,13 +11,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tasks.reports.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
-from tasks.reports.table import NOTHING, arrow, measured
+from tasks.records.numbers import NOTHING, arrow, measured
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
-from tasks.statistics.adjustment import Adjustment
-from tasks.statistics.intervals import CONFIDENCE
-from tasks.statistics.paired import TestName
+from tasks.verdicts.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
+from tasks.verdicts.statistics.intervals import CONFIDENCE
+from tasks.verdicts.statistics.paired import Adjustment, TestName
 
 _VERDICTS: dict[Verdict, tuple[str, str]] = {
     "better": ("better", "green"),

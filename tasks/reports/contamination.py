@@ -20,7 +20,7 @@ from tasks.records.scores import question_of
 from tasks.records.search import found_below
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
-from tasks.statistics.composition import Composition, composed, composition_of, part_of
+from tasks.verdicts.statistics.composition import Composition, composed, composition_of, part_of
 
 _SHOWN_QUESTIONS = 20
 _DECIMALS = 3

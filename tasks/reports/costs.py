@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tasks.records.cost import Spent, sum_of
+from tasks.records.numbers import NOTHING
 from tasks.records.record import Record
-from tasks.reports.table import NOTHING
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many, in_few_words, suites_in
 

@@ -7,9 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tasks.records.current import sharing_no_input
-from tasks.reports.table import Column, ColumnResult, Results, measured
-from tasks.statistics.last_checkpoints import LAST, LastCheckpoints, mean_of_last
-from tasks.statistics.training_noise import Point, TrainingNoise, training_noise, trends
+from tasks.records.numbers import measured
+from tasks.reports.table import Column, ColumnResult, Results
+from tasks.verdicts.statistics.training_noise import (
+    LAST,
+    LastCheckpoints,
+    Point,
+    TrainingNoise,
+    mean_of_last,
+    training_noise,
+    trends,
+)
 
 _SHOWN = 8  # curves listed in a terminal
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tasks.records.builds import BuildChange
 from tasks.records.details import BenchmarkDetails
+from tasks.records.numbers import measured
 from tasks.records.record import CheckpointReference, Record
 from tasks.records.seals import broken_seal
-from tasks.reports.table import Column, ColumnResult, Results, measured
+from tasks.reports.table import Column, ColumnResult, Results
 from tasks.spec.names import how_many, in_few_words
 
 NOTED, CHANGED = "*", "!"

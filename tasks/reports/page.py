@@ -20,11 +20,12 @@ from rich.text import Text
 from resources.storage import storage
 from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.current import how_merged
-from tasks.records.early import NOT_COVERED, EarlyVerdict, find_early
+from tasks.records.numbers import NOTHING, margin, measured
 from tasks.records.questions.flags import Flags, read_flags
 from tasks.records.record import Record
 from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
+from tasks.records.verdicts import NOT_COVERED, EarlyVerdict, find_early
 from tasks.reports.alert_parts import alert_lines, alert_parts, words_of_acknowledgements
 from tasks.reports.contamination import contamination_view, searched
 from tasks.reports.costs import cost_part
@@ -32,7 +33,7 @@ from tasks.reports.freshness import fingerprint, is_fresh, marked
 from tasks.reports.noises import noise_note, summary_rows, wavering
 from tasks.reports.notes import CHANGED, mark, notes, remarks_on
 from tasks.reports.parts import asked_in_several_ways, early_parts, evaluator_parts, remarks, same, sink_parts
-from tasks.reports.table import NOTHING, ColumnResult, Results, change_of, margin, measured, questions
+from tasks.reports.table import ColumnResult, Results, change_of, questions
 from tasks.reports.texts import PROVENANCE, counted, flat, pretty, served
 from tasks.spec.evaluators import evaluator_title
 

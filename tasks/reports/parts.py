@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.records.early import EarlyScore, EarlyVerdict, decided_words
+from tasks.records.numbers import evaluator_place, measured
 from tasks.records.record import CheckpointReference, Counts, Record
 from tasks.records.seals import integrity
-from tasks.reports.table import Results, evaluator_place, measured
+from tasks.records.verdicts import EarlyScore, EarlyVerdict, decided_words
+from tasks.reports.table import Results
 from tasks.reports.texts import judge_of, links_of
 from tasks.spec.evaluators import evaluator_title
 

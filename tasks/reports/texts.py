@@ -1,4 +1,4 @@
-"""Texts about records: provenance, judges, and addresses of the harness's own pages."""
+"""Texts about records and verdicts: provenance, judges, verdicts of gates, addresses of the harness's own pages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from resources.storage import storage
 from tasks.records.current import how_merged
+from tasks.records.numbers import NOTHING
 from tasks.records.record import Counts, Record
 from tasks.records.seals import integrity
 from tasks.records.search import found_below
-from tasks.reports.table import NOTHING
+from tasks.records.verdicts import Reason, Verdict
 from tasks.spec.evaluators import evaluator_title
 
 _ESCAPED_IN_MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*<&[!`"})
@@ -145,3 +150,30 @@ def pretty(value: Any) -> str:
 def as_markdown(text: str) -> str:
     """Escapes a text for a table cell in Markdown: its content adds no row, link, image or HTML."""
     return "<br>".join(text.translate(_ESCAPED_IN_MARKDOWN).splitlines())
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Returns a table with a row for each reason, NO-GO first."""
+    style = "green" if verdict.go else "red"
+    title = Text(f"{verdict.gate}: ").append(verdict.word, style=f"bold {style}")
+    table = Table(title=title, box=box.SIMPLE_HEAD, leading=1)
+    table.add_column("", no_wrap=True)
+    for heading in ("checkpoint", "asked", "found"):
+        table.add_column(heading, overflow="fold")
+    for reason in _ordered(verdict):
+        mark = Text("GO", style="green") if reason.go else Text("NO-GO", style="red")
+        table.add_row(mark, *map(Text, (reason.checkpoint, reason.rule, reason.found)))
+    return table
+
+
+def verdict_markdown(verdict: Verdict) -> str:
+    """Returns the verdict as a Markdown list, since Prefect's UI does not wrap table cells."""
+    lines = [f"## {verdict.word}: {verdict.gate}", ""]
+    for reason in _ordered(verdict):
+        checkpoint, rule, finding = map(as_markdown, (reason.checkpoint, reason.rule, reason.found))
+        lines.append(f"- **{'GO' if reason.go else 'NO-GO'}** {checkpoint}, {rule}: {finding}")
+    return "\n".join(lines) + "\n"
+
+
+def _ordered(verdict: Verdict) -> list[Reason]:
+    return sorted(verdict.reasons, key=lambda reason: reason.go)

@@ -11,10 +11,6 @@ from prefect.cache_policies import NO_CACHE
 
 from resources.errors import AssayError, StorageError
 from resources.storage import storage
-from tasks.alerts.events import tell_server
-from tasks.alerts.files import KnownAlert, read_alerts
-from tasks.alerts.looking import find_news
-from tasks.alerts.texts import sentence
 from tasks.prefect_server.progress import Raised, report_event
 from tasks.records.record import FoundRecord, SinkState, note_sinks
 from tasks.reports.artifacts import browser_address, report_uri
@@ -23,6 +19,9 @@ from tasks.sinks.announcement import Announcement
 from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record, publish_report
 from tasks.sinks.senders import Senders
 from tasks.spec.sinks import Sink
+from tasks.verdicts.alert_events import find_news, tell_server
+from tasks.verdicts.alert_files import KnownAlert, read_alerts
+from tasks.verdicts.alerts import sentence
 
 
 @task(task_run_name="look at the sinks", cache_policy=NO_CACHE, persist_result=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,17 +14,18 @@ from typing import Any
 from prefect.context import FlowRunContext
 
 from resources.environments.environments import pinned_versions
-from resources.errors import AssayError, EvaluationInterrupted, UnexpectedError
+from resources.errors import AssayError, EvaluationInterrupted, IrregularFile, UnexpectedError
 from resources.storage import storage
 from resources.tracing import span
+from tasks.evaluators.early import WantedEarly, WantedScore, batches_in
 from tasks.evaluators.evaluator import Parsed, evaluator_of
 from tasks.evaluators.reading import tokens_to_ask
-from tasks.records.details import Asking
-from tasks.records.early import EarlyVerdict, read_early, spent_on_early
+from tasks.records.builds import Build, Qualification, build_of, is_qualified, read_qualifications
+from tasks.records.details import Asking, Digests
 from tasks.records.provenance import git_state, hardware, versions
 from tasks.records.record import Record, now
 from tasks.records.samples import encodable
-from tasks.records.seals import Digests
+from tasks.records.verdicts import ANSWERED_NAME, EarlyVerdict, read_early, spent_on_early
 from tasks.running.cells import Cell
 from tasks.running.expected import expected_by_plan
 from tasks.running.pricing import cost_of, resources_of_replica
@@ -165,3 +166,54 @@ class Attempt:
     def _chip_seconds(self) -> float:
         resources = resources_of_replica(self.cell.config)
         return round(resources.chip_count() * (self._replica_seconds() or 0.0), 3) if resources else 0.0
+
+
+def wanted_early(attempt: Attempt) -> WantedEarly | None:
+    """Returns the requested decisions of a cell, with the batches of its early verdict, answered in the journal."""
+    cell, before = attempt.cell, attempt.decided_before
+    if before is None:
+        return cell.early
+    try:
+        content = storage.read_bytes(storage.join(cell.uri, before.attempt, ANSWERED_NAME), within=cell.uri).decode()
+        return replace(cell.early or WantedEarly(), batches=batches_in(content))
+    except (FileNotFoundError, IrregularFile, ValueError):
+        return cell.early
+
+
+def early_verdict(attempt: Attempt) -> EarlyVerdict:
+    """Returns the verdict of an attempt that was decided before all requests were sent."""
+    cell, parsed, record = attempt.cell, attempt.parsed, attempt.record()
+    assert parsed is not None and cell.early is not None, "decided early"
+    build, qualifications = build_of(record), read_qualifications(cell.config.evaluation_path)
+    return EarlyVerdict(
+        cell=record.cell,
+        checkpoint=record.checkpoint,
+        evaluator=record.evaluator,
+        benchmarks=record.benchmarks,
+        evaluation_hash=record.evaluation_hash,
+        wanted=cell.early.digest,
+        gate=cell.early.gate,
+        alpha=cell.early.alpha,
+        scores=tuple(
+            score.model_copy(update={"unlike": tuple(_unlike(planned, build, record.evaluator, qualifications))})
+            for score, planned in zip(parsed.early, cell.early.scores, strict=True)
+        ),
+        asked=parsed.counts.answered,
+        questions=parsed.counts.requested,
+        requests=record.requests,
+        seconds=record.seconds,
+        cost=record.cost,
+        chip_seconds=record.chip_seconds,
+        build=build,
+        flow_run=record.flow_run,
+        attempt=attempt.name,
+        created=record.created,
+    )
+
+
+def _unlike(
+    planned: WantedScore, build: Build, evaluator: str, qualifications: Sequence[Qualification]
+) -> Iterator[str]:
+    for before in planned.builds:
+        if not is_qualified(before, build, qualifications, evaluator=evaluator, benchmark=planned.benchmark):
+            yield from before.changes(build)

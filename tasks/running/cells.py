@@ -23,9 +23,9 @@ from tasks.prefect_server.lazy import deployment_id, step
 from tasks.prefect_server.progress import Notice, report_event
 from tasks.records.cost import Predicted
 from tasks.records.details import cell_place
-from tasks.records.early import EarlyVerdict
 from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
+from tasks.records.verdicts import EarlyVerdict
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
@@ -81,7 +81,7 @@ def as_served(config: EvaluationConfig) -> EvaluationConfig:
         return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
     if config.pool_name is None or config.native:
         return config
-    from tasks.running.kept_pools import access_of  # imported late: it imports everything that starts pools
+    from tasks.running.provisioning import access_of
 
     served = access_of(config.pool_name, config.pool_key_block).config
     pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})

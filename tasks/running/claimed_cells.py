@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
 
-from tasks.claims.files import SeenClaim, Subject, claims_folder, end_claim, read_claims
-from tasks.claims.leases import LEASE_SECONDS, Claims
 from tasks.prefect_server.lazy import flow_run_id
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import end_scope_and_answers, now, read_record
 from tasks.running.cells import Cell
+from tasks.running.claims.files import SeenClaim, Subject, claims_folder, end_claim, read_claims
+from tasks.running.claims.leases import LEASE_SECONDS, Claims
 from tasks.spec.names import how_many
 
 _CLAIMS_POLL_SECONDS = 2.0

@@ -35,7 +35,6 @@ from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import read_output, run_harness, verify_counts, verify_ends
 from tasks.evaluators.native import NativeEvaluation, output_here
 from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
-from tasks.records.early import write_early
 from tasks.records.index import note_record
 from tasks.records.record import (
     JOURNAL_FOLDER,
@@ -48,11 +47,11 @@ from tasks.records.record import (
     write_record,
 )
 from tasks.records.samples import SAMPLES_NAME
+from tasks.records.verdicts import write_early
 from tasks.reports.artifacts import show_as_asset
-from tasks.running.attempt import Attempt, Interruption
+from tasks.running.attempt import Attempt, Interruption, early_verdict, wanted_early
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
-from tasks.running.early import early_verdict, wanted_early
 from tasks.running.native_jobs import NativeJobs
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import Serving, same_model

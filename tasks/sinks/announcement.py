@@ -10,12 +10,12 @@ from itertools import islice
 from pydantic import BaseModel, ConfigDict
 
 from resources.storage import storage
-from tasks.alerts.files import KnownAlert
 from tasks.records.builds import build_of
 from tasks.records.current import merged_by
 from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.spec.names import in_few_words
+from tasks.verdicts.alert_files import KnownAlert
 
 STEP_METRIC = "training_step"
 """The x axis of all curves."""

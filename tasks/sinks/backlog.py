@@ -12,7 +12,6 @@ from resources.config import Config
 from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml
-from tasks.alerts.files import read_alerts
 from tasks.records.record import RECORD_NAME, Record, SinkState, find_records, note_sinks
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record, publish_report
@@ -21,6 +20,7 @@ from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.loading import build_config, load_config
 from tasks.spec.names import how_many
 from tasks.spec.sinks import Sink, Sinks
+from tasks.verdicts.alert_files import read_alerts
 
 
 class SinkList(Config):

@@ -22,7 +22,6 @@ from pydantic import field_validator
 
 from resources.errors import SinkFailed
 from resources.storage import storage
-from tasks.alerts.texts import sentence
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (
     ALERT,
@@ -38,6 +37,7 @@ from tasks.sinks.credentials import secrets_of_blocks
 from tasks.sinks.mlflow_stores import check_reachable, client_uri, command_to_show, local_folder, tracking_place
 from tasks.sinks.mlflow_tags import datasets, run_tags, series_tags
 from tasks.spec.sinks import Access, SinkConfig
+from tasks.verdicts.alerts import sentence
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -19,12 +19,12 @@ from threading import Event
 from resources.errors import AssayError, SinkFailed, StorageError
 from resources.settings import settings
 from resources.storage import storage
-from tasks.alerts.files import KnownAlert
 from tasks.records.record import Record, SinkState, now
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.credentials import credentials_of, scrub
 from tasks.sinks.senders import POLL_SECONDS, Senders, Sending
 from tasks.spec.sinks import Sink
+from tasks.verdicts.alert_files import KnownAlert
 
 _log = logging.getLogger(__name__)
 _REASON_CHARACTERS = 800

@@ -21,7 +21,6 @@ from pydantic import Field, field_validator
 from resources.errors import SinkFailed
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
-from tasks.alerts.texts import sentence, title
 from tasks.records.current import how_merged
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (
@@ -37,6 +36,7 @@ from tasks.sinks.announcement import (
 )
 from tasks.sinks.credentials import secrets_of_blocks
 from tasks.spec.sinks import Access, SinkConfig, web_address
+from tasks.verdicts.alerts import sentence, title
 
 if TYPE_CHECKING:
     import wandb

@@ -32,7 +32,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tasks.statistics.alarms import Score, alarms
+from tasks.verdicts.statistics.alarms import Score, alarms
 
 CHECKPOINTS, BENCHMARKS = 50, 20
 QUESTIONS = 2_000

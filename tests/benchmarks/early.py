@@ -54,14 +54,14 @@ from tasks.checkpoints.discovery import discover
 from tasks.evaluators.harness import run_harness
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import LmEval
-from tasks.gates.early import decided_early
-from tasks.gates.gate import Gate
 from tasks.records.record import find_records
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.running.cells import plan_cells
+from tasks.running.early import decided_early
 from tasks.spec.evaluation import CheckpointSelection
-from tasks.statistics.early import EarlyDecision
-from tasks.statistics.question_scores import QuestionScores
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.statistics.composition import QuestionScores
+from tasks.verdicts.statistics.early import EarlyDecision
 
 WORK = BENCH / "early"
 QUESTIONS, FLIPPED, MARGIN, ROUNDS = 10_000, 0.1, 0.02, 5

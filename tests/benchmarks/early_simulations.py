@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import stats
 
-from tasks.statistics.early import EarlyDecision
+from tasks.verdicts.statistics.early import EarlyDecision
 
 ALPHA = 0.05
 Clusters = Literal["none", "of 5", "unequal"]

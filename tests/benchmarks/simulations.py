@@ -9,12 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from scipy import special
 
-from tasks.gates.margin import FALSE_ALARMS, judged_by_margin
-from tasks.reports.comparison import ComparedMetric, Pairing
-from tasks.statistics.adjustment import spent
-from tasks.statistics.clusters import Stratum, estimate
-from tasks.statistics.intervals import Interval, mean_interval, ratio_interval
-from tasks.statistics.paired import Finding, PairedStratum, compare_means, compare_pairs, paired_ratio
+from tasks.verdicts.comparison import ComparedMetric, Pairing
+from tasks.verdicts.judge import FALSE_ALARMS, judged_by_margin
+from tasks.verdicts.statistics.intervals import Interval, Stratum, estimate, mean_interval, ratio_interval
+from tasks.verdicts.statistics.paired import Finding, PairedStratum, compare_means, compare_pairs, paired_ratio, spent
 
 Kind = Literal["binary", "normal", "lognormal"]
 RelativeBaseline = Literal["previous", "mean of last 5", "best"]

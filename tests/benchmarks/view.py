@@ -46,7 +46,7 @@ from benchmarks.side_by_side import BENCH, Comparison, environment_of_a_user, sa
 from fakes.records import make_metric, make_record, publish
 from tasks.records.record import RECORD_NAME
 from tasks.records.samples import SAMPLES_NAME, Sample
-from tasks.viewing.columns import NO_SCORE
+from tasks.reports.viewer.columns import NO_SCORE
 
 _SUBJECTS = 57
 _WORDS = (

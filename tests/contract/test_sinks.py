@@ -21,8 +21,6 @@ from fakes.gcs import fake_gcs
 from fakes.records import make_metric
 from fakes.wandb_files import read_offline_run
 from resources.environments.environments import ensure_environment
-from tasks.alerts.files import KnownAlert, write_first
-from tasks.alerts.texts import sentence
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.records.cost import Cost, Predicted
 from tasks.records.record import Record, SinkState, note_sinks, read_record
@@ -34,6 +32,8 @@ from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record
 from tasks.sinks.senders import Senders
 from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 from tasks.spec.sinks import Sink
+from tasks.verdicts.alert_files import KnownAlert, write_first
+from tasks.verdicts.alerts import sentence
 
 KEY = "f00dfacef00dfacef00dfacef00dfacef00dface"
 NUMBERS = {

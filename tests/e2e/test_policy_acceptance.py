@@ -36,7 +36,6 @@ from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.claims.files import Claim, claims_folder, read_claims
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint, emit, send
 from tasks.policies.reconciliation import reconcile
@@ -44,6 +43,7 @@ from tasks.policies.snapshot import take_snapshot
 from tasks.policies.views import gaps_json
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.records.record import Record, read_records
+from tasks.running.claims.files import Claim, claims_folder, read_claims
 from tasks.spec.benchmarks import BUNDLED
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.postgresql, pytest.mark.timeout(900)]

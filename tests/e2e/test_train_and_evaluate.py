@@ -17,11 +17,11 @@ from fakes.training import CONTEXT, nano_training, trainers_of, write_training_d
 from flows.training import train_and_evaluate
 from resources.errors import GateRefused, JobFailed
 from resources.settings import process_environment
-from tasks.claims.files import claims_folder, read_claims
-from tasks.gates.gate import Gate
 from tasks.prefect_server.progress import CellDone, Update, listening
 from tasks.records.record import Record, read_records
+from tasks.running.claims.files import claims_folder, read_claims
 from tasks.spec.training import TrainAndEvaluateConfig
+from tasks.verdicts.gate import Gate
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(600)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish
-from tasks.alerts.detection import Alert
-from tasks.alerts.files import KnownAlert
 from tasks.records.record import Record
+from tasks.verdicts.alert_files import KnownAlert
+from tasks.verdicts.alerts import Alert
 
 STEADY = tuple(0.6 + 0.01 * (number % 3 - 1) for number in range(20))
 DROP = 0.1

@@ -13,11 +13,11 @@ from pools.weights.merges import Merge
 from resources.errors import RecordStatus
 from resources.storage import storage
 from tasks.records.builds import Build, Qualification, QualifiedBenchmark, QualifiedMetric, Verdict
-from tasks.records.details import MergedInput, MergeReference, cell_place
+from tasks.records.details import Digests, MergedInput, MergeReference, cell_place
 from tasks.records.provenance import versions
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState, write_record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
-from tasks.records.seals import Digests, sealed
+from tasks.records.seals import seal
 
 FIRST = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -148,6 +148,10 @@ def renamed(record: Record) -> Record:
     shown = re.sub("-[0-9a-f]{8,10}$", "", record.cell)
     place = cell_place(record.checkpoint, record.evaluator, evaluation_hash=record.evaluation_hash, shown=shown)
     return sealed(record.model_copy(update={"cell": storage.basename(place)}))
+
+
+def sealed(record: Record) -> Record:
+    return record.model_copy(update={"digests": seal(record)})
 
 
 def cell_of(evaluation_path: Path | str, record: Record) -> str:

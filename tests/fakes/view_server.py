@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tasks.viewing.page import CONTENT_TYPES, page_files
-from tasks.viewing.server import HEADERS
+from tasks.reports.viewer.page import CONTENT_TYPES, page_files
+from tasks.reports.viewer.server import HEADERS
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.viewing.columns import (
+from tasks.reports.viewer.columns import (
     CUT,
     NO_SCORE,
     SHORTENED,
@@ -172,7 +172,7 @@ def _pair(before: np.ndarray, after: np.ndarray, scale: Scale) -> Pair:
 
 
 def main() -> None:
-    from tasks.viewing.page import page_files
+    from tasks.reports.viewer.page import page_files
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)

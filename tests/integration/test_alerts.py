@@ -18,9 +18,9 @@ from pydantic import SecretStr
 from fakes.alerts import publish_drop
 from fakes.polling import eventually
 from fakes.receiver import receiver
-from tasks.alerts.files import read_alerts
 from tasks.records.record import now
 from tasks.running.announce import raise_alerts
+from tasks.verdicts.alert_files import read_alerts
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 AUTOMATIONS = Path(__file__).parents[2] / "deployments" / "alerts"

@@ -35,12 +35,12 @@ from resources.settings import process_environment
 from resources.storage import storage
 from tasks.checkpoints.discovery import discover
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.gates.gate import Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.records.record import Record, read_records, write_record
 from tasks.running.cells import as_served, plan_cells
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, load_suite
+from tasks.verdicts.gate import Gate
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600), pytest.mark.usefixtures("prefect_api")]
 

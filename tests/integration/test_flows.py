@@ -26,8 +26,8 @@ from resources.environments.environments import ensure_environment
 from resources.errors import EvaluationInterrupted
 from resources.settings import process_environment
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.records.early import find_early
 from tasks.records.record import SCOPE_NAME, Record, read_records
+from tasks.records.verdicts import find_early
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900), pytest.mark.usefixtures("prefect_api")]

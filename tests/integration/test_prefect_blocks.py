@@ -17,7 +17,7 @@ from pools.access import PoolDescription
 from pools.config import InferencePoolConfig
 from resources.errors import BadInput
 from resources.settings import settings
-from tasks.running.kept_pools import access_of
+from tasks.running.provisioning import access_of
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import publish_record
 

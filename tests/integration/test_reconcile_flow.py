@@ -33,16 +33,16 @@ from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import CheckpointError, EvaluationIncomplete, EvaluationInterrupted, GateRefused
-from tasks.alerts.files import write_first
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.gates.gate import Gate
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.records.record import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.verdicts.alert_files import write_first
+from tasks.verdicts.gate import Gate
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600), pytest.mark.usefixtures("prefect_api")]
 

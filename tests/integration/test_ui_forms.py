@@ -24,10 +24,10 @@ from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources.config import TpuConfig
 from tasks.evaluators.helm.options import HelmOptions
-from tasks.gates.gate import BaselineRule, Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.suites import built_in_suites
+from tasks.verdicts.gate import BaselineRule, Gate
 
 pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
 

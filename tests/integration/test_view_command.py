@@ -19,7 +19,7 @@ from fakes.records import make_metric, make_record, make_samples, publish
 from resources.settings import process_environment
 from tasks.records.record import find_records
 from tasks.records.samples import SAMPLES_NAME
-from tasks.viewing.page import write_page
+from tasks.reports.viewer.page import write_page
 
 pytestmark = pytest.mark.chromium
 

@@ -18,8 +18,7 @@ from scipy.stats import binomtest
 from fakes.browser import Page, browser
 from fakes.view_server import ViewServer, view_server
 from fakes.viewing import HOSTILE, made_files
-from tasks.statistics.paired import mcnemar
-from tasks.viewing.columns import (
+from tasks.reports.viewer.columns import (
     NO_SCORE,
     Index,
     Questions,
@@ -29,7 +28,8 @@ from tasks.viewing.columns import (
     ViewedCheckpoint,
     as_json,
 )
-from tasks.viewing.page import single_file
+from tasks.reports.viewer.page import single_file
+from tasks.verdicts.statistics.paired import mcnemar
 
 pytestmark = pytest.mark.chromium
 

@@ -18,7 +18,7 @@ import yaml
 
 from flows.cli.app import app
 from flows.cli.gate import load_gate
-from tasks.gates.gate import BaselineRule, BoundRule
+from tasks.verdicts.gate import BaselineRule, BoundRule
 
 CI = Path(__file__).parents[2] / "deployments" / "ci"
 WORKFLOWS: dict[str, dict[str, Any]] = {path.name: yaml.safe_load(path.read_text()) for path in CI.glob("*.yml")}

@@ -55,14 +55,12 @@ from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.inspect_ai.options import InspectOptions
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
-from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.generation.config import GenerationConfig, PromptsConfig, SamplingConfig
 from tasks.policies.policy import Policy, PolicySuite, RetryBudget
 from tasks.records.cost import Cost, Predicted, Spent
-from tasks.records.details import Asking, BenchmarkDetails, LogLikelihood, MergedInput, MergeReference
+from tasks.records.details import Asking, BenchmarkDetails, Digests, LogLikelihood, MergedInput, MergeReference
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.records.samples import Sample
-from tasks.records.seals import Digests
 from tasks.sinks.backlog import sinks_in
 from tasks.sinks.hugging_face import HuggingFaceSink
 from tasks.sinks.mlflow_runs import MlflowSink
@@ -74,6 +72,7 @@ from tasks.spec.loading import load_config
 from tasks.spec.merges import MergeOptions
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
 from tasks.spec.training import TrainAndEvaluateConfig, TrainLmOnPodConfig
+from tasks.verdicts.gate import BaselineRule, BoundRule, Gate
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

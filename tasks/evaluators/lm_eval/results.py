@@ -18,9 +18,9 @@ from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.lm_eval.asked import Asked, read_asked
 from tasks.evaluators.reading import PLAN_NAME, invalid_results, read_result, require_plan_of
 from tasks.records.details import BenchmarkDetails
-from tasks.records.early import ANSWERED_NAME
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import MOST_BYTES_OF_A_LINE
+from tasks.records.verdicts import ANSWERED_NAME
 from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "lm-eval"

@@ -25,8 +25,8 @@ from tasks.records.scores import Questions, kept_samples
 from tasks.records.search import RecordFilter
 from tasks.records.verification import verified_with
 from tasks.sinks.forms.settings import answers_of, data_of, library_of, settings_of
-from tasks.statistics.composition import composed, composition_of
-from tasks.statistics.intervals import CONFIDENCE, normal_interval
+from tasks.verdicts.statistics.composition import composed, composition_of
+from tasks.verdicts.statistics.intervals import CONFIDENCE, normal_interval
 
 SCHEMA_VERSION = "0.3.0"
 # Ranges of metrics that have a range by definition, by name without filter.

@@ -22,12 +22,12 @@ from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
 from resources.errors import GateRefused
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.gates.gate import Gate
 from tasks.prefect_server.progress import Event, Judged, Update, listening
 from tasks.records.cost import Cost
 from tasks.records.record import record_uri, write_record
 from tasks.running.cells import Cell, as_served, plan_cells
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.verdicts.gate import Gate
 
 ALL = CheckpointSelection()
 NAMED = "from tasks.prefect_server.lazy import server_named; print(server_named())"

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 
 from fakes.records import make_metric, make_qualification, make_record
-from tasks.alerts.detection import alerts_in
 from tasks.records.builds import build_of
 from tasks.records.record import Metric, Record
-from tasks.statistics.alarms import FEWEST_BEFORE, Score, alarms, threshold
-from tasks.statistics.clusters import Stratum
-from tasks.statistics.intervals import mean_interval
-from tasks.statistics.last_checkpoints import mean_of_last
-from tasks.statistics.training_noise import Point, TrainingNoise, training_noise, trends
+from tasks.verdicts.alerts import alerts_in
+from tasks.verdicts.statistics.alarms import FEWEST_BEFORE, Score, alarms, threshold
+from tasks.verdicts.statistics.intervals import Stratum, mean_interval
+from tasks.verdicts.statistics.training_noise import Point, TrainingNoise, mean_of_last, training_noise, trends
 
 ERROR = 0.011
 """Standard error of a score of 0.5 on 2,000 questions."""

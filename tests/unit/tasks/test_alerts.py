@@ -21,18 +21,24 @@ from fakes.conditional_store import conditional_store
 from fakes.records import FIRST, publish
 from resources.errors import BadInput, PrefectUnavailable
 from resources.storage import storage
-from tasks.alerts import events
-from tasks.alerts.detection import Alert, alerts_in
-from tasks.alerts.events import event_of, tell_server
-from tasks.alerts.files import KnownAlert, acknowledge, read_acknowledgements, read_alerts, write_first
-from tasks.alerts.listing import chosen, list_alerts
-from tasks.alerts.looking import News, find_news
-from tasks.claims.files import claims_folder, read_claims
 from tasks.policies.overrides import read_overrides
 from tasks.prefect_server.progress import Raised, Update, listening
 from tasks.records.index import indexed_records
 from tasks.records.record import find_records, now
 from tasks.running.announce import raise_alerts
+from tasks.running.claims.files import claims_folder, read_claims
+from tasks.verdicts import alert_events as events
+from tasks.verdicts.alert_events import News, event_of, find_news, tell_server
+from tasks.verdicts.alert_files import (
+    KnownAlert,
+    acknowledge,
+    chosen,
+    list_alerts,
+    read_acknowledgements,
+    read_alerts,
+    write_first,
+)
+from tasks.verdicts.alerts import Alert, alerts_in
 
 LONG_AGO, BEFORE = FIRST + timedelta(days=30), FIRST - timedelta(days=1)
 

@@ -12,14 +12,14 @@ import pytest
 from pydantic import ValidationError
 
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish
-from tasks.gates.baselines import TRAINER_STATE, Baseline, baseline_of
-from tasks.gates.gate import BaselineRule, Gate
-from tasks.gates.reasons import Reason, Verdict
-from tasks.gates.verdict import judge, judged_checkpoints
 from tasks.records.provenance import versions
 from tasks.records.record import find_records
-from tasks.reports.comparison import ScoreKey
-from tasks.statistics.question_scores import QuestionScores
+from tasks.records.verdicts import Reason, Verdict
+from tasks.verdicts.baselines import TRAINER_STATE, Baseline, baseline_of
+from tasks.verdicts.comparison import ScoreKey
+from tasks.verdicts.gate import BaselineRule, Gate
+from tasks.verdicts.judge import judge, judged_checkpoints
+from tasks.verdicts.statistics.composition import QuestionScores
 
 FACTS = ScoreKey("lm_evaluation_harness", "demo_facts", "acc")
 

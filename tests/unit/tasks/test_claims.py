@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from fakes.conditional_store import ConditionalStore, Steps, conditional_store
 from resources.errors import ClaimLost
+from resources.process_marks import ProcessMark
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively
-from tasks.claims.files import Claim, Subject, end_claim, read_claims
-from tasks.claims.leases import LEASE_SECONDS, Claims
-from tasks.claims.process_marks import ProcessMark
 from tasks.running.claimed_cells import described
+from tasks.running.claims.files import Claim, Subject, end_claim, read_claims
+from tasks.running.claims.leases import LEASE_SECONDS, Claims
 
 LEASE = 60.0
 CELL = Subject(key="step-1.facts-0123456789", checkpoint="run-1", evaluation_hash="hash")
@@ -104,8 +104,8 @@ def test_holder_that_could_not_renew_in_time_counts_itself_out_without_asking(tm
 
 def test_dead_process_of_the_same_machine_is_succeeded_at_once(tmp_path: Path):
     code = f"""
-from tasks.claims.files import Subject
-from tasks.claims.leases import Claims
+from tasks.running.claims.files import Subject
+from tasks.running.claims.leases import Claims
 import os, signal
 claims = Claims({str(tmp_path)!r}).__enter__()
 claims.acquire([Subject.model_validate_json({CELL.model_dump_json()!r})])
@@ -258,8 +258,8 @@ def test_sixty_races_of_six_have_a_single_winner_each(tmp_path: Path):
 RACE = """
 import sys
 from pathlib import Path
-from tasks.claims.files import Subject
-from tasks.claims.leases import Claims
+from tasks.running.claims.files import Subject
+from tasks.running.claims.leases import Claims
 folder, work = sys.argv[1], Path(sys.argv[2])
 subjects = [Subject(key=f"step-{n}.cell", checkpoint=f"c-{n}", evaluation_hash="h") for n in range(12)]
 print("ready", flush=True)

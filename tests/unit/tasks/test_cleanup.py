@@ -13,9 +13,9 @@ from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import ClaimLost
 from resources.jobs.jobs import Command, JobHandle, JobRequest, create_environment
-from tasks.claims.files import Subject, claims_folder
-from tasks.claims.leases import Claims
 from tasks.policies.cleanup import end_claims, end_jobs
+from tasks.running.claims.files import Subject, claims_folder
+from tasks.running.claims.leases import Claims
 from tasks.spec.names import job_label
 
 RUN, OTHER = "0a1b2c3d-0000-4000-8000-000000000001", "9a1b2c3d-0000-4000-8000-000000000002"

@@ -18,21 +18,21 @@ from fakes.records import cell_of as folder_of
 from flows.cli.app import app
 from resources.errors import BadInput, CountsDisagree
 from tasks.evaluators.early import Answered, WantedEarly, batches_in, scores_decided
-from tasks.gates.early import agreement, decided_early, early_below
-from tasks.gates.gate import Gate
-from tasks.gates.verdict import JudgedCheckpoint, judge, judged_checkpoints
-from tasks.gates.views import verdict_markdown
 from tasks.policies.early import EarlyDecisions
 from tasks.policies.gate import with_early
 from tasks.prefect_server.progress import listening
-from tasks.records.early import EarlyVerdict, find_early, read_early, write_early
 from tasks.records.index import indexed_records
 from tasks.records.record import FoundRecord, Metric, Record, find_records, read_records
+from tasks.records.verdicts import EarlyVerdict, agreement, find_early, read_early, write_early
 from tasks.reports.page import write_report
 from tasks.reports.parts import early_parts
+from tasks.reports.texts import verdict_markdown
 from tasks.running.cells import Cell
+from tasks.running.early import decided_early, early_below
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.statistics.early import EarlyAsking, EarlyDecision
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import JudgedCheckpoint, judge, judged_checkpoints
+from tasks.verdicts.statistics.early import EarlyAsking, EarlyDecision
 
 RULE = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "run-a@100", "by_more_than": 0.1}
 HASH = "5f0c2a7be1d94c36"

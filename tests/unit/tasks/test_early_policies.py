@@ -20,17 +20,17 @@ from fakes.records import make_metric, make_record, make_samples, publish
 from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
 from resources.errors import BadInput
-from tasks.alerts.files import acknowledge, write_first
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.gates.gate import Gate
 from tasks.policies.early import EarlyDecisions, EarlyKey
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import take_snapshot
-from tasks.records.early import EarlyScore, EarlyVerdict
 from tasks.records.index import Evaluated, RunRecords
+from tasks.records.verdicts import EarlyScore, EarlyVerdict
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.verdicts.alert_files import acknowledge, write_first
+from tasks.verdicts.gate import Gate
 
 RULE = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "previous", "by_more_than": 0.1}
 NAMED = {**RULE, "not_worse_than": "other@100"}

@@ -25,15 +25,15 @@ from flows.cli.options.groups import EvaluationOptions
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
+from resources.process_marks import ProcessMark
 from tasks.checkpoints.discovery import find_checkpoints, select
-from tasks.claims.files import claims_folder, read_claims
-from tasks.claims.leases import Claims
-from tasks.claims.process_marks import ProcessMark
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.records.record import begin_scope, now, record_uri, write_record
 from tasks.running.cells import Cell, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away, subject_of
+from tasks.running.claims.files import claims_folder, read_claims
+from tasks.running.claims.leases import Claims
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import EndpointServing, ServedCell
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig

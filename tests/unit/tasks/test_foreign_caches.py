@@ -17,7 +17,7 @@ from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import EnvironmentBuildFailed
 from resources.settings import settings
-from tasks.viewing.kept import KeptColumns, kept_at
+from tasks.reports.viewer.kept import KeptColumns, kept_at
 
 OTHER_USER = 54321
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

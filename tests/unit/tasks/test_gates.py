@@ -23,16 +23,16 @@ from fakes.records import make_metric, make_qualification, make_record, make_sam
 from flows.cli.app import app
 from flows.cli.gate import load_gate
 from resources.errors import BadInput, GateRefused
-from tasks.gates.gate import BaselineRule, BoundRule, Gate
-from tasks.gates.reasons import Reason, Verdict
-from tasks.gates.verdict import JudgedCheckpoint, judge, judged_checkpoints
-from tasks.gates.views import verdict_markdown
 from tasks.records.builds import build_of, write_qualification
 from tasks.records.provenance import versions
 from tasks.records.record import FoundRecord, Record, find_records, read_records
 from tasks.records.samples import Sample
 from tasks.records.search import records_of_checkpoints
-from tasks.statistics.paired import PairedStratum, compare_pairs, score_bound
+from tasks.records.verdicts import Reason, Verdict
+from tasks.reports.texts import verdict_markdown
+from tasks.verdicts.gate import BaselineRule, BoundRule, Gate
+from tasks.verdicts.judge import JudgedCheckpoint, judge, judged_checkpoints
+from tasks.verdicts.statistics.paired import PairedStratum, compare_pairs, score_bound
 
 FACTS = {"benchmark": "demo_facts", "metric": "acc"}
 

@@ -13,16 +13,16 @@ import pytest
 
 from fakes.cells import make_cell
 from resources.errors import IrregularFile
-from tasks.claims.files import claims_folder, read_claims
 from tasks.policies.overrides import read_overrides
 from tasks.records.builds import read_qualifications
-from tasks.records.early import ANSWERED_NAME, find_early
 from tasks.records.index import indexed_records
 from tasks.records.record import FoundRecord, find_records, read_record
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.records.scores import kept_samples
+from tasks.records.verdicts import ANSWERED_NAME, find_early
 from tasks.reports.freshness import is_fresh
-from tasks.running.early import wanted_early
+from tasks.running.attempt import wanted_early
+from tasks.running.claims.files import claims_folder, read_claims
 
 
 def _link_out(path: Path) -> None:

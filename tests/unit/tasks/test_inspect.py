@@ -23,8 +23,7 @@ from tasks.records.samples import read_samples
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.suites import Suite, SuiteRequest
-from tasks.statistics.clusters import Stratum
-from tasks.statistics.intervals import mean_interval
+from tasks.verdicts.statistics.intervals import Stratum, mean_interval
 
 PYTHON = Path("/environment/bin/python")
 SHUFFLES = """

@@ -14,11 +14,6 @@ import yaml
 from fakes.alerts import DROP, STEADY, run_of
 from fakes.records import FIRST, make_metric, make_record, make_samples, merged_record, publish, renamed
 from resources.errors import BadInput
-from tasks.alerts.detection import alerts_in
-from tasks.alerts.looking import find_news
-from tasks.gates.baselines import Baseline, baseline_of
-from tasks.gates.gate import BaselineRule, Gate
-from tasks.gates.verdict import judge, judged_checkpoints
 from tasks.records.current import how_merged, merged_by
 from tasks.records.record import Record, find_records
 from tasks.records.search import records_of_checkpoints
@@ -28,7 +23,12 @@ from tasks.reports.page import curves_svg, render_report, results_rows
 from tasks.reports.table import Results
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.hugging_face import with_results
-from tasks.statistics.training_noise import training_noise
+from tasks.verdicts.alert_events import find_news
+from tasks.verdicts.alerts import alerts_in
+from tasks.verdicts.baselines import Baseline, baseline_of
+from tasks.verdicts.gate import BaselineRule, Gate
+from tasks.verdicts.judge import judge, judged_checkpoints
+from tasks.verdicts.statistics.training_noise import training_noise
 
 MERGED = "run-a (merged: mean of 3)"
 

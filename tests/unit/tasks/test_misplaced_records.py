@@ -19,10 +19,10 @@ from flows.cli.app import app
 from resources.errors import AssayError, StorageError
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.prefect_server.progress import Notice, Update, listening
-from tasks.records.early import read_early
 from tasks.records.index import indexed_records, note_record
 from tasks.records.record import find_records, read_record, write_record
 from tasks.records.samples import SAMPLES_NAME, parsed_samples
+from tasks.records.verdicts import read_early
 from tasks.reports.texts import judge_of
 from tasks.running.cells import plan_cells
 from tasks.sinks.forms.settings import answers_of

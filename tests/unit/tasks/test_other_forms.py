@@ -28,8 +28,8 @@ from tasks.sinks.announcement import Announcement
 from tasks.sinks.forms.every_eval_ever import Publisher, evaluation_log, sample_rows
 from tasks.sinks.forms.hub_results import Leaderboard, hub_entries
 from tasks.sinks.hugging_face import HuggingFaceSink, send
-from tasks.statistics.composition import with_interval
-from tasks.statistics.intervals import normal_interval
+from tasks.verdicts.statistics.composition import with_interval
+from tasks.verdicts.statistics.intervals import normal_interval
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "every_eval_ever"
 GSM8K = Leaderboard(dataset="openai/gsm8k", task_id="gsm8k", metric="exact_match", factor=100)

@@ -9,13 +9,13 @@ from typing import Any
 from fakes.records import make_metric, make_record, publish
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.gates.gate import Gate
-from tasks.gates.verdict import JudgedCheckpoint
 from tasks.policies.gate import judged_of
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import RunListing
 from tasks.records.index import RunRecords
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import JudgedCheckpoint
 
 LATEST, EVERY = Gate(), Gate(checkpoints="every")
 

@@ -21,8 +21,8 @@ from tasks.records.details import BenchmarkDetails
 from tasks.records.provenance import versions
 from tasks.records.record import Record, find_records
 from tasks.records.samples import Sample
-from tasks.reports.qualifying import qualify
 from tasks.running.requalification import asked_again, side_of
+from tasks.verdicts.qualification import qualify
 
 app = typer.Typer()
 app.command()(requalify)

@@ -30,15 +30,12 @@ from flows.hooks import leave_nothing
 from flows.reconcile import load_policy, reconcile_once, reconcile_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import OverBudget, RecordStatus
+from resources.process_marks import ProcessMark
 from resources.settings import variable_set
 from resources.storage import storage
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
-from tasks.claims.files import Claim, Holder, SeenClaim, Subject
-from tasks.claims.leases import Claims
-from tasks.claims.process_marks import ProcessMark
-from tasks.gates.gate import Gate
 from tasks.policies.cancelled_runs import stop_unfinished
 from tasks.policies.gate import judged_of
 from tasks.policies.overrides import Override, Overrides, write_override
@@ -50,7 +47,10 @@ from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_re
 from tasks.records.record import record_uri, write_record
 from tasks.records.usage import Typical, usage_of
 from tasks.running.cells import plan_cells
+from tasks.running.claims.files import Claim, Holder, SeenClaim, Subject
+from tasks.running.claims.leases import Claims
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.verdicts.gate import Gate
 
 NOW = 1_000_000.0
 NOTHING = RunRecords({}, (), {})

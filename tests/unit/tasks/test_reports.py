@@ -21,17 +21,18 @@ from rich.console import Console
 from fakes.records import FIRST, REASONS, make_metric, make_qualification, make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
-from tasks.alerts.files import acknowledge
 from tasks.records.builds import Qualification, QualifiedBenchmark, build_of, write_qualification
 from tasks.records.cost import Cost, Predicted, Spent
 from tasks.records.details import Asking, BenchmarkDetails
+from tasks.records.numbers import margin, measured
 from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample
 from tasks.reports import plots
 from tasks.reports.charts import chart_of
 from tasks.reports.noises import wavering
 from tasks.reports.page import curves_svg, render_report, results_rows, results_table, write_report
-from tasks.reports.table import Results, margin, measured
+from tasks.reports.table import Results
+from tasks.verdicts.alert_files import acknowledge
 
 SVG = "{http://www.w3.org/2000/svg}"
 

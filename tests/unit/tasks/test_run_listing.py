@@ -15,14 +15,14 @@ from fakes.records import cell_of, make_record, renamed
 from resources.settings import settings
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
-from tasks.claims.files import Subject, claims_folder
-from tasks.claims.leases import Claims
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import RunListing, reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 from tasks.records.record import write_record
 from tasks.records.usage import usage_of
+from tasks.running.claims.files import Subject, claims_folder
+from tasks.running.claims.leases import Claims
 from tasks.spec.evaluation import EvaluationConfig
 
 

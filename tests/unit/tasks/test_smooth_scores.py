@@ -19,17 +19,17 @@ from fakes.lm_eval import smooth_by_hand
 from fakes.records import make_metric, make_record, publish
 from flows.cli.records import compare, records
 from resources.errors import BadInput
-from tasks.gates.gate import Gate
-from tasks.gates.verdict import Verdict, judge, judged_checkpoints
 from tasks.records.builds import Qualification
 from tasks.records.provenance import versions
 from tasks.records.record import Metric, Record, find_records, read_records
 from tasks.records.samples import Sample
 from tasks.reports.artifacts import table_rows
 from tasks.reports.page import curves_svg, render_report
-from tasks.reports.qualifying import qualify
 from tasks.sinks.announcement import Announcement, metric_values
 from tasks.sinks.hugging_face import with_results
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import Verdict, judge, judged_checkpoints
+from tasks.verdicts.qualification import qualify
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(tasks.__path__[0]) / "evaluators" / "programs")

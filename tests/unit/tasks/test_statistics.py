@@ -13,11 +13,18 @@ from fakes.records import make_metric
 from tasks.records.record import Metric
 from tasks.records.samples import Sample
 from tasks.records.scores import Questions, question_of
-from tasks.statistics.adjustment import Adjustment, adjusted, spent
-from tasks.statistics.clusters import Stratum, estimate
-from tasks.statistics.composition import compare_compositions, composition_of, with_interval
-from tasks.statistics.intervals import Interval, mean_interval, ratio_interval
-from tasks.statistics.paired import PairedStratum, compare_means, compare_pairs, mcnemar, paired_ratio
+from tasks.verdicts.statistics.composition import compare_compositions, composition_of, with_interval
+from tasks.verdicts.statistics.intervals import Interval, Stratum, estimate, mean_interval, ratio_interval
+from tasks.verdicts.statistics.paired import (
+    Adjustment,
+    PairedStratum,
+    adjusted,
+    compare_means,
+    compare_pairs,
+    mcnemar,
+    paired_ratio,
+    spent,
+)
 
 SLEEP = np.array([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])
 """Student (1908): additional hours of sleep by a drug over another drug; t = 4.06, p = 0.0028."""

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fakes.records import FIRST, make_metric, make_record, make_samples, publish
+from fakes.records import FIRST, make_metric, make_record, make_samples, publish, sealed
 from flows.cli.app import app
 from resources.errors import BadInput
 from resources.settings import settings
-from tasks.gates.gate import Gate
-from tasks.gates.reasons import Verdict
-from tasks.gates.verdict import judge, judged_checkpoints
 from tasks.records.record import Metric, Record, SinkState, find_records, note_sinks
 from tasks.records.samples import SAMPLES_NAME, write_samples
-from tasks.records.seals import broken_seal, integrity, sealed
+from tasks.records.seals import broken_seal, integrity
+from tasks.records.verdicts import Verdict
 from tasks.records.verification import verified
+from tasks.verdicts.gate import Gate
+from tasks.verdicts.judge import judge, judged_checkpoints
 
 BOUND = {"benchmark": "demo_facts", "metric": "acc", "at_least": 0.9}
 

@@ -30,15 +30,15 @@ from tasks.records.details import MergedInput, MergeReference
 from tasks.records.record import FoundRecord, find_records
 from tasks.records.samples import SAMPLES_NAME, Sample
 from tasks.records.search import RecordFilter
-from tasks.reports.comparison import compare
-from tasks.viewing import view as viewing
-from tasks.viewing.boards import boards_of_sample
-from tasks.viewing.columns import CUT, NO_SCORE, SHORTENED, UNSCORED, Found, Scale, as_bytes, is_right
-from tasks.viewing.kept import KeptColumns, kept_at, make_room
-from tasks.viewing.page import page_files, single_file, write_next_to_report
-from tasks.viewing.reading import BLOCK, Column
-from tasks.viewing.server import application
-from tasks.viewing.view import IN_MEMORY, View
+from tasks.reports.viewer import view as viewing
+from tasks.reports.viewer.boards import boards_of_sample
+from tasks.reports.viewer.columns import CUT, NO_SCORE, SHORTENED, UNSCORED, Found, Scale, as_bytes, is_right
+from tasks.reports.viewer.kept import KeptColumns, kept_at, make_room
+from tasks.reports.viewer.page import page_files, single_file, write_next_to_report
+from tasks.reports.viewer.reading import BLOCK, Column
+from tasks.reports.viewer.server import application
+from tasks.reports.viewer.view import IN_MEMORY, View
+from tasks.verdicts.comparison import compare
 
 TOKEN = "a-token"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -411,7 +411,7 @@ def test_large_records_are_read_once_by_processes_and_kept_below_the_cache(tmp_p
 
 
 def test_columns_that_were_not_opened_for_longest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tasks.viewing.kept._MOST_BYTES", 0)
+    monkeypatch.setattr("tasks.reports.viewer.kept._MOST_BYTES", 0)
     for name in ("old", "open", "own"):
         KeptColumns(tmp_path / f"{name}.sqlite").close()
     (tmp_path / "damaged.sqlite").write_bytes(b"no database" * 1000)
@@ -423,7 +423,7 @@ def test_columns_that_were_not_opened_for_longest_make_room(tmp_path: Path, monk
 
 
 def test_columns_that_others_write_for_long_are_refused_and_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tasks.viewing.kept._SECONDS", 0.0)
+    monkeypatch.setattr("tasks.reports.viewer.kept._SECONDS", 0.0)
     path = tmp_path / "columns.sqlite"
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("create table theirs (a)")
@@ -435,7 +435,7 @@ def test_columns_that_others_write_for_long_are_refused_and_stay(tmp_path: Path,
 
 
 def test_large_records_with_columns_beyond_the_bound_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tasks.viewing.kept._MOST_BYTES", 0)
+    monkeypatch.setattr("tasks.reports.viewer.kept._MOST_BYTES", 0)
     cell = published(tmp_path, 100, [asked(1, True)], samples=IN_MEMORY + 1)
     with viewed(tmp_path):
         Path(cell, "attempt-1", SAMPLES_NAME).unlink()
@@ -684,13 +684,13 @@ def test_page_of_long_answers_is_bounded_by_their_bytes(tmp_path: Path, monkeypa
     published(tmp_path / "evaluations", 100, [asked(1, True)])
     records, report = find_records(str(tmp_path / "evaluations")), str(tmp_path / "report.html")
     size = next((tmp_path / "evaluations").rglob(SAMPLES_NAME)).stat().st_size
-    monkeypatch.setattr("tasks.viewing.page.MOST_BYTES_NEXT_TO_A_REPORT", size - 1)
-    monkeypatch.setattr("tasks.viewing.page.MOST_BYTES", size - 1)
+    monkeypatch.setattr("tasks.reports.viewer.page.MOST_BYTES_NEXT_TO_A_REPORT", size - 1)
+    monkeypatch.setattr("tasks.reports.viewer.page.MOST_BYTES", size - 1)
     assert write_next_to_report(records, report, title="made", location="") is None
     output = tmp_path / "questions.html"
     done = CliRunner().invoke(app, ["view", str(tmp_path / "evaluations"), "--output", str(output)])
     assert f"{size:,} bytes" in str(done.exception) and not output.exists()
-    monkeypatch.setattr("tasks.viewing.page.MOST_BYTES_NEXT_TO_A_REPORT", size)
+    monkeypatch.setattr("tasks.reports.viewer.page.MOST_BYTES_NEXT_TO_A_REPORT", size)
     assert write_next_to_report(records, report, title="made", location="") is not None
 
 
@@ -699,7 +699,8 @@ def test_command_that_listens_everywhere_prints_an_address_that_can_be_opened(
 ):
     published(tmp_path, 100, [asked(1, True)])
     monkeypatch.setattr(
-        "tasks.viewing.server.serve", lambda view, *, host, port, on_address: on_address(f"http://{host}:80/{TOKEN}/")
+        "tasks.reports.viewer.server.serve",
+        lambda view, *, host, port, on_address: on_address(f"http://{host}:80/{TOKEN}/"),
     )
     done = CliRunner().invoke(app, ["view", str(tmp_path), "--host", "0.0.0.0"], catch_exceptions=False)
     assert f"http://{own_address()}:80/{TOKEN}/" in done.stdout

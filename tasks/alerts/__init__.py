@@ -1,1 +1,0 @@
-"""Drops of scores beyond the noise of questions and training, and their acknowledgements."""

@@ -1,1 +1,0 @@
-"""Gates: GO or NO-GO from records."""
