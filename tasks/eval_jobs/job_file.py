@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
 
-from resources.backends.kubernetes.devices import accelerator_label, gke_device
 from resources.config import Config, Device, JsonObject, size_in_bytes
 from resources.errors import UnsatisfiableResources
+from resources.gke import accelerator_label, gke_device
 from resources.storage import storage
 from tasks.eval_jobs.helm_arguments import HelmArguments, helm_arguments
 from tasks.spec.evaluation import EvaluationConfig

@@ -5,16 +5,13 @@ Source of the labels: GKE's documentation of GPUs, TPUs and Spot VMs.
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
-from resources.tpu import TPU_TOPOLOGIES, canonical_variant
+from resources.gke import TPU_NAMES, gpu_label
 
 GPU_RESOURCE, TPU_RESOURCE = "nvidia.com/gpu", "google.com/tpu"
 GPU_LABEL = "cloud.google.com/gke-accelerator"
@@ -32,31 +29,6 @@ NODE_POOL_LABELS = frozenset(
 _REGION_LABEL, _ZONE_LABEL = "topology.kubernetes.io/region", "topology.kubernetes.io/zone"
 _CHEAP_LABELS = ("cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible")
 
-GPU_NAMES = {
-    "t4": "nvidia-tesla-t4",
-    "p4": "nvidia-tesla-p4",
-    "p100": "nvidia-tesla-p100",
-    "v100": "nvidia-tesla-v100",
-    "l4": "nvidia-l4",
-    "a100": "nvidia-tesla-a100",
-    "a100-40gb": "nvidia-tesla-a100",
-    "a100-80gb": "nvidia-a100-80gb",
-    "h100": "nvidia-h100-80gb",
-    "h100-80gb": "nvidia-h100-80gb",
-    "h100-mega": "nvidia-h100-mega-80gb",
-    "h200": "nvidia-h200-141gb",
-    "b200": "nvidia-b200",
-    "gb200": "nvidia-gb200",
-    "rtx-pro-6000": "nvidia-rtx-pro-6000",
-}
-"""GKE's name of each GPU model."""
-TPU_NAMES = {
-    "v4": "tpu-v4-podslice",
-    "v5litepod": "tpu-v5-lite-podslice",
-    "v5p": "tpu-v5p-slice",
-    "v6e": "tpu-v6e-slice",
-}
-"""GKE's name of each TPU generation."""
 _FLAT_TOPOLOGIES = {
     1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",
 }  # fmt: skip
@@ -95,7 +67,7 @@ def placement(resources: ResourceConfig) -> Placement:
             pass
         case GpuConfig(variant=variant, count=count):
             limits[GPU_RESOURCE] = str(count)
-            selector |= {} if variant == "auto" else {GPU_LABEL: _gpu_name(variant)}
+            selector |= {} if variant == "auto" else {GPU_LABEL: gpu_label(variant)}
         case TpuConfig() as tpu:
             if tpu.alternatives:
                 raise UnsatisfiableResources(
@@ -115,65 +87,6 @@ def placement(resources: ResourceConfig) -> Placement:
         affinity=_affinity(resources),
         tolerations=[{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in tolerated],
     )
-
-
-def gke_device(name: str | None, *, count: int | None = None, topology: str | None = None) -> Device:
-    """Returns the device of a pod from a GPU's model, GKE's name, or the name of a TPU slice; a CPU without a name.
-
-    Names are such as nvidia-tesla-t4, T4, tpu-v6e-slice or v6e-4. `count` is that of GPUs, or of the slice's chips.
-    """
-    if name is None:
-        return CpuConfig()
-    label = accelerator_label(name)
-    if label in GPU_NAMES.values():
-        return GpuConfig(variant=label, count=count or 1)
-    tpu = _tpu_of(label, count=count, topology=topology)
-    if tpu.slice.vms > 1:
-        raise UnsatisfiableResources(
-            expected="a TPU slice of a single VM, which fits a pod",
-            found=f"{tpu.variant} with {tpu.slice.vms} VMs",
-            remedy="take a smaller slice, or evaluate over a pool on a cluster",
-        )
-    return tpu
-
-
-def accelerator_label(name: str) -> str:
-    """Returns GKE's name of a GPU from its model or GKE's name; names of TPUs and of slices unchanged."""
-    label = name.strip().lower().replace("_", "-").removeprefix("nvidia ").replace(" ", "-")
-    known = [*GPU_NAMES.values(), *TPU_NAMES.values()]
-    if label in known or canonical_variant(label) in TPU_TOPOLOGIES:
-        return label
-    if label not in GPU_NAMES:
-        near = difflib.get_close_matches(label, [*known, *GPU_NAMES, *TPU_TOPOLOGIES], n=3)
-        raise UnsatisfiableResources(
-            expected="an accelerator that GKE has",
-            found=repr(name),
-            remedy=f"use one of {', '.join(near or sorted(set(known)))}",
-        )
-    return GPU_NAMES[label]
-
-
-def _tpu_of(label: str, *, count: int | None, topology: str | None) -> TpuConfig:
-    tpu = TPU_TOPOLOGIES.get(canonical_variant(label))
-    if tpu is None:
-        family = next(family for family, gke in TPU_NAMES.items() if gke == label)
-        shape = topology if topology is not None and re.fullmatch(r"\d+(x\d+)*", topology) else None
-        chips = math.prod(map(int, shape.split("x"))) if shape else count
-        same = [known for known in TPU_TOPOLOGIES.values() if known.variant.split("-")[0] == family]
-        tpu = next((known for known in same if known.chips == chips), None)
-        if tpu is None:
-            raise UnsatisfiableResources(
-                expected=f"{label} with its topology, such as 2x2, or with the count of its chips",
-                found=f"topology {topology}, count {count}",
-                remedy=f"use one of {', '.join(str(known.chips) for known in same if known.vms == 1)} chips",
-            )
-    if count not in (None, tpu.chips):
-        raise UnsatisfiableResources(
-            expected=f"a count of {tpu.chips}, the chips of {tpu.variant}",
-            found=str(count),
-            remedy="leave count out",
-        )
-    return TpuConfig(variant=tpu.variant, topology=topology)
 
 
 def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device: Device) -> None:
@@ -211,19 +124,6 @@ def tpu_shape(tpu: TpuConfig) -> str:
     sides = [side for side in range(1, count + 1) if count % side == 0]
     shapes = [(a, b, count // (a * b)) for a in sides for b in sides if b >= a and count % (a * b) == 0]
     return "x".join(str(unit * side) for side in min((shape for shape in shapes if shape[2] >= shape[1]), key=sum))
-
-
-def _gpu_name(variant: str) -> str:
-    name = variant.strip().lower().replace("_", "-").removeprefix("nvidia ").replace(" ", "-")
-    if name in GPU_NAMES:
-        return GPU_NAMES[name]
-    if name.startswith("nvidia-"):  # a label's value: clusters outside of GKE have their own models
-        return name
-    raise UnsatisfiableResources(
-        expected=f"a GPU model that nodes are labelled with: {', '.join(GPU_NAMES)}, or a label's value nvidia-…",
-        found=repr(variant),
-        remedy='Choose one of those, or "auto" for any GPU that a node has.',
-    )
 
 
 def _affinity(resources: ResourceConfig) -> dict[str, Any]:
