@@ -32,7 +32,7 @@ class Backend(NamedTuple):
 
 BACKENDS: dict[str, Backend] = {
     "local": Backend("resources.backends.local.entry", "local"),
-    "ray": Backend("resources.backends.ray.entry", "ray://auto, ray://host:10001", package="ray"),
+    "ray": Backend("resources.backends.ray.client", "ray://auto, ray://host:10001", package="ray"),
     "iris": Backend("resources.backends.iris.entry", "iris://host:port", package="iris"),
     "kubernetes": Backend(
         "resources.backends.kubernetes.entry",

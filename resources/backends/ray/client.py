@@ -14,10 +14,9 @@ from typing import Any
 import ray
 
 from resources.backends.processes import existing_folder, import_folders, workspace_of
-from resources.backends.ray.code import SentFolder
 from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.backends.ray.job import RayJob, wait_for_all
-from resources.backends.ray.orders import JobOrder
+from resources.backends.ray.orders import JobOrder, SentFolder
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.jobs.calls import pickled
@@ -177,3 +176,10 @@ def _sent(connection: RayConnection, controller: Any, workspace: Path) -> str:
     if not connection.ask(controller, "add_package", digest=package.digest, content=None):
         connection.ask(controller, "add_package", digest=package.digest, content=package.content)
     return package.digest
+
+
+def client_from_address(host: str, path: str) -> RayClient:
+    """Returns the client for the Ray of this process or machine (`auto` or no host), or for a Ray Client server."""
+    client = RayClient("auto" if host in ("", "auto") else f"ray://{host}")
+    client.connect()
+    return client

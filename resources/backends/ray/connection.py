@@ -13,8 +13,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from resources.backends.ray.failures import classify_ray
-from resources.backends.ray.orders import DETACHED, NAMESPACE
+from resources.backends.ray.orders import DETACHED, NAMESPACE, classify_ray
 from resources.errors import AssayError, BackendUnavailable
 from resources.jobs.addresses import is_loopback
 from resources.jobs.packaging import own_code

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
-import time
+import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -13,10 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from resources.backends.ray import placement as ray_placement
-from resources.backends.ray.failures import classify_ray
-from resources.backends.ray.orders import KEPT_LOG_BYTES, JobOrder, Output, ProcessEnd, ProcessOrder
-from resources.backends.ray.turns import Turns
-from resources.config import TpuConfig
+from resources.backends.ray.orders import JobOrder, Output, ProcessEnd, ProcessOrder, classify_ray
 from resources.errors import AssayError
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import PART_BYTES, LogPart, check_replica, logs_by_replica, part_of_hosts
@@ -28,57 +26,38 @@ _FORCED_SECONDS = 10.0
 Outcome = Literal["succeeded", "failed", "preempted", "stopped", "refused"]
 
 
-class LogTail:
-    """The end of a process's output over all attempts, in memory: the last `kept_bytes`, plus up to `PART_BYTES`."""
+class LogFile:
+    """A process's output over all attempts, in a file without a name on the head's disk, gone with the controller."""
 
-    def __init__(self, kept_bytes: int = PART_BYTES) -> None:
-        self._kept_bytes = kept_bytes
-        self._content = bytearray()
-        self._dropped_bytes = self._dropped_lines = 0
-
-    def __len__(self) -> int:
-        return len(self._content)
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it ends with this object
 
     def add(self, output: bytes) -> None:
-        self._content += output
-        if len(self._content) > self._kept_bytes + PART_BYTES:
-            self._drop(len(self._content) - self._kept_bytes)
-
-    def skip(self, lines: int) -> None:
-        """Records skipped lines, and drops all output before them."""
-        self._drop(len(self._content))
-        self._dropped_lines += lines
-        self._dropped_bytes += 1  # a reader at the end of the dropped output misses the lines too
+        self._file.write(output)
 
     def last(self, max_lines: int) -> str:
         """Returns the last lines, at most 1 MiB."""
-        lines = self._content[-PART_BYTES:].decode(errors="replace").splitlines()
+        size = os.fstat(self._file.fileno()).st_size
+        lines = self._read(max(0, size - PART_BYTES)).decode(errors="replace").splitlines()
         return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
 
     def part(self, after: str, *, whole_lines: bool) -> LogPart:
-        """Returns the next part, see `JobHandle.read_log`; a position is the number of bytes and of lines before it."""
-        known_bytes, known_lines = map(int, after.split(":")) if after else (0, 0)
-        start = max(known_bytes - self._dropped_bytes, 0)
-        output = bytes(self._content[start : start + PART_BYTES])
+        """Returns the part after a position, the number of bytes before it; see `JobHandle.read_log`."""
+        start = int(after or 0)
+        output = self._read(start)
         end = output.rfind(b"\n") + 1
         if whole_lines and (end or len(output) < PART_BYTES):
             output = output[:end]
-        missed = known_bytes < self._dropped_bytes
-        dropped = self._dropped_lines - known_lines if missed else 0
-        lines = (self._dropped_lines if missed else known_lines) + output.count(b"\n")
-        return LogPart(output, f"{self._dropped_bytes + start + len(output)}:{lines}", dropped)
+        return LogPart(output, str(start + len(output)))
 
-    def _drop(self, count: int) -> None:
-        self._dropped_lines += self._content.count(b"\n", 0, count)
-        self._dropped_bytes += count
-        del self._content[:count]
+    def _read(self, start: int) -> bytes:
+        return os.pread(self._file.fileno(), PART_BYTES, start)
 
 
 class ControlledJob:
     """A job, from its first wait for resources to its final status.
 
     Args:
-        turns: turns at requesting resources, shared by all jobs of the controller.
         sent: references to objects in Ray's object store: the package of its `workspace`, a large `call`.
         start: starts a process from its place, a pickled `ProcessOrder` and `sent`; the result can be awaited.
     """
@@ -88,12 +67,10 @@ class ControlledJob:
         ray: Any,
         order: JobOrder,
         *,
-        turns: Turns,
         sent: Mapping[str, Any],
         start: Callable[[Any, bytes, Mapping[str, Any]], Any],
     ) -> None:
         self._ray = ray
-        self._turns = turns
         self._order = order
         self._sent = sent
         self._start = start
@@ -106,13 +83,9 @@ class ControlledJob:
         self._finished = asyncio.Event()
         self._started: set[tuple[int, int]] = set()
         self._expected = 0
-        device = order.resources.device
-        self._hosts = device.slice.vms if isinstance(device, TpuConfig) else 1
-        kept_bytes = max(PART_BYTES, KEPT_LOG_BYTES // (order.replicas * self._hosts))
-        self._logs: dict[tuple[int, int], LogTail] = defaultdict(lambda: LogTail(kept_bytes))
+        self._logs: dict[tuple[int, int], LogFile] = defaultdict(LogFile)
         self._reported: dict[tuple[int, int], int] = defaultdict(int)  # bytes per process of the current attempt
-        self.announced: dict[int, str] = {}
-        """Announcement per replica of the current attempt."""
+        self._announced: dict[int, str] = {}  # by replica, of the current attempt
         self._results: dict[int, bytes] = {}
 
     @property
@@ -135,9 +108,9 @@ class ControlledJob:
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the bytes of memory that its logs, its results and its callable take."""
+        """Returns the bytes of memory that its results and its callable take."""
         call = self._order.entrypoint if isinstance(self._order.entrypoint, bytes) else b""
-        return len(call) + sum(map(len, self._logs.values())) + sum(map(len, self._results.values()))
+        return len(call) + sum(map(len, self._results.values()))
 
     def details(self) -> JobDetails:
         return JobDetails(
@@ -153,20 +126,24 @@ class ControlledJob:
             returns=isinstance(self._order.entrypoint, bytes),
         )
 
+    def announced(self, replica: int) -> str | None:
+        """Returns the announcement of a replica in the current attempt."""
+        return self._announced.get(replica)
+
     def result(self, replica: int) -> bytes | None:
         """Returns the result file of a replica in the last attempt."""
         return self._results.get(replica)
 
-    def logs(self, max_lines: int, *, replica: int | None) -> str:
+    def logs(self, max_lines: int, replica: int | None) -> str:
         """Returns the last lines; a replica of several hosts has a section per host."""
         return logs_by_replica(lambda index: self._log_of(index, max_lines), self._order.replicas, replica=replica)
 
-    def read_log(self, after: str, *, replica: int) -> LogPart:
+    def read_log(self, after: str, replica: int) -> LogPart:
         check_replica(replica, self._order.replicas)
-        whole_lines = self._hosts > 1 and not self._finished.is_set()
+        whole_lines = self._order.hosts > 1 and not self._finished.is_set()
         return part_of_hosts(
             lambda host, position: self._logs[replica, host].part(position, whole_lines=whole_lines),
-            self._hosts,
+            self._order.hosts,
             after=after,
         )
 
@@ -176,17 +153,18 @@ class ControlledJob:
             return hosts[0].last(max_lines) if hosts else ""
         return "\n".join(f"==> host {host} <==\n{log.last(max_lines)}" for host, log in hosts.items())
 
-    def stop(self, reason: str) -> float:
+    def stop(self, reason: str = "terminated") -> float:
         """Requests the end of the job, and returns the seconds that it may take."""
         if not self._stopping.is_set():
             self._stop_reason = reason
             self._stopping.set()
         return self._order.grace_seconds + _END_MARGIN_SECONDS + _FORCED_SECONDS
 
-    async def wait(self, seconds: float) -> None:
-        """Returns when the job has finished, or after that many seconds."""
+    async def finished(self, seconds: float) -> JobStatus:
+        """Returns the status once the job has finished, or after that many seconds."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._finished.wait(), seconds)
+        return self.status
 
     async def ends_within(self, attempt: int, seconds: float) -> bool:
         """Returns True if the processes of an attempt must end, now or within that many seconds."""
@@ -202,13 +180,11 @@ class ControlledJob:
         if attempt != self._attempts or self._finished.is_set():
             return
         known = self._reported[process]
-        if output.skipped_lines and output.start > known:
-            self._logs[process].skip(output.skipped_lines)
         self._logs[process].add(output.content[max(0, known - output.start) :])
         self._reported[process] = max(known, output.start + len(output.content))
         replica, host = process
         if announcement is not None and host == 0:
-            self.announced[replica] = announcement
+            self._announced[replica] = announcement
         if started:
             self._started.add(process)
         if self.status is JobStatus.PENDING and self._expected and len(self._started) == self._expected:
@@ -262,23 +238,17 @@ class ControlledJob:
             self._ending = asyncio.Event()
             self._started.clear()
             self._reported.clear()
-            self.announced.clear()
+            self._announced.clear()
             self._expected = len(placement.hosts)
             self._reason = f"starts {self._expected} process{'' if self._expected == 1 else 'es'}"
             return await self._outcome(placement.hosts)
         finally:
             self._ending.set()
             placement.release()
-            self._turns.given_back()
 
     async def _placed(self) -> ray_placement.Placement | None:
-        resources, replicas, since = self._order.resources, self._order.replicas, time.monotonic()
         placing = asyncio.ensure_future(
-            self._turns.placed(
-                f"{replicas} {resources.model_dump_json()}",
-                lambda: ray_placement.place(self._ray, resources, replicas, on_waiting=self._set_reason, since=since),
-                on_waiting=self._set_reason,
-            )
+            ray_placement.place(self._ray, self._order.resources, self._order.replicas, on_waiting=self._set_reason)
         )
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({placing, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -300,7 +270,14 @@ class ControlledJob:
             process = (place.replica, place.host)
             if self._attempts > 1:
                 self._logs[process].add(f"--- attempt {self._attempts} ---\n".encode())
-            reference = self._start(place, pickle.dumps(self._process(place, places)), self._sent)
+            order = ProcessOrder(
+                job=self._order,
+                attempt=self._attempts,
+                replica=place.replica,
+                host=place.host,
+                device_variables=place.env_vars,
+            )
+            reference = self._start(place, pickle.dumps(order), self._sent)
             references.append(reference)
             ends[asyncio.ensure_future(_ended(reference))] = process
         stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stopping.wait())
@@ -343,26 +320,6 @@ class ControlledJob:
         # The loss of a replica can make the others fail an instant later, so preemption wins.
         worst: Outcome = "preempted" if "preempted" in outcomes else "failed"
         return worst, next((end.reason for end in ends if end.outcome == worst), None)
-
-    def _process(self, place: ray_placement.HostPlace, places: list[ray_placement.HostPlace]) -> ProcessOrder:
-        order = self._order
-        return ProcessOrder(
-            job_id=order.job_id,
-            attempt=self._attempts,
-            replica=place.replica,
-            replicas=order.replicas,
-            host=place.host,
-            hosts=sum(other.replica == place.replica for other in places),
-            entrypoint=order.entrypoint,
-            environment=order.environment,
-            device_variables=place.env_vars,
-            given={"ASSAY_JOB_ID": order.job_id, "ASSAY_JOBS": "ray://auto", "RAY_ADDRESS": order.address},
-            is_tpu=isinstance(order.resources.device, TpuConfig),
-            workspace=order.workspace,
-            working_directory=order.working_directory,
-            imports=order.imports,
-            grace_seconds=order.grace_seconds,
-        )
 
 
 async def _ended(reference: Any) -> ProcessEnd:

@@ -7,6 +7,7 @@ methods run in a single event loop of the actor's process, so no state needs a l
 from __future__ import annotations
 
 import asyncio
+import inspect
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,15 +15,13 @@ from typing import Any
 
 from resources.backends.ray import placement as ray_placement
 from resources.backends.ray.controlled_job import ControlledJob
-from resources.backends.ray.orders import JobOrder, Output
-from resources.backends.ray.turns import Turns
+from resources.backends.ray.orders import JobOrder
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput
-from resources.jobs.jobs import JobAlreadyExists, JobDetails, JobStatus
-from resources.jobs.logs import LogPart
+from resources.jobs.jobs import JobAlreadyExists, JobDetails
 
 _KEPT_JOBS = 200
-_KEPT_BYTES = 64 << 20  # for the logs and results of all finished jobs
+_KEPT_BYTES = 64 << 20  # for the results of all finished jobs
 _KEPT_PACKAGES = 4
 _LARGE_BYTES = 64 << 10  # larger callables are put into Ray's object store, once for all processes
 
@@ -33,35 +32,20 @@ class Controller:
     def __init__(self, ray: Any, *, start: Callable[[Any, bytes, Mapping[str, Any]], Any]) -> None:
         self._ray = ray
         self._start = start
-        self._turns = Turns()
         self._jobs: dict[str, ControlledJob] = {}
         self._packages: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
-        self._methods: dict[str, Callable[..., Any]] = {
-            method.__name__: method
-            for method in (
-                self.running,
-                self.check,
-                self.add_package,
-                self.submit,
-                self.details,
-                self.jobs,
-                self.logs,
-                self.read_log,
-                self.announced,
-                self.result,
-                self.stop,
-                self.stop_client,
-                self.finished,
-                self.until_end,
-                self.report,
-            )
-        }
 
     async def answer(self, method: str, arguments: bytes) -> bytes:
-        """Returns the pickled result of a method, or a pickled `AssayError`; other errors propagate."""
+        """Returns the pickled result of a method, or a pickled `AssayError`; other errors propagate.
+
+        With the argument `job_id`, it is a method of that `ControlledJob`.
+        """
+        values = pickle.loads(arguments)
         try:
-            result = await self._methods[method](**pickle.loads(arguments))
+            target = self._job(values.pop("job_id")) if "job_id" in values else self
+            result = getattr(target, method)(**values)
+            result = await result if inspect.isawaitable(result) else result
         except AssayError as error:
             result = error
         return pickle.dumps(result)
@@ -95,34 +79,14 @@ class Controller:
         if isinstance(order.entrypoint, bytes) and len(order.entrypoint) > _LARGE_BYTES:
             sent["call"] = self._ray.put(order.entrypoint)
             order = replace(order, entrypoint=b"")
-        job = self._jobs[order.job_id] = ControlledJob(
-            self._ray, order, turns=self._turns, sent=sent, start=self._start
-        )
+        job = self._jobs[order.job_id] = ControlledJob(self._ray, order, sent=sent, start=self._start)
         task = asyncio.get_running_loop().create_task(job.run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return order.job_id
 
-    async def details(self, *, job_id: str) -> JobDetails:
-        return self._job(job_id).details()
-
     async def jobs(self) -> list[JobDetails]:
         return [job.details() for job in self._jobs.values()]
-
-    async def logs(self, *, job_id: str, max_lines: int, replica: int | None) -> str:
-        return self._job(job_id).logs(max_lines, replica=replica)
-
-    async def read_log(self, *, job_id: str, after: str, replica: int) -> LogPart:
-        return self._job(job_id).read_log(after, replica=replica)
-
-    async def announced(self, *, job_id: str, replica: int) -> str | None:
-        return self._job(job_id).announced.get(replica)
-
-    async def result(self, *, job_id: str, replica: int) -> bytes | None:
-        return self._job(job_id).result(replica)
-
-    async def stop(self, *, job_id: str) -> float:
-        return self._job(job_id).stop("terminated")
 
     async def stop_client(self, *, client: str) -> list[str]:
         """Requests the end of all jobs of a client that do not outlive their parent, and returns their ids."""
@@ -130,31 +94,6 @@ class Controller:
         for job in jobs:
             job.stop("its client was shut down")
         return [job.job_id for job in jobs]
-
-    async def finished(self, *, job_id: str, seconds: float) -> JobStatus:
-        """Returns the status once the job has finished, or after that many seconds."""
-        job = self._job(job_id)
-        await job.wait(seconds)
-        return job.status
-
-    async def until_end(self, *, job_id: str, attempt: int, replica: int, host: int, seconds: float) -> bool:
-        """Returns True as soon as a process must end, or False after that many seconds."""
-        job = self._jobs.get(job_id)
-        return job is None or await job.ends_within(attempt, seconds)
-
-    async def report(
-        self,
-        *,
-        job_id: str,
-        attempt: int,
-        replica: int,
-        host: int,
-        output: Output,
-        announcement: str | None,
-        started: bool,
-    ) -> None:
-        if (job := self._jobs.get(job_id)) is not None:
-            job.report(attempt, (replica, host), output=output, announcement=announcement, started=started)
 
     def _job(self, job_id: str) -> ControlledJob:
         if (job := self._jobs.get(job_id)) is None:

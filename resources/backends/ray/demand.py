@@ -9,13 +9,16 @@ from resources.backends.ray.nodes import (
     REGION_LABEL,
     ZONE_LABEL,
     RayNode,
+    describe_slices,
     free_text,
     gpu_type_resource,
+    most_per_region,
     room,
     share_text,
+    slices_of,
     total_text,
+    tpu_types,
 )
-from resources.backends.ray.tpu import describe_slices, most_per_region, slices_of, tpu_types
 from resources.config import GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
 

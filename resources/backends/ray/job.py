@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from resources.backends.ray.connection import ControllerGone, RayConnection
@@ -34,8 +35,10 @@ class RayJob:
             return self._known
         try:
             self._known = self._ask("details")
-        except ControllerGone as gone:
-            self._known = self._buried(gone)
+        except ControllerGone:
+            status = JobStatus.FAILED if self._own else JobStatus.STOPPED
+            reason = "its controller was killed" if self._own else "the process that submitted it has ended"
+            self._known = replace(self._known, status=status, reason=reason)
         return self._known
 
     def status(self) -> JobStatus:
@@ -69,58 +72,35 @@ class RayJob:
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """Returns the last lines; empty if the job's controller has ended."""
-        try:
-            return self._ask("logs", max_lines=max_lines, replica=replica)
-        except ControllerGone:
-            return ""
+        return self._ask_living("logs", "", max_lines=max_lines, replica=replica)
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
         """Returns the next part of the log; empty if the job's controller has ended."""
-        try:
-            return self._ask("read_log", after=after, replica=replica)
-        except ControllerGone:
-            return LogPart(b"", after)
+        return self._ask_living("read_log", LogPart(b"", after), after=after, replica=replica)
 
     def announced(self, replica: int = 0) -> str | None:
-        try:
-            return self._ask("announced", replica=replica)
-        except ControllerGone:
-            return None
+        return self._ask_living("announced", None, replica=replica)
 
     def terminate(self) -> None:
-        try:
-            seconds: float = self._ask("stop")
-        except ControllerGone:
-            return
-        self.wait(seconds, raise_on_failure=False)
+        seconds: float | None = self._ask_living("stop", None)
+        if seconds is not None:
+            self.wait(seconds, raise_on_failure=False)
 
     @property
     def _where(self) -> str:
         return f"read the logs of {self.job_id}"
 
     def _left(self, replica: int) -> bytes | None:
-        try:
-            return self._ask("result", replica=replica)
-        except ControllerGone:
-            return None
+        return self._ask_living("result", None, replica=replica)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
         return self._connection.ask(self._controller, method, job_id=self.job_id, **arguments)
 
-    def _buried(self, gone: ControllerGone) -> JobDetails:
-        known = self._known
-        return JobDetails(
-            job_id=known.job_id,
-            name=known.name,
-            status=JobStatus.FAILED if self._own else JobStatus.STOPPED,
-            reason="its controller was killed" if self._own else "the process that submitted it has ended",
-            attempts=known.attempts,
-            failures=known.failures,
-            preemptions=known.preemptions,
-            submitted_at=known.submitted_at,
-            replicas=known.replicas,
-            returns=known.returns,
-        )
+    def _ask_living(self, method: str, otherwise: Any, **arguments: Any) -> Any:
+        try:
+            return self._ask(method, **arguments)
+        except ControllerGone:
+            return otherwise
 
 
 def wait_for_all(connection: RayConnection, controller: Any, job_ids: list[str], *, seconds: float) -> None:

@@ -2,47 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import count
+from pathlib import Path
 
-from resources.backends.ray.code import SentFolder
-from resources.config import ResourceConfig
-from resources.errors import AssayError
+from resources.backends.programs.attempts import Outcome
+from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause
+from resources.config import ResourceConfig, TpuConfig
+from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import Command, EnvironmentConfig
+from resources.jobs.packaging import Package, unpack
+from resources.settings import settings
 
 DETACHED = "controller-detached"
 """Name prefix of controllers for jobs that outlive their parent."""
 NAMESPACE = "assay"
 """Namespace of all actors of Assay in a Ray cluster."""
-KEPT_LOG_BYTES = 8 << 20
-"""Bytes of a job's output that its controller keeps in memory, over all processes; each keeps at least a part."""
+
+_CAUSES: dict[str, tuple[Cause, str]] = {
+    "NodeDiedError": ("machine lost", "its node has died"),
+    "LocalRayletDiedError": ("machine lost", "its node has died"),
+    "OwnerDiedError": ("machine lost", "the worker that held its data has died"),
+    "ActorDiedError": ("machine lost", "the actor that it needed has died"),
+    "ActorUnavailableError": ("machine lost", "the actor that it needed cannot be reached"),
+    "WorkerCrashedError": ("machine lost", "its worker has died"),
+    "GetTimeoutError": ("machine lost", "the cluster did not answer in time"),
+    "OutOfMemoryError": ("out of memory", OUT_OF_MEMORY),
+    "ObjectLostError": ("data lost", "its data was lost with a node"),
+    "ObjectFetchTimedOutError": ("data lost", "its data could not be fetched"),
+    "OutOfDiskError": ("place taken", "its node ran out of disk"),
+    "TaskPlacementGroupRemoved": ("place taken", "its place was taken away"),
+    "ActorPlacementGroupRemoved": ("place taken", "its place was taken away"),
+    "TaskUnschedulableError": ("place taken", "its place is gone"),
+}
+"""By name of the exception's class or of a base class, since only the backend imports ray."""
+
+
+def classify_ray(error: BaseException) -> tuple[Outcome, str]:
+    """Returns the budget that an error of a Ray task counts against, and a formatted reason.
+
+    Errors without an entry, such as a runtime environment that cannot be set up, or an error in Assay's own code on the
+    node, are failures, since they would recur.
+    """
+    for kind in type(error).__mro__:
+        if (row := _CAUSES.get(kind.__name__)) is not None:
+            return ENDINGS[row[0]], row[1]
+    # Ray's text is a remote traceback, which ends with the exception.
+    return ENDINGS["crashed"], f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+
+
+def this_machine() -> str:
+    """Returns a random id of this machine, the content of a file in its `/tmp`, equal for all of its processes.
+
+    Names taken by other users, or by anything but a regular file, are skipped.
+    """
+    for number in count():
+        path = Path(tempfile.gettempdir()) / f"assay-machine-{os.getuid()}{f'-{number}' if number else ''}"
+        if not os.path.lexists(path):
+            unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+            unfinished.touch(mode=0o600)
+            unfinished.write_text(secrets.token_hex(16))
+            try:
+                os.link(unfinished, path)  # unlike a rename, a link does not overwrite another process' file
+            except FileExistsError:
+                pass
+            finally:
+                unfinished.unlink()
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return path.read_text()
+    raise AssertionError("numbers do not end")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessOrder:
-    """A process of a job for a node to run: a replica, or the part of a multi-host replica on a host."""
+class SentFolder:
+    """A folder of the submitting machine, as sent to a node."""
 
-    job_id: str
-    attempt: int
-    replica: int
-    replicas: int
-    host: int
-    hosts: int
-    entrypoint: Command | bytes
-    """A command, or a pickled call; empty for a large call, which is fetched from the object store."""
-    environment: EnvironmentConfig
-    device_variables: Mapping[str, str]
-    """Variables for the device; variables of the environment override them."""
-    given: Mapping[str, str]
-    """Variables of the backend; they override those of the environment."""
-    is_tpu: bool
-    workspace: SentFolder
-    working_directory: str
-    """Path on the submitting machine."""
-    imports: tuple[str, ...]
-    """Folders on the submitting machine with the call's modules."""
-    grace_seconds: float
+    path: Path
+    machine: str
+    inode: int
+    digest: str | None
+    """Digest of the package for other machines; None if none was sent."""
+
+    @classmethod
+    def of(cls, path: Path, *, digest: str | None) -> SentFolder:
+        return cls(path=path, machine=this_machine(), inode=path.stat().st_ino, digest=digest)
+
+    def is_here(self) -> bool:
+        """Returns True if the folder lies on this machine and is still the same (by inode)."""
+        return self.machine == this_machine() and self.path.is_dir() and self.path.stat().st_ino == self.inode
+
+    def brought_here(self, fetch: Callable[[], bytes]) -> Path:
+        """Returns the folder itself on its own machine, else the folder of its unpacked package."""
+        if self.is_here():
+            return self.path
+        if self.digest is None:
+            raise BadInput(
+                expected=f"{self.path} on every node, as when the job was submitted",
+                found="a node of another machine, which joined the cluster later, or no such folder any more",
+                remedy="Submit the job again; it is then packed for other machines.",
+            )
+        folders = settings().cache_dir / "workspaces"
+        folders.mkdir(parents=True, exist_ok=True)
+        local = folders / self.digest
+        return local if local.is_dir() else unpack(Package(digest=self.digest, content=fetch()), folders)
+
+    def moved(self, paths: Sequence[str], *, to: Path) -> list[str]:
+        """Returns paths below the folder as paths below `to`; other paths are unchanged."""
+        places = [Path(path) for path in paths]
+        return [
+            str(to / place.relative_to(self.path)) if place.is_relative_to(self.path) else str(place)
+            for place in places
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +129,7 @@ class JobOrder:
     name: str
     client: str
     entrypoint: Command | bytes
+    """A command, or a pickled call; empty for a large call, which is fetched from the object store."""
     environment: EnvironmentConfig
     resources: ResourceConfig
     replicas: int
@@ -61,34 +138,49 @@ class JobOrder:
     outlives_parent: bool
     workspace: SentFolder
     working_directory: str
+    """Path on the submitting machine."""
     imports: tuple[str, ...]
+    """Folders on the submitting machine with the call's modules."""
     grace_seconds: float
     submitted_at: float
     address: str
     """Address of the cluster for processes of the job."""
 
+    @property
+    def hosts(self) -> int:
+        """Number of hosts of a replica."""
+        device = self.resources.device
+        return device.slice.vms if isinstance(device, TpuConfig) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOrder:
+    """A process of a job for a node to run: a replica, or the part of a multi-host replica on a host."""
+
+    job: JobOrder
+    attempt: int
+    replica: int
+    host: int
+    device_variables: Mapping[str, str]
+    """Variables for the device; variables of the environment override them."""
+
 
 @dataclass(frozen=True)
 class Output:
-    """A piece of a process's output."""
+    """A piece of a process's output; `start` is the number of bytes before it, by which a repetition is recognized."""
 
     content: bytes = b""
     start: int = 0
-    """Number of bytes before this piece, by which a repeated piece is recognized."""
-    skipped_lines: int = 0
-    """Lines before this piece that were not sent, since the process writes faster than it can report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnd:
     """End of a process of a job."""
 
-    outcome: Literal["succeeded", "failed", "preempted", "stopped", "refused"]
+    outcome: Outcome
     reason: str | None = None
     output: Output = Output()
     """Output that was not reported yet."""
     announcement: str | None = None
     result: bytes | None = None
     """File that the process wrote for `JobHandle.result`."""
-    refusal: AssayError | None = None
-    """The reason that it could not be started and never will be."""

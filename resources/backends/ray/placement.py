@@ -15,8 +15,15 @@ from typing import Any
 
 from resources.backends.processes import device_variables
 from resources.backends.ray.demand import allowed_nodes, best_selector, reason_to_wait, refusal, selector_of, share_of
-from resources.backends.ray.nodes import NODE_LABEL, RayNode, has_autoscaler, read_nodes
-from resources.backends.ray.tpu import choose_slices, head_resource, slice_variables
+from resources.backends.ray.nodes import (
+    NODE_LABEL,
+    RayNode,
+    choose_slices,
+    has_autoscaler,
+    head_resource,
+    read_nodes,
+    slice_variables,
+)
 from resources.config import ResourceConfig, TpuConfig
 from resources.tpu import TPU_TYPE_VARIABLE
 
@@ -74,15 +81,13 @@ async def place(
     replicas: int,
     *,
     on_waiting: Callable[[str], None],
-    since: float | None = None,
 ) -> Placement:
     """Reserves the places of all replicas at once, waiting without a time limit. Cancelling releases the reservation.
 
     Args:
         on_waiting: called after a second, and on each change, with the reason that the job waits.
-        since: time of the first request on the monotonic clock; by default now.
     """
-    started = time.monotonic() if since is None else since
+    started = time.monotonic()
     reported: str | None = None
     claim: _Claim | None = None
     pause_seconds = _QUIET_SECONDS

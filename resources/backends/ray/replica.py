@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from resources.backends.processes import PROGRAMS, argv_of, interpreter_of, variables_of
-from resources.backends.ray.orders import KEPT_LOG_BYTES, Output, ProcessEnd, ProcessOrder
+from resources.backends.ray.orders import Output, ProcessEnd, ProcessOrder
+from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
 from resources.jobs.logs import PART_BYTES
 from resources.jobs.preemption_notice import preemption_announced
@@ -43,14 +44,14 @@ def run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes])
     (the package) or `call` (a large pickled call).
     """
     # The whole TPU host belongs to the job, so a lockfile is a leftover of an ended process.
-    with remove_tpu_lockfile_on_exit() if order.is_tpu else nullcontext():
+    with remove_tpu_lockfile_on_exit() if _is_tpu(order) else nullcontext():
         return _run_process(order, ask=ask, fetch=fetch)
 
 
 def _run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes]) -> ProcessEnd:
     run = _Run(order, ask)
     threading.Thread(target=run.end_on_request, daemon=True).start()
-    folder = Path(tempfile.mkdtemp(prefix=f"assay-{order.job_id}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"assay-{order.job.job_id}-"))
     try:
         try:
             variables, specification = _prepare(order, folder, fetch)
@@ -65,19 +66,17 @@ def _run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes]
 
 
 def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -> tuple[dict[str, str], dict[str, Any]]:
-    workspace = order.workspace.brought_here(lambda: fetch("workspace"))
-    moved = [order.working_directory, *order.imports]
-    if workspace != order.workspace.path:
-        moved = order.workspace.moved(moved, to=workspace)
-    working_directory, *imports = moved
+    job = order.job
+    workspace = job.workspace.brought_here(lambda: fetch("workspace"))
+    working_directory, *imports = job.workspace.moved([job.working_directory, *job.imports], to=workspace)
     if not Path(working_directory).is_dir():
         raise BadInput(
-            expected=f"the working directory {order.working_directory} on the node, or inside the workspace",
+            expected=f"the working directory {job.working_directory} on the node, or inside the workspace",
             found="no such folder there",
             remedy="Choose a folder inside the workspace, which is sent along.",
         )
-    python = interpreter_of(order.environment, workspace=workspace)
-    entrypoint = order.entrypoint
+    python = interpreter_of(job.environment, workspace=workspace)
+    entrypoint = job.entrypoint
     if isinstance(entrypoint, bytes):
         (folder / "call.pickle").write_bytes(entrypoint or fetch("call"))
         entrypoint = folder / "call.pickle"
@@ -85,25 +84,26 @@ def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -
     specification = {
         "argv": argv_of(entrypoint, python=python, imports=imports),
         "working_directory": working_directory,
-        "grace_seconds": order.grace_seconds,
+        "grace_seconds": job.grace_seconds,
         "parent_pid": os.getpid(),
         "shielded": True,
-        "place": [order.replica, order.replicas, order.host, order.hosts],
+        "place": [order.replica, job.replicas, order.host, job.hosts],
     }
-    environment = replace(order.environment, env_vars={**order.device_variables, **order.environment.env_vars})
-    return variables_of(environment, python=python, given=order.given), specification
+    environment = replace(job.environment, env_vars={**order.device_variables, **job.environment.env_vars})
+    given = {"ASSAY_JOB_ID": job.job_id, "ASSAY_JOBS": "ray://auto", "RAY_ADDRESS": job.address}
+    return variables_of(environment, python=python, given=given), specification
+
+
+def _is_tpu(order: ProcessOrder) -> bool:
+    return isinstance(order.job.resources.device, TpuConfig)
 
 
 class _Run:
     def __init__(self, order: ProcessOrder, ask: Ask) -> None:
-        self._who = {
-            "job_id": order.job_id,
-            "attempt": order.attempt,
-            "replica": order.replica,
-            "host": order.host,
-        }
+        self._attempt = {"job_id": order.job.job_id, "attempt": order.attempt}
+        self._process = (order.replica, order.host)
         self._ask = ask
-        self._is_tpu = order.is_tpu
+        self._is_tpu = _is_tpu(order)
         self._lock = threading.Lock()
         self._told_to_end = False
         self._closed = threading.Event()
@@ -133,7 +133,8 @@ class _Run:
         lost_at: float | None = None
         while True:
             try:
-                ended = self._ask("until_end", **self._who, seconds=_UNTIL_END_SECONDS)
+                # The answer is an error if the controller has forgotten the job.
+                ended = self._ask("ends_within", **self._attempt, seconds=_UNTIL_END_SECONDS) is not False
                 lost_at = None
             except Exception as error:  # noqa: BLE001 ray's errors, when the controller is gone or unreachable
                 verdict = type(error).__name__
@@ -168,24 +169,17 @@ class _Run:
             pass
         status = self._status()
         outcome = status.get("status")
-        match outcome:
-            case "succeeded":
-                pass
-            case "stopped" if self._told_to_end:
-                pass
-            case "failed" if status["failures"] and self._is_tpu and preemption_announced():
-                outcome = "preempted"
-            case "failed" if status["failures"]:
-                pass
-            case _:  # the process or its supervisor was ended from outside
-                outcome = "preempted"
+        if outcome == "failed" and status["failures"]:
+            outcome = "preempted" if self._is_tpu and preemption_announced() else "failed"
+        elif outcome != "succeeded" and not (outcome == "stopped" and self._told_to_end):
+            outcome = "preempted"  # the process or its supervisor was ended from outside
         code = next((replica["exit_code"] for replica in status.get("replicas", [])), None)
         return ProcessEnd(
             outcome=outcome,
             reason=status.get("ended_by") or (None if code is None else f"exit code {code}"),
             output=self._new_output(),
             announcement=self._announcement(),
-            result=self._result(),
+            result=self._written("result-0"),
         )
 
     def close(self) -> None:
@@ -202,7 +196,14 @@ class _Run:
         if not output.content and now == self._reported:
             return False
         try:
-            self._ask("report", **self._who, output=output, announcement=now[0], started=now[1])
+            self._ask(
+                "report",
+                **self._attempt,
+                process=self._process,
+                output=output,
+                announcement=now[0],
+                started=now[1],
+            )
             self._reported = now
         except Exception:  # noqa: BLE001 ray's: the controller is unreachable for now; the thread detects its death
             self._read_bytes = before
@@ -211,28 +212,21 @@ class _Run:
 
     def _new_output(self) -> Output:
         with suppress(FileNotFoundError), (self._folder / "replica-0.log").open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(self._read_bytes)
-            skipped = 0
-            while size - log.tell() > KEPT_LOG_BYTES:
-                skipped += log.read(PART_BYTES).count(b"\n")
-            skipped += bool(skipped and log.readline())
-            start, content = log.tell(), log.read(PART_BYTES)
-            self._read_bytes = log.tell()
-            return Output(content, start, skipped)
+            start = log.seek(self._read_bytes)
+            content = log.read(PART_BYTES)
+            self._read_bytes += len(content)
+            return Output(content, start)
         return Output(start=self._read_bytes)
 
     def _announcement(self) -> str | None:
-        with suppress(FileNotFoundError):
-            return (self._folder / "announced-0").read_text()
-        return None
+        text = self._written("announced-0")
+        return None if text is None else text.decode()
 
-    def _result(self) -> bytes | None:
+    def _written(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError):
-            return (self._folder / "result-0").read_bytes()
+            return (self._folder / name).read_bytes()
         return None
 
     def _status(self) -> dict[str, Any]:
-        with suppress(FileNotFoundError):
-            return json.loads((self._folder / "status.json").read_text())
-        return {}
+        text = self._written("status.json")
+        return {} if text is None else json.loads(text)

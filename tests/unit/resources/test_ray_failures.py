@@ -8,7 +8,7 @@ import pytest
 from ray import exceptions
 from ray._raylet import ActorID
 
-from resources.backends.ray.failures import classify_ray
+from resources.backends.ray.orders import classify_ray
 
 OBJECT = ("00" * 28, None, "call site")
 FROM_OUTSIDE: dict[str, Callable[[], BaseException]] = {

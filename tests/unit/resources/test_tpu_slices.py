@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 
 from resources.backends.ray.demand import refusal
-from resources.backends.ray.nodes import REGION_LABEL, RayNode
-from resources.backends.ray.tpu import SliceState, TpuSlice, choose_slices, describe_slices, slice_variables, slices_of
+from resources.backends.ray.nodes import (
+    REGION_LABEL,
+    RayNode,
+    SliceState,
+    TpuSlice,
+    choose_slices,
+    describe_slices,
+    slice_variables,
+    slices_of,
+)
 from resources.config import ResourceConfig, TpuConfig
 
 SHARE = {"CPU": 8.0, "memory": float(2**30)}
