@@ -7,12 +7,11 @@ entity tag. Other stores get an unconditional write, which is safe only without 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,38 +48,45 @@ def read_version(uri: str) -> Version | None:
 
 def replace_bytes(uri: str, content: bytes, *, standing: Version, mode: int = 0o644) -> bool:
     """Replaces a file if it still equals `standing`; returns False if it has changed or is gone."""
-    protocol = uri.partition("://")[0] if "://" in uri else "file"
-    if protocol in _GOOGLE and standing.tag is not None:
-        return _replace_in_google(uri, content, generation=standing.tag)
-    if protocol in _AMAZON and standing.tag is not None:
-        return _replace_in_amazon(uri, content, entity_tag=standing.tag)
-    with _alone(uri, protocol):
-        try:
-            unchanged = storage.read_bytes(uri) == standing.content
-        except FileNotFoundError:
-            return False
-        if unchanged:
-            storage.write_bytes(uri, content, mode=mode)
-        return unchanged
+    if standing.tag is None:
+        with _unchanged(uri, standing) as unchanged:
+            if unchanged:
+                storage.write_bytes(uri, content, mode=mode)
+            return unchanged
+    store, path = _store(uri)
+    bucket, key, _ = store.split_path(path)
+    with storage.reported(uri, "replace"):
+        if _protocol(uri) in _AMAZON:
+            done = _done(store.call_s3, "put_object", Bucket=bucket, Key=key, Body=content, IfMatch=standing.tag)
+        else:
+            done = _done(
+                store.call,
+                "POST",
+                f"{store._location}/upload/storage/v1/b/{quote(bucket)}/o",
+                uploadType="media",
+                name=key,
+                ifGenerationMatch=standing.tag,
+                headers={"Content-Type": "application/octet-stream"},
+                data=content,
+            )
+        return done or _holds(uri, content)  # a retry after a lost answer finds its own content
 
 
 def delete_version(uri: str, *, standing: Version) -> None:
     """Deletes a file if it is unchanged."""
-    protocol = uri.partition("://")[0] if "://" in uri else "file"
-    if protocol in (*_GOOGLE, *_AMAZON) and standing.tag is not None:
-        filesystem, path = _store(uri)
-        bucket, key, _ = filesystem.split_path(path)
-        with storage.reported(uri, "delete"), suppress(FileExistsError, FileNotFoundError):  # 412 and 404
-            if protocol in _AMAZON:
-                with _unless_precondition_failed():
-                    filesystem.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=standing.tag)
-            else:
-                place = f"{filesystem._location}/storage/v1/b/{quote(bucket)}/o/{quote(key, safe='')}"
-                filesystem.call("DELETE", place, ifGenerationMatch=standing.tag)
+    if standing.tag is None:
+        with _unchanged(uri, standing) as unchanged:
+            if unchanged:
+                storage.delete(uri)
         return
-    with _alone(uri, protocol), suppress(FileNotFoundError):
-        if storage.read_bytes(uri) == standing.content:
-            storage.delete(uri)
+    store, path = _store(uri)
+    bucket, key, _ = store.split_path(path)
+    with storage.reported(uri, "delete"):
+        if _protocol(uri) in _AMAZON:
+            _done(store.call_s3, "delete_object", Bucket=bucket, Key=key, IfMatch=standing.tag)
+        else:
+            place = f"{store._location}/storage/v1/b/{quote(bucket)}/o/{quote(key, safe='')}"
+            _done(store.call, "DELETE", place, ifGenerationMatch=standing.tag)
 
 
 @cache
@@ -103,21 +109,24 @@ def creates_exclusively(folder: str) -> bool:
 
 
 @contextmanager
-def _alone(uri: str, protocol: str) -> Iterator[None]:
-    if protocol == "memory":
-        with _MEMORY:
-            yield
-        return
-    if protocol != "file":
-        yield
-        return
-    folder = os.open(Path(storage.local_path(uri)).absolute().parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems lock no folders
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
+def _unchanged(uri: str, standing: Version) -> Iterator[bool]:
+    with ExitStack() as locks:
+        if _protocol(uri) == "memory":
+            locks.enter_context(_MEMORY)
+        try:
+            if storage.is_local(uri):
+                folder = os.open(Path(storage.local_path(uri)).absolute().parent, os.O_RDONLY)
+                locks.callback(os.close, folder)
+                with suppress(OSError):  # some network file systems lock no folders
+                    fcntl.flock(folder, fcntl.LOCK_EX)
+            unchanged = storage.read_bytes(uri) == standing.content
+        except FileNotFoundError:
+            unchanged = False
+        yield unchanged
+
+
+def _protocol(uri: str) -> str:
+    return uri.partition("://")[0] if "://" in uri else "file"
 
 
 def _store(uri: str) -> tuple[Any, str]:
@@ -127,7 +136,7 @@ def _store(uri: str) -> tuple[Any, str]:
 
 
 def _tag(uri: str) -> str | None:
-    protocol = uri.partition("://")[0] if "://" in uri else "file"
+    protocol = _protocol(uri)
     if protocol not in (*_GOOGLE, *_AMAZON):
         return None
     filesystem, path = _store(uri)
@@ -136,52 +145,20 @@ def _tag(uri: str) -> str | None:
     return str(tag) if tag is not None else None
 
 
-def _replace_in_google(uri: str, content: bytes, *, generation: str) -> bool:
-    filesystem, path = _store(uri)
-    bucket, key, _ = filesystem.split_path(path)
-    with storage.reported(uri, "replace"):
-        try:
-            filesystem.call(
-                "POST",
-                f"{filesystem._location}/upload/storage/v1/b/{quote(bucket)}/o",
-                uploadType="media",
-                name=key,
-                ifGenerationMatch=generation,
-                headers={"Content-Type": "application/octet-stream"},
-                data=content,
-            )
-        except (FileExistsError, FileNotFoundError):  # 412 and 404; a retry after a lost answer leads to 412, too
-            return _holds(uri, content)
-        return True
-
-
-def _replace_in_amazon(uri: str, content: bytes, *, entity_tag: str) -> bool:
-    filesystem, path = _store(uri)
-    bucket, key, _ = filesystem.split_path(path)
-    with storage.reported(uri, "replace"):
-        try:
-            filesystem.call_s3("put_object", Bucket=bucket, Key=key, Body=content, IfMatch=entity_tag)
-        except (FileExistsError, FileNotFoundError):
-            return _holds(uri, content)
-        except OSError as error:
-            if _PRECONDITION not in str(error):
-                raise
-            return _holds(uri, content)
-        return True
-
-
-@contextmanager
-def _unless_precondition_failed() -> Iterator[None]:
+def _done(call: Callable[..., object], *arguments: Any, **options: Any) -> bool:
     try:
-        yield
+        call(*arguments, **options)
+    except (FileExistsError, FileNotFoundError):  # 412 and 404
+        return False
     except OSError as error:
-        if _PRECONDITION not in str(error):
-            raise
+        if _PRECONDITION in str(error):
+            return False
+        raise
+    return True
 
 
 def _holds(uri: str, content: bytes) -> bool:
     try:
-        stored = storage.read_bytes(uri)
+        return storage.read_bytes(uri) == content
     except FileNotFoundError:
         return False
-    return hashlib.sha256(stored).digest() == hashlib.sha256(content).digest()

@@ -340,10 +340,11 @@ def copy_to_local(uri: str, target: Path) -> list[str]:
                 filesystem.get(path.rstrip("/") + "/", f"{partial}/", recursive=True)
             except ValueError as error:  # from fsspec, for an object name that leads out of the folder
                 raise IrregularFile(expected=f"files below {uri}", found=str(error), remedy="remove it") from error
-        with suppress(FileExistsError, OSError):  # another process finished the same copy first
+        try:
             partial.rename(target)
-    if not target.is_dir():
-        raise StorageError(expected=f"a local copy of {uri} in {target}", found="none", remedy="try again")
+        except OSError:
+            if not target.is_dir():  # else another process finished the same copy first
+                raise
     return left_out
 
 

@@ -119,6 +119,17 @@ def test_file_is_deleted_only_if_it_is_what_was_read(uri: str):
     assert read_version(uri) is None
 
 
+def test_file_whose_folder_is_gone_is_not_replaced(tmp_path: Path):
+    file = tmp_path / "folder" / "file"
+    storage.write_bytes(str(file), b"first")
+    standing = read_version(str(file))
+    assert standing is not None
+    file.unlink()
+    file.parent.rmdir()
+    assert not replace_bytes(str(file), b"mine", standing=standing)
+    delete_version(str(file), standing=standing)
+
+
 def test_store_that_accepts_two_creators_of_a_file_is_detected(tmp_path: Path):
     with conditional_store(exclusive=False):
         assert not creates_exclusively("cond://careless")

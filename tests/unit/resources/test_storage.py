@@ -171,6 +171,13 @@ def test_copy_to_local_brings_the_whole_folder(root: str, tmp_path: Path) -> Non
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
+def test_copy_to_local_over_a_file_in_the_way_says_so(root: str, tmp_path: Path) -> None:
+    storage.write_bytes(storage.join(root, "model", "config.json"), b"{}")
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(StorageError, match="Not a directory"):
+        storage.copy_to_local(storage.join(root, "model"), tmp_path / "taken")
+
+
 def test_write_over_a_file_in_the_way_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Expected: to write") as caught:
