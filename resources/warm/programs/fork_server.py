@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent))  # -I leaves the script's folder out of the path
-from forked_program import Program, become_fresh
+from run_forked import ENDED, READY, REFUSED, Program, become_fresh
 
 del sys.path[0]
 
-READY, REFUSED, ENDED = b"+", b"!", b"="  # as in run_forked.py
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _BACKLOG = 512
 _PARENT_POLL_SECONDS = 1.0  # interval of checks for the parent; the kernel may not signal its death
