@@ -13,8 +13,7 @@ from pools.endpoint import RunningModel
 from pools.jobs import Restarts, placed_with, pool_environment
 from pools.pool.session import PoolSession
 from resources.actors.actor_handle import ActorHandle
-from resources.actors.actor_key import actor_variables
-from resources.actors.actors import create_actor
+from resources.actors.actors import actor_variables, create_actor
 from resources.errors import ActorCallLost, ActorDied, BackendUnavailable, JobFailed, TooManyErrors
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus
 from resources.settings import POOL_KEY_VARIABLE

@@ -16,7 +16,7 @@ import pytest
 
 from fakes.clients import CLIENTS, kill_for_want_of_memory
 from fakes.polling import eventual_pid, eventually, is_alive
-from resources.actors.actor_key import actor_variables
+from resources.actors.actors import actor_variables
 from resources.backends.current import current_client, set_current_client
 from resources.config import ResourceConfig
 from resources.errors import BadInput, JobFailed, JobTimeout, UnsatisfiableResources
