@@ -11,19 +11,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+from resources.backends.programs.attempts import Attempts, Outcome, outcome_of
 from resources.backends.ray import placement as ray_placement
-from resources.backends.ray.orders import JobOrder, Output, ProcessEnd, ProcessOrder, classify_ray
+from resources.backends.ray.orders import JobOrder, Output, ProcessEnd, ProcessOrder, classify_ray, refusal_text
 from resources.errors import AssayError
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import PART_BYTES, LogPart, check_replica, logs_by_replica, part_of_hosts
 
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 _END_MARGIN_SECONDS = 35.0  # more than a supervisor waits for a process to die of SIGKILL
 _FORCED_SECONDS = 10.0
-
-Outcome = Literal["succeeded", "failed", "preempted", "stopped", "refused"]
 
 
 class LogFile:
@@ -71,12 +69,12 @@ class ControlledJob:
         start: Callable[[Any, bytes, Mapping[str, Any]], Any],
     ) -> None:
         self._ray = ray
-        self._order = order
+        self.order = order
         self._sent = sent
         self._start = start
         self.status = JobStatus.PENDING
         self._reason: str | None = None
-        self._attempts = self._failures = self._preemptions = 0
+        self._tries = Attempts(order.max_retries_failure, order.max_retries_preemption)
         self._stopping = asyncio.Event()
         self._stop_reason = ""
         self._ending = asyncio.Event()  # set at the end of the current attempt
@@ -89,41 +87,21 @@ class ControlledJob:
         self._results: dict[int, bytes] = {}
 
     @property
-    def job_id(self) -> str:
-        return self._order.job_id
-
-    @property
-    def name(self) -> str:
-        return self._order.name
-
-    @property
-    def client(self) -> str | None:
-        """Returns the client that the job ends with; None if the job outlives its parent."""
-        return None if self._order.outlives_parent else self._order.client
-
-    @property
-    def digest(self) -> str | None:
-        """Returns the digest of the package that its attempts need."""
-        return self._order.workspace.digest
-
-    @property
     def kept_bytes(self) -> int:
         """Returns the bytes of memory that its results and its callable take."""
-        call = self._order.entrypoint if isinstance(self._order.entrypoint, bytes) else b""
+        call = self.order.entrypoint if isinstance(self.order.entrypoint, bytes) else b""
         return len(call) + sum(map(len, self._results.values()))
 
     def details(self) -> JobDetails:
         return JobDetails(
-            job_id=self.job_id,
-            name=self.name,
+            job_id=self.order.job_id,
+            name=self.order.name,
             status=self.status,
             reason=self._reason,
-            attempts=self._attempts,
-            failures=self._failures,
-            preemptions=self._preemptions,
-            submitted_at=self._order.submitted_at,
-            replicas=self._order.replicas,
-            returns=isinstance(self._order.entrypoint, bytes),
+            **self._tries.counts,
+            submitted_at=self.order.submitted_at,
+            replicas=self.order.replicas,
+            returns=isinstance(self.order.entrypoint, bytes),
         )
 
     def announced(self, replica: int) -> str | None:
@@ -136,14 +114,14 @@ class ControlledJob:
 
     def logs(self, max_lines: int, replica: int | None) -> str:
         """Returns the last lines; a replica of several hosts has a section per host."""
-        return logs_by_replica(lambda index: self._log_of(index, max_lines), self._order.replicas, replica=replica)
+        return logs_by_replica(lambda index: self._log_of(index, max_lines), self.order.replicas, replica=replica)
 
     def read_log(self, after: str, replica: int) -> LogPart:
-        check_replica(replica, self._order.replicas)
-        whole_lines = self._order.hosts > 1 and not self._finished.is_set()
+        check_replica(replica, self.order.replicas)
+        whole_lines = self.order.hosts > 1 and not self._finished.is_set()
         return part_of_hosts(
             lambda host, position: self._logs[replica, host].part(position, whole_lines=whole_lines),
-            self._order.hosts,
+            self.order.hosts,
             after=after,
         )
 
@@ -158,7 +136,7 @@ class ControlledJob:
         if not self._stopping.is_set():
             self._stop_reason = reason
             self._stopping.set()
-        return self._order.grace_seconds + _END_MARGIN_SECONDS + _FORCED_SECONDS
+        return self.order.grace_seconds + _END_MARGIN_SECONDS + _FORCED_SECONDS
 
     async def finished(self, seconds: float) -> JobStatus:
         """Returns the status once the job has finished, or after that many seconds."""
@@ -168,16 +146,16 @@ class ControlledJob:
 
     async def ends_within(self, attempt: int, seconds: float) -> bool:
         """Returns True if the processes of an attempt must end, now or within that many seconds."""
-        if attempt == self._attempts and not self._finished.is_set():
+        if attempt == self._tries.attempts and not self._finished.is_set():
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), seconds)
-        return attempt != self._attempts or self._ending.is_set() or self._finished.is_set()
+        return attempt != self._tries.attempts or self._ending.is_set() or self._finished.is_set()
 
     def report(
         self, attempt: int, process: tuple[int, int], *, output: Output, announcement: str | None, started: bool
     ) -> None:
         """Receives the output and the announcement of a process (replica, host) since its last report."""
-        if attempt != self._attempts or self._finished.is_set():
+        if attempt != self._tries.attempts or self._finished.is_set():
             return
         known = self._reported[process]
         self._logs[process].add(output.content[max(0, known - output.start) :])
@@ -196,45 +174,35 @@ class ControlledJob:
         try:
             status, reason = await self._run()
         except AssayError as error:  # the request can never be satisfied
-            reason = f"expected {error.expected}; found {error.found}. {error.remedy}"
+            reason = refusal_text(error)
         except Exception:  # noqa: BLE001 any error must end the job
             reason = f"its controller failed: {traceback.format_exc()}"
         finally:
             self.status, self._reason = status, reason
             self._sent = {}  # else finished jobs would keep the objects in Ray's memory
-            if isinstance(self._order.entrypoint, bytes):
-                self._order = replace(self._order, entrypoint=b"")
+            if isinstance(self.order.entrypoint, bytes):
+                self.order = replace(self.order, entrypoint=b"")
             self._finished.set()
             self._ending.set()
 
     async def _run(self) -> tuple[JobStatus, str | None]:
         while True:
             outcome, reason = await self._attempt()
-            if outcome == "succeeded":
-                return JobStatus.SUCCEEDED, None
-            if outcome == "stopped":
-                return JobStatus.STOPPED, self._stop_reason
-            self._failures += outcome in ("failed", "refused")
-            self._preemptions += outcome == "preempted"
-            if outcome == "refused":
-                return JobStatus.FAILED, reason
-            if self._failures > self._order.max_retries_failure:
-                return JobStatus.FAILED, f"failed {self._failures} times, the last time with {reason}"
-            if self._preemptions > self._order.max_retries_preemption:
-                return JobStatus.FAILED, f"ended from outside {self._preemptions} times, the last time: {reason}"
+            self._tries, final = self._tries.ended(outcome, reason)
+            if final is not None:
+                return JobStatus(final.status), final.reason
             self.status, self._reason = JobStatus.PENDING, f"tried again after {reason}"
-            delay = min(_FIRST_RETRY_SECONDS * 2 ** min(self._attempts - 1, 20), _LAST_RETRY_SECONDS)
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
+                await asyncio.wait_for(self._stopping.wait(), self._tries.pause_seconds)
             if self._stopping.is_set():
                 return JobStatus.STOPPED, self._stop_reason
 
     async def _attempt(self) -> tuple[Outcome, str | None]:
         placement = await self._placed()
         if placement is None:
-            return "stopped", None
+            return "stopped", self._stop_reason
         try:
-            self._attempts += 1
+            self._tries = self._tries.begun()
             self._ending = asyncio.Event()
             self._started.clear()
             self._reported.clear()
@@ -248,7 +216,7 @@ class ControlledJob:
 
     async def _placed(self) -> ray_placement.Placement | None:
         placing = asyncio.ensure_future(
-            ray_placement.place(self._ray, self._order.resources, self._order.replicas, on_waiting=self._set_reason)
+            ray_placement.place(self._ray, self.order.resources, self.order.replicas, on_waiting=self._set_reason)
         )
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait({placing, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -268,11 +236,11 @@ class ControlledJob:
         references = []
         for place in places:
             process = (place.replica, place.host)
-            if self._attempts > 1:
-                self._logs[process].add(f"--- attempt {self._attempts} ---\n".encode())
+            if self._tries.attempts > 1:
+                self._logs[process].add(f"--- attempt {self._tries.attempts} ---\n".encode())
             order = ProcessOrder(
-                job=self._order,
-                attempt=self._attempts,
+                job=self.order,
+                attempt=self._tries.attempts,
                 replica=place.replica,
                 host=place.host,
                 device_variables=place.env_vars,
@@ -290,7 +258,7 @@ class ControlledJob:
                     break
             self._ending.set()
             if left:
-                _, left = await asyncio.wait(left, timeout=self._order.grace_seconds + _END_MARGIN_SECONDS)
+                _, left = await asyncio.wait(left, timeout=self.order.grace_seconds + _END_MARGIN_SECONDS)
             if left:  # the worker does not respond; its supervisor ends the processes when the worker is gone
                 for reference in references:
                     self._ray.cancel(reference, force=True)
@@ -299,7 +267,9 @@ class ControlledJob:
             stopping.cancel()
         results = [end.result() if end.done() else ProcessEnd(outcome="preempted", reason="lost") for end in ends]
         for process, result in zip(ends.values(), results, strict=True):
-            self.report(self._attempts, process, output=result.output, announcement=result.announcement, started=False)
+            self.report(
+                self._tries.attempts, process, output=result.output, announcement=result.announcement, started=False
+            )
         self._results = {
             replica: result.result
             for (replica, host), result in zip(ends.values(), results, strict=True)
@@ -308,23 +278,17 @@ class ControlledJob:
         return self._together(results)
 
     def _together(self, ends: list[ProcessEnd]) -> tuple[Outcome, str | None]:
-        outcomes = {end.outcome for end in ends}
-        if outcomes == {"succeeded"}:
-            return "succeeded", None
+        outcome = outcome_of((end.outcome for end in ends), stopping=self._stopping.is_set()) or "failed"
+        if outcome != "stopped":
+            return outcome, next((end.reason for end in ends if end.outcome == outcome), None)
         if self._stopping.is_set():
-            return "stopped", None
-        for end in ends:
-            if end.refusal is not None:
-                refusal = end.refusal
-                return "refused", f"expected {refusal.expected}; found {refusal.found}. {refusal.remedy}"
-        # The loss of a replica can make the others fail an instant later, so preemption wins.
-        worst: Outcome = "preempted" if "preempted" in outcomes else "failed"
-        return worst, next((end.reason for end in ends if end.outcome == worst), None)
+            return "stopped", self._stop_reason
+        return "preempted", "it did not reach its controller"
 
 
 async def _ended(reference: Any) -> ProcessEnd:
     try:
         return pickle.loads(await reference)
     except Exception as error:  # noqa: BLE001 the worker's death, or any error raised there
-        outcome, words = classify_ray(error)
-        return ProcessEnd(outcome=outcome, reason=words)
+        outcome, reason = classify_ray(error)
+        return ProcessEnd(outcome=outcome, reason=reason)

@@ -52,7 +52,9 @@ class Controller:
 
     async def running(self, *, name: str) -> str | None:
         """Returns the id of the unfinished job of that name, or None."""
-        return next((key for key, job in self._jobs.items() if job.name == name and not job.status.finished), None)
+        return next(
+            (key for key, job in self._jobs.items() if job.order.name == name and not job.status.finished), None
+        )
 
     async def check(self, *, resources: ResourceConfig, replicas: int) -> list[str]:
         """Raises if the cluster can never provide the resources; returns the addresses of its living nodes."""
@@ -90,10 +92,11 @@ class Controller:
 
     async def stop_client(self, *, client: str) -> list[str]:
         """Requests the end of all jobs of a client that do not outlive their parent, and returns their ids."""
-        jobs = [job for job in self._jobs.values() if job.client == client and not job.status.finished]
+        unfinished = (job for job in self._jobs.values() if not job.status.finished)
+        jobs = [job for job in unfinished if job.order.client == client and not job.order.outlives_parent]
         for job in jobs:
             job.stop("its client was shut down")
-        return [job.job_id for job in jobs]
+        return [job.order.job_id for job in jobs]
 
     def _job(self, job_id: str) -> ControlledJob:
         if (job := self._jobs.get(job_id)) is None:
@@ -111,8 +114,8 @@ class Controller:
             if len(finished) - position <= _KEPT_JOBS and kept_bytes <= _KEPT_BYTES:
                 break
             kept_bytes -= job.kept_bytes
-            del self._jobs[job.job_id]
-        needed = {job.digest for job in self._jobs.values() if not job.status.finished}
+            del self._jobs[job.order.job_id]
+        needed = {job.order.workspace.digest for job in self._jobs.values() if not job.status.finished}
         for digest in list(self._packages)[:-_KEPT_PACKAGES]:
             if digest not in needed:
                 del self._packages[digest]

@@ -184,3 +184,8 @@ class ProcessEnd:
     announcement: str | None = None
     result: bytes | None = None
     """File that the process wrote for `JobHandle.result`."""
+
+
+def refusal_text(error: AssayError) -> str:
+    """Returns the reason of a job that can never be started."""
+    return f"expected {error.expected}; found {error.found}. {error.remedy}"

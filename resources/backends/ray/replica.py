@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from resources.backends.processes import PROGRAMS, argv_of, interpreter_of, variables_of
-from resources.backends.ray.orders import Output, ProcessEnd, ProcessOrder
+from resources.backends.ray.orders import Output, ProcessEnd, ProcessOrder, refusal_text
 from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
 from resources.jobs.logs import PART_BYTES
@@ -56,7 +56,7 @@ def _run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes]
         try:
             variables, specification = _prepare(order, folder, fetch)
         except AssayError as error:
-            return ProcessEnd(outcome="refused", refusal=error)
+            return ProcessEnd(outcome="refused", reason=refusal_text(error))
         if not run.start(folder, specification, variables):
             return ProcessEnd(outcome="stopped")
         return run.report_until_ended()
