@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from datetime import date
 from decimal import Decimal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
-from resources.errors import BadInput
+from resources.errors import unknown
 
 WorkPoolType = Literal["process", "kubernetes", "cloud-run-v2", "vertex-ai"]
 """The types of Prefect work pools that have templates."""
@@ -205,12 +204,8 @@ class Regions(Config):
         known = {alias: region for region in self.regions for alias in (region.name, *region.aliases)}
         if name in known:
             return known[name]
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [region.name for region in self.regions]
-        raise BadInput(
-            expected="a region that deployments/regions.yaml describes, or the file in ASSAY_REGIONS",
-            found=repr(name),
-            remedy=f"Use one of {', '.join(near)}, or add it there.",
-        )
+        expected = "a region that deployments/regions.yaml describes, or the file in ASSAY_REGIONS"
+        raise unknown(expected, name, known, "correct the name, or add it there")
 
     def of_bucket(self, bucket: str) -> Region | None:
         return next((region for region in self.regions if bucket in region.buckets), None)
