@@ -95,20 +95,16 @@ class Cost(Part):
     """Cost of earlier attempts at this cell with records that this record replaced, so that failures count too."""
 
 
-def spent_on(cost: Cost | None, *, chip_seconds: float, by_others: bool) -> Spent:
-    """Returns the cost of an attempt and of the recorded attempts before it.
-
-    `cost` is None for a record older than prices; `by_others` is True if a foreign endpoint answered.
-    """
-    known = cost or Cost()
+def spent_on(cost: Cost, *, chip_seconds: float) -> Spent:
+    """Returns the cost of an attempt and of the recorded attempts before it."""
     own = Spent(
         attempts=1,
         chip_seconds=chip_seconds,
-        without_chips=int(by_others if cost is None else cost.replica_seconds is None),
-        usd=(known.known_usd or 0.0) if known.usd is None else known.usd,
-        unpriced=int(known.usd is None),
+        without_chips=int(cost.replica_seconds is None),
+        usd=(cost.known_usd or 0.0) if cost.usd is None else cost.usd,
+        unpriced=int(cost.usd is None),
     )
-    return own + known.earlier
+    return own + cost.earlier
 
 
 def sum_of(costs: Iterable[Spent]) -> Spent:

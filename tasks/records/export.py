@@ -73,25 +73,23 @@ def _of_split(name: str) -> Callable[[Measured], Any]:
 
 
 def _cost(name: str) -> Callable[[Measured], Any]:
-    return lambda row: getattr(row.record.cost, name) if row.record.cost else None
+    return lambda row: getattr(row.record.cost, name)
 
 
 def _predicted(name: str) -> Callable[[Measured], Any]:
     def value(row: Measured) -> Any:
-        predicted = row.record.cost.predicted if row.record.cost else None
+        predicted = row.record.cost.predicted
         return getattr(predicted, name) if predicted else None
 
     return value
 
 
 def _date(row: Measured) -> str | None:
-    return row.record.cost.as_of.isoformat() if row.record.cost and row.record.cost.as_of else None
+    return row.record.cost.as_of.isoformat() if row.record.cost.as_of else None
 
 
 def _chip_seconds(row: Measured) -> float | None:
-    cost, record = row.record.cost, row.record
-    unknown = cost.replica_seconds is None if cost else record.served.get("by") == "endpoint"
-    return None if unknown else record.chip_seconds
+    return None if row.record.cost.replica_seconds is None else row.record.chip_seconds
 
 
 COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {

@@ -34,7 +34,7 @@ from resources.storage import storage
 from resources.storage.regular_files import UnsafeFile, leads_out, open_within
 from resources.storage.storage import FileInfo
 from tasks.records.details import Whole
-from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_record
+from tasks.records.record import RECORD_NAME, Record, parsed_record
 from tasks.records.usage import Costed, MonthSpent, Sums, Typical, Usage, Work, summed, usage_of
 from tasks.spec.names import step_of
 
@@ -94,7 +94,7 @@ def row_of(cell: str, record: Record) -> IndexedRecord:
         record.created.timestamp(),
         round(sum(record.seconds.values()), 3),
         record.chip_seconds,
-        failures_in_a_row(record.infra_failures) if failed else 0,
+        (record.infra_failures or 0) if failed else 0,
         " ".join(record.reason.split())[:_REASON_CHARACTERS] if record.reason else None,
         usage_of(record),
     )

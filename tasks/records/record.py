@@ -94,8 +94,8 @@ class SinkState(Part):
 class Record(Part):
     """The outcome of a cell."""
 
-    schema_version: Literal[1, 2, 3, 4] = 4
-    """Version of this layout; 1 had no samples, links and sinks, 2 no details, asking and digests, 3 no cost."""
+    schema_version: Literal[4] = 4
+    """Version of this layout."""
     status: RecordStatus
     """The outcome."""
     reason: str | None
@@ -134,8 +134,8 @@ class Record(Part):
     """Wall seconds by phase."""
     chip_seconds: FiniteFloat
     """Accelerators times seconds of this cell; 0 on CPU and for a foreign endpoint."""
-    cost: Cost | None = None
-    """Price and predicted cost; empty in records older than this field."""
+    cost: Cost = Cost()
+    """Price and predicted cost."""
     requests: dict[str, Whole]
     """Requests of this cell as counted by the proxy; empty for a foreign endpoint."""
     tags: tuple[str, ...] = ()
@@ -176,8 +176,7 @@ class Record(Part):
     @property
     def spent(self) -> Spent:
         """Cost of this attempt and of the recorded attempts before it."""
-        by_others = self.served.get("by") == "endpoint"
-        return spent_on(self.cost, chip_seconds=self.chip_seconds, by_others=by_others)
+        return spent_on(self.cost, chip_seconds=self.chip_seconds)
 
     def noticed(self, benchmark: str) -> BenchmarkDetails | None:
         """Returns the details of a benchmark, for a group the sum over its parts; None if there are none."""
@@ -245,7 +244,7 @@ def _replaceable(uri: str, content: bytes) -> Record | None:
         newer = {"extra_forbidden", "literal_error"} & {problem["type"] for problem in error.errors()}
     if newer and json.loads(content).get("status") == "succeeded":
         raise StorageError(
-            expected=f"a record of version {Record.model_fields['schema_version'].default} or earlier at {uri}",
+            expected=f"a record of version {Record.model_fields['schema_version'].default} at {uri}",
             found="the success of a newer Assay, with unknown fields",
             remedy="evaluate with the newer Assay, or write to another evaluation_path",
         )
@@ -258,11 +257,6 @@ def parsed_record(content: bytes, cell_uri: str) -> Record | None:
     return record if isinstance(record, Record) else None
 
 
-def failures_in_a_row(recorded: int | None) -> int:
-    """Returns the consecutive failures up to an `infra_failed` record; 1 for records older than the counter."""
-    return 1 if recorded is None else recorded
-
-
 def write_record(cell_uri: str, record: Record) -> Record:
     """Publishes the outcome of a cell and returns it, unless the cell has a success already: then returns that."""
     uri = record_uri(cell_uri)
@@ -272,7 +266,7 @@ def write_record(cell_uri: str, record: Record) -> Record:
         if before is not None and before.succeeded:
             return before
         if record.status == "infra_failed":
-            earlier = failures_in_a_row(before.infra_failures) if before and before.status == "infra_failed" else 0
+            earlier = (before.infra_failures or 0) if before and before.status == "infra_failed" else 0
             record = record.model_copy(update={"infra_failures": earlier + (0 if record.interrupted else 1)})
         record = _with_earlier_cost(record, before)
         record = record.model_copy(update={"digests": seal(record)})
@@ -282,7 +276,7 @@ def write_record(cell_uri: str, record: Record) -> Record:
 
 
 def _with_earlier_cost(record: Record, before: Record | None) -> Record:
-    if record.cost is None or before is None or before.attempt == record.attempt:
+    if before is None or before.attempt == record.attempt:
         return record
     return record.model_copy(update={"cost": record.cost.model_copy(update={"earlier": before.spent})})
 

@@ -10,9 +10,6 @@ from typing import Literal, Protocol
 from resources.settings import settings
 from tasks.records.details import Digests
 
-Integrity = Literal["intact", "changed", "unknown"]
-_SEALED_SINCE = 3  # `Record.schema_version`
-
 
 class Sealed(Protocol):
     """A record, as far as its seal is concerned."""
@@ -34,13 +31,13 @@ def seal(record: Sealed) -> Digests:
 def broken_seal(record: Sealed) -> str | None:
     """Returns the evidence that a record was changed, formatted; None if there is none.
 
-    If this machine has a key, a missing signature is evidence too, also in records older than signatures.
+    If this machine has a key, a missing signature is evidence too.
     """
     content, kept = _content(record), record.digests
     signature = _signature(content)
-    if kept.record is None and record.schema_version >= _SEALED_SINCE:
-        return "record.json has no digest, which records of its version are written with"
-    if kept.record is not None and kept.record != hashlib.sha256(content).hexdigest():
+    if kept.record is None:
+        return "record.json has no digest, which records are written with"
+    if kept.record != hashlib.sha256(content).hexdigest():
         return "record.json was changed after it was written: its digest is that of another content"
     if signature is None or (kept.signature and hmac.compare_digest(signature, kept.signature)):
         return None
@@ -49,11 +46,9 @@ def broken_seal(record: Sealed) -> str | None:
     )
 
 
-def integrity(record: Sealed) -> Integrity:
-    """Returns the integrity of a record by its own digests; unknown for records older than digests."""
-    if broken_seal(record):
-        return "changed"
-    return "intact" if record.digests.record else "unknown"
+def integrity(record: Sealed) -> Literal["intact", "changed"]:
+    """Returns the integrity of a record by its own digests."""
+    return "changed" if broken_seal(record) else "intact"
 
 
 def _content(record: Sealed) -> bytes:

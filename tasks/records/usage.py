@@ -92,16 +92,13 @@ def usage_of(record: Record) -> Usage:
     """Returns the usage of a record."""
     cost, requests = record.cost, record.requests
     native = record.served.get("by") == "the evaluator itself"
-    seconds = cost.replica_seconds if cost else record.served.get("replica_seconds")
-    if cost is None and native:
-        seconds = record.seconds.get("evaluate")
     questions = {name: details.questions for name, details in record.details.items()}
     if not questions and record.counts:
         questions = {_WHOLE: record.counts.requested}
     return Usage(
         policies=[tag.removeprefix(_POLICY) for tag in record.tags if tag.startswith(_POLICY)],
         spent=list(record.spent.model_dump().values()),
-        replica_seconds=seconds,
+        replica_seconds=cost.replica_seconds,
         engine=engine_of(record.hardware, record.evaluator if native else "pool"),
         evaluator=record.evaluator,
         asked=asked_of(record.evaluation.get("evals") or [{"name": name} for name in record.benchmarks]),

@@ -108,7 +108,7 @@ class EarlyVerdict(Part):
     """Requests of the attempt as counted by the proxy; empty for a foreign endpoint."""
     seconds: dict[str, FiniteFloat] = {}
     """Wall seconds by phase."""
-    cost: Cost | None = None
+    cost: Cost = Cost()
     """Price of the attempt and of earlier attempts."""
     chip_seconds: FiniteFloat = 0.0
     """Accelerators times seconds of the attempt; 0 on CPU."""
@@ -143,10 +143,7 @@ def read_early(cell_uri: str) -> EarlyVerdict | None:
 
 def spent_on_early(verdict: EarlyVerdict | None) -> Spent:
     """Returns the cost of an early verdict and of earlier attempts; zero without a verdict."""
-    if verdict is None or verdict.cost is None:
-        return Spent()
-    by_others = verdict.cost.replica_seconds is None
-    return spent_on(verdict.cost, chip_seconds=verdict.chip_seconds, by_others=by_others)
+    return Spent() if verdict is None else spent_on(verdict.cost, chip_seconds=verdict.chip_seconds)
 
 
 def write_early(cell_uri: str, verdict: EarlyVerdict) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from resources.errors import StorageError
 from resources.storage import storage
@@ -12,8 +12,10 @@ from tasks.records.index import FOLDER, indexed_cells
 from tasks.records.record import QUALIFICATIONS_FOLDER, RECORD_NAME, SCOPE_NAME, FoundRecord
 from tasks.records.samples import SAMPLES_NAME
 from tasks.records.scores import KeptSamples, agrees, given, kept_samples
-from tasks.records.seals import Integrity, broken_seal
+from tasks.records.seals import broken_seal
 from tasks.records.verdicts import EARLY_NAME
+
+Integrity = Literal["intact", "changed", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,5 @@ def _wrong(entry: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
 
 
 def _unknown(entry: FoundRecord, kept: KeptSamples | None) -> Iterator[str]:
-    record = entry.record
-    if record.digests.record is None:
-        yield "not verifiable: it is from before records had digests"
-    if record.digests.samples is not None and kept is None:
+    if entry.record.digests.samples is not None and kept is None:
         yield "values not verifiable: its samples are not there"

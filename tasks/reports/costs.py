@@ -41,11 +41,9 @@ class CostPart:
     """Reasons for unknown prices."""
 
 
-def cost_part(records: Sequence[Record]) -> CostPart | None:
-    """Returns the cost of some records; None if all are older than prices."""
-    if all(record.cost is None for record in records):
-        return None
-    whys = [record.cost.why_unknown if record.cost else "older records have no price" for record in records]
+def cost_part(records: Sequence[Record]) -> CostPart:
+    """Returns the cost of some records."""
+    whys = [record.cost.why_unknown for record in records]
     return CostPart(
         total=_row("all", records),
         checkpoints=_rows(records, lambda record: record.checkpoint.name),
@@ -69,13 +67,13 @@ def _evaluation(record: Record) -> str:
 
 
 def _row(title: str, records: Sequence[Record]) -> CostRow:
-    both = [(record, cost.predicted) for record in records if (cost := record.cost) and cost.predicted is not None]
+    both = [(record, record.cost.predicted) for record in records if record.cost.predicted is not None]
     expected = sum(predicted.seconds for _, predicted in both)
     seconds = sum(sum(record.seconds.values()) for record, _ in both)
     priced = [
         (predicted.usd, record.cost.usd)
         for record, predicted in both
-        if predicted.usd is not None and record.cost is not None and record.cost.usd is not None
+        if predicted.usd is not None and record.cost.usd is not None
     ]
     whole = bool(priced) and len(priced) == len(both)  # otherwise USD would cover fewer cells than the seconds
     usd = (sum(expected for expected, _ in priced), sum(actual for _, actual in priced)) if whole else None
@@ -96,7 +94,7 @@ def _amount(seconds: float, usd: float | None) -> str:
 
 def _list_of(record: Record) -> str | None:
     cost = record.cost
-    if cost is None or cost.usd_per_hour is None or cost.as_of is None:
+    if cost.usd_per_hour is None or cost.as_of is None:
         return None
     place = f"{cost.zone or cost.region}, {'preemptible' if cost.preemptible else 'on demand'}"
     return f"{cost.usd_per_hour:.2f} USD an hour of a replica in {place}: {cost.source or 'no source'}, {cost.as_of}"

@@ -246,7 +246,7 @@ def render_report(
         early=early_parts(early, records),
         not_covered=NOT_COVERED,
         whole=lambda columns, run: summary_rows(results, columns, run),
-        cost=cost_part(results.records),
+        cost=cost_part(results.records) if results.records else None,
         several_ways=asked_in_several_ways(results),
         remarks=remarks,
         remarks_on=remarks_on,

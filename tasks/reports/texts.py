@@ -28,9 +28,7 @@ _JUDGED = ("judge", "annotator")  # shown separately
 
 def judge_of(record: Record) -> str | None:
     """Returns the judge that compared the answers, and its settings; None without a judge."""
-    options = record.evaluation.get(record.evaluator) or record.evaluation.get(
-        "evaluator"
-    )  # older records use the evaluator's name
+    options = record.evaluation.get("evaluator")
     judge = options.get("judge") if isinstance(options, dict) else None
     if not isinstance(judge, dict):
         return None
@@ -114,7 +112,7 @@ def asked_so(record: Record) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value}
 
 
-_INTEGRITY = {"intact": "as written", "changed": "changed after they were written", "unknown": "not verifiable"}
+_INTEGRITY = {"intact": "as written", "changed": "changed after they were written"}
 
 PROVENANCE: dict[str, Callable[[Record], Any]] = {
     "Evaluator": lambda record: evaluator_title(record.evaluator),

@@ -162,8 +162,6 @@ def metric_values(record: Record) -> dict[str, float]:
 
 def _cost_values(record: Record) -> dict[str, float]:
     cost = record.cost
-    if cost is None:
-        return {}
     chip_seconds = None if cost.replica_seconds is None else record.chip_seconds
     known = {"usd": cost.usd, "chip_seconds": chip_seconds, "seconds": round(sum(record.seconds.values()), 3)}
     if cost.predicted is not None:

@@ -48,7 +48,7 @@ def run_tags(announcement: Announcement) -> dict[str, str]:
         "job_name": record.flow_run,
         "training_step": record.checkpoint.step,
         **({"merge": how_merged(record.checkpoint)} if record.checkpoint.merge else {}),
-        **(_cost(record.cost) if record.cost else {}),
+        **_cost(record.cost),
         **series_tags(announcement),
     }
     return {key: str(value) for key, value in tags.items()}

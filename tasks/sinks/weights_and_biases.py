@@ -268,7 +268,7 @@ def _configuration(announcement: Announcement) -> dict[str, Any]:
         "evaluation_hash": record.evaluation_hash,
         "versions": record.versions,
         "hardware": record.hardware,
-        "cost": record.cost.model_dump(mode="json") if record.cost else None,
+        "cost": record.cost.model_dump(mode="json"),
         "git_commit": record.git_commit,
         "git_dirty": record.git_dirty,
         "records": announcement.series.evaluation_path,

@@ -89,6 +89,7 @@ def make_record(
     fields: dict[str, Any] = {
         "status": status,
         "reason": reason or REASONS[status],
+        "infra_failures": 1 if status == "infra_failed" else None,
         "checkpoint": CheckpointReference(
             uri=f"{place}/{run}/hf/step-{step}",
             run=run,

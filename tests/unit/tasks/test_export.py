@@ -251,11 +251,10 @@ def test_row_tells_price_and_expectation_and_leaves_empty_what_is_unknown(tmp_pa
     records = [
         make_record(step=100, cost=cost, chip_seconds=800.0),
         make_record(step=200, cost=Cost(why_unknown="it has no price"), served={"by": "endpoint"}),
-        make_record(step=300),
     ]
     for record in records:
         publish(tmp_path, record)
-    priced, unknown, older = rows(tmp_path)
+    priced, unknown = rows(tmp_path)
     names = ("usd", "usd_per_hour", "price_as_of", "price_source", "region", "preemptible", "predicted_usd")
     assert [priced[name] for name in names] == [
         0.12,
@@ -268,4 +267,3 @@ def test_row_tells_price_and_expectation_and_leaves_empty_what_is_unknown(tmp_pa
     ]
     assert (priced["chip_seconds"], priced["predicted_how"], priced["predicted_seconds"]) == (800.0, "guess", 90.0)
     assert {unknown[name] for name in (*names, "chip_seconds", "replica_seconds", "predicted_how")} == {None}
-    assert {older[name] for name in names} == {None} and older["chip_seconds"] == 0.0

@@ -152,6 +152,7 @@ def test_metric_values_name_benchmark_metric_error_and_n():
         "a/acc_n": 120,
         "b/f1,strict": 0.1,
         "b/f1,strict_n": 7,
+        "cost/seconds": 9.85,
     }
 
 
@@ -177,6 +178,7 @@ def test_metric_values_have_intervals_and_what_was_noticed_of_benchmarks_and_gro
         "g/truncated": 3,
         "g/skipped": 2,
         "g/at_limit": 30,
+        "cost/seconds": 9.85,
     }
 
 

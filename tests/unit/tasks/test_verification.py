@@ -150,18 +150,6 @@ def test_samples_that_were_not_kept_make_values_unverifiable(tmp_path: Path) -> 
     assert verdict(tmp_path, **BOUND | {"at_least": 0.1}).go
 
 
-def test_older_record_is_not_verifiable_and_said_so(tmp_path: Path) -> None:
-    cell = scored(tmp_path)
-
-    def age(content: dict[str, Any]) -> None:
-        content["schema_version"] = 2
-        del content["digests"]
-
-    edited(cell, age)
-    code, shown = verify(tmp_path)
-    assert code == 0 and "not verifiable: it is from before records had digests" in shown
-
-
 def test_record_that_lost_its_digest_counts_as_changed() -> None:
     record = make_record()
     assert integrity(record) == "intact"
