@@ -17,9 +17,10 @@ from flows.dispatching import dispatch
 from flows.evaluation import run_pending
 from flows.hooks import leave_nothing
 from pools.weights.merges import with_each_location
-from resources.errors import AssayError, BadInput, CheckpointError, EvaluationIncomplete, EvaluationInterrupted
+from resources.errors import AssayError, BadInput, CheckpointError
 from resources.storage import storage
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
+from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.policies.batches import served_together
 from tasks.policies.cancelled_runs import stopping_if_cancelled
 from tasks.policies.gate import conclude_policy, conclude_settled, with_early

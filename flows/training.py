@@ -9,9 +9,10 @@ from prefect import flow
 
 from flows.evaluation import run_claimed
 from flows.hooks import leave_nothing
-from resources.errors import AssayError, NoCheckpoints
+from resources.errors import AssayError
 from resources.tracing import tracing
 from tasks.checkpoints.discovery import Checkpoint
+from tasks.errors import NoCheckpoints
 from tasks.policies.events import emit
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress import report_event

@@ -1,4 +1,4 @@
-"""All errors that Assay reports, as a single tree; they survive pickling, as backends send them between processes."""
+"""Errors that Assay reports, as a tree; upper packages add theirs. They survive pickling between processes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class AssayError(Exception):
 
     record_status: ClassVar[RecordStatus] = "infra_failed"
     exit_code: ClassVar[int] = 2
+    kinds: ClassVar[dict[str, type[AssayError]]] = {}
+    """Its subclasses by name, as far as their modules are imported."""
+
+    def __init_subclass__(cls) -> None:
+        AssayError.kinds[cls.__name__] = cls
 
     def __init__(self, *, expected: str, found: str, remedy: str) -> None:
         super().__init__(expected, found, remedy)
@@ -46,13 +51,12 @@ class AssayError(Exception):
 
 
 def error_of(values: Mapping[str, Any]) -> AssayError:
-    """Recreates the error that gave `as_values`, with its own class if this module has it.
+    """Recreates the error that gave `as_values`, with its own class if that is imported.
 
     Raises:
         KeyError: a part is missing.
     """
-    kind = globals().get(str(values["kind"]))
-    known = kind if isinstance(kind, type) and issubclass(kind, AssayError) else AssayError
+    known = AssayError.kinds.get(str(values["kind"]), AssayError)
     return known(expected=str(values["expected"]), found=str(values["found"]), remedy=str(values["remedy"]))
 
 
@@ -96,10 +100,6 @@ class CheckpointError(BadInput):
     """A checkpoint folder cannot be evaluated in its current state."""
 
 
-class NoCheckpoints(CheckpointError):
-    """A run has no complete checkpoint of the requested kind."""
-
-
 class IncompleteCheckpoint(CheckpointError):
     """A checkpoint is still being written, or its writing was cut off."""
 
@@ -108,10 +108,6 @@ class CheckpointGone(IncompleteCheckpoint):
     """A checkpoint's folder was removed, as by trainers that keep the newest few; no failure of the model."""
 
     record_status = "infra_failed"
-
-
-class UnknownBenchmark(BadInput):
-    """The evaluator has no benchmark of that name."""
 
 
 class UnsatisfiableResources(BadInput):
@@ -124,18 +120,6 @@ class NoMatchingRegion(UnsatisfiableResources):
 
 class WrongRegion(BadInput):
     """A job would read or write data of another region."""
-
-
-class OverBudget(BadInput):
-    """An evaluation has a too high or unknown expected cost; it did not start."""
-
-
-class PrefectUnavailable(AssayError):
-    """The Prefect server does not answer."""
-
-
-class DeploymentFailed(AssayError):
-    """Prefect rejected a deployment."""
 
 
 class NoUsableWorkPool(AssayError):
@@ -221,103 +205,8 @@ class CheckpointChanged(CheckpointError):
     """A checkpoint differs from its state when its evaluation was planned."""
 
 
-class BenchmarksChanged(AssayError):
-    """Benchmarks, or files that they name, differ from their state when their evaluation was planned."""
-
-
 class EndpointUnusable(AssayError):
     """The endpoint lacks a feature that the evaluator needs."""
-
-
-class HarnessFailed(AssayError):
-    """The evaluator's process ended with an error of its own."""
-
-    record_status = "failed"
-    exit_code = 1
-
-
-class HarnessInterrupted(AssayError):
-    """The evaluator's process was killed, or exceeded its wall-clock limit."""
-
-
-class HarnessOutputInvalid(AssayError):
-    """The evaluator exited normally, but left no readable results."""
-
-
-class CountsDisagree(AssayError):
-    """The counts of requested, answered and scored samples differ: the score is withheld."""
-
-    record_status = "withheld"
-    exit_code = 1
-
-
-class GraderFailed(AssayError):
-    """A benchmark's grader scores right answers no better than an empty answer: the score is withheld."""
-
-    record_status = "withheld"
-    exit_code = 1
-
-
-class AnswersCutOff(AssayError):
-    """More answers ended at the length limit than allowed: the score is withheld."""
-
-    record_status = "withheld"
-    exit_code = 1
-
-
-class SinkFailed(AssayError):
-    """A sink is unreachable when an evaluation begins, or rejected a record; the record remains valid."""
-
-
-class EvaluationIncomplete(AssayError):
-    """Requested cells have no succeeded record: the model, a benchmark or the counts were at fault."""
-
-    record_status = "failed"
-    exit_code = 1
-
-
-class StagingIncomplete(AssayError):
-    """Data could not be fetched for workers without a network, or does not load on them."""
-
-
-class TooManyErrors(AssayError):
-    """More prompts of a generation failed than allowed; finished answers are kept."""
-
-    record_status = "failed"
-    exit_code = 1
-
-
-class GateRefused(AssayError):
-    """A gate returns NO-GO: a score is too low, worse than its baseline, or missing."""
-
-    record_status = "failed"
-    exit_code = 1
-
-
-class RecordsChanged(AssayError):
-    """Records, or their samples, were changed after they were written."""
-
-    record_status = "failed"
-    exit_code = 1
-
-
-class NumbersChanged(AssayError):
-    """Other versions of engine, harness or data give other numbers for the same checkpoint."""
-
-    record_status = "failed"
-    exit_code = 1
-
-
-class EvaluationInterrupted(AssayError):
-    """Requested cells have no succeeded record, and another run may well succeed."""
-
-
-class ClaimLost(EvaluationInterrupted):
-    """The claim on a cell was ended, taken by another run, or not renewed in time: the result is not published."""
-
-
-class RecordUnwritten(AssayError):
-    """The outcome of a cell could not be written, so it is lost."""
 
 
 class UnexpectedError(AssayError):

@@ -219,8 +219,9 @@ def requalify(
 ) -> None:
     """Evaluate a checkpoint with two sets of versions: are the results identical, within noise or different?"""
     from flows.console.qualification import qualification_table
-    from resources.errors import BadInput, NumbersChanged
+    from resources.errors import BadInput
     from resources.storage import storage
+    from tasks.errors import NumbersChanged
     from tasks.records.builds import write_qualification
     from tasks.records.record import QUALIFICATIONS_FOLDER, now
     from tasks.records.search import RecordFilter, records_of_checkpoints

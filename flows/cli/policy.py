@@ -282,7 +282,8 @@ def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], R
 
 
 def _without_scheduled(policy: Policy, listings: list[RunListing], state: Reconciliation) -> Reconciliation:
-    from resources.errors import BadInput, PrefectUnavailable
+    from resources.errors import BadInput
+    from tasks.errors import PrefectUnavailable
     from tasks.policies.dispatched import read_dispatches, with_dispatches
     from tasks.prefect_server.client import require_server
 

@@ -191,7 +191,7 @@ def _split_table(rows: Sequence[Split]) -> Table:
 def _verify(places: Sequence[FoundRecord], rejected: Mapping[str, str], *, as_json: bool) -> None:
     from collections import Counter
 
-    from resources.errors import RecordsChanged
+    from tasks.errors import RecordsChanged
     from tasks.records.verification import verified
     from tasks.spec.names import how_many
 
@@ -292,7 +292,7 @@ def publish(
     as_json: _Json = False,
 ) -> None:
     """Send recorded results that are missing at Weights & Biases, MLflow, an object store or a model card."""
-    from resources.errors import SinkFailed
+    from tasks.errors import SinkFailed
     from tasks.sinks.backlog import publish_missing, sinks_in
 
     def show(published: Published) -> None:

@@ -8,7 +8,8 @@ import typer
 from rich.table import Table
 
 from flows.console.console import ERR, OUT, Json, print_json
-from resources.errors import BadInput, UnknownBenchmark
+from resources.errors import BadInput
+from tasks.errors import UnknownBenchmark
 
 if TYPE_CHECKING:
     from tasks.spec.suites import Suite, SuiteEvaluation

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resources.errors import OverBudget, StorageError
+from resources.errors import StorageError
 from resources.settings import settings
 from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.errors import OverBudget
 from tasks.prefect_server.lazy import server_named
 from tasks.prefect_server.progress import Update, listening, report
 from tasks.records.record import Record

@@ -16,7 +16,7 @@ from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from pools.config import is_address
 from pools.weights.merges import locations_of, with_each_location
-from resources.errors import AssayError, BadInput, EvaluationInterrupted
+from resources.errors import AssayError, BadInput
 from resources.regions.region_check import region_of_data
 from resources.regions.regions import known_regions
 from resources.regions.tariffs import tariff_in
@@ -24,6 +24,7 @@ from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, discover, layouts_for
 from tasks.checkpoints.run_snapshot import listing_of
+from tasks.errors import EvaluationInterrupted
 from tasks.policies.batches import resources_of
 from tasks.policies.dispatch import send_run, source_of, states_of
 from tasks.prefect_server.client import prefect_client, require_server

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from resources.errors import DeploymentFailed
 from resources.settings import deployment_data
 from resources.storage.yaml_text import load_yaml
+from tasks.errors import DeploymentFailed
 
 DEPLOYMENTS = deployment_data("prefect.yaml")
 """Every flow, as deployed to the work pool of this machine."""

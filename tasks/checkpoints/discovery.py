@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import INDEX_NAME, checkpoint_files, inspect_model_folder
 from pools.weights.native_files import Exports, inspect_native_folder, is_native
-from resources.errors import BadInput, NoCheckpoints
+from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import pinned
 from resources.storage.storage import FileInfo
@@ -19,6 +19,7 @@ from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Ki
 from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, not_exported, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
 from tasks.checkpoints.rules import first_at_multiples
+from tasks.errors import NoCheckpoints
 from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig

@@ -13,9 +13,10 @@ from pools.engine.launch import staging
 from pools.weights.merged_folder import merged_folder
 from pools.weights.merges import Merge, Source, merge_of, with_each_location
 from pools.weights.model_files import CONFIG_FILES, digest_model_folder
-from resources.errors import BadInput, IncompleteCheckpoint, NoCheckpoints
+from resources.errors import BadInput, IncompleteCheckpoint
 from resources.storage import storage
 from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.errors import NoCheckpoints
 from tasks.records.details import MergedInput, MergeReference
 from tasks.spec.names import in_few_words, name_of
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from resources.backends.local.client import local_client
 from resources.config import CpuConfig, Device, ResourceConfig
-from resources.errors import SinkFailed, UnsatisfiableResources
+from resources.errors import UnsatisfiableResources
 from resources.settings import set_tracking_server, settings, variables_like
+from tasks.errors import SinkFailed
 from tasks.eval_jobs.evaluations import evaluation_of
 from tasks.eval_jobs.job_file import JobFile, JobSuite
 from tasks.eval_jobs.manifests import SCRATCH_FOLDER

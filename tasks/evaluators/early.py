@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from resources.errors import CountsDisagree
+from tasks.errors import CountsDisagree
 from tasks.evaluators.reading import invalid_results
 from tasks.records.builds import Build
 from tasks.records.verdicts import ANSWERED_NAME, EarlyScore

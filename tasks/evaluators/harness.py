@@ -18,17 +18,7 @@ from urllib.parse import urlsplit
 
 from pools.endpoint import RunningModel
 from resources.config import ResourceConfig
-from resources.errors import (
-    AnswersCutOff,
-    AssayError,
-    CountsDisagree,
-    EndpointUnusable,
-    HarnessFailed,
-    HarnessInterrupted,
-    JobTimeout,
-    StorageError,
-    error_of,
-)
+from resources.errors import AssayError, EndpointUnusable, JobTimeout, StorageError, error_of
 from resources.jobs import inheritance
 from resources.jobs.addresses import is_loopback
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
@@ -36,6 +26,7 @@ from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.tracing import span
 from resources.warm.fork_server import ForkServer
+from tasks.errors import AnswersCutOff, CountsDisagree, HarnessFailed, HarnessInterrupted
 from tasks.evaluators.early import WantedEarly, scores_decided
 from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress
 from tasks.evaluators.isolation import cage, isolated

@@ -16,11 +16,12 @@ from pydantic import Field, ValidationError
 from pools.endpoint import LocalCheckpoint
 from pools.weights.model_files import ModelDigests
 from resources.config import Config
-from resources.errors import HarnessOutputInvalid, StorageError, error_of
+from resources.errors import StorageError, error_of
 from resources.settings import process_environment
 from resources.storage import storage
 from resources.tpu import tpu_type_in
 from resources.warm.fork_server import WarmProgram
+from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.evaluator import Evaluator
 from tasks.spec.benchmarks import named_elsewhere
 from tasks.spec.evaluation import EvaluationConfig

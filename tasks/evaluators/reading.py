@@ -8,8 +8,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from resources.errors import HarnessOutputInvalid
 from resources.storage.regular_files import open_regular
+from tasks.errors import HarnessOutputInvalid
 from tasks.records.details import Asking
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many

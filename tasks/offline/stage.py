@@ -19,11 +19,12 @@ from typing import Any
 from resources.backends.local.client import local_client
 from resources.config import ResourceConfig
 from resources.environments.environments import EnvironmentSpec, ensure_environment
-from resources.errors import BadInput, JobTimeout, StagingIncomplete
+from resources.errors import BadInput, JobTimeout
 from resources.jobs import inheritance
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
+from tasks.errors import StagingIncomplete
 from tasks.evaluators.harness import cache_variables
 from tasks.evaluators.helm.environment import HELM
 from tasks.evaluators.lm_eval.environment import LM_EVAL

@@ -10,9 +10,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
-from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted, GateRefused
+from resources.errors import AssayError, BadInput
 from resources.storage import storage
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
+from tasks.errors import EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from tasks.policies.early import EarlyDecisions
 from tasks.policies.events import emit_verdict
 from tasks.policies.policy import Policy, WantedEvaluation

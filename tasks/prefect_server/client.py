@@ -14,7 +14,8 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_A
 from pydantic import SecretStr
 
 from resources.addresses import refuse_user_information
-from resources.errors import AssayError, BadInput, PrefectUnavailable
+from resources.errors import AssayError, BadInput
+from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.embedded import embedded_address
 from tasks.prefect_server.progress import report_event
 

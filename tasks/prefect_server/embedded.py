@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 
-from resources.errors import PrefectUnavailable
 from resources.settings import process_environment, variable_set
+from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.progress import report_event
 
 _PROGRAM = Path(__file__).parent / "programs" / "run_with_parent.py"

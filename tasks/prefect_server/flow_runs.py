@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
-from resources.errors import PrefectUnavailable
+from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.client import prefect_client
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import note_ending

@@ -11,7 +11,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment, flow_run
 from prefect.types import KeyValueLabels
 
-from resources.errors import AssayError, PrefectUnavailable, error_of
+from resources.errors import AssayError, error_of
+from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.client import prefect_client
 
 _LABEL = "assay.error."

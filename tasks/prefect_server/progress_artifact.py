@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from resources.errors import PrefectUnavailable
+from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.client import prefect_client
 from tasks.prefect_server.progress import (
     AnswersProgress,

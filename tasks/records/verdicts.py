@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, FiniteFloat, ValidationError
 
-from resources.errors import GateRefused, IrregularFile
+from resources.errors import IrregularFile
 from resources.storage import storage
+from tasks.errors import GateRefused
 from tasks.records.builds import Build
 from tasks.records.cost import Cost, Spent, spent_on
 from tasks.records.details import Part, PathPart, Whole, misplaced

@@ -14,9 +14,10 @@ from typing import Any
 from prefect.context import FlowRunContext
 
 from resources.environments.environments import pinned_versions
-from resources.errors import AssayError, EvaluationInterrupted, IrregularFile, UnexpectedError
+from resources.errors import AssayError, IrregularFile, UnexpectedError
 from resources.storage import storage
 from resources.tracing import span
+from tasks.errors import EvaluationInterrupted
 from tasks.evaluators.early import WantedEarly, WantedScore, batches_in
 from tasks.evaluators.evaluator import Parsed, evaluator_of
 from tasks.evaluators.reading import tokens_to_ask

@@ -11,12 +11,13 @@ from pools.weights.merges import locations_of
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
-from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
+from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.merged import merge_reference
 from tasks.checkpoints.run_snapshot import listing_of
+from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.evaluators.early import WantedEarly
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.lazy import deployment_id, step

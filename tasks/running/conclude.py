@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resources.errors import EvaluationIncomplete
+from tasks.errors import EvaluationIncomplete
 from tasks.prefect_server.lazy import in_flow_run, step
 from tasks.prefect_server.progress import Judged, report, report_event
 from tasks.records.record import Record

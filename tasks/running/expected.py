@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from resources.errors import OverBudget, StorageError
+from resources.errors import StorageError
 from resources.regions.tariffs import Tariff
 from resources.storage import storage
+from tasks.errors import OverBudget
 from tasks.evaluators.reading import TokensToAsk
 from tasks.prefect_server.progress import Event, Notice, report_event
 from tasks.records.cost import Predicted, Spent, in_usd

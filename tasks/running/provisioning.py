@@ -23,9 +23,10 @@ from pools.pool.session import PoolSession
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import BadInput, EndpointUnusable, SinkFailed
+from resources.errors import BadInput, EndpointUnusable
 from resources.regions.region_check import check_reads
 from resources.settings import settings
+from tasks.errors import SinkFailed
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event

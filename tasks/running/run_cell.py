@@ -22,15 +22,9 @@ from pools.weights.merges import with_each_location
 from pools.weights.model_files import digest_model_folder
 from pools.weights.native_files import inspect_again
 from resources.backends.local.client import local_client
-from resources.errors import (
-    AssayError,
-    BenchmarksChanged,
-    ClaimLost,
-    EndpointUnusable,
-    EvaluationInterrupted,
-    RecordUnwritten,
-)
+from resources.errors import AssayError, EndpointUnusable
 from resources.storage import storage
+from tasks.errors import BenchmarksChanged, ClaimLost, EvaluationInterrupted, RecordUnwritten
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import read_output, run_harness, verify_counts, verify_ends
 from tasks.evaluators.native import NativeEvaluation, output_here

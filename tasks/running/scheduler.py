@@ -11,8 +11,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pools.engine.launch import Servable
-from resources.errors import AssayError, RecordUnwritten
+from resources.errors import AssayError
 from resources.tracing import mark, span_of_requests
+from tasks.errors import RecordUnwritten
 from tasks.prefect_server.progress import report_event
 from tasks.running.attempt import Interruption
 from tasks.running.cells import Cell

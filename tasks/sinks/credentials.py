@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SecretStr
 
-from resources.errors import SinkFailed
 from resources.jobs import inheritance
 from resources.settings import process_environment
+from tasks.errors import SinkFailed
 from tasks.spec.sinks import Sink, sink_kinds
 
 # A user's training job sets these for itself; in Assay they would send results into that job's run.

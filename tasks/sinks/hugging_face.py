@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator
 
-from resources.errors import SinkFailed
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml
+from tasks.errors import SinkFailed
 from tasks.records.current import how_merged
 from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, Metric, Record

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 from pydantic import field_validator
 
-from resources.errors import SinkFailed
 from resources.storage import storage
+from tasks.errors import SinkFailed
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (
     ALERT,

@@ -11,8 +11,8 @@ from shlex import quote
 import httpx
 import uv
 
-from resources.errors import SinkFailed
 from resources.storage import storage
+from tasks.errors import SinkFailed
 from tasks.spec.sinks import web_address
 
 DATABASE = "mlflow.db"

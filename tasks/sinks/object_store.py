@@ -20,8 +20,8 @@ from typing import Any, Literal
 import fsspec
 from pydantic import Field, model_validator
 
-from resources.errors import SinkFailed
 from resources.storage import storage
+from tasks.errors import SinkFailed
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, Announcement
 from tasks.sinks.credentials import loaded_block

@@ -16,9 +16,10 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from threading import Event
 
-from resources.errors import AssayError, SinkFailed, StorageError
+from resources.errors import AssayError, StorageError
 from resources.settings import settings
 from resources.storage import storage
+from tasks.errors import SinkFailed
 from tasks.records.record import Record, SinkState, now
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.credentials import credentials_of, scrub

@@ -16,7 +16,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from resources.errors import SinkFailed
+from tasks.errors import SinkFailed
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.credentials import Credentials
 from tasks.sinks.sending import Answer, Job

@@ -19,7 +19,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from resources.errors import AssayError, SinkFailed
+from resources.errors import AssayError
+from tasks.errors import SinkFailed
 from tasks.sinks.announcement import Announcement
 
 # New objects before a collection; at Python's 700, collections take a tenth of the import of a tracker's client.

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
-from resources.errors import SinkFailed
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
+from tasks.errors import SinkFailed
 from tasks.records.current import how_merged
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (

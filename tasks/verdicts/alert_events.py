@@ -13,8 +13,9 @@ from typing import Any
 from prefect.events import Event, RelatedResource, Resource
 
 from pools.weights.merges import with_each_location
-from resources.errors import AssayError, PrefectUnavailable, StorageError
+from resources.errors import AssayError, StorageError
 from resources.storage import storage
+from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.client import send_events, server_address, server_answers
 from tasks.prefect_server.lazy import flow_run_id
 from tasks.records.builds import read_qualifications

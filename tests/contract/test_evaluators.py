@@ -9,7 +9,7 @@ import pytest
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments.environments import ENVIRONMENTS
-from resources.errors import HarnessOutputInvalid
+from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, evaluator_named, harness_environments
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS, is_native, options_kind

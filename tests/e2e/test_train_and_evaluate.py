@@ -15,8 +15,9 @@ import yaml
 from fakes.polling import eventually
 from fakes.training import CONTEXT, nano_training, trainers_of, write_training_data
 from flows.training import train_and_evaluate
-from resources.errors import GateRefused, JobFailed
+from resources.errors import JobFailed
 from resources.settings import process_environment
+from tasks.errors import GateRefused
 from tasks.prefect_server.progress import CellDone, Update, listening
 from tasks.records.record import Record, read_records
 from tasks.running.claims.files import claims_folder, read_claims

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flows.reconcile import load_policy
-from resources.errors import AssayError, GateRefused
+from resources.errors import AssayError
+from tasks.errors import GateRefused
 from tasks.policies.gate import conclude_settled
 from tasks.policies.policy import own_gate
 from tasks.prefect_server.progress import Judged, Update, listening

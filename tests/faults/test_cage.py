@@ -27,8 +27,8 @@ from fakes.polling import eventually
 from fakes.processes import commands
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
-from resources.errors import HarnessFailed, HarnessInterrupted
 from resources.settings import settings
+from tasks.errors import HarnessFailed, HarnessInterrupted
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import run_harness
 from tasks.evaluators.isolation import Cage, ModelCode, isolated

@@ -22,8 +22,9 @@ from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
 from faults.truth.trial import WAYS, Way, check_lies_are_never_scored
 from pools.endpoint import RunningModel
-from resources.errors import BadInput, CountsDisagree, EndpointUnusable
+from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
+from tasks.errors import CountsDisagree
 from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
 from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS
 from tasks.evaluators.harness import Parsed, Progress, verify_counts, warmed

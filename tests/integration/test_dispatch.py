@@ -40,8 +40,9 @@ from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SIL
 from flows.reconcile import load_policy, reconcile_policy
 from flows.series import evaluate_checkpoints
 from resources.environments.environments import ensure_environment
-from resources.errors import NoUsableWorkPool, UnknownBenchmark
+from resources.errors import NoUsableWorkPool
 from resources.settings import settings
+from tasks.errors import UnknownBenchmark
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.policies.dispatch import TAG
 from tasks.prefect_server.work_pools import work_pool_states

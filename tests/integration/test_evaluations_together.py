@@ -28,9 +28,10 @@ from pools.access import PoolDescription
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.protocol import DesiredState, LoadReport
-from resources.errors import BadInput, EvaluationInterrupted, RecordUnwritten
+from resources.errors import BadInput
 from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
+from tasks.errors import EvaluationInterrupted, RecordUnwritten
 from tasks.records.record import Record, read_records
 from tasks.running.cells import plan_cells
 from tasks.running.provisioning import provisioned

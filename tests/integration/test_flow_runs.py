@@ -30,10 +30,10 @@ from flows.cli.app import app
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources.environments.environments import ensure_environment
-from resources.errors import GateRefused
 from resources.settings import process_environment
 from resources.storage import storage
 from tasks.checkpoints.discovery import discover
+from tasks.errors import GateRefused
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.records.record import Record, read_records, write_record

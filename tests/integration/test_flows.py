@@ -23,8 +23,8 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate_checkpoint
 from flows.series import evaluate_checkpoints
 from resources.environments.environments import ensure_environment
-from resources.errors import EvaluationInterrupted
 from resources.settings import process_environment
+from tasks.errors import EvaluationInterrupted
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.records.record import SCOPE_NAME, Record, read_records
 from tasks.records.verdicts import find_early

@@ -29,8 +29,9 @@ from pools.engine.launch import Servable
 from pools.pool.kept import keep_up, require, take_down
 from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
-from resources.errors import BadInput, TooManyErrors
+from resources.errors import BadInput
 from resources.settings import process_environment, settings
+from tasks.errors import TooManyErrors
 from tasks.generation.config import GenerationConfig
 
 pytestmark = pytest.mark.timeout(300)

@@ -25,8 +25,9 @@ from pools.endpoint import GENERATE, RunningModel, Scoring
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
-from resources.errors import BadInput, CountsDisagree, EndpointUnusable, GraderFailed, HarnessFailed, UnknownBenchmark
+from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
+from tasks.errors import CountsDisagree, GraderFailed, HarnessFailed, UnknownBenchmark
 from tasks.evaluators.evaluator import Progress
 from tasks.evaluators.harness import LOG_NAME, verify_counts
 from tasks.evaluators.helm.evaluator import Helm

@@ -21,8 +21,9 @@ from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
 from faults.truth.trial import check_lies_are_never_scored
 from pools.endpoint import RunningModel
-from resources.errors import AssayError, BadInput, CountsDisagree, EndpointUnusable
+from resources.errors import AssayError, BadInput, EndpointUnusable
 from resources.settings import process_environment
+from tasks.errors import CountsDisagree
 from tasks.evaluators.evaluator import Progress
 from tasks.evaluators.harness import Parsed, verify_counts
 from tasks.evaluators.inspect_ai.evaluator import Inspect

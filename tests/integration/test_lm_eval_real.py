@@ -32,8 +32,9 @@ from fakes.lm_eval import (
 )
 from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import BOS, write_byte_tokenizer
-from resources.errors import BadInput, EndpointUnusable, UnknownBenchmark
+from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
+from tasks.errors import UnknownBenchmark
 from tasks.evaluators.harness import Progress, verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.index import listed_benchmarks

@@ -14,7 +14,8 @@ import pytest
 from fakes.engine import FakeEngine
 from fakes.lm_eval import DEMO, KINDS, Harness, make_config, make_model, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
-from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed, GraderFailed, HarnessFailed
+from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed
+from tasks.errors import GraderFailed, HarnessFailed
 from tasks.evaluators.harness import verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.options import LmEvalOptions

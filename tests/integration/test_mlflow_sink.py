@@ -14,7 +14,8 @@ import yaml
 from fakes.broken_servers import Way, broken_server
 from fakes.cells import make_cell
 from fakes.records import make_metric, make_record
-from resources.errors import BadInput, SinkFailed
+from resources.errors import BadInput
+from tasks.errors import SinkFailed
 from tasks.records.details import BenchmarkDetails
 from tasks.sinks.announcement import SEVERAL_BUILDS, Announcement
 from tasks.sinks.mlflow_runs import MlflowSink

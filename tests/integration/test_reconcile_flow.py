@@ -32,7 +32,8 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import EnvironmentSpec, ensure_environment
-from resources.errors import CheckpointError, EvaluationIncomplete, EvaluationInterrupted, GateRefused
+from resources.errors import CheckpointError
+from tasks.errors import EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.evaluators.lm_eval.environment import LM_EVAL

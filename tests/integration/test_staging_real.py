@@ -21,8 +21,8 @@ from flows.staging import StagingRequest, staged_by
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ensure_environment
-from resources.errors import StagingIncomplete
 from resources.settings import process_environment, settings
+from tasks.errors import StagingIncomplete
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.evaluators.lm_eval.environment import LM_EVAL

@@ -25,8 +25,8 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows import suites as flows
 from flows.cli.app import app
 from resources.environments.environments import ensure_environment
-from resources.errors import UnknownBenchmark
 from resources.settings import deployment_data, settings
+from tasks.errors import UnknownBenchmark
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.index import listed_benchmarks

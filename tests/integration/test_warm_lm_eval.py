@@ -14,7 +14,7 @@ from fakes.engine import FakeEngine
 from fakes.lm_eval import DEMO, Harness, make_config, make_model, samples, write_benchmark
 from fakes.polling import eventually
 from fakes.tokenizers import BOS, write_byte_tokenizer
-from resources.errors import UnknownBenchmark
+from tasks.errors import UnknownBenchmark
 from tasks.evaluators.harness import LOG_NAME, REFUSAL_NAME, verify_counts
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]

@@ -28,12 +28,13 @@ import yaml
 from pydantic import AwareDatetime, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+import tasks.errors  # noqa: F401 registers its classes
 from flows.cli.app import app
 from flows.staging import StagingRequest
 from pools.config import InferencePoolConfig, ModelConfig
-from resources import errors
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.environments.environments import ENVIRONMENTS
+from resources.errors import AssayError
 from resources.regions.region_table import EgressPrice, Price, Prices, RayCluster, Region, Regions
 from resources.regions.regions import load_regions
 from resources.settings import Settings
@@ -314,8 +315,8 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
 
 def errors_list() -> str:
     groups: dict[tuple[int, str], list[str]] = {}
-    for name, kind in vars(errors).items():
-        if inspect.isclass(kind) and issubclass(kind, errors.AssayError) and kind is not errors.AssayError:
+    for name, kind in sorted(AssayError.kinds.items()):
+        if kind.__module__.partition(".")[0] in PACKAGES:
             groups.setdefault((kind.exit_code, kind.record_status), []).append(f"`{name}`")
     return "".join(
         f"- Exit code {code}, record `{status}`: {', '.join(names)}\n"

@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from resources.errors import BadInput, UnknownBenchmark, not_there, unknown
+from resources.errors import BadInput, not_there, unknown
 from resources.storage import storage
+from tasks.errors import UnknownBenchmark
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig

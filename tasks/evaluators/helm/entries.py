@@ -10,11 +10,12 @@ from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel, ValidationError
 
-from resources.errors import BadInput, HarnessFailed, UnknownBenchmark, not_there, unknown
+from resources.errors import BadInput, not_there, unknown
 from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.storage.regular_files import read_cached
+from tasks.errors import HarnessFailed, UnknownBenchmark
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig

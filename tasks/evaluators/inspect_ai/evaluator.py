@@ -11,8 +11,9 @@ from typing import Any
 
 from pools.endpoint import RunningModel
 from resources.environments.environments import EnvironmentSpec
-from resources.errors import BadInput, UnknownBenchmark
+from resources.errors import BadInput
 from resources.storage import storage
+from tasks.errors import UnknownBenchmark
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.inspect_ai.environment import INSPECT_AI
 from tasks.evaluators.inspect_ai.options import InspectOptions

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from resources.errors import BadInput, UnknownBenchmark, unknown
+from resources.errors import BadInput, unknown
 from resources.storage import storage
+from tasks.errors import UnknownBenchmark
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ValidationError
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.config import ResourceConfig, TpuConfig
 from resources.environments.environments import EnvironmentSpec
-from resources.errors import BadInput, HarnessOutputInvalid
+from resources.errors import BadInput
 from resources.settings import settings
 from resources.storage import storage
 from resources.tpu import largest_single_vm_slice
+from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.options import LevanterOptions

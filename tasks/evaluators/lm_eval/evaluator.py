@@ -10,9 +10,10 @@ from pathlib import Path
 
 from pools.endpoint import RunningModel
 from resources.environments.environments import EnvironmentSpec
-from resources.errors import BadInput, UnknownBenchmark, unknown
+from resources.errors import BadInput, unknown
 from resources.settings import settings
 from resources.storage import storage
+from tasks.errors import UnknownBenchmark
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.isolation import ModelCode
 from tasks.evaluators.lm_eval.environment import LM_EVAL

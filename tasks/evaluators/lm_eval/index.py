@@ -11,11 +11,12 @@ from tempfile import TemporaryDirectory
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from resources.errors import EnvironmentBuildFailed, HarnessFailed, not_there
+from resources.errors import EnvironmentBuildFailed, not_there
 from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.storage.regular_files import read_cached
+from tasks.errors import HarnessFailed
 from tasks.spec.benchmark_files import read_benchmark
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvaluationConfig

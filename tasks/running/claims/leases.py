@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from resources.errors import AssayError, ClaimLost
+from resources.errors import AssayError
 from resources.process_marks import ProcessMark, acting_user
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively
+from tasks.errors import ClaimLost
 from tasks.running.claims.files import (
     LEASE_SECONDS,
     Claim,

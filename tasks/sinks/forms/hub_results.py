@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field
 
 from resources.config import Config
-from resources.errors import SinkFailed
+from tasks.errors import SinkFailed
 from tasks.records.current import how_merged
 from tasks.records.record import Metric, Record
 from tasks.sinks.forms.settings import data_of, in_chat, library_of, shots

@@ -20,7 +20,8 @@ from pools.engine.launch import Servable
 from pools.pool import kept
 from pools.pool.kept import KeptPool
 from resources.environments import environments
-from resources.errors import NoCheckpoints, ProxyFailed
+from resources.errors import ProxyFailed
+from tasks.errors import NoCheckpoints
 
 
 def test_pool_up_names_checkpoints_left_out_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,8 @@ from flows.console.finished import records_if_finished
 from flows.console.running import run_series
 from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
-from resources.errors import GateRefused
 from tasks.checkpoints.discovery import find_checkpoints
+from tasks.errors import GateRefused
 from tasks.prefect_server.progress import Event, Judged, Update, listening
 from tasks.records.cost import Cost
 from tasks.records.record import record_uri, write_record

@@ -22,11 +22,12 @@ from pydantic import ValidationError
 
 from flows.deploy.flows import DEPLOYMENTS, deployments_for
 from resources.config import ResourceConfig
-from resources.errors import BadInput, NoMatchingRegion, NoUsableWorkPool, PrefectUnavailable, UnsatisfiableResources
+from resources.errors import BadInput, NoMatchingRegion, NoUsableWorkPool, UnsatisfiableResources
 from resources.regions.region_table import Regions, WorkPoolType
 from resources.regions.regions import load_regions
 from resources.regions.work_pools import Source, WorkPoolState, choose_work_pool
 from resources.tpu import TPU_TOPOLOGIES
+from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template, wanted_work_pools, work_pool_states
 
 REPOSITORY = Path(__file__).parents[3]

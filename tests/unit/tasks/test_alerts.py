@@ -19,8 +19,9 @@ from fakes.broken_servers import broken_server
 from fakes.command import run_command
 from fakes.conditional_store import conditional_store
 from fakes.records import FIRST, publish
-from resources.errors import BadInput, PrefectUnavailable
+from resources.errors import BadInput
 from resources.storage import storage
+from tasks.errors import PrefectUnavailable
 from tasks.policies.overrides import read_overrides
 from tasks.prefect_server.progress import Raised, Update, listening
 from tasks.records.index import indexed_records

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engines import engine_kwargs
-from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
+from resources.errors import BadInput
+from tasks.errors import CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
 from tasks.evaluators.harness import Parsed, Progress, verify_counts

@@ -31,20 +31,11 @@ from resources.backends.current import current_client, set_current_client
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.environments.environments import EnvironmentSpec
-from resources.errors import (
-    AssayError,
-    BadInput,
-    BenchmarksChanged,
-    CheckpointChanged,
-    EndpointUnusable,
-    EvaluationInterrupted,
-    RecordStatus,
-    RecordUnwritten,
-    UnexpectedError,
-)
+from resources.errors import AssayError, BadInput, CheckpointChanged, EndpointUnusable, RecordStatus, UnexpectedError
 from resources.regions.regions import known_regions, price_per_hour
 from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
+from tasks.errors import BenchmarksChanged, EvaluationInterrupted, RecordUnwritten
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.prefect_server.progress import Notice, Update, listening
 from tasks.records.cost import Cost

@@ -16,7 +16,8 @@ from fakes.models import write_checkpoint
 from flows.cli.app import app
 from flows.cli.schedule import duration
 from flows.deploy.watching import watch
-from resources.errors import AssayError, BadInput, PrefectUnavailable
+from resources.errors import AssayError, BadInput
+from tasks.errors import PrefectUnavailable
 from tasks.policies.events import CompleteCheckpoint, WatchedRuns, checkpoint_of, resources_of
 from tasks.policies.policy import Policy
 from tasks.spec.loading import load_config

@@ -11,10 +11,11 @@ import pytest
 
 from fakes.models import write_checkpoint, write_run
 from pools.weights.model_files import digest_model_folder
-from resources.errors import BadInput, NoCheckpoints
+from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover, discover_checkpoint, find_checkpoints
 from tasks.checkpoints.run_snapshot import snapshot_run
+from tasks.errors import NoCheckpoints
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.names import name_of
 

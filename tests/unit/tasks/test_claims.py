@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fakes.conditional_store import ConditionalStore, Steps, conditional_store
-from resources.errors import ClaimLost
 from resources.process_marks import ProcessMark
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively
+from tasks.errors import ClaimLost
 from tasks.running.claimed_cells import described
 from tasks.running.claims.files import Claim, Subject, end_claim, read_claims
 from tasks.running.claims.leases import LEASE_SECONDS, Claims

@@ -11,8 +11,8 @@ import pytest
 from pools.jobs import labelled
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
-from resources.errors import ClaimLost
 from resources.jobs.jobs import Command, JobHandle, JobRequest, create_environment
+from tasks.errors import ClaimLost
 from tasks.policies.cleanup import end_claims, end_jobs
 from tasks.running.claims.files import Subject, claims_folder
 from tasks.running.claims.leases import Claims

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from fakes.records import FIRST, make_metric, make_record, make_samples, publish, renamed
 from fakes.records import cell_of as folder_of
 from flows.cli.app import app
-from resources.errors import BadInput, CountsDisagree
+from resources.errors import BadInput
+from tasks.errors import CountsDisagree
 from tasks.evaluators.early import Answered, WantedEarly, batches_in, scores_decided
 from tasks.policies.early import EarlyDecisions
 from tasks.policies.gate import with_early

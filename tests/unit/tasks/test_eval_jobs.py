@@ -14,8 +14,9 @@ import yaml
 from fakes.eval_jobs import SEED, git, new_repository, push, seed_content, write_job
 from fakes.models import write_checkpoint
 from resources.config import CpuConfig, GpuConfig, TpuConfig
-from resources.errors import BadInput, SinkFailed
+from resources.errors import BadInput
 from resources.gke import GPU_NAMES, TPU_NAMES
+from tasks.errors import SinkFailed
 from tasks.eval_jobs.evaluations import evaluation_of
 from tasks.eval_jobs.git_state import git_state_of, require_clean
 from tasks.eval_jobs.helm_conf import entries_in

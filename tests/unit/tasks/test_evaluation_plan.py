@@ -24,9 +24,10 @@ from flows.cli.options.evaluations import evaluation_from_file, evaluation_from_
 from flows.cli.options.groups import EvaluationOptions
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
-from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
+from resources.errors import BadInput, EndpointUnusable, UnsatisfiableResources
 from resources.process_marks import ProcessMark
 from tasks.checkpoints.discovery import find_checkpoints, select
+from tasks.errors import NoCheckpoints
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.records.record import begin_scope, now, record_uri, write_record

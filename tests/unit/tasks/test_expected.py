@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fakes.records import make_metric, make_record, publish
-from resources.errors import OverBudget
 from resources.regions.tariffs import Tariff
+from tasks.errors import OverBudget
 from tasks.evaluators.reading import TokensToAsk
 from tasks.records.cost import Cost, Predicted, Spent, sum_of
 from tasks.records.details import BenchmarkDetails

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from fakes.records import make_metric, make_qualification, make_record, make_samples, publish
 from flows.cli.app import app
 from flows.cli.gate import load_gate
-from resources.errors import BadInput, GateRefused
+from resources.errors import BadInput
+from tasks.errors import GateRefused
 from tasks.records.builds import build_of, write_qualification
 from tasks.records.provenance import versions
 from tasks.records.record import FoundRecord, Record, find_records, read_records

@@ -17,18 +17,16 @@ from fakes.polling import eventually, is_alive
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import EnvironmentSpec
-from resources.errors import (
+from resources.errors import AssayError, EngineDied, StorageError
+from resources.settings import process_environment
+from tasks.errors import (
     AnswersCutOff,
-    AssayError,
     CountsDisagree,
-    EngineDied,
     HarnessFailed,
     HarnessInterrupted,
     HarnessOutputInvalid,
-    StorageError,
     UnknownBenchmark,
 )
-from resources.settings import process_environment
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.harness import refusal_in, run_harness, verify_counts, verify_ends
 from tasks.records.details import BenchmarkDetails

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pools.endpoint import RunningModel, Scoring
-from resources.errors import BadInput, HarnessOutputInvalid
+from resources.errors import BadInput
+from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.helm.entries import read_entries_file

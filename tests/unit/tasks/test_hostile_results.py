@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from resources.errors import CountsDisagree, HarnessOutputInvalid
+from tasks.errors import CountsDisagree, HarnessOutputInvalid
 from tasks.evaluators import reading
 from tasks.evaluators.harness import read_output, verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval

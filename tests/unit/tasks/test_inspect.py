@@ -14,7 +14,8 @@ import pytest
 
 import tasks
 from pools.endpoint import RunningModel
-from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
+from resources.errors import BadInput
+from tasks.errors import CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.harness import read_output, verify_counts
 from tasks.evaluators.inspect_ai.evaluator import Inspect
 from tasks.evaluators.inspect_ai.options import InspectOptions

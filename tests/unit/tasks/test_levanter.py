@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from pools.endpoint import LocalCheckpoint
 from resources.config import ResourceConfig
-from resources.errors import BadInput, HarnessOutputInvalid
+from resources.errors import BadInput
+from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.harness import Progress
 from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.evaluators.levanter.options import LevanterOptions

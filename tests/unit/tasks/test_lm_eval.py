@@ -19,15 +19,9 @@ import fsspec
 import pytest
 
 from pools.endpoint import RunningModel, Scoring
-from resources.errors import (
-    BadInput,
-    CountsDisagree,
-    EnvironmentBuildFailed,
-    HarnessFailed,
-    HarnessOutputInvalid,
-    UnknownBenchmark,
-)
+from resources.errors import BadInput, EnvironmentBuildFailed
 from resources.settings import settings
+from tasks.errors import CountsDisagree, HarnessFailed, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.evaluators.lm_eval.clusters import clusters_of
 from tasks.evaluators.lm_eval.evaluator import LmEval

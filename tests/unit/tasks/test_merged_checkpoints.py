@@ -14,8 +14,9 @@ from fakes.models import write_checkpoint, write_run
 from flows.cli.app import app
 from pools.weights.merges import locations_of
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
-from resources.errors import BadInput, CheckpointError, NoCheckpoints
+from resources.errors import BadInput, CheckpointError
 from tasks.checkpoints.discovery import find_checkpoints
+from tasks.errors import NoCheckpoints
 from tasks.generation.config import GenerationConfig
 from tasks.running.cells import plan_cells
 from tasks.spec.evaluation import EvaluationConfig

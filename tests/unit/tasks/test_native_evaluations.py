@@ -10,8 +10,9 @@ import pytest
 
 from pools.endpoint import LocalCheckpoint
 from pools.weights.model_files import ModelDigests
-from resources.errors import HarnessFailed, StorageError
+from resources.errors import StorageError
 from resources.storage import storage
+from tasks.errors import HarnessFailed
 from tasks.evaluators.native import (
     OUTCOME_NAME,
     NativeEvaluation,

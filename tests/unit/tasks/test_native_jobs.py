@@ -16,8 +16,8 @@ from pools.endpoint import LocalCheckpoint
 from pools.weights.model_files import ModelDigests
 from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
-from resources.errors import ClaimLost, HarnessFailed
 from resources.jobs.jobs import JobStatus
+from tasks.errors import ClaimLost, HarnessFailed
 from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.evaluators.native import OUTCOME_NAME, NativeEvaluation, NativeProgram, Outcome
 from tasks.running.native_jobs import NativeJobs

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from fakes.records import make_metric, make_record, publish
 from flows.cli.records import records
-from resources.errors import BadInput, SinkFailed
+from resources.errors import BadInput
+from tasks.errors import SinkFailed
 from tasks.records.details import BenchmarkDetails, MergedInput, MergeReference
 from tasks.records.record import Counts, Record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples

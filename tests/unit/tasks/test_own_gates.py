@@ -21,13 +21,8 @@ from fakes.records import FIRST, cell_of, make_metric, make_record, make_samples
 from flows.cli.app import app
 from flows.reconcile import load_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
-from resources.errors import (
-    AssayError,
-    BadInput,
-    EvaluationIncomplete,
-    EvaluationInterrupted,
-    RecordStatus,
-)
+from resources.errors import AssayError, BadInput, RecordStatus
+from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.policies.policy import check_policy_paths, own_gate
 from tasks.policies.snapshot import take_snapshot
 from tasks.records.index import indexed_records

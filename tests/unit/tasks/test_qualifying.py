@@ -14,8 +14,9 @@ from typer.testing import CliRunner, Result
 from fakes.records import make_metric, make_record, make_samples, publish
 from flows.cli.evaluate import requalify
 from resources.environments.environments import KEPT_LIST
-from resources.errors import BadInput, NumbersChanged
+from resources.errors import BadInput
 from resources.settings import settings
+from tasks.errors import NumbersChanged
 from tasks.records.builds import Qualification, build_of, is_qualified, read_qualifications
 from tasks.records.details import BenchmarkDetails
 from tasks.records.provenance import versions

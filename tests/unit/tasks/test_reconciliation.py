@@ -29,13 +29,14 @@ from flows.cli.app import app
 from flows.hooks import leave_nothing
 from flows.reconcile import load_policy, reconcile_once, reconcile_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
-from resources.errors import OverBudget, RecordStatus
+from resources.errors import RecordStatus
 from resources.process_marks import ProcessMark
 from resources.settings import variable_set
 from resources.storage import storage
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
+from tasks.errors import OverBudget
 from tasks.policies.cancelled_runs import stop_unfinished
 from tasks.policies.gate import judged_of
 from tasks.policies.overrides import Override, Overrides, write_override

@@ -14,7 +14,8 @@ from prefect import flow
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from fakes.polling import eventually
-from resources.errors import BadInput, PrefectUnavailable
+from resources.errors import BadInput
+from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.client import end_reported, readable_prefect_errors, server_answers, show
 from tasks.prefect_server.progress import CellDone, CellProgress, Event, Update, listening
 from tasks.prefect_server.progress_artifact import ProgressBar

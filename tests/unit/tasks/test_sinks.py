@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from fakes.cells import METRICS, make_cell
 from fakes.records import make_metric, make_record
-from resources.errors import BadInput, SinkFailed
+from resources.errors import BadInput
+from tasks.errors import SinkFailed
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import note_sinks, read_record
 from tasks.sinks.announcement import Announcement, metric_values

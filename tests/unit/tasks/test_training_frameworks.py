@@ -10,10 +10,10 @@ import pytest
 
 from fakes.models import write_checkpoint
 from pools.weights.model_files import digest_model_folder
-from resources.errors import NoCheckpoints
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, discover, find_checkpoints
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
+from tasks.errors import NoCheckpoints
 from tasks.policies.events import checkpoint_of
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.names import name_of, place_of, run_folder_of

@@ -1,0 +1,120 @@
+"""Errors of evaluations, records, gates and flows."""
+
+from __future__ import annotations
+
+from resources.errors import AssayError, BadInput, CheckpointError
+
+
+class NoCheckpoints(CheckpointError):
+    """A run has no complete checkpoint of the requested kind."""
+
+
+class UnknownBenchmark(BadInput):
+    """The evaluator has no benchmark of that name."""
+
+
+class OverBudget(BadInput):
+    """An evaluation has a too high or unknown expected cost; it did not start."""
+
+
+class PrefectUnavailable(AssayError):
+    """The Prefect server does not answer."""
+
+
+class DeploymentFailed(AssayError):
+    """Prefect rejected a deployment."""
+
+
+class BenchmarksChanged(AssayError):
+    """Benchmarks, or files that they name, differ from their state when their evaluation was planned."""
+
+
+class HarnessFailed(AssayError):
+    """The evaluator's process ended with an error of its own."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class HarnessInterrupted(AssayError):
+    """The evaluator's process was killed, or exceeded its wall-clock limit."""
+
+
+class HarnessOutputInvalid(AssayError):
+    """The evaluator exited normally, but left no readable results."""
+
+
+class CountsDisagree(AssayError):
+    """The counts of requested, answered and scored samples differ: the score is withheld."""
+
+    record_status = "withheld"
+    exit_code = 1
+
+
+class GraderFailed(AssayError):
+    """A benchmark's grader scores right answers no better than an empty answer: the score is withheld."""
+
+    record_status = "withheld"
+    exit_code = 1
+
+
+class AnswersCutOff(AssayError):
+    """More answers ended at the length limit than allowed: the score is withheld."""
+
+    record_status = "withheld"
+    exit_code = 1
+
+
+class SinkFailed(AssayError):
+    """A sink is unreachable when an evaluation begins, or rejected a record; the record remains valid."""
+
+
+class EvaluationIncomplete(AssayError):
+    """Requested cells have no succeeded record: the model, a benchmark or the counts were at fault."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class StagingIncomplete(AssayError):
+    """Data could not be fetched for workers without a network, or does not load on them."""
+
+
+class TooManyErrors(AssayError):
+    """More prompts of a generation failed than allowed; finished answers are kept."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class GateRefused(AssayError):
+    """A gate returns NO-GO: a score is too low, worse than its baseline, or missing."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class RecordsChanged(AssayError):
+    """Records, or their samples, were changed after they were written."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class NumbersChanged(AssayError):
+    """Other versions of engine, harness or data give other numbers for the same checkpoint."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class EvaluationInterrupted(AssayError):
+    """Requested cells have no succeeded record, and another run may well succeed."""
+
+
+class ClaimLost(EvaluationInterrupted):
+    """The claim on a cell was ended, taken by another run, or not renewed in time: the result is not published."""
+
+
+class RecordUnwritten(AssayError):
+    """The outcome of a cell could not be written, so it is lost."""
