@@ -316,7 +316,7 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
 def errors_list() -> str:
     groups: dict[tuple[int, str], list[str]] = {}
     for name, kind in sorted(AssayError.kinds.items()):
-        if kind.__module__.partition(".")[0] in PACKAGES:
+        if kind.__module__ in [f"{package}.errors" for package in PACKAGES]:
             groups.setdefault((kind.exit_code, kind.record_status), []).append(f"`{name}`")
     return "".join(
         f"- Exit code {code}, record `{status}`: {', '.join(names)}\n"
