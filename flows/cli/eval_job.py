@@ -51,13 +51,13 @@ def render(
     allow_dirty: _AllowDirty = False,
 ) -> None:
     """Write the manifests of a job: the same bytes for the same files and commit."""
-    from tasks.eval_jobs.git_state import require_clean
+    from tasks.eval_jobs.manifests import written
     from tasks.eval_jobs.reading import read_job
 
     read = read_job(file, helm_file=helm_config)
     state = read.git_state(but=output)
-    require_clean(state, allow_dirty=allow_dirty)
-    text = read.manifests(state)
+    state.require_clean(allow_dirty=allow_dirty)
+    text = written(read.manifests(state))
     if output is None:
         write(text)
     else:
@@ -126,7 +126,7 @@ def logs(
 ) -> None:
     """Show the log of a job: from its pods while they exist, from Cloud Logging afterwards."""
     from flows.cli.options.jobs import cluster_of
-    from tasks.eval_jobs.job_logs import log_lines, write_lines
+    from tasks.eval_jobs.submission import log_lines, write_lines
 
     try:
         cluster = cluster_of(backend, namespace=namespace)

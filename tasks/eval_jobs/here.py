@@ -1,26 +1,40 @@
-"""Runs a job on this machine, as the container does: its device, its scratch folder, and the checks at the end."""
+"""Runs a job on this machine, as the container does: fetches its model, chooses the device, reports to MLflow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 from resources.backends.local.client import local_client
 from resources.config import CpuConfig, Device, ResourceConfig
-from resources.errors import UnsatisfiableResources
-from resources.settings import set_tracking_server, settings, variables_like
+from resources.errors import BadInput, StorageError, UnsatisfiableResources
+from resources.settings import set_tracking_server, settings, variable, variables_like
+from resources.storage import storage
+from resources.storage.files import replace_json
 from tasks.errors import SinkFailed
-from tasks.eval_jobs.evaluations import evaluation_of
-from tasks.eval_jobs.job_file import JobFile, JobSuite
-from tasks.eval_jobs.manifests import SCRATCH_FOLDER
-from tasks.eval_jobs.model import fetch_model
-from tasks.eval_jobs.reading import EvalJob
-from tasks.eval_jobs.tracking import Origin, origin_in, sink_of
+from tasks.eval_jobs.job_file import HelmRun, JobFile, JobSuite, MlflowArtifact, ModelSource
+from tasks.eval_jobs.manifests import SCRATCH_FOLDER, Origin, origin_in
+from tasks.eval_jobs.reading import EvalJob, evaluation_of
 from tasks.records.record import Record
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import name_of, step_of
 from tasks.spec.suites import SuiteRequest
+
+_FETCHED = "fetched.json"
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "tekken.json"),
+)
+_HUB = "https://huggingface.co"
+_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +111,141 @@ def _device_here(device: Device, *, note: Callable[[str], None]) -> Device:
         note(f"this machine has {error.found}: the engine runs on the CPU")
         return CpuConfig()
     return device
+
+
+def sink_of(job: JobFile, origin: Origin, *, files: Iterable[Path] = ()) -> MlflowSink:
+    """Returns the sink for a job's results, which also logs `files`."""
+    tracking = job.tracking_config
+    return MlflowSink(
+        tracking_uri=job.mlflow_config.tracking_uri,
+        experiment=tracking.experiment_name,
+        run_name=tracking.run_name,
+        description=tracking.description,
+        tags={**flat_tags(tracking.tags), **job_tags(job, origin)},
+        files=tuple(str(file.absolute()) for file in files),
+    )
+
+
+def job_tags(job: JobFile, origin: Origin) -> dict[str, str]:
+    """Returns the tags of a job; `None` for missing values."""
+    artifact, compute, request = job.model.mlflow_artifact, job.compute_config, job.request
+    tags: dict[str, Any] = {
+        "job_name": origin.job_name,
+        "config_version": job.version,
+        "config_git_sha": origin.config_version,
+        "config_git_state": origin.git_state,
+        "config_path_git_repo": origin.config_path,
+        "helm_config_path_git_repo": origin.helm_config_path,
+        "model_run_id": artifact.run_id if artifact else None,
+        "model_artifact_path": artifact.artifact_path if artifact else None,
+        "model_gs_uri": job.model.gs_uri,
+        "accelerator": compute.accelerator,
+        "accelerator_count": getattr(compute.device, "count", compute.count),
+        "cpu": compute.cpu,
+        "memory": compute.memory,
+        "image": job.image,
+        "image_tag": job.image_tag,
+    }
+    if isinstance(request, HelmRun):
+        tags |= {"helm_args": " ".join(request.args), "helm_suite": request.suite}
+    return {name: str(value) for name, value in tags.items()}
+
+
+def flat_tags(tags: Mapping[str, Any], *, above: str = "") -> dict[str, str]:
+    """Returns tags flattened for MLflow: `{a: {b: [1]}}` becomes `a.b` with `[1]`."""
+    flat: dict[str, str] = {}
+    for name, value in tags.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping):
+            flat |= flat_tags(value, above=f"{key}.")
+        else:
+            flat[key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return flat
+
+
+def fetch_model(source: ModelSource, *, scratch: Path, note: Callable[[str], None]) -> str:
+    """Returns the folder of the job's model, below `scratch` unless it is local already.
+
+    A completed fetch of the same model is reused.
+    """
+    if source.is_local:
+        return storage.absolute(source.uri)
+    description = source.model_dump()
+    marker = scratch / _FETCHED
+    if marker.is_file() and (done := json.loads(marker.read_bytes()))["source"] == description:
+        note(f"{source.uri} is in {done['folder']}")
+        return done["folder"]
+    target = _place_below(scratch, source)
+    note(f"fetching {source.uri} to {target}")
+    shutil.rmtree(target, ignore_errors=True)  # of another source, or of a partial fetch
+    storage.copy_to_local(source.uri, target)
+    folder = target
+    if (artifact := source.mlflow_artifact) is not None:
+        folder = _with_tokenizer(target, artifact, note=note)
+    replace_json(marker, {"source": description, "folder": str(folder)})
+    return str(folder)
+
+
+def _place_below(scratch: Path, source: ModelSource) -> Path:
+    if (artifact := source.mlflow_artifact) is not None:
+        return scratch / artifact.artifact_path.strip("/")
+    last = storage.basename(source.uri)
+    run = scratch / "checkpoints" / name_of(source.uri)[0]
+    return run / "hf" / last if step_of(last) is not None else run
+
+
+def _with_tokenizer(target: Path, artifact: MlflowArtifact, *, note: Callable[[str], None]) -> Path:
+    folder = _within(target, artifact.model_directory, field="model_directory")
+    if artifact.tokenizer_directory is not None:
+        tokenizer_folder = _within(target, artifact.tokenizer_directory, field="tokenizer_directory")
+        for file in (tokenizer_folder / name for name in _TOKENIZER_FILES):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+    elif artifact.tokenizer_hf_repo is not None:
+        note(f"fetching the tokenizer of {artifact.tokenizer_hf_repo}")
+        for name, content in _tokenizer_of(artifact.tokenizer_hf_repo).items():
+            (folder / name).write_bytes(content)
+    return folder
+
+
+def _within(target: Path, name: str | None, *, field: str) -> Path:
+    folder = target / name if name else target
+    if not folder.is_dir():
+        folders = ", ".join(sorted(path.name for path in target.iterdir() if path.is_dir()))
+        raise BadInput(
+            expected=f"a folder of the artifact as model_config.mlflow_artifact.{field}",
+            found=f"{name}, which it has not; folders there: {folders or 'none'}",
+            remedy="correct it in the job's file",
+        )
+    return folder
+
+
+def _tokenizer_of(repository: str) -> dict[str, bytes]:
+    address = f"{(variable('HF_ENDPOINT') or _HUB).rstrip('/')}/{quote(repository)}/resolve/main/"
+    files = {name: content for name in _TOKENIZER_FILES if (content := _downloaded(address + name)) is not None}
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"} & set(files):
+        raise BadInput(
+            expected=f"a tokenizer in {repository}, as model_config.mlflow_artifact.tokenizer_hf_repo names it",
+            found="no such repository, or none in it, or it needs a token (HF_TOKEN)",
+            remedy="correct the name, or log the tokenizer with the model and name tokenizer_directory",
+        )
+    return files
+
+
+def _downloaded(address: str) -> bytes | None:
+    token = variable("HF_TOKEN")
+    request = Request(address, headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urlopen(request, timeout=_SECONDS) as answer:
+            return answer.read()
+    except HTTPError as error:
+        if error.code in (401, 403, 404):
+            return None
+        problem = f"{error.code} {error.reason}"
+    except (URLError, OSError) as error:
+        problem = str(error)
+    raise StorageError(
+        expected=f"the hub to give {address}",
+        found=problem,
+        remedy="try again; without a way to the hub, log the tokenizer with the model and name tokenizer_directory",
+    )

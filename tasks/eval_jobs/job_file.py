@@ -8,25 +8,50 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
 
-from resources.config import Config, Device, JsonObject, size_in_bytes
+from resources.config import Config, Device, JsonObject
 from resources.errors import UnsatisfiableResources
 from resources.gke import accelerator_label, gke_device
 from resources.storage import storage
-from tasks.eval_jobs.helm_arguments import HelmArguments, helm_arguments
+from tasks.eval_jobs.helm import HelmArguments, helm_arguments
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import name_of
 from tasks.spec.sinks import Sinks
 from tasks.spec.suites import SuiteName, SuiteRequest
 
-_IMAGE = re.compile(r"[\w.-]+(:\d+)?(/[\w.-]+)*")
-_TAG = re.compile(r"[\w][\w.-]{0,127}|sha256:[0-9a-f]{64}")
-_SIZE = re.compile(r"\d+(\.\d+)?\s*[kmgt](ib?)?", re.IGNORECASE)
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _NEVER_SET = ("model_path", "pool_name", "base_url", "served_model_name")
 UNSET_MODEL = "/model-of-the-job"
 """Placeholder for the model's path until the job has fetched it."""
+
+
+def _matching(pattern: str, expected: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"expected {expected}, found {text!r}")
+        return text
+
+    return AfterValidator(check)
+
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_Name = Annotated[str, _matching(_LABEL, "a name of lower-case letters, digits and dashes")]
+_GoogleLabel = Annotated[str, _matching(f"(?i){_LABEL}", "a name as GKE's labels have it")]
+_Size = Annotated[str, AfterValidator(str.strip), _matching(r"(?i)\d+(\.\d+)?\s*[kmgt](ib?)?", "a size such as 16Gi")]
+_Image = Annotated[
+    str,
+    _matching(r"[\w.-]+(:\d+)?(/[\w.-]+)*", "the name of an image without its tag (put the tag in image_tag)"),
+]
+_ImageTag = Annotated[str, _matching(r"[\w][\w.-]{0,127}|sha256:[0-9a-f]{64}", "a tag, or a digest sha256:…")]
+
+
+def _inside(path: str) -> str:
+    if path.startswith("/") or not path.strip() or ".." in PurePosixPath(path).parts:
+        raise ValueError(f"expected a folder within the run's artifacts, found {path!r}")
+    return path
+
+
+_Folder = Annotated[str, AfterValidator(_inside)]
 
 
 @contextmanager
@@ -48,13 +73,13 @@ class ComputeConfig(Config):
     """Arrangement of a TPU's chips, such as 2x4."""
     cpu: int = Field(default=4, ge=1)
     """CPU cores."""
-    memory: str = "16Gi"
+    memory: _Size = "16Gi"
     """Memory, such as 16Gi."""
-    disk: str = "50Gi"
+    disk: _Size = "50Gi"
     """Size of the scratch volume."""
-    machine_family: str | None = None
+    machine_family: _GoogleLabel | None = None
     """Machine series of the node, such as g2 or n2."""
-    compute_class: str | None = None
+    compute_class: _GoogleLabel | None = None
     """Compute class of Autopilot, such as Performance or Accelerator."""
     spot: bool = False
     """Use a Spot node, which is cheaper and may be preempted."""
@@ -68,20 +93,6 @@ class ComputeConfig(Config):
             accelerator_label(name)
         return name
 
-    @field_validator("memory", "disk")
-    @classmethod
-    def _size_is_readable(cls, size: str) -> str:
-        if not _SIZE.fullmatch(size.strip()):
-            raise ValueError(f"expected a size such as 16Gi, found {size!r}")
-        return size.strip()
-
-    @field_validator("machine_family", "compute_class")
-    @classmethod
-    def _is_a_label(cls, value: str | None) -> str | None:
-        if value is not None and not _LABEL.fullmatch(value.lower()):
-            raise ValueError(f"expected a name as GKE's labels have it, found {value!r}")
-        return value
-
     @model_validator(mode="after")
     def _device_exists(self) -> ComputeConfig:
         _ = self.device
@@ -92,10 +103,6 @@ class ComputeConfig(Config):
         """The accelerator of a pod; raises ValueError if GKE has no such accelerator."""
         with _as_value_errors():
             return gke_device(self.accelerator, count=self.count, topology=self.topology)
-
-    @property
-    def scratch_bytes(self) -> int:
-        return size_in_bytes(self.disk)
 
 
 class MlflowConfig(Config):
@@ -110,21 +117,14 @@ class MlflowArtifact(Config):
 
     run_id: str
     """Id of the run."""
-    artifact_path: str
+    artifact_path: _Folder
     """Path of the artifact within the run: a folder."""
-    model_directory: str | None = None
+    model_directory: _Folder | None = None
     """Folder within the artifact with config and weights; the artifact itself when unset."""
-    tokenizer_directory: str | None = None
+    tokenizer_directory: _Folder | None = None
     """Folder within the artifact with the tokenizer, if that is elsewhere."""
     tokenizer_hf_repo: str | None = None
     """Repository of the Hugging Face hub with the tokenizer, if the artifact has none."""
-
-    @field_validator("artifact_path", "model_directory", "tokenizer_directory")
-    @classmethod
-    def _stays_inside(cls, path: str | None) -> str | None:
-        if path is not None and (path.startswith("/") or not path.strip() or ".." in PurePosixPath(path).parts):
-            raise ValueError(f"expected a folder within the run's artifacts, found {path!r}")
-        return path
 
     @model_validator(mode="after")
     def _check_single_tokenizer(self) -> MlflowArtifact:
@@ -164,6 +164,13 @@ class ModelSource(Config):
         if (artifact := self.mlflow_artifact) is not None:
             return f"runs:/{artifact.run_id}/{artifact.artifact_path.strip('/')}"
         return str(self.gs_uri or self.path)
+
+    @property
+    def name(self) -> str:
+        """The run name of the model for records and reports."""
+        if (artifact := self.mlflow_artifact) is not None:
+            return f"{name_of(artifact.artifact_path)[0]}-{artifact.run_id[:8]}"
+        return name_of(self.uri)[0]
 
     @property
     def is_local(self) -> bool:
@@ -207,13 +214,6 @@ class HelmRun(Config):
         return self
 
 
-class HelmEvaluation(Config):
-    """HELM, under `evaluation`."""
-
-    helm: HelmRun
-    """HELM with a file of run entries."""
-
-
 class JobEvaluation(EvaluationConfig):
     """An evaluation by a single evaluator, as in EvaluationConfig without the model and its server."""
 
@@ -231,18 +231,16 @@ class JobSuite(SuiteRequest):
 
 
 def _kind_of(content: Any) -> str:
-    if isinstance(content, dict):
-        kinds = {"helm": HelmEvaluation, "suite": JobSuite}
-        return next((kind for key, kind in kinds.items() if key in content), JobEvaluation).__name__
-    return type(content).__name__
+    is_suite = "suite" in content if isinstance(content, dict) else isinstance(content, JobSuite)
+    return "JobSuite" if is_suite else "JobEvaluation"
 
 
 class KubernetesConfig(Config):
     """The cluster's settings of the job."""
 
-    namespace: str = "default"
+    namespace: _Name = "default"
     """Namespace of the Job."""
-    service_account: str = "kubernetes"
+    service_account: _Name = "kubernetes"
     """Service account of the pod, which must be able to read the model."""
     workload_identity: bool = False
     """Run only on nodes with workload identity; not needed on Autopilot, where all nodes have it."""
@@ -250,25 +248,18 @@ class KubernetesConfig(Config):
     """Time that the finished Job is kept, with its pods and their logs."""
     backoff_limit: int = Field(default=3, ge=0)
     """Number of failed pods after which the Job fails; pods of preempted or drained nodes do not count."""
-    queue_name: str | None = None
+    queue_name: _Name | None = None
     """Kueue queue in which the Job waits for admission; it starts at once when unset."""
-    storage_class: str = "standard-rwo"
+    storage_class: _Name = "standard-rwo"
     """Storage class of the scratch volume; premium-rwo is GKE's faster class."""
     secrets: dict[str, str] = {}
     """Environment variables from Secrets of the cluster: MLFLOW_TRACKING_PASSWORD: secret/key."""
-
-    @field_validator("namespace", "service_account", "storage_class", "queue_name")
-    @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
-        if name is not None and not _LABEL.fullmatch(name):
-            raise ValueError(f"expected a name of lower-case letters, digits and dashes, found {name!r}")
-        return name
 
     @field_validator("secrets")
     @classmethod
     def _are_references(cls, secrets: dict[str, str]) -> dict[str, str]:
         for variable, reference in secrets.items():
-            if not _VARIABLE.fullmatch(variable) or not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):
+            if not re.fullmatch(r"[A-Za-z_]\w*", variable) or not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):
                 # The reference is left out: it may be the key itself, entered by mistake.
                 raise ValueError(f"{variable}: expected a variable, and secret/key, such as mlflow/password")
         return secrets
@@ -279,9 +270,9 @@ class JobFile(Config):
 
     version: str
     """Version of this file, chosen by its author."""
-    image: str
+    image: _Image
     """Container image without its tag."""
-    image_tag: str
+    image_tag: _ImageTag
     """Tag or digest (sha256:…) of the image; `latest` may be a different image tomorrow."""
     compute_config: ComputeConfig = ComputeConfig()
     """Resources of the job's pod."""
@@ -289,9 +280,7 @@ class JobFile(Config):
     """HELM with a file of run entries; or use `evaluation`."""
     evaluation: (
         Annotated[
-            Annotated[HelmEvaluation, Tag("HelmEvaluation")]
-            | Annotated[JobSuite, Tag("JobSuite")]
-            | Annotated[JobEvaluation, Tag("JobEvaluation")],
+            Annotated[JobSuite, Tag("JobSuite")] | Annotated[JobEvaluation, Tag("JobEvaluation")],
             Discriminator(_kind_of),
         ]
         | None
@@ -308,21 +297,13 @@ class JobFile(Config):
     kubernetes_config: KubernetesConfig = KubernetesConfig()
     """The cluster's settings of the job."""
 
-    @field_validator("image")
+    @model_validator(mode="before")
     @classmethod
-    def _is_an_image(cls, image: str) -> str:
-        if not _IMAGE.fullmatch(image):
-            raise ValueError(
-                f"expected the name of an image without its tag, found {image!r}: put the tag in image_tag"
-            )
-        return image
-
-    @field_validator("image_tag")
-    @classmethod
-    def _is_a_tag(cls, tag: str) -> str:
-        if not _TAG.fullmatch(tag):
-            raise ValueError(f"expected a tag, or a digest sha256:…, found {tag!r}")
-        return tag
+    def _helm_under_evaluation(cls, values: Any) -> Any:
+        match values:
+            case {"evaluation": {"helm": helm, **others}} if not others and values.get("helm") is None:
+                return {**values, "helm": helm, "evaluation": None}
+        return values
 
     @field_validator("evaluation")
     @classmethod
@@ -346,7 +327,7 @@ class JobFile(Config):
         """The evaluation: `helm`, or that of `evaluation`."""
         evaluation = self.helm or self.evaluation
         assert evaluation is not None
-        return evaluation.helm if isinstance(evaluation, HelmEvaluation) else evaluation
+        return evaluation
 
     @property
     def image_reference(self) -> str:

@@ -1,27 +1,30 @@
-"""Evaluation jobs in a cluster: submitted from manifests, and listed."""
+"""Evaluation jobs in a cluster: submitted from manifests, listed, and their logs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from resources.backends.kubernetes.logs import JobLogs, LogLine, PodLogs, followed
 from resources.backends.kubernetes.names import PART_LABEL
-from resources.errors import AssayError, BadInput
+from resources.errors import AssayError, BackendUnavailable, BadInput, not_there
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml_documents
-from tasks.eval_jobs.git_state import CLEAN, git_state_of, require_clean
-from tasks.eval_jobs.manifests import COMMIT, EVAL_JOB, EXPERIMENT, files_of, renamed
-from tasks.eval_jobs.reading import EvalJob, read_job
-from tasks.eval_jobs.tracking import GIT_STATE
+from tasks.eval_jobs.manifests import COMMIT, EVAL_JOB, EXPERIMENT, GIT_STATE, configs_name
+from tasks.eval_jobs.reading import CLEAN, git_state_of, read_job
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster, Resource
 
 _RESOURCES: dict[str, Resource] = {"Job": "jobs", "ConfigMap": "configmaps"}
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,38 @@ class SubmittedJob:
         return asdict(self)
 
 
-def read_manifests(uri: str) -> list[dict[str, Any]]:
-    """Returns the manifests in a file that `render` wrote."""
+def job_documents(
+    file: Path | None, job_spec: Path | None, *, helm_file: Path | None, allow_dirty: bool
+) -> list[dict[str, Any]]:
+    """Returns the manifests to submit: rendered now, or unchanged from a file.
+
+    With `allow_dirty`, the git state is written into them.
+    """
+    read = read_job(file, helm_file=helm_file) if file is not None else None
+    if job_spec is None:
+        if read is None:
+            raise BadInput(expected="FILE or --job-spec", found="neither", remedy="name the job's file")
+        state = read.git_state()
+        state.require_clean(allow_dirty=allow_dirty)
+        return read.manifests(state)
+    documents = _read_manifests(str(job_spec))
+    files = next(document for document in documents if document["kind"] == "ConfigMap").get("data")
+    if read is not None and files != read.texts:
+        raise BadInput(
+            expected=f"{job_spec} with {file} as it is now",
+            found="another version of it",
+            remedy=f"render it again: assay eval-job render {file} --output {job_spec}",
+        )
+    state = git_state_of([job_spec])
+    state.require_clean(allow_dirty=allow_dirty)
+    return documents if state.words == CLEAN else _with_git_state(documents, state.words)
+
+
+def _read_manifests(uri: str) -> list[dict[str, Any]]:
     try:
         documents = load_yaml_documents(storage.read_bytes(uri))
     except FileNotFoundError:
-        raise BadInput(expected="a file of manifests", found=f"{uri} is not there", remedy="check the path") from None
+        raise not_there("a file of manifests", uri) from None
     except yaml.YAMLError as error:
         raise BadInput(expected=f"YAML in {uri}", found=str(error), remedy="render it again") from error
     kinds = [document.get("kind") if isinstance(document, dict) else type(document).__name__ for document in documents]
@@ -60,38 +89,6 @@ def read_manifests(uri: str) -> list[dict[str, Any]]:
             remedy="render it again: assay eval-job render FILE --output job.yaml",
         )
     return documents
-
-
-def job_documents(
-    file: Path | None, job_spec: Path | None, *, helm_file: Path | None, allow_dirty: bool
-) -> list[dict[str, Any]]:
-    """Returns the manifests to submit: rendered now, or unchanged from a file.
-
-    With `allow_dirty`, the git state is written into them.
-    """
-    if job_spec is None:
-        if file is None:
-            raise BadInput(expected="FILE or --job-spec", found="neither", remedy="name the job's file")
-        read = read_job(file, helm_file=helm_file)
-        state = read.git_state()
-        require_clean(state, allow_dirty=allow_dirty)
-        return load_yaml_documents(read.manifests(state))
-    documents = read_manifests(str(job_spec))
-    if file is not None:
-        _require_same_files(read_job(file, helm_file=helm_file), documents, job_spec=job_spec)
-    state = git_state_of([job_spec])
-    require_clean(state, allow_dirty=allow_dirty)
-    return documents if state.words == CLEAN else _with_git_state(documents, state.words)
-
-
-def _require_same_files(read: EvalJob, documents: list[dict[str, Any]], *, job_spec: Path) -> None:
-    held = next(document for document in documents if document["kind"] == "ConfigMap").get("data")
-    if held != files_of(read.texts):
-        raise BadInput(
-            expected=f"{job_spec} with {read.file} as it is now",
-            found="another version of it",
-            remedy=f"render it again: assay eval-job render {read.file} --output {job_spec}",
-        )
 
 
 def _with_git_state(value: Any, words: str) -> Any:
@@ -120,16 +117,29 @@ def submit_manifests(cluster: Cluster, documents: list[dict[str, Any]], *, again
             found=f"{name} is in {cluster.namespace} already",
             remedy=f"see assay eval-job logs {name}; or submit it once more under another name, with --again",
         )
-    new = next(candidate for number in range(1, len(used) + 2) if (candidate := _numbered(name, number)) not in used)
+    names = [name, *(f"{name}-{number}" for number in range(2, len(used) + 2))]
+    new = next(candidate for candidate in names if candidate not in used)
     made: list[Mapping[str, Any]] = []
     try:
-        for document in sorted(renamed(documents, name, new), key=lambda document: document["kind"]):
+        for document in sorted(_renamed(documents, name, new), key=lambda document: document["kind"]):
             made.append(cluster.create(_RESOURCES[document["kind"]], document))
     except AssayError:
         for document in made:
             cluster.delete(_RESOURCES[document["kind"]], document["metadata"]["name"])
         raise
     return new
+
+
+def _renamed(value: Any, name: str, new: str) -> Any:
+    match value:
+        case dict():  # the job's files are unchanged
+            return {key: part if key == "data" else _renamed(part, name, new) for key, part in value.items()}
+        case list():
+            return [_renamed(part, name, new) for part in value]
+        case str() if value in (name, configs_name(name)):
+            return new + value.removeprefix(name)
+        case _:
+            return value
 
 
 def submitted_jobs(cluster: Cluster) -> list[SubmittedJob]:
@@ -141,15 +151,11 @@ def submitted_jobs(cluster: Cluster) -> list[SubmittedJob]:
     jobs = {job["metadata"]["name"]: job for job in cluster.list("jobs", selector)}
     submitted = [_submitted(job["metadata"], *_status(job)) for job in jobs.values()]
     for config_map in cluster.list("configmaps", selector):
-        name = config_map["metadata"]["name"].removesuffix("-configs")
+        name = config_map["metadata"]["name"].removesuffix(configs_name(""))
         if name not in jobs:
             metadata = {**config_map["metadata"], "name": name}
             submitted.append(_submitted(metadata, "ended", "its Job was removed; Cloud Logging has its log"))
     return sorted(submitted, key=lambda job: (job.submitted_at, job.name), reverse=True)
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"
 
 
 def _submitted(metadata: Mapping[str, Any], status: str, reason: str | None) -> SubmittedJob:
@@ -168,3 +174,61 @@ def _status(job: Mapping[str, Any]) -> tuple[str, str | None]:
     failures = status.get("failed") or 0
     reason = f"{failures} of its pods failed" if failures else None
     return ("running" if status.get("active") else "pending"), reason
+
+
+def log_lines(
+    cluster: Cluster | None,
+    name: str,
+    *,
+    since: str | None,
+    follow: bool,
+    note: Callable[[str], None],
+    kept: JobLogs,
+) -> Iterator[LogLine]:
+    """Yields the log lines of a job, from its pods while they exist; `kept` has the logs of deleted pods."""
+    began = moment(since, now=datetime.now(UTC)) if since is not None else None
+    pods = _pods(cluster, name, note=note) if cluster is not None else None
+    note(f"the log of {name} from {'its pods' if pods else 'Cloud Logging: no pods of it are known'}")
+    if follow and cluster is not None and pods is not None:
+        yield from followed(pods, name, since=began, has_ended=lambda: _has_ended(cluster, name))
+        return
+    logs: JobLogs = pods or kept
+    none = True
+    for line in logs.read(name, since=began):
+        none = False
+        yield line
+    if none and pods is None:
+        raise BadInput(
+            expected=f"lines of a job {name}" + (f" of the last {since}" if since else ""),
+            found="none, neither in the cluster nor in Cloud Logging",
+            remedy="check the name with assay eval-job list, the namespace, and --project; or look further back",
+        )
+
+
+def write_lines(lines: Iterable[LogLine], output: Path) -> int:
+    """Writes lines as a JSON list and returns their number."""
+    values = [line.as_values() for line in lines]
+    output.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    return len(values)
+
+
+def moment(since: str, *, now: datetime) -> datetime:
+    """Returns the time `30m`, `12h`, `3d` or `2w` before `now`."""
+    match = re.fullmatch(r"(\d{1,5})([mhdw])", since.strip())
+    if match is None:
+        raise BadInput(expected="--since 30m, 12h, 3d or 2w", found=since, remedy="write it in this way")
+    return now - timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+def _pods(cluster: Cluster, name: str, *, note: Callable[[str], None]) -> PodLogs | None:
+    pods = PodLogs(cluster)
+    try:
+        # A new job has no pod yet; an ended job may have lost its pods.
+        return pods if pods.has(name) or not _has_ended(cluster, name) else None
+    except BackendUnavailable as error:
+        note(f"the cluster does not answer: {error.found}")
+        return None
+
+
+def _has_ended(cluster: Cluster, name: str) -> bool:
+    return all(job.ended for job in submitted_jobs(cluster) if job.name == name)

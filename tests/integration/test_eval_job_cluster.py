@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fakes.cloud_logging import cloud_logging, entry
 from fakes.eval_jobs import write_job
@@ -19,9 +18,8 @@ from resources.backends.kubernetes.cloud_logging import CloudLogs
 from resources.backends.kubernetes.cluster import Cluster
 from resources.backends.kubernetes.logs import PodLogs
 from resources.errors import BackendUnavailable, BadInput
-from tasks.eval_jobs.job_logs import log_lines
 from tasks.eval_jobs.reading import read_job
-from tasks.eval_jobs.submission import SubmittedJob, submit_manifests, submitted_jobs
+from tasks.eval_jobs.submission import SubmittedJob, log_lines, submit_manifests, submitted_jobs
 
 SAYS = 'echo "$@ in $JOB_NAME"; head -1 "$4"'
 NODE = {"cloud.google.com/gke-accelerator": "nvidia-tesla-t4"}
@@ -42,7 +40,7 @@ def cluster(server: KubernetesServer) -> Cluster:
 
 def manifests(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     read = read_job(write_job(folder, **changes))
-    return list(yaml.safe_load_all(read.manifests(read.git_state())))
+    return read.manifests(read.git_state())
 
 
 def ended(cluster: Cluster, name: str) -> SubmittedJob:

@@ -12,7 +12,7 @@ from fakes.cloud_logging import cloud_logging, entry
 from resources.backends.kubernetes.cloud_logging import CloudLogs
 from resources.backends.kubernetes.logs import LogLine, followed
 from resources.errors import BackendUnavailable, BadInput
-from tasks.eval_jobs.job_logs import moment, write_lines
+from tasks.eval_jobs.submission import moment, write_lines
 
 JOB = "eval-neurips-amusing-sloth"
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)

@@ -17,15 +17,12 @@ from resources.config import CpuConfig, GpuConfig, TpuConfig
 from resources.errors import BadInput
 from resources.gke import GPU_NAMES, TPU_NAMES
 from tasks.errors import SinkFailed
-from tasks.eval_jobs.evaluations import evaluation_of
-from tasks.eval_jobs.git_state import git_state_of, require_clean
-from tasks.eval_jobs.helm_conf import entries_in
-from tasks.eval_jobs.here import prepare
+from tasks.eval_jobs.helm import entries_in
+from tasks.eval_jobs.here import fetch_model, flat_tags, job_tags, prepare, sink_of
 from tasks.eval_jobs.job_file import ComputeConfig, JobFile, ModelSource, advice
-from tasks.eval_jobs.model import fetch_model, model_name
-from tasks.eval_jobs.reading import EvalJob, read_job
+from tasks.eval_jobs.manifests import origin_in, written
+from tasks.eval_jobs.reading import EvalJob, evaluation_of, git_state_of, read_job
 from tasks.eval_jobs.submission import job_documents
-from tasks.eval_jobs.tracking import flat_tags, job_tags, origin_in, sink_of
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.suites import SuiteRequest
 
@@ -34,7 +31,7 @@ ARTIFACT = {"run_id": "3969f731d3f74fd19cfed62a9aa26d69", "artifact_path": "mode
 
 def rendered(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     read = read_job(write_job(folder, **changes))
-    return list(yaml.safe_load_all(read.manifests(read.git_state())))
+    return read.manifests(read.git_state())
 
 
 def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -175,7 +172,7 @@ def test_manifests_follow_the_published_schemas_and_are_the_same_bytes_twice(tmp
         read = read_job(write_job(tmp_path / str(number), **changes))
         state = read.git_state()
         assert read.manifests(state) == read_job(read.file).manifests(state)
-        for document in yaml.safe_load_all(read.manifests(state)):
+        for document in read.manifests(state):
             kubernetes_validate.validate(document, version, strict=True)
 
 
@@ -260,7 +257,7 @@ def test_job_that_a_pod_could_not_run_is_not_rendered(tmp_path: Path) -> None:
             rendered(tmp_path, **changes)
     with pytest.raises(BadInput, match="to fit a ConfigMap"):
         read = read_job(write_job(tmp_path))
-        big = replace(read, texts=replace(read.texts, helm="#" * 1_000_001))
+        big = replace(read, texts={**read.texts, "run_specs.conf": "#" * 1_000_001})
         big.manifests(big.git_state())
 
 
@@ -282,9 +279,9 @@ def test_files_that_are_not_committed_or_not_pushed_are_refused_unless_allowed(t
     read = repository(tmp_path)
     root = read.file.parents[1]
     with pytest.raises(BadInput, match="no commit"):
-        require_clean(read.git_state(), allow_dirty=False)
+        read.git_state().require_clean(allow_dirty=False)
     commit = push(root)
-    require_clean(read.git_state(), allow_dirty=False)
+    read.git_state().require_clean(allow_dirty=False)
     origin = read.origin(read.git_state(), job_name="a")
     assert (origin.config_version, origin.config_path, origin.helm_config_path) == (
         commit,
@@ -293,8 +290,8 @@ def test_files_that_are_not_committed_or_not_pushed_are_refused_unless_allowed(t
     )
     (root / "other").write_text("x")
     with pytest.raises(BadInput, match="uncommitted: other"):
-        require_clean(read.git_state(), allow_dirty=False)
-    require_clean(read.git_state(but=root / "other"), allow_dirty=False)
+        read.git_state().require_clean(allow_dirty=False)
+    read.git_state(but=root / "other").require_clean(allow_dirty=False)
     git(root, "add", "other")
     git(root, "commit", "-qm", "more")
     with pytest.raises(BadInput, match="not pushed"):
@@ -315,7 +312,7 @@ def test_manifests_that_are_checked_in_are_submitted_as_they_are(tmp_path: Path)
     read = repository(tmp_path)
     push(read.file.parents[1])
     spec = read.file.with_name("job.yaml")
-    spec.write_text(read.manifests(read.git_state()))
+    spec.write_text(written(read.manifests(read.git_state())))
     with pytest.raises(BadInput, match=r"uncommitted: jobs/job\.yaml"):
         job_documents(None, spec, helm_file=None, allow_dirty=False)
     push(read.file.parents[1])
@@ -403,7 +400,7 @@ def test_model_is_fetched_once_with_a_tokenizer_of_another_folder(
     assert [note.split()[0] for note in notes] == ["fetching", source.uri]
     local = ModelSource(path=str(logged))
     assert fetch_model(local, scratch=tmp_path / "other", note=notes.append) == str(logged)
-    assert (model_name(source), model_name(local)) == ("run", "logged")
+    assert (source.name, local.name) == ("run", "logged")
 
 
 def test_json_of_a_job_file_is_read_too(tmp_path: Path) -> None:
