@@ -100,9 +100,11 @@ def test_stranger_that_speaks_a_byte_at_a_time_has_no_more_time_than_others(
             caller.sendall(b"x")
 
     ended = in_background(drip)
-    with pytest.raises(TimeoutError):
-        greet_caller(actor, KEY, actor="job-1", timeout_seconds=0.3)
-    over.set()
+    try:
+        with pytest.raises(TimeoutError):
+            greet_caller(actor, KEY, actor="job-1", timeout_seconds=0.3)
+    finally:
+        over.set()
     assert ended() is None
 
 
