@@ -35,7 +35,11 @@ TOGETHER = {
     "jobs on slurm": ("integration/test_slurm_jobs.py",),
     "an lm-eval": (
         *("integration/test_lm_eval_real.py", "integration/test_lm_eval_refusals.py"),
-        *("integration/test_truth.py", "integration/test_warm_lm_eval.py", "integration/test_early_decisions.py"),
+        *("integration/test_warm_lm_eval.py", "integration/test_early_decisions.py"),
+    ),
+    "another harness": (
+        *("integration/test_alpaca_eval_real.py", "integration/test_helm_real.py"),
+        *("integration/test_inspect_real.py", "integration/test_lies.py"),
     ),
     "an MLflow": (
         "e2e/test_eval_job.py",

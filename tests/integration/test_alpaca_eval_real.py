@@ -7,7 +7,7 @@ import csv
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ import pytest
 from fakes.endpoints import KEY, served_model
 from fakes.engine import FakeEngine
 from fakes.judge import FakeJudge
-from fakes.lm_eval import Harness, kept_imported
+from fakes.lm_eval import Harness
 from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
-from faults.truth.trial import WAYS, Way, check_lies_are_never_scored
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
@@ -41,11 +40,9 @@ OURS = {"judge": {"annotator": "demo_verdict", "constrained": True}, "generation
 ELSEWHERE = {"base_url": "http://judge/v1", "model": "judge", "annotator": "demo_verdict"}
 
 
-@pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    """AlpacaEval imported once for all tests, as for all cells of a run."""
-    with kept_imported(tmp_path_factory.mktemp("alpaca-eval"), AlpacaEval(), make_config()) as harness:
-        yield harness
+@pytest.fixture
+def harness(imported: Callable[[str], Harness]) -> Harness:
+    return imported("alpaca_eval")
 
 
 @pytest.fixture
@@ -216,11 +213,6 @@ async def test_halves_of_surrogate_pairs_are_replaced_counted_and_judged(run: Ru
     verify_counts(parsed)
     assert "2 of the endpoint's answers" in parsed.asking.notes[-1]
     assert {row["output"] for row in run.read("model_outputs.json")} == {"half \ufffd", "whole \U0001f600"}
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Path, way: Way):
-    await check_lies_are_never_scored(harness, tmp_path, way)
 
 
 async def test_judge_elsewhere_is_asked_with_its_own_key_which_lies_in_no_file(run: Runner, tokenizer: Path):

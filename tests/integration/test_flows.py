@@ -159,8 +159,10 @@ def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failu
 
         over = Event()
         killed = threads.submit(kill_in_the_middle)
-        done = run_command(*training_run.arguments())
-        over.set()
+        try:
+            done = run_command(*training_run.arguments())
+        finally:
+            over.set()
         killed.result()
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and "To do:" in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from fakes.endpoints import KEY, served_model
 from fakes.engine import FakeEngine
 from fakes.judge import FakeJudge
 from fakes.launcher import FakeLauncher
-from fakes.lm_eval import Harness, kept_imported, smooth_by_hand
+from fakes.lm_eval import Harness, smooth_by_hand
 from fakes.models import write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
-from faults.truth.trial import WAYS, Way, check_lies_are_never_scored
 from pools.config import InferencePoolConfig
 from pools.endpoint import GENERATE, RunningModel, Scoring
 from pools.engine.launch import Servable
@@ -45,11 +44,9 @@ RUNS = Path("helm", "benchmark_output", "runs", "assay")
 Evaluate = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    """HELM imported once for all tests, as for all cells of a run."""
-    with kept_imported(tmp_path_factory.mktemp("helm"), Helm(), make_config("simple_mcqa")) as harness:
-        yield harness
+@pytest.fixture
+def harness(imported: Callable[[str], Harness]) -> Harness:
+    return imported("helm")
 
 
 @pytest.fixture
@@ -357,11 +354,6 @@ async def test_prompts_that_the_endpoint_refuses_are_no_fault_of_the_endpoint(tm
     assert withheld.counts.answered == 3
     with pytest.raises(CountsDisagree, match="the endpoint refused 2 requests, the first for: a fault was asked for"):
         verify_counts(withheld)
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Path, way: Way):
-    await check_lies_are_never_scored(harness, tmp_path, way)
 
 
 async def test_chat_template_sends_conversations_and_refuses_what_weighs_texts(tmp_path: Path, evaluate: Evaluate):

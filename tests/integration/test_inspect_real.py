@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,15 @@ import pytest
 from fakes.endpoints import KEY, served_model
 from fakes.engine import FakeEngine
 from fakes.judge import FakeJudge
-from fakes.lm_eval import Harness, kept_imported
+from fakes.lm_eval import Harness
 from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
-from faults.truth.trial import check_lies_are_never_scored
 from pools.endpoint import RunningModel
 from resources.errors import AssayError, BadInput, EndpointUnusable
 from resources.settings import process_environment
 from tasks.errors import CountsDisagree
 from tasks.evaluators.evaluator import Progress
 from tasks.evaluators.harness import Parsed, verify_counts
-from tasks.evaluators.inspect_ai.evaluator import Inspect
 from tasks.records.record import Counts
 from tasks.records.samples import Sample, read_samples
 from tasks.spec.benchmarks import BUNDLED
@@ -58,11 +56,9 @@ for paths in (ours, sorted(map(str, folder.glob("*.eval")))):
 """Runs Inspect's own command, then prints answers, scores and all text of Assay's logs and of the command's log."""
 
 
-@pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    """Inspect imported once for all tests, as for all cells of a run."""
-    with kept_imported(tmp_path_factory.mktemp("inspect"), Inspect(), make_config("demo_choices")) as harness:
-        yield harness
+@pytest.fixture
+def harness(imported: Callable[[str], Harness]) -> Harness:
+    return imported("inspect_ai")
 
 
 @pytest.fixture
@@ -300,10 +296,6 @@ async def test_second_attempt_through_the_proxy_asks_for_no_answer_twice_though_
         assert engine.stats.requests == 16
     outputs = [{s.id: s.output for s in samples_in(tmp_path / name)} for name in ("first", "second")]
     assert sorted(outputs[0].values()) == sorted(outputs[1].values()) and len(set(outputs[0].values())) > 8
-
-
-async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Path):
-    await check_lies_are_never_scored(harness, tmp_path, "direct")
 
 
 async def test_tool_of_a_sandbox_runs_isolated_where_its_task_is_allowed_to(

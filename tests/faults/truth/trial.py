@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fakes.engine import FakeEngine
 from fakes.lm_eval import Harness, make_config
 from fakes.proxy import CLIENT_KEY, FakeReplica, PoolState, running_proxy
-from fakes.tokenizers import write_byte_tokenizer
 from faults.truth.liar import Engine, Liar
 from faults.truth.lies import ANY, CUT_AS_LENGTH
 from pools.endpoint import RunningModel, Scoring
@@ -104,17 +102,6 @@ async def evaluated(
         truth = await asyncio.to_thread(_truth, parsed, folder / "output")
         at_limit = sum(details.finish_reasons.get("length", 0) for details in parsed.details.values())
         return Outcome(liar.lies, truth, at_limit)
-
-
-async def check_lies_are_never_scored(harness: Harness, folder: Path, way: Way) -> None:
-    """Evaluates on the deterministic engine with a fifth of all answers falsified; asserts equal scores or none."""
-    async with FakeEngine(models=("m",)) as served:
-        engine = Engine(served.url, "m", write_byte_tokenizer(folder / "tokenizer"), max_model_len=2048)
-        undisturbed = await evaluated(harness, engine, folder / "undisturbed", way=way)
-        disturbed = await evaluated(harness, engine, folder / "told", way=way, lie=ANY, share=0.2)
-    assert undisturbed.truth is not None, undisturbed.reason
-    assert disturbed.lies > 0 and disturbed.truth in (undisturbed.truth, None), "other scores"
-    assert disturbed.status in ("succeeded", "withheld", "infra_failed"), disturbed.reason
 
 
 @asynccontextmanager
