@@ -76,8 +76,10 @@ def run_until(condition: Callable[[], object], workspace: Path, script: str) -> 
         reported.append(arguments["output"].content)
         return None
 
-    end = run_process(process_order(workspace, script), ask=ask, fetch=lambda name: b"")
-    over.set()
+    try:
+        end = run_process(process_order(workspace, script), ask=ask, fetch=lambda name: b"")
+    finally:
+        over.set()
     return end, b"".join([*reported, end.output.content])
 
 
@@ -115,9 +117,11 @@ def test_worker_without_a_started_process_survives_the_order_to_end(
     over, threads = threading.Event(), set(threading.enumerate())
     order = process_order(tmp_path, FOR_EVER)
     order = replace(order, job=replace(order.job, working_directory=str(tmp_path / "no-such-folder")))
-    end = run_process(order, ask=lambda method, **arguments: over.wait(50), fetch=lambda name: b"")
+    try:
+        end = run_process(order, ask=lambda method, **arguments: over.wait(50), fetch=lambda name: b"")
+    finally:
+        over.set()
     assert end.outcome == "refused"
-    over.set()
     for thread in set(threading.enumerate()) - threads:
         thread.join(20)
     assert exits == []
