@@ -1,12 +1,16 @@
-"""Views of results: a terminal table, plain rows, curves, and a self-contained page."""
+"""Views of results: a terminal table, plain rows, curves, and a self-contained page, rewritten only if it changes."""
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -17,6 +21,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from resources.errors import IrregularFile
 from resources.storage import storage
 from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.current import how_merged
@@ -26,15 +31,22 @@ from tasks.records.record import Record
 from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
 from tasks.records.verdicts import NOT_COVERED, EarlyVerdict, find_early
-from tasks.reports.alert_parts import alert_lines, alert_parts, words_of_acknowledgements
+from tasks.reports.charts import noise_note, summary_rows, wavering
 from tasks.reports.contamination import contamination_view, searched
 from tasks.reports.costs import cost_part
-from tasks.reports.freshness import fingerprint, is_fresh, marked
-from tasks.reports.noises import noise_note, summary_rows, wavering
-from tasks.reports.notes import CHANGED, mark, notes, remarks_on
-from tasks.reports.parts import asked_in_several_ways, early_parts, evaluator_parts, remarks, same, sink_parts
-from tasks.reports.table import ColumnResult, Results, change_of, questions
-from tasks.reports.texts import PROVENANCE, counted, flat, pretty, served
+from tasks.reports.parts import (
+    alert_lines,
+    alert_parts,
+    asked_in_several_ways,
+    early_parts,
+    evaluator_parts,
+    remarks,
+    same,
+    sink_parts,
+    words_of_acknowledgements,
+)
+from tasks.reports.table import CHANGED, ColumnResult, Results, change_of, mark, notes, questions, remarks_on
+from tasks.reports.texts import PROVENANCE, counted, flat, links_of, pretty, served
 from tasks.spec.evaluators import evaluator_title
 
 STATUS_MEANINGS = {
@@ -308,3 +320,57 @@ def write_report(
         )
         storage.write_bytes(uri, marked(page, made_from))
     return uri
+
+
+_DRAWN_BY = ("matplotlib", "jinja2")
+_MARK = b"\n<!-- made from "
+_SOURCES = (".py", ".j2", ".yaml")
+
+
+def fingerprint(
+    records: Sequence[Record],
+    *,
+    title: str,
+    records_at: str | None,
+    page: str,
+    qualifications: Sequence[Qualification],
+    others: Sequence[str] = (),
+) -> str:
+    """Returns a digest of everything on a page, and of the code that renders it; arguments as in `render_report`.
+
+    `others` are digests of contamination flags, acknowledgements and early verdicts.
+    """
+    digest = hashlib.sha256(_code())
+    shown = [title]
+    for record in records:
+        links = links_of(record, records_at=records_at, page=page)
+        shown += [record.model_dump_json(), integrity(record), repr(links)]
+    shown += [*(qualification.model_dump_json() for qualification in qualifications), *others]
+    for text in shown:
+        digest.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
+    return digest.hexdigest()
+
+
+def marked(page: str, made_from: str) -> bytes:
+    """Appends the line that `is_fresh` checks: the fingerprint and the page's own digest."""
+    text = page.encode()
+    return text + _MARK + f"{made_from}, page {hashlib.sha256(text).hexdigest()} -->\n".encode()
+
+
+def is_fresh(uri: str, made_from: str) -> bool:
+    """Returns True if the page at `uri` has this fingerprint and is complete and unchanged."""
+    try:
+        held = storage.read_bytes(uri)
+    except (FileNotFoundError, IrregularFile):
+        return False
+    page = held.rpartition(_MARK)[0]
+    return held == marked(page.decode(errors="replace"), made_from)
+
+
+@cache
+def _code() -> bytes:
+    tasks = Path(__file__).parents[1]
+    digest = hashlib.sha256(" ".join(map(version, _DRAWN_BY)).encode())
+    for file in sorted(file for file in tasks.rglob("*") if file.suffix in _SOURCES):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.digest()

@@ -1,12 +1,16 @@
-"""Boards: benchmarks with their evaluated checkpoints, from records alone."""
+"""Boards: benchmarks with their evaluated checkpoints, and columns of the questions that all share."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from tasks.records.current import (
     current_records,
@@ -19,8 +23,25 @@ from tasks.records.current import (
 from tasks.records.details import CheckpointReference
 from tasks.records.record import FoundRecord, Metric, Record
 from tasks.records.seals import broken_seal
-from tasks.reports.viewer.columns import Score, ViewedBenchmark, ViewedCheckpoint
+from tasks.reports.viewer.columns import (
+    NO_SCORE,
+    UNSCORED,
+    Answer,
+    Found,
+    Questions,
+    Scale,
+    Score,
+    ViewedBenchmark,
+    ViewedCheckpoint,
+    ViewedQuestion,
+    as_bytes,
+)
+from tasks.reports.viewer.kept import HeldColumn, KeptColumns, named_questions, place_of
+from tasks.reports.viewer.reading import BLOCK
 from tasks.spec.evaluators import evaluator_title
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _NO_SAMPLES = "no samples were kept"
 _HASH_CHARACTERS = 8
@@ -133,3 +154,212 @@ def _checkpoint(record: Record, named: CheckpointReference, benchmark: str) -> V
         samples=samples,
         scores=scores,
     )
+
+
+_ABSENT = -1
+_Texts = tuple[str, str, str | None, list[str]]
+
+
+class BoardColumns:
+    """Everything shown of a board, as far as its samples are read.
+
+    Questions are in the order of the longest column, followed by questions missing in it. For a column in another
+    order, `_places` has the index of each question in that column. `read` and `unreadable` use the keys of `place_of`.
+    """
+
+    def __init__(self, board: Board, kept: KeptColumns, *, read: Container[str], unreadable: Mapping[str, str]) -> None:
+        self.board = board
+        self._kept = kept
+        self._unreadable = unreadable
+        places = [place_of(entry) for entry in board.records]
+        self._unread = [number for number in board.with_samples if places[number] not in read]
+        loaded = set(board.with_samples).difference(self._unread)
+        self._columns: list[HeldColumn | None] = [
+            kept.column(place, board.shown.benchmark) if number in loaded else None
+            for number, place in enumerate(places)
+        ]
+        self._names, self._places = _aligned(self._columns, kept)
+
+    @cached_property
+    def questions(self) -> Questions:
+        names = list(self._names)
+        parts = list(dict.fromkeys(part for part, _ in names)) or [self.board.shown.benchmark]
+        number_of = {part: number for number, part in enumerate(parts)}
+        clusters = list(self._names.values())
+        return Questions(
+            ids=[name for _, name in names],
+            parts=parts,
+            part=[number_of[part] for part, _ in names] if len(parts) > 1 else [],
+            clusters=clusters if any(clusters) else [],
+            metrics=self.scales,
+            questions_per_part=1,
+            unreadable={
+                str(number): self._unreadable[place]
+                for number, place in enumerate(map(place_of, self.board.records))
+                if place in self._unreadable
+            },
+            unread=self._unread,
+        )
+
+    @cached_property
+    def scales(self) -> list[Scale]:
+        """Metrics of single questions, published first; the scale is [0, 1], or the range of scores beyond that."""
+        ends: dict[str, list[float]] = {}
+        for column in filter(None, self._columns):
+            for metric in column.metrics:
+                ends.setdefault(metric.name, []).extend((metric.low, metric.high))
+        published = self.board.metrics
+        names = [*(name for name in published if name in ends), *(name for name in ends if name not in published)]
+        return [_scale(name, ends[name], self.board) for name in names]
+
+    def scores(self, metric: int) -> np.ndarray:
+        """Returns the bytes of a metric, checkpoints × questions."""
+        import numpy as np
+
+        return np.stack([self.scores_at(checkpoint, metric) for checkpoint in range(len(self._columns))])
+
+    def scores_at(self, checkpoint: int, metric: int) -> np.ndarray:
+        """Returns the bytes of a metric at a checkpoint, by question."""
+        import numpy as np
+
+        scale, column = self.scales[metric], self._columns[checkpoint]
+        own = next((n for n, m in enumerate(column.metrics) if m.name == scale.name), None) if column else None
+        if column is None or own is None:
+            return np.full(len(self._names), NO_SCORE, dtype=np.uint8)
+        values = np.frombuffer(self._kept.scores(column, own), dtype=np.float32)
+        return self._spread(checkpoint, as_bytes(values, scale), absent=NO_SCORE)
+
+    def flags(self) -> np.ndarray:
+        """Returns the flags, checkpoints × questions; 0 for questions missing at a checkpoint."""
+        import numpy as np
+
+        all_flags = np.zeros((len(self._columns), len(self._names)), dtype=np.uint8)
+        for number, column in enumerate(self._columns):
+            if column is not None:
+                withheld = UNSCORED if self.board.shown.checkpoints[number].status == "withheld" else 0
+                flags = np.frombuffer(column.flags, dtype=np.uint8) | withheld
+                all_flags[number] = self._spread(number, flags, absent=0)
+        return all_flags
+
+    def question(self, number: int) -> ViewedQuestion:
+        asked: _Texts | None = None
+        answers: list[list[Answer]] = []
+        for checkpoint, column in enumerate(self._columns):
+            place = self._place(checkpoint, number)
+            if column is None or place == _ABSENT:
+                answers.append([])
+                continue
+            texts = self._texts(column, place)
+            asked = asked or texts
+            other: dict[str, Any] = {
+                name: text
+                for name, text, usual in zip(("context", "prompt", "target", "choices"), texts, asked, strict=True)
+                if text != usual
+            }
+            line = self._kept.answers(column, place // BLOCK).split(b"\n")[place % BLOCK]
+            answers.append([Answer(**answer, **other) for answer in orjson.loads(line)])
+        context, prompt, target, choices = asked or ("", "", None, [])
+        return ViewedQuestion(context, prompt, target, choices, answers)
+
+    def search(self, text: str, *, is_over: Callable[[], bool]) -> Found:
+        """Searches prompts and answers for a text, ignoring case, until `is_over` returns True."""
+        folded = text.casefold()
+        escaped = orjson.dumps(folded)[1:-1].decode()
+        in_questions: set[int] = set()
+        in_answers: set[int] = set()
+        seen: set[tuple[int, bytes]] = set()
+        for checkpoint, column in enumerate(self._columns):
+            if column is None:
+                continue
+            numbers = self._numbers(checkpoint, column)
+            for block, digest in enumerate(column.texts):
+                if is_over():
+                    return Found(sorted(in_questions), sorted(in_answers), complete=False)
+                if (numbers[block * BLOCK], digest) not in seen:
+                    seen.add((numbers[block * BLOCK], digest))
+                    for row, texts in _rows_with(self._kept.texts(digest), escaped):
+                        if any(folded in part.casefold() for part in _flat(texts)):
+                            in_questions.add(numbers[block * BLOCK + row])
+                for row, answers in _rows_with(self._kept.answers(column, block), escaped):
+                    if any(folded in answer["output"].casefold() for answer in answers):
+                        in_answers.add(numbers[block * BLOCK + row])
+        return Found(sorted(in_questions), sorted(in_answers), complete=True)
+
+    def _spread(self, checkpoint: int, values: np.ndarray, *, absent: int) -> np.ndarray:
+        import numpy as np
+
+        places = self._places[checkpoint]
+        spread = np.full(len(self._names), absent, dtype=np.uint8)
+        if places is None:
+            spread[: len(values)] = values
+        else:
+            present = places != _ABSENT
+            spread[present] = values[places[present]]
+        return spread
+
+    def _place(self, checkpoint: int, number: int) -> int:
+        places, column = self._places[checkpoint], self._columns[checkpoint]
+        if places is not None:
+            return int(places[number])
+        return number if column is not None and number < column.size else _ABSENT
+
+    def _numbers(self, checkpoint: int, column: HeldColumn) -> Sequence[int]:
+        import numpy as np
+
+        places = self._places[checkpoint]
+        if places is None:
+            return range(column.size)
+        numbers = np.empty(column.size, dtype=np.int64)
+        present = np.flatnonzero(places != _ABSENT)
+        numbers[places[present]] = present
+        return numbers.tolist()
+
+    def _texts(self, column: HeldColumn, place: int) -> _Texts:
+        line = self._kept.texts(column.texts[place // BLOCK]).split(b"\n")[place % BLOCK]
+        return orjson.loads(line)
+
+
+def _aligned(
+    columns: Sequence[HeldColumn | None], kept: KeptColumns
+) -> tuple[dict[tuple[str, str], str | None], list[np.ndarray | None]]:
+    import numpy as np
+
+    loaded = [column for column in columns if column is not None]
+    if not loaded:
+        return {}, [None] * len(columns)
+    fullest = max(loaded, key=lambda column: column.size)
+    questions = dict.fromkeys([fullest.questions, *(column.questions for column in loaded)])
+    read = {digest: named_questions(kept.texts(digest)) for digest in questions}
+    clusters: dict[tuple[str, str], str | None] = {}
+    for part, name, cluster in chain.from_iterable(read.values()):
+        clusters.setdefault((part, name), cluster)
+    numbers = {name: number for number, name in enumerate(clusters)}
+    places: dict[bytes, np.ndarray | None] = {}
+    for digest, named in read.items():
+        where = [numbers[part, name] for part, name, _ in named]
+        own = np.full(len(numbers), _ABSENT, dtype=np.int32)
+        own[where] = np.arange(len(where))
+        places[digest] = None if digest == fullest.questions else own
+    return clusters, [places[column.questions] if column is not None else None for column in columns]
+
+
+def _scale(name: str, ends: Sequence[float], board: Board) -> Scale:
+    published = board.metrics.get(name)
+    low, high = min(ends), max(ends)
+    if low >= 0.0 and high <= 1.0:
+        low, high = 0.0, 1.0
+    if published is None:
+        return Scale(name, None, low, high)
+    return Scale(name, published.higher_is_better, low, high, published.smooth)
+
+
+def _rows_with(block: bytes, escaped: str) -> list[tuple[int, Any]]:
+    lines = block.decode()
+    if escaped not in lines.casefold():
+        return []
+    return [(row, orjson.loads(line)) for row, line in enumerate(lines.split("\n")) if escaped in line.casefold()]
+
+
+def _flat(texts: _Texts) -> list[str]:
+    context, prompt, target, choices = texts
+    return [context, prompt, target or "", *choices]

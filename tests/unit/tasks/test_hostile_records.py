@@ -20,7 +20,7 @@ from tasks.records.record import FoundRecord, find_records, read_record
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.records.scores import kept_samples
 from tasks.records.verdicts import ANSWERED_NAME, find_early
-from tasks.reports.freshness import is_fresh
+from tasks.reports.page import is_fresh
 from tasks.running.attempt import wanted_early
 from tasks.running.claims.files import claims_folder, read_claims
 

@@ -17,8 +17,7 @@ from resources.errors import BadInput
 from tasks.records.current import how_merged, merged_by
 from tasks.records.record import Record, find_records
 from tasks.records.search import records_of_checkpoints
-from tasks.reports.charts import chart_of
-from tasks.reports.noises import last_means, wavering
+from tasks.reports.charts import chart_of, last_means, wavering
 from tasks.reports.page import curves_svg, render_report, results_rows
 from tasks.reports.table import Results
 from tasks.sinks.announcement import Announcement

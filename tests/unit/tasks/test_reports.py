@@ -28,8 +28,7 @@ from tasks.records.numbers import margin, measured
 from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample
 from tasks.reports import plots
-from tasks.reports.charts import chart_of
-from tasks.reports.noises import wavering
+from tasks.reports.charts import chart_of, wavering
 from tasks.reports.page import curves_svg, render_report, results_rows, results_table, write_report
 from tasks.reports.table import Results
 from tasks.verdicts.alert_files import acknowledge
