@@ -59,7 +59,7 @@ def _answer(planned: PlannedGeneration) -> list[AssayError]:
     lost = False
     while pending := [target for target in planned.missing() if target not in failures]:
         try:
-            with pool_of(planned, pending, patiently=lost) as session:
+            with pool_of(planned, pending, lost=lost) as session:
                 for target in pending:
                     try:
                         generate_answers(planned, target, session)

@@ -8,7 +8,7 @@ import json
 import math
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx2
@@ -18,11 +18,10 @@ from openai import DefaultAsyncHttpxClient
 
 from pools.endpoint import RunningModel
 from resources.errors import EndpointUnusable
-from tasks.generation.answers import AnswerRow
-from tasks.generation.config import PromptsConfig, SamplingConfig
+from tasks.generation.config import PromptsConfig, SamplingConfig, UnusableRow, prompt_maker
+from tasks.generation.output import AnswerRow
 from tasks.generation.prompts import Row
-from tasks.generation.shards import ShardProgress
-from tasks.generation.templates import UnusableRow, prompt_maker
+from tasks.generation.queue import ShardProgress
 
 _RETRIES = 6
 """Retries; the pauses between them double up to 8 s, which covers the restart of a proxy."""
@@ -40,16 +39,6 @@ class Origin:
     checkpoint_digest: str
     pool: str
     parameters: str
-
-
-@dataclass(frozen=True)
-class _Answer:
-    text: str | None = None
-    tool_calls: str | None = None
-    finish_reason: str | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    error: str | None = None
 
 
 def client_of(running: RunningModel, *, in_flight: int) -> openai.AsyncOpenAI:
@@ -129,8 +118,12 @@ class Asker:
 
         async def answer(place: int, row: Row, prompt: Any, index: int, sample: int) -> None:
             answered = await self._ask(prompt, sample, prefix)
-            answer_rows[place] = self._row(row, prompt, index, sample, answered)
-            self._count(progress, answered)
+            put(place, self._row(row, prompt, index, sample, **answered))
+
+        def put(place: int, answered: AnswerRow) -> None:
+            answer_rows[place] = answered
+            error = answered.error[:_SHOWN_CHARACTERS] if answered.error is not None else None
+            progress.add(ShardProgress(1, answered.completion_tokens or 0, int(error is not None), error))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -139,10 +132,8 @@ class Asker:
                     try:
                         prompt = self._made(row)
                     except UnusableRow as error:
-                        failed = _Answer(error=str(error))
                         for sample in range(samples):
-                            answer_rows[number * samples + sample] = self._row(row, None, index, sample, failed)
-                            self._count(progress, failed)
+                            put(number * samples + sample, self._row(row, None, index, sample, error=str(error)))
                         continue
                     for sample in range(samples):
                         await self._slots.acquire()
@@ -156,7 +147,7 @@ class Asker:
     def _free(self, asked: asyncio.Task[None]) -> None:
         self._slots.release()
 
-    async def _ask(self, prompt: Any, sample: int, prefix: str) -> _Answer:
+    async def _ask(self, prompt: Any, sample: int, prefix: str) -> dict[str, Any]:
         body = {**self._body, self._field: prompt}
         if self._sampling.seed is not None:
             body["seed"] = self._sampling.seed + sample
@@ -165,31 +156,31 @@ class Asker:
             response = await self._client.post(f"{prefix}{self._path}", body=body, cast_to=httpx2.Response)
         except openai.APIStatusError as error:
             if error.status_code in _PROMPTS_FAULT:
-                return _Answer(error=f"{error.status_code}: {_said(error)}")
+                return {"error": f"{error.status_code}: {_said(error)}"}
             raise _unusable(f"{error.status_code}: {_said(error)}") from None
         except openai.OpenAIError as error:
             raise _unusable(f"{type(error).__name__}: {error.__cause__ or error}") from None
         return self._read(response.content)
 
-    def _read(self, content: bytes) -> _Answer:
+    def _read(self, content: bytes) -> dict[str, Any]:
         try:
             answer = orjson.loads(content)
             choice = answer["choices"][0]
             message = choice.get("message") or choice
             calls = message.get("tool_calls")
             usage = answer.get("usage") or {}
-            return _Answer(
-                text=message.get("content" if self._prompts.chat else "text"),
-                tool_calls=orjson.dumps(calls).decode() if calls else None,
-                finish_reason=choice.get("finish_reason"),
-                prompt_tokens=usage.get("prompt_tokens"),
-                completion_tokens=usage.get("completion_tokens"),
-            )
+            return {
+                "text": message.get("content" if self._prompts.chat else "text"),
+                "tool_calls": orjson.dumps(calls).decode() if calls else None,
+                "finish_reason": choice.get("finish_reason"),
+                "prompt_tokens": usage.get("prompt_tokens"),
+                "completion_tokens": usage.get("completion_tokens"),
+            }
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise _unusable(f"an answer that is none: {type(error).__name__}") from error
 
-    def _row(self, row: Row, prompt: Any, index: int, sample: int, answered: _Answer) -> AnswerRow:
-        config, origin, seed = self._prompts, self._origin, self._sampling.seed
+    def _row(self, row: Row, prompt: Any, index: int, sample: int, **answered: Any) -> AnswerRow:
+        config, seed = self._prompts, self._sampling.seed
         kept = {name: row.get(name) for name in config.keep}
         name = row.get(config.id_column) if config.id_column else None
         return AnswerRow(
@@ -197,26 +188,11 @@ class Asker:
             prompt_id=str(index if name is None else name),
             sample=sample,
             prompt=prompt if isinstance(prompt, str) else _as_json(prompt) if prompt is not None else "",
-            text=answered.text,
-            tool_calls=answered.tool_calls,
-            finish_reason=answered.finish_reason,
-            prompt_tokens=answered.prompt_tokens,
-            completion_tokens=answered.completion_tokens,
             seed=None if seed is None else seed + sample,
-            checkpoint=origin.checkpoint,
-            checkpoint_digest=origin.checkpoint_digest,
-            pool=origin.pool,
-            parameters=origin.parameters,
             columns=_as_json(kept) if kept else None,
-            error=answered.error,
+            **asdict(self._origin),
+            **answered,
         )
-
-    def _count(self, progress: ShardProgress, answered: _Answer) -> None:
-        progress.rows += 1
-        progress.tokens += answered.completion_tokens or 0
-        if answered.error is not None:
-            progress.errors += 1
-            progress.last_error = answered.error[:_SHOWN_CHARACTERS]
 
 
 def _said(error: openai.APIStatusError) -> str:

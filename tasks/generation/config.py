@@ -1,19 +1,32 @@
-"""Configuration of a generation: prompts, sampling, checkpoints and output."""
+"""Configuration of a generation: prompts and how rows become prompts, sampling, checkpoints and output."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Literal
 
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, JsonObject, ResourceConfig
-from tasks.generation.templates import check_template
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.merges import MergeOptions, with_merge_named
 from tasks.spec.names import in_few_words, name_of
 
 _SET_BY_US = frozenset({"model", "prompt", "messages", "n", "stream", "stream_options", "seed"})
+
+
+@cache
+def _compiled(template: str) -> Template:
+    templates = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    return templates.from_string(template)
+
+
+class UnusableRow(Exception):
+    """A row from which no prompt can be made; the message has the reason."""
 
 
 class PromptsConfig(Config):
@@ -40,8 +53,11 @@ class PromptsConfig(Config):
     @field_validator("template")
     @classmethod
     def _template_can_be_read(cls, template: str | None) -> str | None:
-        if template is not None:
-            check_template(template)
+        try:
+            _compiled(template or "")
+        except TemplateError as error:
+            line = f", in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            raise ValueError(f"expected a Jinja template, found: {error}{line}") from None
         return template
 
     @model_validator(mode="after")
@@ -51,6 +67,46 @@ class PromptsConfig(Config):
         if self.system is not None and not self.chat:
             raise ValueError("system is for conversations: set chat, or put the text into the template")
         return self
+
+
+def prompt_maker(form: PromptsConfig) -> Callable[[Mapping[str, Any]], str | list[dict[str, Any]]]:
+    """Returns a function that makes a prompt, a text or messages, from a row, or raises `UnusableRow`."""
+
+    def made(row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        content = _rendered(form.template, row) if form.template is not None else _content(form, row)
+        if not form.chat:
+            if not isinstance(content, str):
+                raise UnusableRow(f"expected a text as the prompt, found {type(content).__name__}; a chat takes lists")
+            return content
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else _messages(content)
+        return [{"role": "system", "content": form.system}, *messages] if form.system is not None else messages
+
+    return made
+
+
+def _content(form: PromptsConfig, row: Mapping[str, Any]) -> Any:
+    names = [form.column] if form.column else (["messages", "prompt"] if form.chat else ["prompt"])
+    for name in names:
+        if name in row:
+            return row[name]
+    raise UnusableRow(f"expected a column {' or '.join(names)}, found {', '.join(row) or 'none'}")
+
+
+def _rendered(template: str, row: Mapping[str, Any]) -> str:
+    try:
+        return _compiled(template).render(**row)
+    except Exception as error:
+        raise UnusableRow(f"the template cannot be filled: {error or type(error).__name__}") from error
+
+
+def _messages(content: Any) -> list[dict[str, Any]]:
+    if not isinstance(content, list) or not content:
+        raise UnusableRow(f"expected a text or a list of messages, found {type(content).__name__}")
+    for message in content:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UnusableRow("expected messages with role and content, found another value among them")
+    # Parquet and Arrow give each message the fields of all messages.
+    return [{name: value for name, value in message.items() if value is not None} for message in content]
 
 
 class SamplingConfig(Config):

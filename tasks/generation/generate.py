@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prefect import task
@@ -13,33 +14,32 @@ from prefect.artifacts import create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment, flow_run
 
-from pools.access import PoolAccess
 from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Servable, environment_name
 from pools.pool.session import PoolSession
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import BadInput, ProxyFailed
+from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, discover
 from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output
-from tasks.generation.plan import Plan, plan_prompts
+from tasks.generation.prompts import Plan, plan_prompts
 from tasks.generation.samples import WrittenBy, write_samples_page
-from tasks.generation.supervision import GenerationState, Supervision
+from tasks.generation.supervision import Supervision, supervise
+from tasks.generation.worker import patiently
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.client import show
-from tasks.prefect_server.progress import AnswersProgress, CellDone, report, report_event
+from tasks.prefect_server.progress import CellDone, report, report_event
 from tasks.reports.artifacts import browser_address
-from tasks.running.provisioning import access_of, require_near, start_pool
+from tasks.running.provisioning import access_of, require_near, started_pool
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import artifact_key, how_many, job_name
 from tasks.spec.paths import check_deployed_paths
 
 _POOL_PATIENCE_SECONDS = 120.0
-_POOL_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +116,8 @@ def _target(config: GenerationConfig, plan: Plan, name: str, checkpoint: Checkpo
 
 
 @contextmanager
-def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently: bool) -> Iterator[PoolSession]:
-    """Yields a session with the pool of the checkpoints; `patiently` waits up to 120 s for a kept pool that is not up.
+def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, lost: bool) -> Iterator[PoolSession]:
+    """Yields a session with the pool of the checkpoints; after it was `lost`, waits up to 120 s for a kept pool.
 
     Raises:
         EnvironmentBuildFailed, ProxyFailed: the pool does not start.
@@ -125,32 +125,17 @@ def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently:
     config = planned.config
     servables = [Servable.from_folder(target.name, target.folder, target.digests) for target in targets]
     if config.pool_name is not None:
-        access = _access(config, patiently=patiently)
+        known = partial(access_of, config.pool_name, config.pool_key_block)
+        access = patiently(known, _POOL_PATIENCE_SECONDS if lost else 0.0)
         with PoolSession(access, servables, holder=f"generation {config.place}", on_event=report_event) as session:
             yield session
         return
     assert config.pool_config is not None
-    require_near(config.pool_config.resource_config, [place for servable in servables for place in servable.locations])
+    resources = config.pool_config.resource_config
+    require_near(resources, [place for servable in servables for place in servable.locations])
     ensure_environment(ENVIRONMENTS[environment_name(config.pool_config)], on_progress=report_event)
-    with accelerators_reserved(config.pool_config.resource_config):
-        pool = start_pool(config.pool_config, servables)
-        try:
-            yield pool.session
-        finally:
-            report_event("closing the pool")
-            pool.close()
-
-
-def _access(config: GenerationConfig, *, patiently: bool) -> PoolAccess:
-    assert config.pool_name is not None
-    deadline = time.monotonic() + (_POOL_PATIENCE_SECONDS if patiently else 0.0)
-    while True:
-        try:
-            return access_of(config.pool_name, config.pool_key_block)
-        except (BadInput, ProxyFailed):
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_POOL_LOOK_SECONDS)
+    with accelerators_reserved(resources), started_pool(config.pool_config, servables) as session:
+        yield session
 
 
 @task(task_run_name="answers of {target.name}", cache_policy=NO_CACHE, persist_result=False)
@@ -161,36 +146,21 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
         JobFailed, ProxyFailed, EngineDied, EngineStartFailed, ModelUnusable: it cannot go on.
     """
     began, cell, cells = time.monotonic(), planned.targets.index(target) + 1, len(planned.targets)
-
-    def tell(state: GenerationState) -> None:
-        report(
-            AnswersProgress(
-                checkpoint=target.name,
-                cell=cell,
-                cells=cells,
-                done=state.rows,
-                total=state.total,
-                errors=state.errors,
-                rows_per_second=state.rows_per_second,
-                tokens_per_second=state.tokens_per_second,
-                seconds_left=state.seconds_left,
-            )
-        )
-
     report_event(f"loading {target.name}")
     running, _ = session.load(target.name)
+    supervision = Supervision(
+        config=planned.config,
+        plan=planned.plan,
+        origin=target.origin,
+        output=target.output,
+        session=session,
+        client=current_client(),
+        job_name=lambda part: job_name(part, target.name, flow_run=flow_run.id),
+        cell=cell,
+        cells=cells,
+    )
     try:
-        Supervision(
-            planned.config,
-            planned.plan,
-            origin=target.origin,
-            output=target.output,
-            session=session,
-            client=current_client(),
-            name=lambda part: job_name(part, target.name, flow_run=flow_run.id),
-            on_state=tell,
-            on_event=report_event,
-        ).run(running)
+        supervise(supervision, running)
     finally:
         session.unwant(target.name)
     report(CellDone(target.name, cell, cells, "succeeded", time.monotonic() - began))

@@ -1,13 +1,19 @@
-"""Sources of prompts, and reading of row ranges, without the other rows if that is cheap."""
+"""The prompts of a generation: split into shards in a single pass over their sources, and read by shard.
+
+Prompts themselves are not kept in memory: ten million prompts are ten thousand shards. Of a source, only the rows of a
+shard are read, if that is cheap.
+"""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, BinaryIO, cast
 
@@ -18,7 +24,8 @@ import pyarrow.parquet as pq
 from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.parquet_batches import bounded_batches
-from tasks.generation.shards import Kind, Shard, Source
+from tasks.generation.config import PromptsConfig, UnusableRow, prompt_maker
+from tasks.generation.queue import Kind, Shard, Source
 
 Row = dict[str, Any]
 
@@ -35,7 +42,105 @@ _ROWS_AT_ONCE = 1024
 _BUFFER_BYTES = 1 << 20
 
 
-def sources_of(files: Iterable[str]) -> list[Source]:
+@dataclass(frozen=True)
+class PlannedSource:
+    """A source when it was planned."""
+
+    uri: str
+    prompts: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shards in order, with their sources."""
+
+    shards: tuple[Shard, ...]
+    sources: tuple[PlannedSource, ...]
+
+    @property
+    def prompts(self) -> int:
+        return sum(shard.prompts for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the prompts by content and order, independent of their location."""
+        content = "\n".join(f"{source.sha256} {source.prompts}" for source in self.sources)
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def plan_prompts(config: PromptsConfig, *, prompts_per_shard: int) -> Plan:
+    """Splits the prompts into shards. Every line of JSON is parsed; of tables only row counts are read."""
+    shards: list[Shard] = []
+    sources: list[PlannedSource] = []
+    left = config.limit
+    for source in _sources_of(config.files):
+        if left == 0:
+            break
+        digest = hashlib.sha256()
+        before = sum(planned.prompts for planned in sources)
+        first_of_source = len(shards)
+        cuts = _cut_lines(source, digest, most=prompts_per_shard, limit=left)
+        if source.kind != "jsonl":
+            cuts = _cut_table(source, digest, most=prompts_per_shard, limit=left)
+        for first_row, rows, start, end in cuts:
+            shards.append(Shard(len(shards), source, before + first_row, rows, first_row, start, end))
+        prompts = sum(shard.prompts for shard in shards[first_of_source:])
+        sources.append(PlannedSource(source.uri, prompts, digest.hexdigest()))
+        if prompts:
+            _check_first(config, shards[first_of_source])
+        left = None if left is None else left - prompts
+    if not shards:
+        raise BadInput(expected=f"prompts in {', '.join(config.files)}", found="none", remedy="name files with rows")
+    return Plan(tuple(shards), tuple(sources))
+
+
+_Cut = tuple[int, int, int | None, int | None]
+"""First row, number of rows, and their byte range."""
+
+
+def _cut_lines(source: Source, digest: hashlib._Hash, *, most: int, limit: int | None) -> Iterator[_Cut]:
+    first_row = rows = start = end = 0
+    with _opened_lines(source) as lines:
+        for number, line in enumerate(lines, start=1):
+            digest.update(line)
+            end += len(line)
+            if not line.strip():
+                continue
+            _parsed_line(source, line, number)
+            rows += 1
+            at_limit = limit is not None and first_row + rows == limit
+            if rows == most or at_limit:
+                yield (first_row, rows, None, None) if source.compressed else (first_row, rows, start, end)
+                first_row, rows, start = first_row + rows, 0, end
+            if at_limit:
+                return
+    if rows:
+        yield (first_row, rows, None, None) if source.compressed else (first_row, rows, start, end)
+
+
+def _cut_table(source: Source, digest: hashlib._Hash, *, most: int, limit: int | None) -> Iterator[_Cut]:
+    with storage.opened(source.uri) as file:
+        while block := file.read(_BUFFER_BYTES):
+            digest.update(block)
+    rows = _table_rows(source)
+    rows = rows if limit is None else min(rows, limit)
+    for first_row in range(0, rows, most):
+        yield first_row, min(most, rows - first_row), None, None
+
+
+def _check_first(config: PromptsConfig, shard: Shard) -> None:
+    first = rows_of(Shard(0, shard.source, 0, 1, shard.first_row, shard.start, shard.end))[0]
+    missing = [name for name in (*config.keep, *filter(None, [config.id_column])) if name not in first]
+    try:
+        if missing:
+            raise UnusableRow(f"expected a column {missing[0]}, found {', '.join(first)}")
+        prompt_maker(config)(first)
+    except UnusableRow as error:
+        raise _unreadable(shard.source, "the first row", str(error)) from None
+
+
+def _sources_of(files: Iterable[str]) -> list[Source]:
     """Returns the files of paths, patterns and folders without duplicates, in the given order and then by name."""
     sources = [source for file in files for source in _sources(file)]
     return list(dict.fromkeys(sources))
@@ -79,33 +184,33 @@ def _nothing(place: str, problem: str, remedy: str = "check the path, and what t
     )
 
 
-def unreadable(source: Source, place: str, problem: str) -> BadInput:
+def _unreadable(source: Source, place: str, problem: str) -> BadInput:
     """Returns the error for a source that cannot be read at a place, such as `line 7`."""
     return BadInput(
         expected=f"rows of a table in {source.uri}", found=f"{place}: {problem}", remedy="correct or remove it"
     )
 
 
-def parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line") -> Row:
+def _parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line") -> Row:
     """Parses a line of JSON as an object; `number` counts from 1 and is for the error message only."""
     try:
         row = orjson.loads(line)
     except ValueError as error:
-        raise unreadable(source, f"{unit} {number}", str(error)) from None
+        raise _unreadable(source, f"{unit} {number}", str(error)) from None
     if not isinstance(row, dict):
-        raise unreadable(source, f"{unit} {number}", f"{type(row).__name__}, not an object with columns")
+        raise _unreadable(source, f"{unit} {number}", f"{type(row).__name__}, not an object with columns")
     return row
 
 
 @contextmanager
-def opened_lines(source: Source) -> Iterator[BinaryIO]:
+def _opened_lines(source: Source) -> Iterator[BinaryIO]:
     """Yields the decompressed lines of a source."""
     with storage.opened(source.uri) as file:
         raw = gzip.GzipFile(fileobj=file) if source.compressed else file
         try:
             yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES))
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise unreadable(source, "as a whole", str(error)) from None
+            raise _unreadable(source, "as a whole", str(error)) from None
 
 
 def table_batches(source: Source, *, from_row: int = 0) -> Iterator[pa.RecordBatch]:
@@ -121,7 +226,7 @@ def table_batches(source: Source, *, from_row: int = 0) -> Iterator[pa.RecordBat
                     yield batch.slice(start, _ROWS_AT_ONCE)
                 skip = 0
         except (pa.ArrowException, OSError) as error:
-            raise unreadable(source, "as a whole", str(error)) from None
+            raise _unreadable(source, "as a whole", str(error)) from None
 
 
 def _parquet(file: BinaryIO, from_row: int) -> Iterator[pa.RecordBatch]:
@@ -147,7 +252,7 @@ def _arrow(file: BinaryIO) -> Iterator[pa.RecordBatch]:
     yield from stream
 
 
-def table_rows(source: Source) -> int:
+def _table_rows(source: Source) -> int:
     """Returns the number of rows of a table."""
     with storage.opened(source.uri) as file:
         try:
@@ -155,7 +260,7 @@ def table_rows(source: Source) -> int:
                 return pq.ParquetFile(file).metadata.num_rows
             return sum(batch.num_rows for batch in _arrow(file))
         except (pa.ArrowException, OSError) as error:
-            raise unreadable(source, "as a whole", str(error)) from None
+            raise _unreadable(source, "as a whole", str(error)) from None
 
 
 def rows_of(shard: Shard) -> Sequence[Row]:
@@ -180,11 +285,11 @@ def _rows(shard: Shard) -> Iterator[Row]:
         content = storage.read_bytes(source.uri, start=shard.start, end=shard.end, within="/")
         yield from _objects(shard, (line for line in content.split(b"\n") if line.strip()))
     else:
-        with opened_lines(source) as lines:
+        with _opened_lines(source) as lines:
             filled = (line for line in lines if line.strip())
             yield from _objects(shard, islice(filled, shard.first_row, None))
 
 
 def _objects(shard: Shard, lines: Iterable[bytes]) -> Iterator[Row]:
     for number, line in enumerate(lines, start=shard.first_row + 1):
-        yield parsed_line(shard.source, line, number, unit="row")
+        yield _parsed_line(shard.source, line, number, unit="row")

@@ -1,29 +1,71 @@
-"""The queue of shards, an actor: lends shards to workers, and collects their progress."""
+"""Shards, and their queue, an actor: lends shards to workers, and collects their progress."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from resources.actors.leased_queue import Lease, LeasedQueue, LeaseLost
-from tasks.generation.shards import Shard, ShardProgress
 
 LEASE_SECONDS = 60.0
+Kind = Literal["jsonl", "parquet", "arrow"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file with prompts."""
+
+    uri: str
+    kind: Kind
+
+    @property
+    def compressed(self) -> bool:
+        """True if it can be read only from the start."""
+        return self.uri.endswith(".gz")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Prompts with answers in the same file: consecutive rows of a source."""
+
+    number: int
+    source: Source
+    first_prompt: int
+    """Number of its first prompt among all."""
+    prompts: int
+    first_row: int
+    start: int | None = None
+    end: int | None = None
+    """Byte range in the source, if known."""
+
+
+@dataclass
+class ShardProgress:
+    """Answers of a shard, or of several, so far."""
+
+    rows: int = 0
+    tokens: int = 0
+    errors: int = 0
+    last_error: str | None = None
+
+    def add(self, other: ShardProgress) -> None:
+        self.rows += other.rows
+        self.tokens += other.tokens
+        self.errors += other.errors
+        self.last_error = other.last_error or self.last_error
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """Counts of shards by state and of answers, and the failures of shards that no worker could finish."""
+    """Counts of shards by state, the answers, and the failures of shards that no worker could finish."""
 
     waiting: int
     leased: int
     done: int
     dead: tuple[str, ...]
-    rows: int
-    tokens: int
-    errors: int
-    last_error: str | None = None
+    progress: ShardProgress
 
     @property
     def left(self) -> int:
@@ -72,10 +114,7 @@ class ShardQueue(LeasedQueue):
         self._held.get(worker, {}).pop(lease.lease_id, None)
         with suppress(LeaseLost):
             self.done(lease)
-            self._finished.rows += written.rows
-            self._finished.tokens += written.tokens
-            self._finished.errors += written.errors
-            self._finished.last_error = written.last_error or self._finished.last_error
+            self._finished.add(written)
 
     def give_back(self, worker: str, lease: Lease, reason: str, *, hopeless: bool = False) -> None:
         """Returns an unfinished shard to the queue, with the reason; a hopeless shard is not tried again."""
@@ -93,15 +132,14 @@ class ShardQueue(LeasedQueue):
         dead = {
             letter.item.number: self._reasons.get(letter.item.number, letter.reason) for letter in self.dead_letters()
         }
-        hopeless = {number: self._reasons[number] for number in self._hopeless}
-        open_ = [so_far for held in self._held.values() for so_far in held.values()]
+        dead |= {number: self._reasons[number] for number in self._hopeless}
+        progress = ShardProgress()
+        for so_far in (self._finished, *(so_far for held in self._held.values() for so_far in held.values())):
+            progress.add(so_far)
         return QueueState(
             waiting=counts.waiting,
             leased=counts.leased,
             done=counts.done,
-            dead=tuple(f"shard {number}: {reason}" for number, reason in (dead | hopeless).items()),
-            rows=self._finished.rows + sum(so_far.rows for so_far in open_),
-            tokens=self._finished.tokens + sum(so_far.tokens for so_far in open_),
-            errors=self._finished.errors + sum(so_far.errors for so_far in open_),
-            last_error=next((part.last_error for part in (*open_, self._finished) if part.last_error), None),
+            dead=tuple(f"shard {number}: {reason}" for number, reason in dead.items()),
+            progress=progress,
         )

@@ -13,10 +13,9 @@ import orjson
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from resources.storage import storage
-from tasks.generation.answers import decoded
 from tasks.generation.config import GenerationConfig
-from tasks.generation.output import Output
-from tasks.generation.plan import Plan
+from tasks.generation.output import Output, decoded
+from tasks.generation.prompts import Plan
 from tasks.spec.names import how_many
 
 SHOWN_PROMPTS = 50

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.jobs import Restarts, placed_with, pool_environment
 from pools.pool.session import PoolSession
@@ -21,109 +21,85 @@ from tasks.errors import TooManyErrors
 from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output
-from tasks.generation.plan import Plan
-from tasks.generation.queue import QueueState, ShardQueue
+from tasks.generation.prompts import Plan
+from tasks.generation.queue import QueueState, Shard, ShardProgress, ShardQueue
 from tasks.generation.worker import WorkOrder, run_worker
+from tasks.prefect_server.progress import AnswersProgress, report, report_event
 
 _DELIVERIES = 50
 _DEATHS_IN_TEN_MINUTES = 20
 """Most crashes in ten minutes of the queue, or of a worker, that are followed by a restart."""
 _LOOK_SECONDS = 0.5
 _QUEUE_SECONDS = 300.0
-_NOTHING = QueueState(0, 0, 0, (), 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class GenerationState:
-    """Progress of a checkpoint's answers."""
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """The answers of a checkpoint to generate; `job_name` returns a job's name for its role."""
 
-    rows: int
-    total: int
-    tokens: int
-    errors: int
-    rows_per_second: float
-    tokens_per_second: float
+    config: GenerationConfig
+    plan: Plan
+    origin: Origin
+    output: Output
+    session: PoolSession
+    client: Client
+    job_name: Callable[[str], str]
+    cell: int = 1
+    """Number of the checkpoint among `cells`, for the progress."""
+    cells: int = 1
 
     @property
-    def seconds_left(self) -> float | None:
-        """Estimated time left; None before there is a rate."""
-        return (self.total - self.rows) / self.rows_per_second if self.rows_per_second else None
+    def total(self) -> int:
+        return self.plan.prompts * self.config.sampling.samples
 
 
-class Supervision:
-    """Generates the answers of a checkpoint with workers; `name` returns a job's name for its role."""
+def supervise(supervision: Supervision, running: RunningModel) -> None:
+    """Returns when all shards are written.
 
-    def __init__(
-        self,
-        config: GenerationConfig,
-        plan: Plan,
-        *,
-        origin: Origin,
-        output: Output,
-        session: PoolSession,
-        client: Client,
-        name: Callable[[str], str],
-        on_state: Callable[[GenerationState], None],
-        on_event: Callable[[str], None],
-    ) -> None:
-        self._config, self._plan, self._origin, self._output = config, plan, origin, output
-        self._session, self._client, self._name = session, client, name
-        self._on_state, self.on_event = on_state, on_event
-        self._total = plan.prompts * config.sampling.samples
-        self._before = _NOTHING
-        self._first: tuple[float, QueueState] | None = None
-
-    def run(self, running: RunningModel) -> None:
-        """Returns when all shards are written.
-
-        Raises:
-            EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed: the pool will not answer any more.
-        """
-        queues = Restarts(_DEATHS_IN_TEN_MINUTES)
-        while True:
-            try:
-                if self._with_queue(running):
-                    return
-            except (ActorDied, ActorCallLost, BackendUnavailable) as error:
-                if not queues.allow():
-                    raise JobFailed(
-                        expected="a queue of shards that lives",
-                        found=f"it died, {queues.last}: {error.found}",
-                        remedy="look at the log of its job; run again to go on",
-                    ) from error
-                self.on_event(f"the queue of shards died and is created again: {error.found}")
-
-    def _with_queue(self, running: RunningModel) -> bool:
-        written = self._output.written()
-        self._count_written(written)
-        missing = set(range(len(self._plan.shards))) - set(written)
+    Raises:
+        EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed: the pool will not answer any more.
+    """
+    queues = Restarts(_DEATHS_IN_TEN_MINUTES)
+    while True:  # the written files are checked again after each queue, whose state is no proof
+        written = set(supervision.output.written())
+        meter = _Meter(supervision, written=sorted(written))
+        missing = [shard for shard in supervision.plan.shards if shard.number not in written]
         if not missing:
-            return True
-        with ExitStack() as ending:
-            queue = create_actor(
-                self._client,
-                ShardQueue,
-                [shard for shard in self._plan.shards if shard.number in missing],
-                name=self._name("queue"),
-                environment=pool_environment(self._pool, env_vars={}),
-                max_concurrency=4,
-                max_deliveries=_DELIVERIES,
-            )
-            ending.callback(queue.job.terminate)
-            count = min(self._config.workers, len(missing))
-            workers = [_Worker(self, f"worker-{number}", queue, running, count) for number in range(count)]
-            for worker in workers:
-                ending.callback(worker.end)
-            self._watch(queue, workers)
-        return False  # check the written files again: the queue's state is no proof
+            return
+        try:
+            _with_queue(supervision, running, missing, meter)
+        except (ActorDied, ActorCallLost, BackendUnavailable) as error:
+            if not queues.allow():
+                raise JobFailed(
+                    expected="a queue of shards that lives",
+                    found=f"it died, {queues.last}: {error.found}",
+                    remedy="look at the log of its job; run again to go on",
+                ) from error
+            report_event(f"the queue of shards died and is created again: {error.found}")
 
-    def _watch(self, queue: ActorHandle, workers: list[_Worker]) -> None:
+
+def _with_queue(supervision: Supervision, running: RunningModel, missing: Sequence[Shard], meter: _Meter) -> None:
+    workers: dict[str, JobHandle] = {}
+    deaths: dict[str, Restarts] = defaultdict(lambda: Restarts(_DEATHS_IN_TEN_MINUTES))
+    count = min(supervision.config.workers, len(missing))
+    with ExitStack() as ending:
+        queue = create_actor(
+            supervision.client,
+            ShardQueue,
+            missing,
+            name=supervision.job_name("queue"),
+            environment=pool_environment(supervision.session.access.config, env_vars={}),
+            max_concurrency=4,
+            max_deliveries=_DELIVERIES,
+        )
+        ending.callback(queue.job.terminate)
         while True:
-            for worker in workers:
-                worker.start_if_ended()
+            for name in (f"worker-{number}" for number in range(count)):
+                if name not in workers or _has_died(name, workers[name], deaths[name]):
+                    workers[name] = _submit_worker(supervision, name, queue, running, workers=count)
+                    ending.callback(workers[name].terminate)
             state: QueueState = queue.state.remote().result(_QUEUE_SECONDS)
-            self._report(state)
-            self._check_errors(state)
+            meter.report(state.progress)
             if state.dead:
                 raise JobFailed(
                     expected="every shard to be finished by a worker",
@@ -132,106 +108,89 @@ class Supervision:
                 )
             if not state.left:
                 return
-            self._session.check(self._origin.checkpoint)
+            supervision.session.check(supervision.origin.checkpoint)
             time.sleep(_LOOK_SECONDS)
 
-    @property
-    def _pool(self) -> InferencePoolConfig:
-        return self._session.access.config
 
-    def submit_worker(self, name: str, queue: ActorHandle, running: RunningModel, *, workers: int) -> JobHandle:
-        """Starts a worker, with its share of the concurrent requests."""
-        access = self._session.access
-        keys = {POOL_KEY_VARIABLE: access.key.get_secret_value(), **actor_variables()}
-        order = WorkOrder(
-            worker=name,
-            config=self._config,
-            origin=self._origin,
-            output=self._output,
-            proxy=access.address,
-            running=replace(running, api_key="none"),  # keys are passed in environment variables
-            in_flight=math.ceil((self._config.in_flight or running.capacity) / workers),
+def _has_died(name: str, job: JobHandle, deaths: Restarts) -> bool:
+    details = job.details()
+    if not details.status.finished:
+        return False
+    if details.status is not JobStatus.SUCCEEDED and not deaths.allow():
+        raise JobFailed(
+            expected=f"a {name} that lives",
+            found=f"it ended, {deaths.last}: {details.reason}\n{job.logs(20)}".rstrip(),
+            remedy="correct what its log complains about; run again to go on",
         )
-        resources = self._config.worker_resources.model_copy(update={"replicas": 1})
-        if not self._client.is_local:
-            resources = resources.model_copy(update=placed_with(self._pool.resource_config))
-        return self._client.submit(
-            JobRequest(
-                self._name(name),
-                Call(run_worker, (order, queue)),
-                resources=resources,
-                environment=pool_environment(self._pool, env_vars=keys),
-            )
-        )
+    report_event(f"{name} ended, and is started again: {details.reason or details.status}")
+    return True
 
-    def _count_written(self, written: list[int]) -> None:
-        summaries = self._output.summaries(written)
-        self._before = QueueState(
-            waiting=0,
-            leased=0,
-            done=len(summaries),
-            dead=(),
-            rows=sum(summary.rows for summary in summaries),
-            tokens=sum(summary.completion_tokens for summary in summaries),
-            errors=sum(summary.errors for summary in summaries),
-        )
-        self._first = None
-        self._report(_NOTHING)
-        self._check_errors(_NOTHING)
 
-    def _report(self, state: QueueState) -> None:
-        now = time.monotonic()
-        if self._first is None and state.rows:  # earlier time is the workers' start
-            self._first = now, state
-        since, first = self._first or (now, state)
+def _submit_worker(
+    supervision: Supervision, name: str, queue: ActorHandle, running: RunningModel, *, workers: int
+) -> JobHandle:
+    access, config = supervision.session.access, supervision.config
+    keys = {POOL_KEY_VARIABLE: access.key.get_secret_value(), **actor_variables()}
+    order = WorkOrder(
+        worker=name,
+        config=config,
+        origin=supervision.origin,
+        output=supervision.output,
+        proxy=access.address,
+        running=replace(running, api_key="none"),  # keys are passed in environment variables
+        in_flight=math.ceil((config.in_flight or running.capacity) / workers),
+    )
+    resources = config.worker_resources.model_copy(update={"replicas": 1})
+    if not supervision.client.is_local:
+        resources = resources.model_copy(update=placed_with(access.config.resource_config))
+    return supervision.client.submit(
+        JobRequest(
+            supervision.job_name(name),
+            Call(run_worker, (order, queue)),
+            resources=resources,
+            environment=pool_environment(access.config, env_vars=keys),
+        )
+    )
+
+
+class _Meter:
+    def __init__(self, supervision: Supervision, *, written: Sequence[int]) -> None:
+        self._supervision = supervision
+        self._before = ShardProgress()
+        for summary in supervision.output.summaries(written):
+            self._before.add(ShardProgress(summary.rows, summary.completion_tokens, summary.errors))
+        self._first: tuple[float, ShardProgress] | None = None
+        self.report(ShardProgress())
+
+    def report(self, so_far: ShardProgress) -> None:
+        now, of = time.monotonic(), self._supervision
+        if self._first is None and so_far.rows:  # earlier time is the workers' start
+            self._first = now, so_far
+        since, first = self._first or (now, so_far)
         seconds = max(now - since, 1e-3)
-        self._on_state(
-            GenerationState(
-                rows=self._before.rows + state.rows,
-                total=self._total,
-                tokens=self._before.tokens + state.tokens,
-                errors=self._before.errors + state.errors,
-                rows_per_second=(state.rows - first.rows) / seconds,
-                tokens_per_second=(state.tokens - first.tokens) / seconds,
+        rows, errors, rate = (
+            self._before.rows + so_far.rows,
+            self._before.errors + so_far.errors,
+            (so_far.rows - first.rows) / seconds,
+        )
+        report(
+            AnswersProgress(
+                checkpoint=of.origin.checkpoint,
+                cell=of.cell,
+                cells=of.cells,
+                done=rows,
+                total=of.total,
+                errors=errors,
+                rows_per_second=rate,
+                tokens_per_second=(so_far.tokens - first.tokens) / seconds,
+                seconds_left=(of.total - rows) / rate if rate else None,
             )
         )
-
-    def _check_errors(self, state: QueueState) -> None:
-        errors, most = self._before.errors + state.errors, self._config.most_errors(self._total)
-        if errors > most:
-            reason = f"; the last: {state.last_error}" if state.last_error else ""
+        if errors > (most := of.config.most_errors(of.total)):
+            reason = f"; the last: {so_far.last_error}" if so_far.last_error else ""
             raise TooManyErrors(
-                expected=f"at most {most:g} errors among {self._total} answers of {self._origin.checkpoint}",
+                expected=f"at most {most:g} errors among {of.total} answers of {of.origin.checkpoint}",
                 found=f"{errors} so far{reason}",
                 remedy=f"correct the prompts and choose another output, or raise max_errors to go on in "
-                f"{self._output.folder}, where each error is in the column of that name",
+                f"{of.output.folder}, where each error is in the column of that name",
             )
-
-
-class _Worker:
-    def __init__(
-        self, supervision: Supervision, name: str, queue: ActorHandle, running: RunningModel, count: int
-    ) -> None:
-        self._submit = lambda: supervision.submit_worker(name, queue, running, workers=count)
-        self._name = name
-        self._on_event = supervision.on_event
-        self._deaths = Restarts(_DEATHS_IN_TEN_MINUTES)
-        self._job: JobHandle | None = None
-
-    def start_if_ended(self) -> None:
-        if self._job is not None:
-            details = self._job.details()
-            if not details.status.finished:
-                return
-            if details.status is not JobStatus.SUCCEEDED and not self._deaths.allow():
-                raise JobFailed(
-                    expected=f"a {self._name} that lives",
-                    found=f"it ended, {self._deaths.last}: {details.reason}\n{self._job.logs(20)}".rstrip(),
-                    remedy="correct what its log complains about; run again to go on",
-                )
-            self._on_event(f"{self._name} ended, and is started again: {details.reason or details.status}")
-        self._job = self._submit()
-
-    def end(self) -> None:
-        if self._job is not None:
-            self._job.terminate()

@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from pools.endpoint import RunningModel
 from pools.proxy.client import ProxyAddress, ProxyClient
@@ -25,12 +26,13 @@ from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output, ShardSummary
 from tasks.generation.prompts import rows_of
-from tasks.generation.shards import Shard, ShardProgress
+from tasks.generation.queue import Shard, ShardProgress
 
 _OPEN_SHARDS = 4
 """Shards processed at once: while the last answers of a shard are pending, the next shard uses the free slots."""
 _IDLE_SECONDS, _RETRY_SECONDS, _PROGRESS_SECONDS = 0.5, 0.2, 2.0
 _PATIENCE_SECONDS = 30.0  # for a proxy that is restarted at its address
+_Answer = TypeVar("_Answer")
 _log = logging.getLogger("assay.generation")
 
 
@@ -61,6 +63,18 @@ def run_worker(order: WorkOrder, queue: ActorHandle) -> None:
         asyncio.run(_Worker(order, queue).work())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+def patiently(call: Callable[[], _Answer], seconds: float, *, but: type[AssayError] | tuple[()] = ()) -> _Answer:
+    """Repeats a call on ProxyFailed and BadInput for so many seconds; raises the last error, and `but` at once."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except (BadInput, ProxyFailed) as error:
+            if isinstance(error, but) or time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
 
 
 class _Worker:
@@ -131,7 +145,7 @@ class _Worker:
             await self._forget(cell, attempt)
             return await asyncio.to_thread(output.summary, shard.number)
         rows = await asyncio.to_thread(rows_of, shard)
-        await self._patiently(self._proxy.open_cell, cell, attempt, mirror=None)
+        await self._proxied(self._proxy.open_cell, cell, attempt, mirror=None)
         answers = await asker.answers(
             rows,
             first_prompt=shard.first_prompt,
@@ -145,21 +159,12 @@ class _Worker:
 
     async def _forget(self, cell: str, attempt: str) -> None:
         # A restarted proxy closes only cells that were opened again.
-        await self._patiently(self._proxy.open_cell, cell, attempt, mirror=None)
-        await self._patiently(self._proxy.close_cell, cell, attempt, drop=True)
+        await self._proxied(self._proxy.open_cell, cell, attempt, mirror=None)
+        await self._proxied(self._proxy.close_cell, cell, attempt, drop=True)
 
-    async def _patiently(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                await asyncio.to_thread(ask, *arguments, **options)
-                return
-            except ProxyRefused:
-                raise
-            except ProxyFailed:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(_RETRY_SECONDS)
+    async def _proxied(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        attempt = partial(call, *arguments, **options)
+        await asyncio.to_thread(patiently, attempt, _PATIENCE_SECONDS, but=ProxyRefused)
 
     async def _renew(self) -> None:
         while True:

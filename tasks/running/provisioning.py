@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -65,15 +65,30 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
         return
     with accelerators_reserved(config.pool_config.resource_config), warm_programs(on_progress=report_event) as warm:
         warm.prepare(configs)
-        pool = start_pool(config.pool_config, checkpoints, warm.launcher(config.pool_config))
-        try:
-            yield PoolServing(pool.session)
-        finally:
-            report_event("closing the pool")
-            if config.pool_config.device == "cpu":
-                warm.end(pool.close)
-            else:
-                pool.close()  # before its reserved accelerators are released
+        end = warm.end if config.pool_config.device == "cpu" else _at_once
+        with started_pool(config.pool_config, checkpoints, warm.launcher(config.pool_config), end=end) as session:
+            yield PoolServing(session)
+
+
+def _at_once(close: Callable[[], None]) -> None:
+    close()
+
+
+@contextmanager
+def started_pool(
+    config: InferencePoolConfig,
+    checkpoints: Sequence[Servable],
+    launcher: Launcher | None = None,
+    *,
+    end: Callable[[Callable[[], None]], None] = _at_once,
+) -> Iterator[PoolSession]:
+    """Starts a pool, and ends it with the block; `end` may close it in the background."""
+    pool = start_pool(config, checkpoints, launcher)
+    try:
+        yield pool.session
+    finally:
+        report_event("closing the pool")
+        end(pool.close)
 
 
 def require_near(resources: ResourceConfig, uris: Sequence[str]) -> None:

@@ -76,8 +76,7 @@ from resources.settings import POOL_KEY_VARIABLE, settings
 from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output
-from tasks.generation.plan import Plan, plan_prompts
-from tasks.generation.prompts import rows_of
+from tasks.generation.prompts import Plan, plan_prompts, rows_of
 from tasks.generation.queue import ShardQueue
 from tasks.generation.worker import WorkOrder, run_worker
 

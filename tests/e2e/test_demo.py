@@ -36,12 +36,11 @@ from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import ModelUnusable, SwapRefused
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.generation.answers import decoded
 from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
-from tasks.generation.output import Output
-from tasks.generation.plan import plan_prompts
-from tasks.generation.supervision import Supervision
+from tasks.generation.output import Output, decoded
+from tasks.generation.prompts import plan_prompts
+from tasks.generation.supervision import Supervision, supervise
 from tasks.records.record import Record, read_records
 from tasks.running import native_jobs
 from tasks.spec.evaluation import EvaluationConfig
@@ -333,17 +332,16 @@ def test_texts_are_written_in_bulk_with_a_schema_and_an_error_for_what_does_not_
     )
     output = Output(str(tmp_path / "first"), "jsonl")
     running, _ = pool.load("first")
-    Supervision(
-        config,
-        plan_prompts(config.prompts, prompts_per_shard=2),
+    supervision = Supervision(
+        config=config,
+        plan=plan_prompts(config.prompts, prompts_per_shard=2),
         origin=Origin("first", "digest", "tiny", "hash"),
         output=output,
         session=pool.session,
         client=LocalClient(),
-        name=lambda kind: f"{kind}-of-a-test",
-        on_state=lambda state: None,
-        on_event=lambda line: None,
-    ).run(running)
+        job_name=lambda kind: f"{kind}-of-a-test",
+    )
+    supervise(supervision, running)
     rows = [row for number in (0, 1) for row in decoded(Path(output.part(number)).read_bytes(), "jsonl")]
     assert [(row["prompt_index"], row["sample"], row["seed"]) for row in rows] == [
         (prompt, sample, 1 + sample) for prompt in range(4) for sample in range(2)

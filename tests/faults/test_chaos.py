@@ -16,8 +16,7 @@ from faults.chaos.generation import Job, Kills
 from faults.chaos.generation import differences as differences_of
 from faults.chaos.outcome import Answered, Outcome, asked_too_often, differences, not_replayed
 from faults.chaos.roles import ROLES, Process, Tree
-from tasks.generation.answers import AnswerRow
-from tasks.generation.output import Output
+from tasks.generation.output import AnswerRow, Output
 from tasks.records.samples import Sample
 
 TREE = Tree(

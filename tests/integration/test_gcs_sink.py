@@ -13,11 +13,9 @@ from fakes.cells import make_cell
 from fakes.gcs import FakeGcs, fake_gcs
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.generation.answers import AnswerRow, decoded
 from tasks.generation.config import PromptsConfig
-from tasks.generation.output import Output
-from tasks.generation.plan import plan_prompts
-from tasks.generation.prompts import rows_of
+from tasks.generation.output import AnswerRow, Output, decoded
+from tasks.generation.prompts import plan_prompts, rows_of
 from tasks.records.record import Record
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import publish_record, publish_report

@@ -39,8 +39,7 @@ from pools.engine.launch import Servable
 from pools.pool.kept import find, keep_up, take_down
 from resources.errors import AssayError
 from resources.settings import process_environment, settings
-from tasks.generation.answers import decoded
-from tasks.generation.output import MANIFEST
+from tasks.generation.output import MANIFEST, decoded
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ASSAY = Path(sys.executable).with_name("assay")

@@ -26,7 +26,7 @@ from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
 from tasks.generation.generate import PlannedGeneration, Target, pool_of
 from tasks.generation.output import Output
-from tasks.generation.plan import plan_prompts
+from tasks.generation.prompts import plan_prompts
 from tasks.running.provisioning import provisioned
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -80,7 +80,7 @@ def generate(checkpoint: Servable, folder: Path) -> None:
     output, origin = Output(str(folder), "jsonl"), Origin("run-1", "d", "pool", "p")
     target = Target("run-1", model_folder, digest_model_folder(model_folder), output, origin, {})
     plan = plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard)
-    with pool_of(PlannedGeneration(config, plan, (target,)), [target], patiently=False):
+    with pool_of(PlannedGeneration(config, plan, (target,)), [target], lost=False):
         pass
 
 

@@ -13,8 +13,7 @@ import pytest
 from fakes.conditional_store import conditional_store
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.generation.answers import SCHEMA, AnswerRow, Format, decoded
-from tasks.generation.output import Output
+from tasks.generation.output import SCHEMA, AnswerRow, Format, Output, decoded
 
 ROW = AnswerRow(
     prompt_index=0,

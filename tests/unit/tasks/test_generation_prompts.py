@@ -17,8 +17,7 @@ from fakes.stores import FolderStore, folder_store
 from resources.errors import BadInput
 from tasks.generation.config import GenerationConfig, PromptsConfig
 from tasks.generation.generate import PlannedGeneration, require_same_prompts
-from tasks.generation.plan import Plan, plan_prompts
-from tasks.generation.prompts import rows_of
+from tasks.generation.prompts import Plan, plan_prompts, rows_of
 
 ROWS = [{"prompt": f"Question {number}?", "name": f"q{number}"} for number in range(7)]
 

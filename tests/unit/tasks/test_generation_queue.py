@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.generation.queue import ShardQueue
-from tasks.generation.shards import Shard, ShardProgress, Source
+from tasks.generation.queue import Shard, ShardProgress, ShardQueue, Source
 
 SHARDS = [Shard(number, Source("a.jsonl", "jsonl"), number * 2, 2, number * 2) for number in range(3)]
 
@@ -14,11 +13,11 @@ def test_restarted_worker_gives_back_its_shards_and_late_words_are_ignored() -> 
     lost = queue.lend("a")
     assert lost is not None and lost.item == SHARDS[0]
     queue.advance("a", {lost.lease_id: ShardProgress(1, 10, 0)})
-    assert (queue.state().rows, queue.state().leased) == (1, 1)
+    assert (queue.state().progress.rows, queue.state().leased) == (1, 1)
     queue.begin("a")
-    assert (queue.state().rows, queue.state().leased, queue.state().waiting) == (0, 0, 3)
+    assert (queue.state().progress.rows, queue.state().leased, queue.state().waiting) == (0, 0, 3)
     assert queue.advance("a", {lost.lease_id: ShardProgress(2, 20, 0)}) == [lost.lease_id]
-    assert queue.state().rows == 0
+    assert queue.state().progress.rows == 0
 
 
 def test_written_shards_are_counted_once_for_any_finisher() -> None:
@@ -29,10 +28,10 @@ def test_written_shards_are_counted_once_for_any_finisher() -> None:
     second = queue.lend("b")
     assert second is not None and second.item == SHARDS[0]
     queue.finish("a", first, ShardProgress(2, 20, 1, "400: no"))
-    assert queue.state().rows == 0
+    assert queue.state().progress.rows == 0
     queue.finish("b", second, ShardProgress(2, 20, 1, "400: no"))
     state = queue.state()
-    assert (state.rows, state.tokens, state.errors, state.last_error, state.done) == (2, 20, 1, "400: no", 1)
+    assert (state.progress, state.done) == (ShardProgress(2, 20, 1, "400: no"), 1)
     assert state.left == 0 and queue.lend("b") is None
 
 

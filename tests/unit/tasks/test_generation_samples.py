@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tasks.generation.answers import AnswerRow, Format
 from tasks.generation.config import GenerationConfig
-from tasks.generation.output import Output
-from tasks.generation.plan import plan_prompts
+from tasks.generation.output import AnswerRow, Format, Output
+from tasks.generation.prompts import plan_prompts
 from tasks.generation.samples import SHOWN_PROMPTS, WrittenBy, write_samples_page
 
 HOSTILE = (
