@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +47,11 @@ _PROVE = {**_FETCH, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _ALL_LINES = 1_000_000
 
 
-@dataclass(frozen=True)
-class _Stager:
-    program: Path
-    environment: EnvironmentSpec
-    parts: tuple[str, ...]
-
-
-_STAGERS = (
-    _Stager(_PROGRAMS / "stage_data.py", LM_EVAL, ("benchmarks", "tokenizers", "files_of_datasets")),
-    _Stager(_PROGRAMS / "stage_helm.py", HELM, ("helm",)),
-)
+_STAGERS: dict[str, tuple[EnvironmentSpec, tuple[str, ...]]] = {
+    "stage_data.py": (LM_EVAL, ("benchmarks", "tokenizers", "files_of_datasets")),
+    "stage_helm.py": (HELM, ("helm",)),
+}
+"""The environment of each program, and the parts of the manifest that it stages."""
 
 
 def stage(
@@ -93,18 +85,18 @@ def stage(
             "refresh": refresh,
             "manifest": str(manifest.absolute()),
         }
-        for stager in _STAGERS:
-            asked = {part: getattr(missing, part) for part in stager.parts}
+        for program, (environment, parts) in _STAGERS.items():
+            asked = {part: getattr(missing, part) for part in parts}
             if not any(asked.values()):
                 continue
-            failures = _run(stager, "fetch", {**job, **asked}, variables=_FETCH, on_event=on_event)
+            python = ensure_environment(environment, on_progress=on_event).python
+            failures = _run(python, program, "fetch", {**job, **asked}, variables=_FETCH, on_event=on_event)
             staged = read_manifest(str(manifest.parent)) or {}
             if prove:
                 on_event("loading everything without a network")
                 fetched = {part: _without(names, failures) for part, names in asked.items()}
-                unproved = _run(stager, "prove", {**job, **fetched}, variables=_PROVE, on_event=on_event)
-                for part in stager.parts:
-                    staged[part] = _without(staged.get(part, {}), unproved)
+                unproved = _run(python, program, "prove", {**job, **fetched}, variables=_PROVE, on_event=on_event)
+                staged |= {part: _without(staged.get(part, {}), unproved) for part in parts}
                 _write(manifest, staged)
                 failures |= unproved
             problems |= failures
@@ -198,22 +190,22 @@ def _without(names: Any, left_out: Mapping[str, str]) -> Any:
 
 
 def _run(
-    stager: _Stager,
+    python: Path,
+    program: str,
     action: str,
     job: dict[str, Any],
     *,
     variables: dict[str, str],
     on_event: Callable[[str], None],
 ) -> dict[str, str]:
-    python = ensure_environment(stager.environment, on_progress=on_event).python
     name = f"stage-{secrets.token_hex(4)}"
-    folder = settings().cache_dir / "staging" / name
+    folder = (settings().cache_dir / "staging" / name).absolute()
     folder.mkdir(parents=True)
-    problems = folder / _PROBLEMS
-    (folder / _JOB_FILE).write_text(json.dumps({**job, "problems": str(problems.absolute())}, indent=2))
+    problems, job_file = folder / _PROBLEMS, folder / _JOB_FILE
+    job_file.write_text(json.dumps({**job, "problems": str(problems)}, indent=2))
     request = JobRequest(
         name,
-        Command(str(python), ("-I", "-u", str(stager.program), action, str((folder / _JOB_FILE).absolute()))),
+        Command(str(python), ("-I", "-u", str(_PROGRAMS / program), action, str(job_file))),
         resources=ResourceConfig(),
         environment=create_environment(
             workspace=folder,
@@ -224,49 +216,37 @@ def _run(
         max_retries_preemption=0,
     )
     handle = local_client().submit(request)
-    shown = 0
+    shown, finished = 0, False
     try:
-        while True:
-            finished = _ended(handle)
+        while not finished:
+            with suppress(JobTimeout):
+                finished = handle.wait(0.5, raise_on_failure=False).finished
             lines = [line for line in handle.logs(_ALL_LINES).splitlines() if line.startswith("staging: ")]
             for line in lines[shown:]:
                 on_event(line.removeprefix("staging: "))
             shown = len(lines)
-            if finished:
-                break
     finally:
         handle.terminate()
     if handle.status() is not JobStatus.SUCCEEDED:
-        last_lines = "\n".join(handle.logs(25).splitlines())
         raise StagingIncomplete(
             expected="the program that stages data to end well",
-            found=f"it did not. Its last lines:\n{last_lines}",
+            found=f"it did not. Its last lines:\n{handle.logs(25).rstrip()}",
             remedy="run it again: it goes on where it was",
         )
     return json.loads(problems.read_text())
-
-
-def _ended(handle: Any) -> bool:
-    try:
-        return handle.wait(0.5, raise_on_failure=False).finished
-    except JobTimeout:
-        return False
 
 
 @contextmanager
 def _alone(on_event: Callable[[str], None]) -> Iterator[None]:
     path = settings().cache_dir / "staging.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with path.open("w") as lock:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             on_event("another process is staging; waiting for it")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _write(manifest: Path, staged: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ _ATTEMPTS = 8
 _SECONDS = 120
 _UNTOLD_WAIT_SECONDS = 30.0
 _LONGEST_WAIT_SECONDS = 900.0
-_PASSING = frozenset({408, 429, 500, 502, 503, 504})
+_PASSING = frozenset({None, 408, 429, 500, 502, 503, 504})  # None: no answer
 
 
 class TextFile(Config):
@@ -124,32 +124,28 @@ def _read(uri: str) -> bytes:
             return storage.read_bytes(uri, within="/")
         except FileNotFoundError:
             raise _missing(uri) from None
-    for attempt in range(1, _ATTEMPTS + 1):
+    attempt = 1
+    while True:
         try:
             with urllib.request.urlopen(uri, timeout=_SECONDS) as answer:
                 return answer.read()
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
+        except OSError as error:  # an answer with an error's status, too
+            status = error.code if isinstance(error, urllib.error.HTTPError) else None
+            if status == 404:
                 raise _missing(uri) from None
-            if error.code not in _PASSING or attempt == _ATTEMPTS:
-                raise _unreadable(uri, error) from error
-            retry_after = error.headers.get("Retry-After", "")
-            seconds = min(float(retry_after), _LONGEST_WAIT_SECONDS) if retry_after.isdigit() else _UNTOLD_WAIT_SECONDS
-        except OSError as error:
-            if attempt == _ATTEMPTS:
-                raise _unreadable(uri, error) from error
-            seconds = min(2.0**attempt, _UNTOLD_WAIT_SECONDS)
+            if status not in _PASSING or attempt == _ATTEMPTS:
+                raise StorageError(
+                    expected=f"to read {uri}",
+                    found=f"{type(error).__name__}: {error}",
+                    remedy="see that this machine reaches it, or name a mirror; files that were read are kept",
+                ) from error
+            seconds = min(2.0**attempt, _UNTOLD_WAIT_SECONDS) if status is None else _UNTOLD_WAIT_SECONDS
+            retry_after = error.headers.get("Retry-After", "") if isinstance(error, urllib.error.HTTPError) else ""
+            if retry_after.isdigit():
+                seconds = min(float(retry_after), _LONGEST_WAIT_SECONDS)
+        attempt += 1
         time.sleep(seconds)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _missing(uri: str) -> BadInput:
     return BadInput(expected=f"a file at {uri}", found="nothing there", remedy="correct the source, or its revision")
-
-
-def _unreadable(uri: str, error: Exception) -> StorageError:
-    return StorageError(
-        expected=f"to read {uri}",
-        found=f"{type(error).__name__}: {error}",
-        remedy="see that this machine reaches it, or name a mirror; files that were read are kept",
-    )

@@ -16,6 +16,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,7 @@ sys.path += [str(_EVALUATORS / "lm_eval" / "programs"), str(_EVALUATORS / "progr
 
 gc.disable()  # collection would take a quarter of the time and find no garbage
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from stage_hub import (
-    Pinned,
-    begun,
-    call_it_main,
-    describe_datasets,
-    patiently,
-    repository_folder,
-    shown,
-    size_of,
-    tell,
-    write,
-)
+from stage_hub import Pinned, Staging, call_it_main, patiently, prove_each, repository_folder, size_of
 
 gc.freeze()
 gc.enable()
@@ -67,76 +57,47 @@ def main(arguments: list[str]) -> None:
 
 def fetch(job: dict[str, Any]) -> None:
     """Fetches data that the manifest lacks; the manifest is written last."""
-    staged, done, unfinished = begun(job, PARTS)
-    problems: dict[str, str] = {}
-    known = {} if job["refresh"] else {path: dataset["revision"] for path, dataset in staged["datasets"].items()}
-    pinned = Pinned({**known, **job["revisions"]})
-    names = [name for name in job["benchmarks"] if job["refresh"] or name not in done.get("benchmarks", {})]
-    load = loader(job) if names else None
-    for number, name in enumerate(names, 1):
+    staging = Staging(job, PARTS)
+    pinned = Pinned({**staging.known(), **job["revisions"]})
+    load = cache(lambda: loader(job))
+
+    def benchmark(name: str) -> tuple[dict[str, Any], str]:
         pinned.used = {}
-        try:
-            assert load is not None
-            load(name)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - any code of any benchmark; the others are wanted
-            problems[name] = shown(error)
-            tell(f"{number} of {len(names)} {name}: {problems[name]}")
-            continue
-        staged["benchmarks"][name] = dict(pinned.used)
-        staged["datasets"].update({path: {"revision": revision} for path, revision in pinned.used.items()})
-        write(unfinished, staged)
-        at = ", ".join(f"{path}@{revision[:10]}" for path, revision in pinned.used.items()) or "nothing to fetch"
-        tell(f"{number} of {len(names)} {name}: {at}")
-    for asked in job["tokenizers"]:
-        name, _, revision = asked.partition("@")
-        try:
-            commit = fetch_tokenizer(name, revision or None)
-        except Exception as error:  # noqa: BLE001 - as above
-            problems[name] = shown(error)
-            continue
+        load()(name)
+        staging.staged["datasets"].update({path: {"revision": commit} for path, commit in pinned.used.items()})
+        fetched = ", ".join(f"{path}@{commit[:10]}" for path, commit in pinned.used.items()) or "nothing to fetch"
+        return dict(pinned.used), fetched
+
+    def tokenizer(name: str, revision: str) -> tuple[dict[str, Any], str]:
+        commit = fetch_tokenizer(name, revision or None)
         size = size_of(repository_folder("models", name))
-        staged["tokenizers"][name] = {"asked": revision, "revision": commit, "bytes": size}
-        write(unfinished, staged)
-        tell(f"{name}@{commit[:10]}")
-    for path, files in job["files_of_datasets"].items():
-        try:
-            commit = fetch_files(path, files, pinned.revisions.get(path))
-        except Exception as error:  # noqa: BLE001 - as above
-            problems[path] = shown(error)
-            continue
+        return {"asked": revision, "revision": commit, "bytes": size}, f"@{commit[:10]}"
+
+    def dataset_files(path: str, files: list[str]) -> tuple[dict[str, Any], str]:
+        commit = fetch_files(path, files, pinned.revisions.get(path))
         size = size_of(repository_folder("datasets", path))
-        staged["files_of_datasets"][path] = {"revision": commit, "files": files, "bytes": size}
-        tell(f"{path}@{commit[:10]}")
-    describe_datasets(staged)
-    staged["libraries"] = {name: metadata.version(name) for name in ("datasets", "huggingface_hub", "lm_eval")}
-    write(Path(job["problems"]), problems)
-    write(unfinished, staged)
-    unfinished.replace(job["manifest"])
+        return {"revision": commit, "files": files, "bytes": size}, f"@{commit[:10]}"
+
+    for name in job["benchmarks"]:
+        staging.attempt("benchmarks", name, partial(benchmark, name))
+    for name, _, revision in (asked.partition("@") for asked in job["tokenizers"]):
+        staging.attempt("tokenizers", name, partial(tokenizer, name, revision), again=True)
+    for path, files in job["files_of_datasets"].items():
+        staging.attempt("files_of_datasets", path, partial(dataset_files, path, files), again=True)
+    libraries = ("datasets", "huggingface_hub", "lm_eval")
+    staging.staged["libraries"] = {name: metadata.version(name) for name in libraries}
+    staging.finish()
 
 
 def prove(job: dict[str, Any]) -> None:
     """Loads everything as an offline worker does; writes the failures by name."""
-    problems: dict[str, str] = {}
-    load = loader(job) if job["benchmarks"] else None
-    for name in job["benchmarks"]:
-        try:
-            assert load is not None
-            load(name)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-            problems[name] = shown(error)
-    for asked in job["tokenizers"]:
-        name = asked.partition("@")[0]
-        try:
-            load_tokenizer(name)
-        except Exception as error:  # noqa: BLE001 - as above
-            problems[name] = shown(error)
+    load = cache(lambda: loader(job))
+    tokenizers = [asked.partition("@")[0] for asked in job["tokenizers"]]
+    proofs: list[tuple[str, Callable[[], Any]]] = [(name, partial(load_tokenizer, name)) for name in tokenizers]
+    proofs += [(name, lambda name=name: load()(name)) for name in job["benchmarks"]]
     for path, files in job["files_of_datasets"].items():
-        try:
-            for file in files:
-                hf_hub_download(path, file, repo_type="dataset")
-        except Exception as error:  # noqa: BLE001 - as above
-            problems[path] = shown(error)
-    write(Path(job["problems"]), problems)
+        proofs += [(path, partial(hf_hub_download, path, file, repo_type="dataset")) for file in files]
+    prove_each(job, proofs)
 
 
 def loader(job: dict[str, Any]) -> Callable[[str], Any]:

@@ -21,6 +21,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,7 +42,7 @@ from helm.benchmark.model_metadata_registry import (
     register_model_metadata,
 )
 from helm.common import general
-from stage_hub import Pinned, begun, describe_datasets, patiently, shown, size_of, tell, write
+from stage_hub import CannotBeHadError, Pinned, Staging, patiently, prove_each, shown, size_of, tell
 
 gc.freeze()
 gc.enable()
@@ -79,10 +80,6 @@ class Downloads:
         self.used[source_url, target_path] = {"bytes": size, "sha256": digest}
 
 
-class CannotBeHadError(Exception):
-    """Data of a run are not available."""
-
-
 def main(arguments: list[str]) -> None:
     """Fetches, or proves."""
     action, path = arguments
@@ -98,11 +95,9 @@ def main(arguments: list[str]) -> None:
 
 def fetch(job: dict[str, Any]) -> None:
     """Fetches data that the manifest lacks; the manifest is written last."""
-    staged, done, unfinished = begun(job, PARTS)
-    problems: dict[str, str] = {}
-    known: dict[str, str] = {}
+    staging = Staging(job, PARTS)
+    staged, known = staging.staged, staging.known()
     if not job["refresh"]:
-        known = {path: dataset["revision"] for path, dataset in staged["datasets"].items()}
         known |= {
             url: download["sha256"]
             for scenario in staged["scenarios"].values()
@@ -110,40 +105,27 @@ def fetch(job: dict[str, Any]) -> None:
         }
     pinned = Pinned({**known, **job["revisions"]})
     downloads = Downloads({**known, **job["revisions"]}, refresh=job["refresh"])
-    for key, run_entries in job["helm"].items():
-        if not job["refresh"] and key in done.get("helm", {}):
-            continue
+
+    def entries(key: str, run_entries: dict[str, Any]) -> tuple[dict[str, Any], str]:
         pinned.used = {}
-        try:
-            runs, scenarios = tried(key, run_entries, job)
-        except CannotBeHadError as error:
-            problems[key] = str(error)
-            continue
-        staged["helm"][key] = {"runs": runs, "scenarios": scenarios, "datasets": dict(pinned.used)}
-        staged["helm"][key]["versions"] = {name: metadata.version(name) for name in ("crfm-helm", "datasets")}
+        runs, scenarios = tried(key, run_entries, job)
         for path, revision in pinned.used.items():
             staged["datasets"].setdefault(path, {})["revision"] = revision
         for name in scenarios:
-            staged["scenarios"][name] = described(
-                Path(job["scenarios_path"]) / name, staged["scenarios"].get(name), downloads
-            )
-        write(unfinished, staged)
-    describe_datasets(staged)
-    write(Path(job["problems"]), problems)
-    write(unfinished, staged)
-    unfinished.replace(job["manifest"])
+            folder = Path(job["scenarios_path"]) / name
+            staged["scenarios"][name] = described(folder, staged["scenarios"].get(name), downloads)
+        versions = {name: metadata.version(name) for name in ("crfm-helm", "datasets")}
+        return {"runs": runs, "scenarios": scenarios, "datasets": dict(pinned.used), "versions": versions}, "staged"
+
+    for key, run_entries in job["helm"].items():
+        staging.attempt("helm", key, partial(entries, key, run_entries))
+    staging.finish()
 
 
 def prove(job: dict[str, Any]) -> None:
     """Tries everything as an offline worker does; writes the failures by name."""
     socket.socket.connect = general.shell = unreachable
-    problems: dict[str, str] = {}
-    for key, run_entries in job["helm"].items():
-        try:
-            tried(key, run_entries, job)
-        except CannotBeHadError as error:
-            problems[key] = str(error)
-    write(Path(job["problems"]), problems)
+    prove_each(job, ((key, partial(tried, key, run_entries, job)) for key, run_entries in job["helm"].items()))
 
 
 def tried(key: str, run_entries: dict[str, Any], job: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,10 @@ SHOWN_CHARACTERS = 300
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 Result = TypeVar("Result")
+
+
+class CannotBeHadError(Exception):
+    """Data are not available, for the reason in the message."""
 
 
 class Pinned:
@@ -54,12 +58,58 @@ def call_it_main(folder: Path, commit: str) -> None:
     reference.write_text(commit)
 
 
-def begun(job: dict[str, Any], parts: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """Returns the manifest merged with the progress of an unfinished call, that progress alone, and its file."""
-    manifest, unfinished = Path(job["manifest"]), Path(job["manifest"] + ".unfinished")
-    before, done = read(manifest) or {}, read(unfinished) or {}
-    staged = {**before, **{part: {**before.get(part, {}), **done.get(part, {})} for part in parts}}
-    return staged, done, unfinished
+class Staging:
+    """The manifest while a program adds to its parts, and the failures by name; goes on where a killed call ended."""
+
+    def __init__(self, job: dict[str, Any], parts: tuple[str, ...]) -> None:
+        self._job, self._refresh = job, job["refresh"]
+        self._unfinished = Path(job["manifest"] + ".unfinished")
+        before, self._done = read(Path(job["manifest"])) or {}, read(self._unfinished) or {}
+        self.staged = {**before, **{part: {**before.get(part, {}), **self._done.get(part, {})} for part in parts}}
+        self.problems: dict[str, str] = {}
+        self._number, self._of = 0, sum(len(job.get(part, ())) for part in parts)
+
+    def attempt(
+        self, part: str, name: str, stage: Callable[[], tuple[dict[str, Any], str]], *, again: bool = False
+    ) -> None:
+        """Adds an entry to a part of the manifest unless a killed call has it; `stage` returns it with a note.
+
+        With `again`, the entry is staged again in any case.
+        """
+        self._number += 1
+        if name in self._done.get(part, {}) and not (self._refresh or again):
+            return
+        try:
+            self.staged[part][name], note = stage()
+            write(self._unfinished, self.staged)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any code of any benchmark; the others are wanted
+            note = self.problems[name] = shown(error)
+        tell(f"{self._number} of {self._of} {name}: {note}")
+
+    def known(self) -> dict[str, str]:
+        """Returns the revisions of staged data sets; empty for a refresh."""
+        datasets = {} if self._refresh else self.staged["datasets"]
+        return {path: dataset["revision"] for path, dataset in datasets.items()}
+
+    def finish(self) -> None:
+        """Adds folder and size of each data set, and replaces the manifest."""
+        for path, dataset in self.staged["datasets"].items():
+            folders = dataset_folders(path)
+            dataset.update(folder=folders[1].name, bytes=size_of(*folders))
+        write(Path(self._job["problems"]), self.problems)
+        write(self._unfinished, self.staged)
+        self._unfinished.replace(self._job["manifest"])
+
+
+def prove_each(job: dict[str, Any], proofs: Iterable[tuple[str, Callable[[], Any]]]) -> None:
+    """Calls the proof of each name; writes the failures by name."""
+    problems: dict[str, str] = {}
+    for name, proof in proofs:
+        try:
+            proof()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+            problems[name] = shown(error)
+    write(Path(job["problems"]), problems)
 
 
 def tell(line: str) -> None:
@@ -116,13 +166,6 @@ def dataset_folders(path: str) -> tuple[Path, Path]:
     return repository_folder("datasets", path), Path(datasets.config.HF_DATASETS_CACHE) / prepared
 
 
-def describe_datasets(staged: dict[str, Any]) -> None:
-    """Adds folder and size of each data set to a manifest."""
-    for path, dataset in staged["datasets"].items():
-        folders = dataset_folders(path)
-        dataset.update(folder=folders[1].name, bytes=size_of(*folders))
-
-
 def size_of(*folders: Path) -> int:
     """Returns the number of bytes of files in folders, without links."""
     files = (file for folder in folders for file in folder.rglob("*"))
@@ -131,6 +174,8 @@ def size_of(*folders: Path) -> int:
 
 def shown(error: BaseException) -> str:
     """Returns an error in a single line."""
+    if isinstance(error, CannotBeHadError):
+        return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:SHOWN_CHARACTERS]
 
 
