@@ -9,15 +9,16 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.contamination.marin import SHARE, found_by_hashes
+from resources.storage.parquet_batches import bounded_batches
 from tasks.records.provenance import versions
 from tasks.records.questions.asked import AskedQuestion, words_in
-from tasks.records.questions.flags import Evidence, Flags, QuestionFlag, Search, Tool, evidence_of, write_flags
+from tasks.records.questions.flags import Flags, QuestionFlag, Search, Tool, evidence_of, write_flags
 from tasks.records.record import now
 
 _YES = frozenset({"1", "true", "yes", "flagged", "contaminated", "dirty"})
@@ -29,16 +30,14 @@ _COLUMNS = {
     "score": ("score", "overlap"),
     "evidence": ("evidence", "text"),
 }
+_N = 13  # words of an n-gram of datakit
+_SHARE = 0.5  # of n-grams from which datakit calls a paragraph contaminated; used for questions in Assay
+_SHORT = 3  # minimum words of a paragraph, which is a single n-gram if it has fewer than 13
+_ROWS = 4096
 
 
-class Found(NamedTuple):
-    """A finding of another tool, and the questions that it is about."""
-
-    questions: Sequence[AskedQuestion]
-    flagged: bool
-    score: float | None = None
-    answer: bool | None = None
-    evidence: Evidence | None = None
+_Finding = tuple[Sequence[AskedQuestion], dict[str, Any]]
+"""Questions, and the fields of their flags."""
 
 
 class Asked:
@@ -109,19 +108,14 @@ def import_flags(
             other questions without a finding were not searched for.
     """
     asked = Asked(questions)
-    read = {"decon": _decon, "marin": _marin, "list": _list}[tool]
-    flags: dict[tuple[str, str, str], QuestionFlag] = {
-        (question.benchmark, question.id, question.digest): _flag(question, Found((), flagged=False))
-        for pattern in covers
-        for question in asked.of(pattern)
-    }
+    flags = {_key(question): _flag(question, {"flagged": False}) for each in covers for question in asked.of(each)}
     unknown = 0
-    for finding in read(files, asked, benchmark):
-        unknown += not finding.questions
-        for question in finding.questions:
-            key = question.benchmark, question.id, question.digest
-            if key not in flags or _weight(finding) >= (flags[key].flagged, flags[key].score or 0.0):
-                flags[key] = _flag(question, finding)
+    for among, fields in {"decon": _decon, "marin": _marin, "list": _list}[tool](files, asked, benchmark):
+        unknown += not among
+        for flag in (_flag(question, fields) for question in among):
+            key = flag.benchmark, flag.id, flag.text
+            if key not in flags or _weight(flag) >= _weight(flags[key]):
+                flags[key] = flag
     search = Search(
         name=name,
         tool=tool,
@@ -135,20 +129,16 @@ def import_flags(
     return write_flags(evaluation_path, search, flags.values())
 
 
-def _weight(finding: Found) -> tuple[bool, float]:
-    return finding.flagged, finding.score or 0.0
+def _key(question: AskedQuestion) -> tuple[str, str, str]:
+    return question.benchmark, question.id, question.digest
 
 
-def _flag(question: AskedQuestion, finding: Found) -> QuestionFlag:
-    return QuestionFlag(
-        benchmark=question.benchmark,
-        id=question.id,
-        text=question.digest,
-        flagged=finding.flagged,
-        score=finding.score,
-        answer=finding.answer,
-        evidence=finding.evidence,
-    )
+def _flag(question: AskedQuestion, fields: dict[str, Any]) -> QuestionFlag:
+    return QuestionFlag(benchmark=question.benchmark, id=question.id, text=question.digest, **fields)
+
+
+def _weight(flag: QuestionFlag) -> tuple[bool, float]:
+    return flag.flagged, flag.score or 0.0
 
 
 def _files(locations: Sequence[str], *, ending: str) -> list[str]:
@@ -202,7 +192,7 @@ def _score(value: object, place: str) -> float | None:
     return number
 
 
-def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
+def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[_Finding]:
     known: dict[tuple[str, str], list[AskedQuestion]] = {}
     for uri in _files(files, ending=".jsonl"):
         for place, line in _objects(uri):
@@ -220,21 +210,23 @@ def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterato
                 )
             answer = line.get("answer_overlap_ratio")
             overlap = str(line.get("training_overlap_text") or text or "")
-            where = f"{training}, line {line.get('training_line')}"
-            yield Found(
+            yield (
                 known[key, question],
-                flagged=True,
-                score=_score(line.get("contamination_score"), place),
-                answer=None if answer is None else float(answer) == 1.0,
-                evidence=evidence_of(where, overlap),
+                {
+                    "flagged": True,
+                    "score": _score(line.get("contamination_score"), place),
+                    "answer": None if answer is None else float(answer) == 1.0,
+                    "evidence": evidence_of(f"{training}, line {line.get('training_line')}", overlap),
+                },
             )
 
 
-def _list(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
+def _list(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[_Finding]:
     for uri in _files(files, ending=""):
         name = uri.lower()
-        rows = _json_rows(uri) if name.endswith((".jsonl", ".json")) else _csv_rows(uri, plain=name.endswith(".txt"))
-        for place, row in rows:
+        is_json = name.endswith((".jsonl", ".json"))
+        rows = _objects(uri) if is_json else _csv_rows(uri, plain=name.endswith(".txt"))
+        for place, row in ((place, _by_column(row)) for place, row in rows):
             if row.get("id") in (None, ""):
                 raise _wrong(place, expected="the id of a question", found=dict(row))
             flag = str(row.get("flag", "")).strip().lower()
@@ -243,17 +235,14 @@ def _list(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator
             text, named = row.get("evidence"), asked.named(str(row["id"]), benchmark=row.get("benchmark") or benchmark)
             if len(several := sorted({question.benchmark for question in named})) > 1 and not row.get("benchmark"):
                 raise _wrong(place, expected="a question of a single benchmark (--benchmark)", found=", ".join(several))
-            yield Found(
+            yield (
                 named,
-                flagged=flag not in _NO,
-                score=_score(row.get("score"), place),
-                evidence=evidence_of(place, str(text)) if text else None,
+                {
+                    "flagged": flag not in _NO,
+                    "score": _score(row.get("score"), place),
+                    "evidence": evidence_of(place, str(text)) if text else None,
+                },
             )
-
-
-def _json_rows(uri: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for place, content in _objects(uri):
-        yield place, _by_column(content)
 
 
 def _csv_rows(uri: str, *, plain: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -265,7 +254,7 @@ def _csv_rows(uri: str, *, plain: bool) -> Iterator[tuple[str, Mapping[str, Any]
             continue
         if len(cells) > len(columns):
             raise _wrong(place, expected=f"at most {len(columns)} columns ({', '.join(columns)})", found=line)
-        yield place, _by_column(dict(zip(columns, cells, strict=False)))
+        yield place, dict(zip(columns, cells, strict=False))
 
 
 def _by_column(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +266,63 @@ def _by_column(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _marin(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
-    for question, share, place in found_by_hashes(_files(files, ending=".parquet"), asked.of(benchmark)):
-        evidence = evidence_of(place, question.text) if share else None
-        yield Found([question], flagged=share >= SHARE, score=round(share, 4), evidence=evidence)
+# Marin's datakit: its `decon.py` marks training documents by hashes of their n-grams. A document lists its hashes that
+# occur in evaluation texts (`matched_hashes`); `eval_hash_index.parquet` lists the hashes that were searched for. Its
+# names of evaluation records differ from question names in Assay, so the questions' n-grams are hashed in its way:
+# words between white space, unchanged, within paragraphs.
+def _marin(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[_Finding]:
+    hashes = [(question, _features(question.raw)) for question in asked.of(benchmark)]
+    all_hashes = set().union(*(own for _, own in hashes))
+    looked_for: set[int] = set()
+    matched: dict[int, str] = {}
+    kinds = set()
+    for uri in _files(files, ending=".parquet"):
+        for columns, rows in _batches(uri):
+            kinds.add("index" if "hash" in columns else "attributes")
+            if "hash" in columns:
+                looked_for.update(all_hashes.intersection(rows["hash"]))
+                continue
+            for identity, contaminated, document_hashes in zip(*(rows[column] for column in columns), strict=True):
+                if contaminated:
+                    for number in all_hashes.intersection(document_hashes or ()):
+                        matched.setdefault(number, f"{uri}, document {identity}")
+    if kinds != {"index", "attributes"}:
+        raise BadInput(
+            expected="attributes of Marin's datakit (id, contaminated, matched_hashes) and its eval_hash_index.parquet",
+            found=f"only {kinds.pop()}" if kinds else "neither",
+            remedy="name outputs/main of the step and _bloom of the step that built the filter",
+        )
+    for question, own in hashes:
+        if known := own & looked_for:
+            hits = sorted(known & matched.keys())
+            share = len(hits) / len(known)
+            evidence = evidence_of(matched[hits[0]], question.text) if hits else None
+            yield [question], {"flagged": share >= _SHARE, "score": round(share, 4), "evidence": evidence}
+
+
+def _features(text: str) -> set[int]:
+    hashes = set()
+    for paragraph in text.split("\n\n"):
+        words = paragraph.split()
+        grams = [words[at : at + _N] for at in range(len(words) - _N + 1)] or [words] * (len(words) >= _SHORT)
+        hashes |= {_hash(" ".join(gram)) for gram in grams if any(map(str.isalpha, "".join(gram)))}
+    return hashes
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big")
+
+
+def _batches(uri: str) -> Iterator[tuple[tuple[str, ...], dict[str, list[Any]]]]:
+    from pyarrow import ArrowInvalid, parquet
+
+    with storage.opened(uri) as file:
+        try:
+            table = parquet.ParquetFile(file)
+            names = set(table.schema_arrow.names)
+            for columns in (("hash", "eval_id"), ("id", "contaminated", "matched_hashes")):
+                for group in range(table.num_row_groups) if names >= set(columns) else ():
+                    for batch in bounded_batches(table, file, rows=_ROWS, columns=columns, group=group):
+                        yield columns, batch.to_pydict()
+        except ArrowInvalid as error:
+            raise BadInput(expected=f"Parquet in {uri}", found=str(error), remedy="name files of datakit") from error
