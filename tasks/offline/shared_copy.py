@@ -22,7 +22,6 @@ from resources.storage.file_copy import RANGE_BYTES, copy_file
 
 MANIFEST = "staged.json"
 _PARALLEL = 4
-_BLOCK_BYTES = 4 * 2**20
 _LEFT_OUT = (".lock", ".partial", ".incomplete", ".unfinished")
 
 
@@ -160,8 +159,5 @@ def _size(path: Path) -> int | None:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,9 +22,8 @@ from tasks.prefect_server.accelerators import accelerators_reserved_until
 from tasks.prefect_server.progress import report_event
 from tasks.records.provenance import git_state
 from tasks.spec.training import TrainLmOnPodConfig
-from tasks.training.layout import Training, training_of
+from tasks.training.layout import Training, accelerator_defaults, training_of, variables_of
 from tasks.training.node import train
-from tasks.training.variables import accelerator_defaults, variables_of
 
 CONFIG_NAME = "train_config.json"
 SILENCE_SECONDS = 600.0
