@@ -20,23 +20,20 @@ from tasks.records.questions.asked import AskedQuestion
 from tasks.records.questions.flags import FOLDER, Evidence, Flags, QuestionFlag, Search, write_flags
 from tasks.records.record import now
 
-DEFAULT_N = 13
-"""Words of an n-gram, as for GPT-3 and in Marin's datakit."""
-DEFAULT_SHORTEST = 8
-"""Minimum words of a question to search for, the smallest used for GPT-3."""
-DEFAULT_THRESHOLD = 0.5
-"""Minimum share of a question's n-grams to flag it, as in Marin's datakit."""
 _BATCH_CHARACTERS = 2**20
 _PARTS = ".parts"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Parameters of a scan: words of an n-gram, minimum words of a question, minimum share to flag it."""
+    """Parameters of a scan; by default as in Marin's datakit and for GPT-3."""
 
-    n: int = DEFAULT_N
-    shortest: int = DEFAULT_SHORTEST
-    threshold: float = DEFAULT_THRESHOLD
+    n: int = 13
+    """Words of an n-gram."""
+    shortest: int = 8
+    """Minimum words of a question to search for."""
+    threshold: float = 0.5
+    """Minimum share of a question's n-grams to flag it."""
 
     def check(self) -> None:
         """Raises BadInput if nothing could be found."""
@@ -44,7 +41,7 @@ class Settings:
             raise BadInput(
                 expected="1 ≤ --shortest ≤ --n, and a --threshold above 0 and up to 1",
                 found=f"--shortest {self.shortest} --n {self.n} --threshold {self.threshold}",
-                remedy=f"leave them out for {DEFAULT_SHORTEST}, {DEFAULT_N} and {DEFAULT_THRESHOLD}",
+                remedy="leave them out for 8, 13 and 0.5",
             )
 
 
@@ -55,6 +52,14 @@ class PartResult:
     findings: dict[int, Finding] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
     words: int = 0
+
+    def add(self, other: PartResult) -> None:
+        for number, finding in other.findings.items():
+            self.findings.setdefault(number, Finding()).add(finding)
+        self.words += other.words
+        self.reading.documents += other.reading.documents
+        self.reading.unreadable += other.reading.unreadable
+        self.reading.without_text += other.reading.without_text
 
     def as_json(self) -> bytes:
         """Returns the form that is kept until the whole scan is done."""
@@ -97,7 +102,7 @@ def scan(
     whole = PartResult()
     done, done_bytes, of_bytes = 0, 0, sum(part.bytes for part in parts)
     for part, result in _results(parts, index, settings=settings, kept=kept, processes=processes):
-        _take(whole, result)
+        whole.add(result)
         done, done_bytes = done + 1, done_bytes + part.bytes
         on_progress(Progress(done, len(parts), done_bytes, of_bytes))
     question_flags = list(_flags(index, whole.findings, threshold=settings.threshold))
@@ -193,15 +198,6 @@ def _parsed(content: bytes) -> PartResult:
         for number, finding in read["findings"].items()
     }
     return PartResult(findings, Reading(**read["reading"]), read["words"])
-
-
-def _take(whole: PartResult, result: PartResult) -> None:
-    for number, finding in result.findings.items():
-        whole.findings.setdefault(number, Finding()).add(finding)
-    whole.words += result.words
-    whole.reading.documents += result.reading.documents
-    whole.reading.unreadable += result.reading.unreadable
-    whole.reading.without_text += result.reading.without_text
 
 
 def _flags(index: QuestionIndex, findings: dict[int, Finding], *, threshold: float) -> Iterator[QuestionFlag]:

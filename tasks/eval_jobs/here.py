@@ -20,7 +20,7 @@ from resources.storage import storage
 from resources.storage.files import replace_json
 from tasks.errors import SinkFailed
 from tasks.eval_jobs.job_file import HelmRun, JobFile, JobSuite, MlflowArtifact, ModelSource
-from tasks.eval_jobs.manifests import SCRATCH_FOLDER, Origin, origin_in
+from tasks.eval_jobs.manifests import SCRATCH_FOLDER, Origin
 from tasks.eval_jobs.reading import EvalJob, evaluation_of
 from tasks.records.record import Record
 from tasks.sinks.mlflow_runs import MlflowSink
@@ -59,8 +59,7 @@ def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[
         scratch: folder for model and records; when None, the container's, or a cache folder if `local`.
     """
     state = read.git_state()
-    otherwise = read.origin(state, job_name=read.name_here(state))
-    origin = origin_in(variables_like("*"), otherwise=otherwise)
+    origin = read.origin(state, job_name=read.name_here(state)).in_container(variables_like("*"))
     sink = sink_of(read.job, origin, files=read.files)
     sink.check()
     scratch = scratch or (settings().cache_dir / "eval-jobs" / origin.job_name if local else None)

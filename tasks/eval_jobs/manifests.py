@@ -29,6 +29,13 @@ CONFIGS_FOLDER, SCRATCH_FOLDER = "/etc/configs", "/scratch"
 JOB_CONFIGURATION = "eval_config.yml"
 GIT_STATE = "CONFIG_GIT_STATE"
 """Environment variable of the container with the git state."""
+_VARIABLES = {
+    "config_version": "CONFIG_VERSION",
+    "config_path": "CONFIG_PATH_GIT_REPO",
+    "helm_config_path": "HELM_CONFIG_PATH_GIT_REPO",
+    "git_state": GIT_STATE,
+    "job_name": "JOB_NAME",
+}
 _LONGEST_NAME = 52  # pods get six more characters, and host names are limited to 63
 _LARGEST_BYTES = 1_000_000
 
@@ -46,25 +53,13 @@ class Origin:
     """`clean`, or the problems that --allow-dirty accepted."""
 
     def variables(self) -> dict[str, str]:
-        values = {
-            "CONFIG_VERSION": self.config_version,
-            "CONFIG_PATH_GIT_REPO": self.config_path,
-            "HELM_CONFIG_PATH_GIT_REPO": self.helm_config_path,
-            GIT_STATE: self.git_state,
-            "JOB_NAME": self.job_name,
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        values = {variable: getattr(self, name) for name, variable in _VARIABLES.items()}
+        return {variable: value for variable, value in values.items() if value is not None}
 
-
-def origin_in(variables: Mapping[str, str], *, otherwise: Origin) -> Origin:
-    """Returns the origin in a container's variables; `otherwise` supplies missing values."""
-    return Origin(
-        job_name=variables.get("JOB_NAME", otherwise.job_name),
-        config_version=variables.get("CONFIG_VERSION", otherwise.config_version),
-        config_path=variables.get("CONFIG_PATH_GIT_REPO", otherwise.config_path),
-        helm_config_path=variables.get("HELM_CONFIG_PATH_GIT_REPO", otherwise.helm_config_path),
-        git_state=variables.get(GIT_STATE, otherwise.git_state),
-    )
+    def in_container(self, variables: Mapping[str, str]) -> Origin:
+        """Returns the origin in a container's variables; this origin supplies missing values."""
+        given = {name: variables[variable] for name, variable in _VARIABLES.items() if variable in variables}
+        return replace(self, **given)
 
 
 def named(job: JobFile, files: Mapping[str, str], origin: Origin) -> Origin:

@@ -114,7 +114,7 @@ class _Worker:
                     await asyncio.wait([task for task, _ in self._open.values()], return_when="FIRST_COMPLETED")
             elif self._open:
                 await asyncio.wait([task for task, _ in self._open.values()], return_when="FIRST_COMPLETED")
-            elif (await self._asked("state")).left == 0:
+            elif (await asyncio.to_thread(self._queue.state)).left == 0:
                 return
             else:
                 await asyncio.sleep(_IDLE_SECONDS)  # shards of other workers may come back
@@ -177,6 +177,3 @@ class _Worker:
 
     async def _tell(self, method: str, *arguments: Any, **options: Any) -> Any:
         return await asyncio.to_thread(getattr(self._queue, method), self._order.worker, *arguments, **options)
-
-    async def _asked(self, method: str) -> Any:
-        return await asyncio.to_thread(getattr(self._queue, method))

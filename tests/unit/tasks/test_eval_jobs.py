@@ -20,7 +20,7 @@ from tasks.errors import SinkFailed
 from tasks.eval_jobs.helm import entries_in
 from tasks.eval_jobs.here import fetch_model, flat_tags, job_tags, prepare, sink_of
 from tasks.eval_jobs.job_file import ComputeConfig, JobFile, ModelSource, advice
-from tasks.eval_jobs.manifests import origin_in, written
+from tasks.eval_jobs.manifests import written
 from tasks.eval_jobs.reading import EvalJob, evaluation_of, git_state_of, read_job
 from tasks.eval_jobs.submission import job_documents
 from tasks.spec.evaluation import EvaluationConfig
@@ -338,7 +338,7 @@ def test_tags_are_those_of_the_seed_with_true_values(tmp_path: Path) -> None:
         "CONFIG_GIT_STATE": "clean",
     }
     paths = {"CONFIG_PATH_GIT_REPO": "jobs/a.yml", "HELM_CONFIG_PATH_GIT_REPO": "jobs/a.conf"}
-    origin = origin_in({**variables, **paths}, otherwise=read.origin(read.git_state()))
+    origin = read.origin(read.git_state()).in_container({**variables, **paths})
     assert origin.variables() == {**variables, **paths}
     tags = sink_of(read.job, origin).tags
     assert tags == {
