@@ -9,9 +9,10 @@ from prefect import flow
 from flows.hooks import leave_nothing
 from resources.settings import settings
 from resources.tracing import tracing
-from tasks.checkpoints.discovery import Checkpoint, discover_checkpoint, layouts_for, with_pinned_model
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.discovery import discover_checkpoint, layouts_for, with_pinned_model
 from tasks.prefect_server.client import end_reported
-from tasks.prefect_server.progress_artifact import marked
+from tasks.prefect_server.flow_runs import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.reports.page import import_plotting

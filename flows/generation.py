@@ -20,9 +20,8 @@ from tasks.generation.generate import (
     require_same_prompts,
 )
 from tasks.prefect_server.client import end_reported
-from tasks.prefect_server.noted_errors import error_noted
+from tasks.prefect_server.flow_runs import error_noted, marked_as
 from tasks.prefect_server.progress import report_event
-from tasks.prefect_server.progress_artifact import marked_as
 
 _POOLS_IN_TEN_MINUTES = 10
 

@@ -19,18 +19,18 @@ from flows.hooks import leave_nothing
 from pools.weights.merges import with_each_location
 from resources.errors import AssayError, BadInput, CheckpointError
 from resources.storage import storage
-from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
+from tasks.checkpoints.checkpoint import LOADED_NATIVELY, Checkpoint
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
 from tasks.policies.batches import served_together
-from tasks.policies.cancelled_runs import stopping_if_cancelled
+from tasks.policies.cleanup import stopping_if_cancelled
 from tasks.policies.gate import conclude_policy, conclude_settled, with_early
 from tasks.policies.policy import Policy, check_policy_paths, own_gate
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
 from tasks.prefect_server.client import end_reported
-from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
+from tasks.prefect_server.flow_runs import collapse_waiting, marked, settle_lost
 from tasks.prefect_server.progress import report_event
-from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import now
 from tasks.running.cells import Cell, plan_cells, standing_record
 from tasks.running.early import require_whole, unfinished_verdict

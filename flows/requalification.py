@@ -12,7 +12,7 @@ from flows.hooks import leave_nothing
 from resources.settings import with_pinned_lists
 from tasks.checkpoints.discovery import discover_checkpoint, layouts_for
 from tasks.prefect_server.client import end_reported
-from tasks.prefect_server.progress_artifact import marked
+from tasks.prefect_server.flow_runs import marked
 from tasks.records.record import Record
 from tasks.running.cells import as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells

@@ -7,7 +7,7 @@ from prefect import Flow, flow
 from flows.evaluation import evaluate
 from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import discover, layouts_for, with_pinned_model
-from tasks.prefect_server.noted_errors import error_noted
+from tasks.prefect_server.flow_runs import error_noted
 from tasks.records.record import Record
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig
 from tasks.spec.evaluators import EvaluatorName

@@ -11,12 +11,12 @@ from flows.evaluation import run_claimed
 from flows.hooks import leave_nothing
 from resources.errors import AssayError
 from resources.tracing import tracing
-from tasks.checkpoints.discovery import Checkpoint
+from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.errors import NoCheckpoints
 from tasks.policies.events import emit
 from tasks.prefect_server.client import end_reported
+from tasks.prefect_server.flow_runs import marked
 from tasks.prefect_server.progress import report_event
-from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce, raise_alerts

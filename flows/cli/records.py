@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tasks.records.record import FoundRecord, Record
     from tasks.records.search import RecordFilter
     from tasks.reports.contamination import Split
-    from tasks.sinks.backlog import Published
+    from tasks.sinks.publishing import Published
 
 _FILE_WIDTH = 200  # characters of a table in a file
 
@@ -293,7 +293,7 @@ def publish(
 ) -> None:
     """Send recorded results that are missing at Weights & Biases, MLflow, an object store or a model card."""
     from tasks.errors import SinkFailed
-    from tasks.sinks.backlog import publish_missing, sinks_in
+    from tasks.sinks.publishing import publish_missing, sinks_in
 
     def show(published: Published) -> None:
         ERR.print(

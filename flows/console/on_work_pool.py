@@ -22,13 +22,14 @@ from resources.regions.regions import known_regions
 from resources.regions.tariffs import tariff_in
 from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
-from tasks.checkpoints.discovery import Checkpoint, discover, layouts_for
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.checkpoints.run_snapshot import listing_of
 from tasks.errors import EvaluationInterrupted
 from tasks.policies.batches import resources_of
 from tasks.policies.dispatch import send_run, source_of, states_of
 from tasks.prefect_server.client import prefect_client, require_server
-from tasks.prefect_server.noted_errors import noted_error
+from tasks.prefect_server.flow_runs import noted_error
 from tasks.records.cost import Predicted
 from tasks.records.current import current_records
 from tasks.records.index import RunRecords, indexed_records

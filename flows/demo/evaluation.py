@@ -7,7 +7,7 @@ from prefect import flow
 from flows.evaluation import evaluate
 from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import discover, layouts_for
-from tasks.prefect_server.noted_errors import error_noted
+from tasks.prefect_server.flow_runs import error_noted
 from tasks.records.record import Record
 from tasks.running.cells import as_served, plan_cells
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig

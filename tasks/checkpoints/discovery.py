@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from pools.weights.merges import merge_of, with_each_location
 from pools.weights.model_files import INDEX_NAME, checkpoint_files, inspect_model_folder
 from pools.weights.native_files import Exports, inspect_native_folder, is_native
-from resources.errors import BadInput
+from resources.errors import BadInput, not_there
 from resources.storage import storage
+from resources.storage.listings import FileInfo
 from resources.storage.mlflow_artifacts import pinned
-from resources.storage.storage import FileInfo
 from tasks.checkpoints.checkpoint import LOADED_NATIVELY, SERVED, Checkpoint, Kind
-from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, not_exported, only_state, training_states
+from tasks.checkpoints.frameworks import Marks, TrainingState, marks_in, only_state, training_states
 from tasks.checkpoints.merged import merged_checkpoint
 from tasks.checkpoints.rules import first_at_multiples
 from tasks.errors import NoCheckpoints
@@ -53,37 +53,19 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
         return [merged_checkpoint(merge, find_checkpoints)]
     path = storage.behind_link(path)  # the link may point elsewhere by the time an engine starts
     files = checkpoint_files(path) if step_of(storage.basename(path)) is not None else storage.list_files(path)
+    expected = "a folder: a checkpoint, or a run that holds checkpoints"
     if [file.uri for file in files] == [path] and not storage.is_folder(path):
-        raise BadInput(
-            expected="a folder: a checkpoint, or a run that holds checkpoints",
-            found=f"{path} is a file",
-            remedy="name the folder it lies in",
-        )
+        raise BadInput(expected=expected, found=f"{path} is a file", remedy="name the folder it lies in")
     if not files and not storage.exists(path):
-        raise BadInput(
-            expected="a folder: a checkpoint, or a run that holds checkpoints",
-            found=f"{path} is not there",
-            remedy="check the path; in an object store, also that you may list it",
-        )
-    folders: dict[str, list[FileInfo]] = defaultdict(list)
-    for file in files:
-        folders[storage.parent(file.uri)].append(file)
-    native, states, marks = native_folders(folders), training_states(folders), marks_in(folders)
-    checkpoints = []
-    for folder, held in exports_in(folders, native=native, states=states):
-        checkpoints.append(_huggingface(folder, held, marks=marks))
-    exported = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
-    exports = Exports()
-    for folder, held in native.items():
-        if "levanter" in kinds:
-            checkpoint = _levanter(folder, held, reference=reference or exports.export_for(folder))
-            checkpoints += [checkpoint] if checkpoint.step not in exported else []
-        else:
-            checkpoints.append(_not_served(folder, held))
-    for state in not_exported(states, [checkpoint.uri for checkpoint in checkpoints], exported):
-        modified = max(file.modified for file in state.files)
-        name = native_name(state.folder)
-        checkpoints.append(Checkpoint(state.folder, *name, modified, state.kind, (state.problem,)))
+        raise not_there(expected, path, "check the path; in an object store, also that you may list it")
+    layouts = layouts_in(files)
+    checkpoints = [_huggingface(folder, held, marks=layouts.marks) for folder, held in layouts.exports]
+    if "levanter" not in kinds:
+        checkpoints += [_not_served(folder, held) for folder, held in layouts.native.items()]
+        layouts = layouts._replace(native={})
+    complete = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
+    candidates = [checkpoint.uri for checkpoint in checkpoints]
+    checkpoints += [made for made, _ in not_exported(layouts, candidates, complete, reference=reference)]
     if not checkpoints:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
@@ -104,19 +86,60 @@ def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoin
     return by_place.get(own) or by_place.get(storage.join(own, "hf"))
 
 
-def exports_in(
-    folders: Mapping[str, list[FileInfo]], *, native: Collection[str], states: Sequence[TrainingState]
-) -> Iterator[tuple[str, list[FileInfo]]]:
-    """Yields the folders to inspect as Hugging Face checkpoints, with the files directly in them."""
+class Layouts(NamedTuple):
+    """Folders of checkpoints in a listing, with their files: exports to Hugging Face layout, native checkpoints, and
+    states that only trainers load."""
+
+    exports: list[tuple[str, list[FileInfo]]]
+    native: dict[str, list[FileInfo]]
+    states: list[TrainingState]
+    marks: Marks
+
+
+def layouts_in(files: Iterable[FileInfo]) -> Layouts:
+    """Sorts the files of a listing by checkpoint and layout."""
+    folders: dict[str, list[FileInfo]] = defaultdict(list)
+    for file in files:
+        folders[file.uri.rpartition("/")[0]].append(file)
+    native, states = _native_folders(folders), training_states(folders)
     of_states = {state.folder for state in states}
-    for folder, held in folders.items():
-        part = (native and within(folder, native)) or (of_states and only_state(folder, held, of_states))
-        if not part and looks_like_checkpoint(folder, held):
-            yield folder, held
+    exports = [
+        (folder, held)
+        for folder, held in folders.items()
+        if not (native and any(outer in native for outer in _upwards(folder)))
+        and not (of_states and only_state(folder, held, of_states))
+        and _looks_like_checkpoint(folder, held)
+    ]
+    return Layouts(exports, native, states, marks_in(folders))
 
 
-def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
-    """Returns True if a folder is a checkpoint by its name or by the files directly in it."""
+def not_exported(
+    layouts: Layouts, candidates: Sequence[str], complete: Collection[int], *, reference: str | None
+) -> Iterator[tuple[Checkpoint, Sequence[FileInfo]]]:
+    """Yields native checkpoints and training states with their files, if their step has no complete export.
+
+    Args:
+        candidates: folders of exports; a training state around an export is not reported.
+        complete: steps with a complete export.
+        reference: as in `find_checkpoints`.
+    """
+    exports = Exports()
+    natives = []
+    for folder, held in layouts.native.items():
+        checkpoint = _levanter(folder, held, reference=reference or exports.export_for(folder))
+        if checkpoint.step not in complete:
+            natives.append(folder)
+            yield checkpoint, held
+    holding = {*candidates, *natives}
+    holding |= {storage.parent(folder) for folder in holding}
+    for state in layouts.states:
+        if state.folder not in holding and step_of(storage.basename(state.folder)) not in complete:
+            modified = max(file.modified for file in state.files)
+            problems = (state.problem,)
+            yield Checkpoint(state.folder, *_native_name(state.folder), modified, state.kind, problems), state.files
+
+
+def _looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
     place, _, last = folder.rpartition("/")
     if step_of(last) is not None:
         return True
@@ -126,8 +149,7 @@ def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
     return any(name in _MODEL_FILES or name.endswith(".safetensors") for name in names)
 
 
-def native_folders(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
-    """Returns native checkpoints with all their files, by folder."""
+def _native_folders(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
     marked = {
         folder
         for folder, held in folders.items()
@@ -145,11 +167,6 @@ def native_folders(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[File
     }
 
 
-def within(folder: str, others: Collection[str]) -> bool:
-    """Returns True if a folder is among some others, or lies in one of them."""
-    return any(outer in others for outer in _upwards(folder))
-
-
 def _upwards(folder: str) -> Iterator[str]:
     while folder:
         yield folder
@@ -157,7 +174,7 @@ def _upwards(folder: str) -> Iterator[str]:
 
 
 def _levanter(folder: str, files: Sequence[FileInfo], *, reference: str | None) -> Checkpoint:
-    run, name, step = native_name(folder)
+    run, name, step = _native_name(folder)
     held = inspect_native_folder(folder, files, reference=reference)
     if held.step is not None and held.step != step:
         name, step = f"{run}-{held.step}", held.step
@@ -171,13 +188,12 @@ def _not_served(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
         "levanter_lm_evaluation_harness"
     )
     modified = max(file.modified for file in files)
-    return Checkpoint(folder, *native_name(folder), modified, "levanter", (problem,))
+    return Checkpoint(folder, *_native_name(folder), modified, "levanter", (problem,))
 
 
-def native_name(folder: str) -> tuple[str, str, int]:
-    """Returns run, checkpoint name and step as `name_of` does; `$RUN/checkpoints/step-N` belongs to `$RUN` too."""
+def _native_name(folder: str) -> tuple[str, str, int]:
     parent, last = storage.parent(folder), storage.basename(folder)
-    if step_of(last) is not None and storage.basename(parent) == _ARCHIVE:
+    if step_of(last) is not None and storage.basename(parent) == _ARCHIVE:  # of `$RUN`, too
         return name_of(storage.join(storage.parent(parent), last))
     return name_of(folder)
 

@@ -16,13 +16,13 @@ a checkpoint without it is incomplete. Sources:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from resources.errors import StorageError
 from resources.storage import storage
-from resources.storage.storage import FileInfo
+from resources.storage.listings import FileInfo
 from tasks.spec.names import step_of
 
 _MARKS = {"STABLE": "prime-rl", ".complete": "miles"}
@@ -211,16 +211,6 @@ def _remedy(root: str, names: set[str]) -> str:
 def _run_of(root: str) -> str:
     place = storage.parent(root)
     return storage.parent(place) if storage.basename(place) == "checkpoints" else place
-
-
-def not_exported(
-    states: Sequence[TrainingState], candidates: Collection[str], exported: Collection[int]
-) -> Iterator[TrainingState]:
-    """Yields the states to report: no export lies in them, and no other checkpoint of their step is complete."""
-    holding = {*candidates, *map(storage.parent, candidates)}
-    for state in states:
-        if state.folder not in holding and step_of(storage.basename(state.folder)) not in exported:
-            yield state
 
 
 def only_state(folder: str, files: Sequence[FileInfo], states: Collection[str]) -> bool:

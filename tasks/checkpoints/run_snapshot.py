@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,14 +32,13 @@ from pools.weights.native_files import Exports, inspect_native_folder
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
 from resources.storage import storage
-from resources.storage.listings import PAGE
+from resources.storage.listings import PAGE, FileInfo
 from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.regular_files import read_cached
-from resources.storage.storage import FileInfo
 from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.checkpoint import Checkpoint, Kind
-from tasks.checkpoints.discovery import exports_in, native_folders, native_name
-from tasks.checkpoints.frameworks import is_about_marks, marks_in, not_exported, training_states
+from tasks.checkpoints.discovery import layouts_in, not_exported
+from tasks.checkpoints.frameworks import is_about_marks
 from tasks.checkpoints.rules import Inputs
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import name_of
@@ -194,20 +192,16 @@ def _judged(
     reference: str | None,
     evaluated: Callable[[str, str], bool],
 ) -> list[SeenCheckpoint]:
-    folders: dict[str, list[FileInfo]] = defaultdict(list)
-    for file in files:
-        folders[file.uri.rpartition("/")[0]].append(file)
-    native, states, marks = native_folders(folders), training_states(folders), marks_in(folders)
+    layouts = layouts_in(files)
     listed = [
-        _Listed(folder, held, *name_of(folder)[1:], listing_digest(folder, held))
-        for folder, held in exports_in(folders, native=native, states=states)
+        _Listed(folder, held, *name_of(folder)[1:], listing_digest(folder, held)) for folder, held in layouts.exports
     ]
     verdicts = dict(known)
     unmarked: dict[tuple[str, str], tuple[str, ...]] = {}
     for checkpoint in listed:
         if evaluated(checkpoint.name, checkpoint.listing):
             verdicts.setdefault(checkpoint.state, ())
-        elif missing := marks.missing(checkpoint.folder, checkpoint.files):
+        elif missing := layouts.marks.missing(checkpoint.folder, checkpoint.files):
             unmarked[checkpoint.state] = missing
     verdicts |= _verdicts(listed, verdicts)
     verdicts |= {state: (*verdicts[state], *missing) for state, missing in unmarked.items()}
@@ -216,19 +210,10 @@ def _judged(
         for folder, _, name, step, listing in listed
     ]
     exported = {checkpoint.step for checkpoint in checkpoints if checkpoint.complete}
-    exports = Exports()
-    for folder, held in native.items():
-        run, name, step = native_name(folder)
-        whole = inspect_native_folder(folder, held, reference=reference or exports.export_for(folder))
-        if whole.step is not None and whole.step != step:
-            name, step = f"{run}-{whole.step}", whole.step
-        if step not in exported:
-            listing = listing_digest(folder, held, reference=whole.folder.reference)
-            checkpoints.append(SeenCheckpoint(folder, name, step, "levanter", listing, whole.folder.problems))
-    for state in not_exported(states, [checkpoint.uri for checkpoint in checkpoints], exported):
-        listing = listing_digest(state.folder, state.files)
-        name = native_name(state.folder)[1:]
-        checkpoints.append(SeenCheckpoint(state.folder, *name, state.kind, listing, (state.problem,)))
+    candidates = [checkpoint.uri for checkpoint in checkpoints]
+    for other, held in not_exported(layouts, candidates, exported, reference=reference):
+        listing = listing_digest(other.uri, held, reference=other.folder.reference if other.folder else None)
+        checkpoints.append(SeenCheckpoint(other.uri, other.name, other.step, other.kind, listing, other.problems))
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.uri))
 
 
@@ -308,8 +293,9 @@ def _key(checkpoint: SeenCheckpoint) -> str:
     uri, known = storage.absolute(checkpoint.uri), checkpoint.listing
     # A local listing stays the same if size and time of a file are restored.
     if storage.is_local(uri) and not checkpoint.merged:
-        files = (path for path in sorted(storage.local_path(uri).iterdir()) if path.is_file())
-        known = hashlib.blake2b(repr([known, *map(file_identity, files)]).encode(), digest_size=12).hexdigest()
+        with suppress(FileNotFoundError):  # it is being removed, and has no digest
+            files = [path for path in sorted(storage.local_path(uri).iterdir()) if path.is_file()]
+            known = hashlib.blake2b(repr([known, *map(file_identity, files)]).encode(), digest_size=12).hexdigest()
     return f"{known} {uri}"
 
 

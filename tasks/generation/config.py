@@ -12,8 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, JsonObject, ResourceConfig
-from tasks.spec.evaluation import CheckpointSelection
-from tasks.spec.merges import MergeOptions, with_merge_named
+from tasks.spec.evaluation import CheckpointSelection, MergeOptions, with_merge_named
 from tasks.spec.names import in_few_words, name_of
 
 _SET_BY_US = frozenset({"model", "prompt", "messages", "n", "stream", "stream_options", "seed"})

@@ -22,7 +22,8 @@ from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.checkpoints.discovery import Checkpoint, discover
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.discovery import discover
 from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output
@@ -36,8 +37,7 @@ from tasks.prefect_server.progress import CellDone, report, report_event
 from tasks.reports.artifacts import browser_address
 from tasks.running.provisioning import access_of, require_near, started_pool
 from tasks.spec.evaluation import digest_of
-from tasks.spec.names import artifact_key, how_many, job_name
-from tasks.spec.paths import check_deployed_paths
+from tasks.spec.names import artifact_key, check_deployed_paths, how_many, job_name
 
 _POOL_PATIENCE_SECONDS = 120.0
 

@@ -26,7 +26,7 @@ _FAILED = ("failed", "retries_exhausted", "backing_off")
 
 def chosen(reconciliation: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
     """Returns the open cells that match any of `CHECKPOINT` or `CHECKPOINT:SUITE`, each a name or a pattern."""
-    every = [*reconciliation.work, *reconciliation.others]
+    every = reconciliation.every
     taken: dict[int, OpenCell] = {}
     for pattern in patterns:
         name, _, suite = pattern.partition(":")
@@ -78,7 +78,7 @@ def cancel(
     else:
         for run, keys in _by_run(cells).items():
             write_override(run_folder(policy, run), "stop", keys, policy=policy.name)
-    meant = {(cell.run, *_key(cell)) for cell in cells or ()}
+    meant = {(cell.run, *cell.key) for cell in cells or ()}
     ended: list[SeenClaim] = []
     for listing in listings:
         hashes = {evaluation.hash for evaluation in listing.evaluations}
@@ -129,9 +129,5 @@ def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]
 def _by_run(cells: Sequence[OpenCell]) -> dict[str, list[tuple[str, str]]]:
     keys: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for cell in cells:
-        keys[cell.run].append(_key(cell))
+        keys[cell.run].append(cell.key)
     return keys
-
-
-def _key(cell: OpenCell) -> tuple[str, str]:
-    return cell.checkpoint.name, cell.evaluation.hash

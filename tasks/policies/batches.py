@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from resources.config import ResourceConfig
@@ -94,21 +95,17 @@ def placed(
     now = dict(states)
     placements = []
     for batch in batches:
-        source = source_of(batch.cells)
-
-        def choose(
-            known: Mapping[str, WorkPoolState],
-            resources: ResourceConfig = batch.resources,
-            source: Source | None = source,
-        ) -> WorkPoolChoice:
-            return choose_work_pool(
-                resources, regions=regions, states=known, source=source, max_egress_usd=max_egress_usd
-            )
-
+        choose = partial(
+            choose_work_pool,
+            batch.resources,
+            regions=regions,
+            source=source_of(batch.cells),
+            max_egress_usd=max_egress_usd,
+        )
         try:
-            choice = choose(now)
+            choice = choose(states=now)
         except NoUsableWorkPool as error:
-            placements.append(replace(batch, error=error, waits=_would(choose, without_limits(now))))
+            placements.append(replace(batch, error=error, waits=_would_start(choose, without_limits(now))))
         except AssayError as error:  # not available anywhere; continue with the other batches
             placements.append(replace(batch, error=error))
         else:
@@ -123,11 +120,9 @@ def without_limits(states: Mapping[str, WorkPoolState]) -> dict[str, WorkPoolSta
     return {name: replace(state, limit=None) for name, state in states.items()}
 
 
-def _would(
-    choose: Callable[[Mapping[str, WorkPoolState]], WorkPoolChoice], states: Mapping[str, WorkPoolState]
-) -> bool:
+def _would_start(choose: Callable[..., WorkPoolChoice], states: Mapping[str, WorkPoolState]) -> bool:
     try:
-        choose(states)
+        choose(states=states)
     except NoUsableWorkPool:
         return False
     return True

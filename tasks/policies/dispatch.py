@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -104,7 +103,7 @@ class Dispatcher:
 
 def states_of(regions: Regions) -> dict[str, WorkPoolState]:
     """Returns the states of all regions' work pools from the server."""
-    return asyncio.run(work_pool_states(region.work_pool for region in regions.regions if region.work_pool))
+    return work_pool_states(region.work_pool for region in regions.regions if region.work_pool)
 
 
 def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:

@@ -6,39 +6,29 @@ after the pauses and within the number of tries that the policy's `retries` sets
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterEndTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-)
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import Field, ValidationError
 
 from resources.config import Config
 from tasks.policies.policy import Policy
-from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
-from tasks.prefect_server.client import prefect_client
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, by_budget
+from tasks.prefect_server.client import every_page, prefect_client
 from tasks.spec.names import in_few_words
 
 FLOW = "evaluate-cells"
 """Name of the flow that evaluates named cells of a policy; each region has a deployment of it, `FLOW/<region>`."""
 MOVED = "Moved"
 """State of a flow run taken back from a work pool that would not start it; counts as no failure."""
-_AT_WORK = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING)
-_ENDED = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
-_PAGE = 200  # largest page of the server
+_AT_WORK = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
+_ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 _REMEMBERED = timedelta(days=1)  # longer than the pauses of the default retry budget
 
 
@@ -99,10 +89,10 @@ class Dispatches:
 
     at_work: Sequence[Dispatch] = ()
     ended: Sequence[Dispatch] = ()
-    _holders: Mapping[CellName, Dispatch] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_holders", {name: dispatch for dispatch in self.at_work for name in dispatch.cells})
+    @cached_property
+    def _holders(self) -> dict[CellName, Dispatch]:
+        return {name: dispatch for dispatch in self.at_work for name in dispatch.cells}
 
     def holder(self, name: CellName) -> Dispatch | None:
         return self._holders.get(name)
@@ -139,15 +129,15 @@ def with_dispatches(
     }
     work, others = [], list(reconciliation.others)
     for cell in reconciliation.work:
-        name, key = name_of_cell(cell), (cell.checkpoint.name, cell.evaluation.hash)
-        override = by_run[cell.run].overrides.newest(*key, policy=policy.name)
-        since = max(override.at if override is not None else 0.0, written.get((cell.run, *key), 0.0))
-        decided = _decided(cell, sent, policy, name=name, since=since, now=now)
+        override = by_run[cell.run].overrides.newest(*cell.key, policy=policy.name)
+        since = max(override.at if override is not None else 0.0, written.get((cell.run, *cell.key), 0.0))
+        decided = _decided(cell, sent, policy, since=since, now=now)
         (work if decided.state == "work" else others).append(decided)
     return replace(reconciliation, work=work, others=others)
 
 
-def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, name: CellName, since: float, now: float) -> OpenCell:
+def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, since: float, now: float) -> OpenCell:
+    name = name_of_cell(cell)
     if (holder := sent.holder(name)) is not None:
         return replace(cell, state="scheduled", reason=holder.described)
     failures = sent.failures(name, since=since)
@@ -157,12 +147,8 @@ def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, name: CellName
     if last.state == "Cancelled":  # by a user, maybe before it started
         return replace(cell, state="stopped", reason=f"cancelled with the flow run {last.name!r}")
     reason = f"the flow run {last.name!r} on work pool {last.work_pool} is {last.state} and left no record"
-    if len(failures) > policy.retries.infra_failures:
-        return replace(cell, state="retries_exhausted", reason=f"{len(failures)} failures in a row; the last: {reason}")
-    due = (last.ended or 0.0) + policy.retries.delay_seconds(len(failures))
-    if now < due:
-        return replace(cell, state="backing_off", reason=f"failure {len(failures)}: {reason}", until=due)
-    return replace(cell, reason=f"again after failure {len(failures)}")
+    ended = last.ended or 0.0
+    return by_budget(cell, policy.retries, failures=len(failures), ended=ended, reason=reason, now=now)
 
 
 def read_dispatches(policy: Policy) -> Dispatches:
@@ -171,30 +157,19 @@ def read_dispatches(policy: Policy) -> Dispatches:
     Raises:
         PrefectUnavailable: the server does not answer.
     """
-    lately = datetime.now(UTC) - _REMEMBERED
+    lately = {"end_time": {"after_": datetime.now(UTC) - _REMEMBERED}}
     with prefect_client() as client:
-        at_work: list[FlowRun] = []
-        while len(page := _page(client, policy, _AT_WORK, offset=len(at_work))) == _PAGE:
-            at_work += page
-        at_work += page
-        ended = _page(client, policy, _ENDED, end_time=FlowRunFilterEndTime.model_validate({"after_": lately}))
+        at_work, ended = (
+            every_page(
+                client.read_flow_runs,
+                flow_filter=FlowFilter.model_validate({"name": {"any_": [FLOW]}}),
+                flow_run_filter=FlowRunFilter.model_validate(
+                    {"tags": {"all_": [f"policy={policy.name}"]}, "state": {"type": {"any_": states}}, **more}
+                ),
+            )
+            for states, more in ((_AT_WORK, {}), (_ENDED, lately))
+        )
     return Dispatches(_read(at_work, policy), _read(ended, policy))
-
-
-def _page(
-    client: SyncPrefectClient, policy: Policy, states: Sequence[StateType], *, offset: int = 0, **more: Any
-) -> list[FlowRun]:
-    return client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
-        flow_run_filter=FlowRunFilter(
-            tags=FlowRunFilterTags(all_=[f"policy={policy.name}"]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states))),
-            **more,
-        ),
-        sort=FlowRunSort.END_TIME_DESC if more else FlowRunSort.ID_DESC,
-        limit=_PAGE,
-        offset=offset,
-    )
 
 
 def _read(runs: Sequence[FlowRun], policy: Policy) -> list[Dispatch]:

@@ -11,15 +11,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prefect.events import Automation, Event, EventTrigger, Resource, ResourceSpecification, emit_event
+from prefect.events import Event, EventTrigger, Resource, ResourceSpecification, emit_event
 
 from pools.weights.merges import with_each_location
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
+from tasks.checkpoints.checkpoint import Checkpoint
+from tasks.checkpoints.discovery import checkpoint_at
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run
 from tasks.policies.policy import Policy
-from tasks.prefect_server.client import prefect_client, send_events
+from tasks.prefect_server.client import every_page, prefect_client, send_events
 from tasks.prefect_server.lazy import in_flow_run
 from tasks.records.verdicts import Verdict
 from tasks.spec.names import name_of
@@ -28,7 +29,6 @@ CHECKPOINT_COMPLETE = "checkpoint.complete"
 GATE_EVENTS = {"GO": "gate.go", "NO-GO": "gate.no-go"}
 _RESOURCE = "assay.checkpoint."
 _SHOWN_REFUSALS = 20  # gates may have several hundred rules, and servers refuse events of more than 1.5 MB
-_PAGE = 200  # largest page of automations
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -78,10 +78,8 @@ def send(checkpoints: Sequence[CompleteCheckpoint]) -> None:
 def listeners(checkpoint: CompleteCheckpoint) -> list[str]:
     """Returns the names of the server's automations that a checkpoint's event triggers."""
     resource = Resource(checkpoint.labels())
-    automations: list[Automation] = []
     with prefect_client() as client:
-        while page := client.read_automations(limit=_PAGE, offset=len(automations)):
-            automations += page
+        automations = every_page(client.read_automations)
     return sorted(
         automation.name
         for automation in automations

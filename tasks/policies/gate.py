@@ -1,34 +1,46 @@
 """Gates on a policy: each run is judged by the records of its checkpoints, from any source.
 
 A gate given to a command judges a run in its current state. A policy's own gate judges each checkpoint once it is
-settled, in each reconciliation.
+settled, in each reconciliation, and once for each state of its records. Its verdicts are stored:
+
+    <evaluation_path>/<run>/gates/<hash of the gate>/step-<N>.<go or no-go>.<state of its records>.json
+
+File names hold everything that a pass needs, so that it reads none of the files.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
 
 from resources.errors import AssayError, BadInput
 from resources.storage import storage
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted, GateRefused
-from tasks.policies.early import EarlyDecisions
+from tasks.policies.early import EarlyDecisions, gate_folder
 from tasks.policies.events import emit_verdict
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import ON_ITS_WAY, RunListing, State, reconcile
 from tasks.policies.snapshot import run_folder, take_snapshot
-from tasks.policies.verdicts import KeptVerdicts, as_kept, kept_verdicts, known_digests, records_digest, state_of
 from tasks.prefect_server.progress import Judged, report, report_event
-from tasks.records.record import find_records
-from tasks.records.search import FoundRecord
+from tasks.records.details import CheckpointReference
+from tasks.records.index import Evaluated, IndexedRecord, RunRecords
+from tasks.records.record import FoundRecord, find_records, now
 from tasks.records.verdicts import EarlyVerdict, Reason, Verdict
 from tasks.running.cells import Cell
 from tasks.running.conclude import judge_checkpoints
 from tasks.running.early import decided_early
+from tasks.spec.evaluation import digest_of
 from tasks.verdicts.gate import Gate
 from tasks.verdicts.judge import JudgedCheckpoint
+
+_NAME = re.compile(r"step-(\d+)\.(go|no-go)\.([0-9a-f]{16})\.json")
 
 
 def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:
@@ -90,7 +102,7 @@ def _tell_unfit(cell: Cell, error: BadInput) -> None:
 
 
 def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reason]:
-    kept = kept_verdicts(run_folder(policy, listing.name), gate)
+    kept = _kept_verdicts(run_folder(policy, listing.name), gate)
     fresh = _not_judged(gate, policy, listing, kept)
     if not fresh:
         return []
@@ -101,7 +113,7 @@ def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reas
     reasons: list[Reason] = []
     for checkpoint, judged, state in fresh:
         own = verdict.about(judged.name)
-        if kept.keep(judged.step, state, as_kept(own, judged, run=listing.name, policy=policy.name)):
+        if kept.keep(judged.step, state, _as_kept(own, judged, run=listing.name, policy=policy.name)):
             emit_verdict(own, checkpoint, run=listing.name, policy=policy.name)
             reasons += own.reasons
     return reasons
@@ -109,7 +121,7 @@ def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reas
 
 def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, str]:
     """Returns GO or NO-GO by checkpoint name, for checkpoints judged in their current state by a policy's own gate."""
-    kept = kept_verdicts(run_folder(policy, listing.name), gate)
+    kept = _kept_verdicts(run_folder(policy, listing.name), gate)
     words = {
         checkpoint.name: kept.word(checkpoint.step, _state(listing, checkpoint, evaluations))
         for checkpoint, evaluations in _wanted_of(policy, listing).items()
@@ -124,7 +136,7 @@ def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpo
     """
     states: dict[str, set[State]] = defaultdict(set)
     reconciliation = reconcile([listing], policy, now=time.time())
-    for cell in (*reconciliation.work, *reconciliation.others):
+    for cell in reconciliation.every:
         states[cell.checkpoint.uri].add(cell.state)
     ready: list[SeenCheckpoint] = []
     for checkpoint in sorted(_wanted_of(policy, listing), key=lambda checkpoint: checkpoint.step):
@@ -137,7 +149,7 @@ def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpo
 
 
 def _not_judged(
-    gate: Gate, policy: Policy, listing: RunListing, kept: KeptVerdicts
+    gate: Gate, policy: Policy, listing: RunListing, kept: _KeptVerdicts
 ) -> list[tuple[SeenCheckpoint, JudgedCheckpoint, str]]:
     evaluations = _wanted_of(policy, listing)
     fresh = []
@@ -148,7 +160,7 @@ def _not_judged(
         judged = _judged(policy, listing, checkpoint, evaluations[checkpoint])
         if judged.without_record:  # deleted since the index was built
             continue
-        if (before := kept.same_records(checkpoint.step, records_digest(judged))) is not None:
+        if (before := kept.same_records(checkpoint.step, _records_digest(judged))) is not None:
             kept.keep(checkpoint.step, state, before)
             continue
         fresh.append((checkpoint, judged, state))
@@ -157,7 +169,7 @@ def _not_judged(
 
 def _state(listing: RunListing, checkpoint: SeenCheckpoint, evaluations: Sequence[WantedEvaluation]) -> str:
     words = [(each.hash, listing.early.word(checkpoint, each)) for each in evaluations] if listing.early else []
-    return state_of(
+    return _state_of(
         checkpoint, evaluations, listing.records, [f"{key} {checkpoint.listing} {word}" for key, word in words if word]
     )
 
@@ -187,7 +199,7 @@ def _judged(
     folder = storage.join(run_folder(policy, listing.name), f"step-{checkpoint.step}")
     by_hash: dict[str, list[FoundRecord]] = defaultdict(list)
     of_name = [item for item in find_records(folder) if item.record.checkpoint.name == checkpoint.name]
-    digests = known_digests(checkpoint, (item.record.checkpoint for item in of_name))
+    digests = _known_digests(checkpoint, (item.record.checkpoint for item in of_name))
     for item in of_name:
         if item.record.checkpoint.digest in digests:
             by_hash[item.record.evaluation_hash].append(item)
@@ -213,3 +225,70 @@ def _judged(
 def _is_unsettled(checkpoint: JudgedCheckpoint) -> bool:
     missing = [item.record.status for item in checkpoint.records if not item.record.succeeded]
     return set(missing) <= {"infra_failed"} and bool(missing or checkpoint.without_record)
+
+
+@dataclass(frozen=True)
+class _KeptVerdicts:
+    folder: str
+    files: Mapping[tuple[int, str], str]
+
+    def word(self, step: int, state: str) -> str | None:
+        name = self.files.get((step, state))
+        return None if name is None else "NO-GO" if ".no-go." in name else "GO"
+
+    def same_records(self, step: int, records: str) -> bytes | None:
+        for (of_step, _), name in self.files.items():
+            if of_step == step:
+                content = storage.read_bytes(storage.join(self.folder, name))
+                if orjson.loads(content)["records"] == records:
+                    return content
+        return None
+
+    def keep(self, step: int, state: str, content: bytes) -> bool:
+        word = orjson.loads(content)["verdict"].lower()
+        return storage.create_bytes(storage.join(self.folder, f"step-{step}.{word}.{state}.json"), content)
+
+
+def _kept_verdicts(run_folder: str, gate: Gate) -> _KeptVerdicts:
+    folder = gate_folder(run_folder, gate)
+    names = [storage.basename(file.uri) for file in storage.list_files(folder) if file.regular]
+    matched = [match for name in names if (match := _NAME.fullmatch(name))]
+    return _KeptVerdicts(folder, {(int(match[1]), match[3]): match[0] for match in matched})
+
+
+def _known_digests(
+    checkpoint: SeenCheckpoint, recorded: Iterable[CheckpointReference | Evaluated | IndexedRecord]
+) -> set[str]:
+    # Records with another listing and such a digest belong to it, too: its files were copied in between.
+    if checkpoint.digest is not None:
+        return {checkpoint.digest}
+    return {item.digest for item in recorded if item.listing == checkpoint.listing}
+
+
+def _state_of(
+    checkpoint: SeenCheckpoint, evaluations: Iterable[WantedEvaluation], records: RunRecords, early: Iterable[str] = ()
+) -> str:
+    # Records that are not requested change it too: see `_KeptVerdicts.same_records`.
+    hashes = {hash_ for evaluation in evaluations for hash_ in (evaluation.hash, evaluation.native_hash) if hash_}
+    states = records.done.get(checkpoint.name, ())
+    failures = [record for record in records.others if record.checkpoint == checkpoint.name]
+    digests = _known_digests(checkpoint, (*states, *failures))
+    done = [(s.digest, s.newest, sorted(s.hashes & hashes)) for s in states if s.digest in digests]
+    others = [
+        (record.evaluation_hash, record.status, record.created)
+        for record in failures
+        if record.evaluation_hash in hashes and record.digest in digests
+    ]
+    return digest_of([sorted(hashes), sorted(done), sorted(others), sorted(early)])
+
+
+def _records_digest(judged: JudgedCheckpoint) -> str:
+    records = [(r.evaluation_hash, r.attempt, r.status, r.created) for r in (item.record for item in judged.records)]
+    early = [(v.evaluation_hash, v.attempt, "decided early", v.created) for v in judged.early]
+    return digest_of(sorted((*first, created.isoformat()) for *first, created in (*records, *early)))
+
+
+def _as_kept(verdict: Verdict, judged: JudgedCheckpoint, *, run: str, policy: str) -> bytes:
+    about: dict[str, Any] = {"policy": policy, "run": run, "checkpoint": judged.name, "step": judged.step}
+    content = {**verdict.as_dict(), **about, "records": _records_digest(judged), "at": now().isoformat()}
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2)

@@ -7,18 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pools.config import InferencePoolConfig, check_name, is_address
-from resources.config import Config, ResourceConfig
+from pools.config import check_name, is_address
+from resources.config import Config
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.running.cells import as_served
 from tasks.spec.benchmarks import evaluation_hash
-from tasks.spec.evaluation import EvaluationConfig
-from tasks.spec.evaluators import Judge
+from tasks.spec.evaluation import SERVING_WAYS, EvaluationConfig, Serving
 from tasks.spec.loading import load_config
-from tasks.spec.names import name_of
-from tasks.spec.paths import check_deployed_paths
+from tasks.spec.names import check_deployed_paths, name_of
 from tasks.spec.sinks import Sinks
-from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
+from tasks.spec.suites import SuiteChoice, SuiteName, SuiteRequest, load_suite
 from tasks.verdicts.gate import Gate
 
 
@@ -37,58 +35,25 @@ class RetryBudget(Config):
         return min(self.longest_delay_seconds, self.first_delay_seconds * 2.0 ** min(max(0, failures - 1), 60))
 
 
-class PolicyServing(Config):
-    """The engine or endpoint that answers, and its resources; in a policy's suite it replaces the policy's own."""
-
-    pool_config: InferencePoolConfig | None = None
-    """The inference pool to start, instead of resource_config."""
-    pool_name: str | None = None
-    """A kept pool (`assay pool up`), by name or address."""
-    pool_key_block: str | None = None
-    """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
-    base_url: str | None = None
-    """An OpenAI-compatible endpoint that serves the checkpoints; ends in /v1."""
-    resource_config: ResourceConfig | None = None
-    """Resources of engines, and of evaluators that load the checkpoint themselves."""
-
-    def served(self, other: PolicyServing) -> dict[str, Any]:
-        """Returns the serving fields of a request, those of `self` before those of `other`."""
-        ways = ("pool_config", "pool_name", "base_url")
-        first = self if any(getattr(self, name) is not None for name in ways) else other
-        resources = self.resource_config if self.resource_config is not None else other.resource_config
-        return {**{name: getattr(first, name) for name in (*ways, "pool_key_block")}, "resource_config": resources}
-
-
-class PolicySuite(PolicyServing):
-    """A suite of a policy."""
+class PolicySuite(Serving, SuiteChoice):
+    """A suite of a policy; its serving replaces the policy's own."""
 
     suite: SuiteName
     """Name of a suite, or a YAML file with its definition."""
-    only: tuple[str, ...] = ()
-    """Labels of the evaluations to run; all when empty."""
     checkpoints: tuple[CheckpointRule, ...] | None = None
     """Checkpoint rules of this suite; the policy's when unset."""
     priority: int = 0
     """Suites with a higher number come first."""
-    max_eval_instances: int | None = Field(default=None, ge=1)
-    """Questions per benchmark; the suite's setting when unset."""
-    max_truncated: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's prompts that may be truncated; the suite's setting when unset."""
-    max_at_limit: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's answers that may end at the length limit; the suite's setting when unset."""
-    apply_chat_template: bool | None = None
-    """Use the model's chat template; the suite's setting when unset."""
-    benchmarks_path: str | None = None
-    """Folder with custom benchmarks."""
-    allow_code_execution: tuple[str, ...] = ()
-    """Benchmarks that may run code written by the model."""
-    judge: Judge | None = None
-    """The judge that compares outputs; the suite's setting when unset."""
-    timeout_seconds: float | None = Field(default=None, gt=0)
-    """Wall-clock limit of a cell in seconds."""
+
+    def served(self, policy: Policy) -> dict[str, Any]:
+        """Returns the serving fields of a request, its own before those of the policy."""
+        own = any(getattr(self, name) is not None for name in SERVING_WAYS)
+        names = (*SERVING_WAYS, "pool_key_block")
+        resources = self.resource_config if self.resource_config is not None else policy.resource_config
+        return {**{name: getattr(self if own else policy, name) for name in names}, "resource_config": resources}
 
 
-class Policy(PolicyServing):
+class Policy(Serving):
     """The evaluations of training runs, while they run and after."""
 
     name: str
@@ -210,18 +175,15 @@ def _merged(first: WantedEvaluation, second: WantedEvaluation) -> WantedEvaluati
 
 
 def _request(policy: Policy, suite: PolicySuite, run: str) -> SuiteRequest:
-    asked = ("max_eval_instances", "max_truncated", "max_at_limit", "apply_chat_template", "benchmarks_path", "judge")
     return SuiteRequest.model_validate(
         {
             "model_path": run,
             "model_name": name_of(run)[0],
             "evaluation_path": policy.evaluation_path,
-            "only": suite.only,
-            "allow_code_execution": suite.allow_code_execution,
             "sinks": policy.sinks,
             "wandb_tags": (*policy.tags, f"policy={policy.name}"),
             **suite.served(policy),
-            **{name: getattr(suite, name) for name in (*asked, "timeout_seconds")},
+            **{name: getattr(suite, name) for name in SuiteChoice.model_fields},
         }
     )
 

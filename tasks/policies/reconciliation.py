@@ -90,7 +90,7 @@ class OpenCell:
     run: str
     checkpoint: SeenCheckpoint
     evaluation: WantedEvaluation
-    state: State
+    state: State = "work"
     reason: str | None = None
     until: float | None = None
     early: bool = False
@@ -98,6 +98,11 @@ class OpenCell:
     @property
     def title(self) -> str:
         return f"{self.checkpoint.name} · {self.evaluation.title}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its name in overrides and claims of a run."""
+        return self.checkpoint.name, self.evaluation.hash
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,14 @@ class Reconciliation:
         """Number of cells with a succeeded record of exactly this checkpoint and evaluation."""
         return sum(self.done.values())
 
+    @property
+    def every(self) -> list[OpenCell]:
+        """All open cells, those to do first."""
+        return [*self.work, *self.others]
+
     def by_state(self) -> dict[State, list[OpenCell]]:
         cells: dict[State, list[OpenCell]] = defaultdict(list)
-        for cell in (*self.work, *self.others):
+        for cell in self.every:
             cells[cell.state].append(cell)
         return dict(cells)
 
@@ -161,7 +171,11 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
     finished: Counter[frozenset[str]] = Counter()
     for checkpoint in listing.checkpoints:
         if not (checkpoint.complete or checkpoint.merged):
-            open_cells += state.incomplete(checkpoint, steps)
+            open_cells += [
+                state.not_whole(OpenCell(listing.name, checkpoint, evaluation))
+                for evaluation in listing.evaluations
+                if might_be_eligible(evaluation.rules, checkpoint.step, steps, final_step=policy.final_step)
+            ]
         elif checkpoint.inputs in wanted_of:
             evaluations, hashes = wanted_of[checkpoint.inputs]
             recorded = state.recorded(checkpoint)
@@ -172,7 +186,7 @@ def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
                 if each.hash in recorded or (each.native_hash is not None and each.native_hash in recorded):
                     done[listing.name, each.hash] += 1
                 else:
-                    open_cells.append(state.open_cell(checkpoint, each))
+                    open_cells.append(state.decided(OpenCell(listing.name, checkpoint, each)))
     for hashes, times in finished.items():
         for hash_ in hashes:
             done[listing.name, hash_] += times
@@ -279,103 +293,66 @@ class _RunState:
             (checkpoint.name, checkpoint.listing), ()
         )
 
-    def incomplete(self, checkpoint: SeenCheckpoint, complete: Sequence[int]) -> list[OpenCell]:
-        return [
-            self._not_whole(checkpoint, evaluation)
-            for evaluation in self._listing.evaluations
-            if might_be_eligible(evaluation.rules, checkpoint.step, complete, final_step=self._policy.final_step)
-        ]
-
-    def _not_whole(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> OpenCell:
+    def not_whole(self, cell: OpenCell) -> OpenCell:
+        checkpoint = cell.checkpoint
         waits = checkpoint.kind in (SERVED if checkpoint.merged else LOADED_NATIVELY)
-        return self._cell(checkpoint, evaluation, "waiting" if waits else "not_served", "; ".join(checkpoint.problems))
+        return replace(cell, state="waiting" if waits else "not_served", reason="; ".join(checkpoint.problems))
 
-    def open_cell(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> OpenCell:
+    def decided(self, cell: OpenCell) -> OpenCell:
+        checkpoint = cell.checkpoint
         if checkpoint.problems:
-            return self._not_whole(checkpoint, evaluation)
+            return self.not_whole(cell)
         if checkpoint.name in self._twice:
-            return self._cell(
-                checkpoint, evaluation, "not_served", f"two checkpoints are called {checkpoint.name}: remove either"
-            )
-        if checkpoint.kind == "levanter" and not evaluation.config.native:
+            why = f"two checkpoints are called {checkpoint.name}: remove either"
+            return replace(cell, state="not_served", reason=why)
+        if checkpoint.kind == "levanter" and not cell.evaluation.config.native:
             why = "in Levanter's own layout: export it to Hugging Face format, or have Levanter evaluate it"
-            return self._cell(checkpoint, evaluation, "not_served", why)
-        key = (checkpoint.name, evaluation.hash)
-        override = self._listing.overrides.newest(*key, policy=self._policy.name) if self._has_overrides else None
+            return replace(cell, state="not_served", reason=why)
+        override = self._listing.overrides.newest(*cell.key, policy=self._policy.name) if self._has_overrides else None
         if override is not None and override.kind == "stop":
-            return self._cell(checkpoint, evaluation, "stopped", f"cancelled {override.by} at {moment(override.at)}")
-        failures = self._failures_of(checkpoint, evaluation) if self._failures else []
-        claim = self._claims.get(key)
+            return replace(cell, state="stopped", reason=f"cancelled {override.by} at {moment(override.at)}")
+        claim = self._claims.get(cell.key)
         if claim is not None and claim.claim.subject.listing not in (None, checkpoint.listing):
             claim = None  # the claim is on an earlier state of the checkpoint
         if claim is not None and claim.live(self._now) and claim.holder is not None:
             holder = f"{claim.holder.user} on {claim.holder.process.machine.partition(' ')[0]}"
-            return self._cell(checkpoint, evaluation, "claimed", holder, claim.until())
-        last = max(failures, key=lambda record: record.created, default=None)
-        return self._after(checkpoint, evaluation, last, claim, since=override.at if override is not None else 0.0)
+            return replace(cell, state="claimed", reason=holder, until=claim.until())
+        return self._after_failures(cell, claim, since=override.at if override is not None else 0.0)
 
-    def _failures_of(self, checkpoint: SeenCheckpoint, evaluation: WantedEvaluation) -> list[IndexedRecord]:
-        hashes = (evaluation.hash, *filter(None, [evaluation.native_hash]))
-        return [
+    def _after_failures(self, cell: OpenCell, claim: SeenClaim | None, *, since: float) -> OpenCell:
+        failed = [
             record
-            for hash_ in hashes
-            for record in self._failures.get((checkpoint.name, hash_), ())
-            if self._is_of(checkpoint, record)
+            for hash_ in (cell.evaluation.hash, cell.evaluation.native_hash)
+            if self._failures and hash_
+            for record in self._failures.get((cell.checkpoint.name, hash_), ())
+            if self._is_of(cell.checkpoint, record)
         ]
-
-    def _after(
-        self,
-        checkpoint: SeenCheckpoint,
-        evaluation: WantedEvaluation,
-        last: IndexedRecord | None,
-        claim: SeenClaim | None,
-        *,
-        since: float,
-    ) -> OpenCell:
+        last = max(failed, key=lambda record: record.created, default=None)
         if last is not None and last.created <= since:
             last = None
         if last is not None and last.status in ("failed", "withheld"):
-            return self._cell(checkpoint, evaluation, "failed", last.reason)
+            return replace(cell, state="failed", reason=last.reason)
         at = self._known_time(claim.claim.at) if claim is not None else 0.0
         dead = claim is not None and claim.died(self._now) and at > since
         deaths = claim.claim.deaths + 1 if claim is not None and dead else 0
         failures = deaths + (last.infra_failures if last is not None else 0)
         if failures == 0:
-            return self._cell(checkpoint, evaluation, "work")
+            return cell
         reason = last.reason if last is not None else "the run that had it died"
         ended = max(last.created if last is not None else 0.0, at if deaths else 0.0)
-        return self._by_budget(
-            checkpoint, evaluation, self._policy.retries, failures=failures, ended=ended, reason=reason
-        )
+        return by_budget(cell, self._policy.retries, failures=failures, ended=ended, reason=reason, now=self._now)
 
-    def _by_budget(
-        self,
-        checkpoint: SeenCheckpoint,
-        evaluation: WantedEvaluation,
-        budget: RetryBudget,
-        *,
-        failures: int,
-        ended: float,
-        reason: str | None,
-    ) -> OpenCell:
-        if failures > budget.infra_failures:
-            return self._cell(
-                checkpoint, evaluation, "retries_exhausted", f"{failures} failures in a row; the last: {reason}"
-            )
-        due = ended + budget.delay_seconds(failures)
-        if self._now < due:
-            return self._cell(checkpoint, evaluation, "backing_off", f"failure {failures}: {reason}", due)
-        return self._cell(checkpoint, evaluation, "work", f"again after failure {failures}")
 
-    def _cell(
-        self,
-        checkpoint: SeenCheckpoint,
-        evaluation: WantedEvaluation,
-        state: State,
-        reason: str | None = None,
-        until: float | None = None,
-    ) -> OpenCell:
-        return OpenCell(self._listing.name, checkpoint, evaluation, state, reason, until)
+def by_budget(
+    cell: OpenCell, budget: RetryBudget, *, failures: int, ended: float, reason: str | None, now: float
+) -> OpenCell:
+    """Returns a cell after failures of machines in a row, the last `ended`: for now, for later, or for no other try."""
+    if failures > budget.infra_failures:
+        return replace(cell, state="retries_exhausted", reason=f"{failures} failures in a row; the last: {reason}")
+    due = ended + budget.delay_seconds(failures)
+    if now < due:
+        return replace(cell, state="backing_off", reason=f"failure {failures}: {reason}", until=due)
+    return replace(cell, state="work", reason=f"again after failure {failures}")
 
 
 def moment(seconds: float) -> str:

@@ -19,38 +19,22 @@ from tasks.spec.names import how_many
 
 _MOST_ROWS = 40
 _SHORT_NAME = 24
-_WORDS: dict[State, str] = {
-    "work": "to do",
-    "waiting": "incomplete",
-    "failed": "failed",
-    "backing_off": "infra failed",
-    "retries_exhausted": "infra failed too often",
-    "claimed": "being evaluated",
-    "scheduled": "scheduled",
-    "stopped": "cancelled",
-    "not_served": "cannot be served",
-    "held": "waits for a baseline",
-    "decided_early": "decided early: not worse",
-}
-_TO_DO: dict[State, str] = {
-    "failed": "see its record, then assay retry",
-    "retries_exhausted": "see its record, then assay retry",
-    "stopped": "assay retry",
+_RETRY = "see its record, then assay retry"
+# Words and style of each state, and the user's remedy if any.
+_SHOWN: dict[State, tuple[str, str, str]] = {
+    "work": ("to do", "cyan", ""),
+    "waiting": ("incomplete", "dim", ""),
+    "failed": ("failed", "red", _RETRY),
+    "backing_off": ("infra failed", "yellow", ""),
+    "retries_exhausted": ("infra failed too often", "red", _RETRY),
+    "claimed": ("being evaluated", "blue", ""),
+    "scheduled": ("scheduled", "blue", ""),
+    "stopped": ("cancelled", "magenta", "assay retry"),
+    "not_served": ("cannot be served", "dim", ""),
+    "held": ("waits for a baseline", "dim", ""),
+    "decided_early": ("decided early: not worse", "green", ""),
 }
 _TO_COME = ON_ITS_WAY | {"waiting"}
-_STYLES: dict[State, str] = {
-    "work": "cyan",
-    "waiting": "dim",
-    "failed": "red",
-    "backing_off": "yellow",
-    "retries_exhausted": "red",
-    "claimed": "blue",
-    "scheduled": "blue",
-    "stopped": "magenta",
-    "not_served": "dim",
-    "held": "dim",
-    "decided_early": "green",
-}
 _VERDICTS = {"GO": Text("GO", "green"), "NO-GO": Text("NO-GO", "red"), None: Text("·", "dim")}
 
 
@@ -74,19 +58,13 @@ def plan_json(
 
 
 def _batch(batch: Batch) -> dict[str, Any]:
-    choice = batch.choice
-    hourly = choice.price_per_hour if choice else None
-    return {
-        "title": batch.title,
-        "cells": len(batch.cells),
-        "work_pool": choice.work_pool if choice else None,
-        "region": choice.region.name if choice else None,
-        "job_variables": choice.job_variables if choice else None,
-        "egress_usd": float(choice.egress_usd) if choice else None,
-        "usd_per_hour": None if hourly is None else float(hourly),
-        "passed_over": dict(choice.passed_over) if choice else {},
-        "why_not": batch.error.found if batch.error else None,
+    nowhere = {
+        **dict.fromkeys(("work_pool", "region", "job_variables", "egress_usd", "usd_per_hour")),
+        "passed_over": {},
     }
+    choice = batch.choice.as_dict() if batch.choice else nowhere
+    why_not = batch.error.found if batch.error else None
+    return {"title": batch.title, "cells": len(batch.cells), **choice, "why_not": why_not}
 
 
 def plan_table(policy: Policy, reconciliation: Reconciliation, estimates: Estimates) -> Table:
@@ -180,7 +158,7 @@ def gaps_json(policy: Policy, reconciliation: Reconciliation) -> dict[str, Any]:
             "reason": cell.reason,
             "until": moment(cell.until) if cell.until else None,
         }
-        for cell in (*reconciliation.work, *reconciliation.others)
+        for cell in reconciliation.every
     ]
     counts = Counter(cell["state"] for cell in cells)
     return {
@@ -194,17 +172,17 @@ def gaps_json(policy: Policy, reconciliation: Reconciliation) -> dict[str, Any]:
 
 def gaps_table(reconciliation: Reconciliation) -> Table:
     """Returns the gaps as a table with a row for each checkpoint and reason."""
-    every = [*reconciliation.work, *reconciliation.others]
+    every = reconciliation.every
     columns = ("State", *_named("Evaluation", "Why", of=every), "Until, or what to do")
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for state, cells in reconciliation.by_state().items():
-        word = Text(_WORDS[state], _STYLES[state])
+        word, style, remedy = _SHOWN[state]
         for number, (cell, evaluations) in enumerate(_together(cells)):
             if number == _MOST_ROWS:
-                table.add_row(word, f"and {len(cells) - number:,} more", "", "", "")
+                table.add_row(Text(word, style), f"and {len(cells) - number:,} more", "", "", "")
                 break
-            until = moment(cell.until) if cell.until else _TO_DO.get(state, "")
-            table.add_row(word, cell.checkpoint.name, Text(evaluations), Text(cell.reason or ""), until)
+            until = moment(cell.until) if cell.until else remedy
+            table.add_row(Text(word, style), cell.checkpoint.name, Text(evaluations), Text(cell.reason or ""), until)
     return table
 
 
@@ -225,7 +203,7 @@ def status_json(
     verdicts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Returns the grid: the states of each suite's evaluations and the gate's verdict by run and checkpoint."""
-    states = {(c.checkpoint.uri, c.evaluation.hash): c.state for c in (*reconciliation.work, *reconciliation.others)}
+    states = {(c.checkpoint.uri, c.evaluation.hash): c.state for c in reconciliation.every}
     runs = []
     for listing in listings:
         rows = []
@@ -271,16 +249,16 @@ def status_tables(content: dict[str, Any]) -> list[Table]:
     return tables
 
 
-def _square(states: dict[str, int] | None) -> Text:
+def _square(states: dict[Any, int] | None) -> Text:
     if not states:
         return Text("·", "dim")
     if set(states) == {"done"}:
         return Text("✓", "green")
     parts = [Text(f"{states['done']} ").append("✓", "green")] if states.get("done") else []
     for state, number in states.items():
-        if state in _WORDS:
+        if state != "done":
             number_shown = "" if len(states) == 1 and number == 1 else f"{number} "
-            parts.append(Text(number_shown).append(_WORDS[state], _STYLES[state]))
+            parts.append(Text(number_shown).append(*_SHOWN[state][:2]))
     return Text(", ").join(parts)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import httpx
-from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events import Event
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL
@@ -19,6 +20,8 @@ from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.embedded import embedded_address
 from tasks.prefect_server.progress import report_event
 
+T = TypeVar("T")
+_PAGE = 200  # largest page of the server
 _AWAY_SECONDS = 300.0
 """Time that the end of a flow run waits for the server, in seconds. Prefect itself retries for 60 s."""
 _SHOWN_WITHIN_SECONDS = 30.0
@@ -70,12 +73,12 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
         yield client
 
 
-@asynccontextmanager
-async def async_prefect_client() -> AsyncIterator[PrefectClient]:
-    """Yields an async client of this process's Prefect server."""
-    with readable_prefect_errors():
-        async with get_client() as client:
-            yield client
+def every_page(read: Callable[..., list[T]], **query: Any) -> list[T]:
+    """Returns all results of a query, page by page; `read` is a method of the client."""
+    results: list[T] = []
+    while len(page := read(**query, limit=_PAGE, offset=len(results))) == _PAGE:
+        results += page
+    return results + page
 
 
 def send_events(events: Sequence[Event]) -> None:

@@ -29,15 +29,21 @@ class Notice(Event):
 
 
 @dataclass(frozen=True)
-class CellProgress:
-    """The progress of a cell: `done` of `total` requests in the current stage; `cell` counts from 1.
-
-    `counts` are the pool's: answered, held, journal_hits, prompt_tokens and so on; empty if they are not counted.
-    """
+class OfCell:
+    """An update about a cell; `cell` counts from 1. In a generation the cells are its checkpoints."""
 
     checkpoint: str
     cell: int
     cells: int
+
+
+@dataclass(frozen=True)
+class CellProgress(OfCell):
+    """The progress of a cell: `done` of `total` requests in the current stage.
+
+    `counts` are the pool's: answered, held, journal_hits, prompt_tokens and so on; empty if they are not counted.
+    """
+
     stage: str
     done: int
     total: int
@@ -45,12 +51,9 @@ class CellProgress:
 
 
 @dataclass(frozen=True)
-class AnswersProgress:
-    """The answers of a checkpoint in a generation: `done` of `total`; `cell` is the checkpoint's number from 1."""
+class AnswersProgress(OfCell):
+    """The answers of a checkpoint in a generation: `done` of `total`."""
 
-    checkpoint: str
-    cell: int
-    cells: int
     done: int
     total: int
     errors: int
@@ -66,12 +69,9 @@ class AnswersProgress:
 
 
 @dataclass(frozen=True)
-class CellDone:
+class CellDone(OfCell):
     """The end of a cell."""
 
-    checkpoint: str
-    cell: int
-    cells: int
     status: str
     seconds: float
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from prefect.client.orchestration import PrefectClient
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import WorkerStatus, WorkPool
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
@@ -18,7 +19,7 @@ from resources.errors import BadInput
 from resources.regions.region_table import Region, Regions, WorkPoolType
 from resources.regions.work_pools import WorkPoolState
 from resources.settings import deployment_data
-from tasks.prefect_server.client import async_prefect_client
+from tasks.prefect_server.client import prefect_client
 
 LOCAL_WORK_POOL = "assay-local"
 """The work pool of the local machine; its worker runs flows as processes."""
@@ -76,28 +77,29 @@ def _spec(region: Region) -> WorkPoolSpec:
     )
 
 
-async def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = False) -> list[WorkPoolChange]:
+def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = False) -> list[WorkPoolChange]:
     """Makes the server's work pools match the specifications, except limits and pauses; `dry_run` changes nothing."""
-    async with async_prefect_client() as client:
-        present = {spec.name: await _read(client, spec.name) for spec in specs}
-        for spec in specs:
-            work_pool = present[spec.name]
-            if work_pool is not None and work_pool.type != spec.type:
-                raise BadInput(
-                    expected=f"a work pool {spec.name} of type {spec.type}, or none of that name",
-                    found=f"one of type {work_pool.type}",
-                    remedy=f"name another work pool in the regions file, or: prefect work-pool delete {spec.name}",
-                )
-        changes = [_change(spec, present[spec.name]) for spec in specs]
-        if not dry_run:
-            for change in changes:
-                await _apply(client, change)
+    with prefect_client() as client:
+        changes = [_change(spec, _read(client, spec.name)) for spec in specs]
+        for change in changes if not dry_run else ():
+            spec = change.spec
+            if change.action == "create":
+                content = {"name": spec.name, "type": spec.type, "description": _ABOUT}
+                client.create_work_pool(WorkPoolCreate(**content, base_job_template=spec.base_job_template))
+            elif change.action == "update":
+                client.update_work_pool(spec.name, WorkPoolUpdate(base_job_template=spec.base_job_template))
     return changes
 
 
 def _change(spec: WorkPoolSpec, work_pool: WorkPool | None) -> WorkPoolChange:
     if work_pool is None:
         return WorkPoolChange(spec, "create")
+    if work_pool.type != spec.type:
+        raise BadInput(
+            expected=f"a work pool {spec.name} of type {spec.type}, or none of that name",
+            found=f"one of type {work_pool.type}",
+            remedy=f"name another work pool in the regions file, or: prefect work-pool delete {spec.name}",
+        )
     differs = tuple(_differing(work_pool.base_job_template, spec.base_job_template))
     return WorkPoolChange(spec, "update" if differs else "unchanged", differs)
 
@@ -110,72 +112,39 @@ def _differing(current: Any, specified: Any, path: str = "") -> Iterable[str]:
         yield path
 
 
-async def _apply(client: PrefectClient, change: WorkPoolChange) -> None:
-    spec = change.spec
-    match change.action:
-        case "create":
-            await client.create_work_pool(
-                WorkPoolCreate(
-                    name=spec.name, type=spec.type, description=_ABOUT, base_job_template=spec.base_job_template
-                )
-            )
-        case "update":
-            update = WorkPoolUpdate(base_job_template=spec.base_job_template)
-            await client.update_work_pool(spec.name, update)
-        case "unchanged":
-            pass
-
-
-async def work_pool_states(names: Iterable[str]) -> dict[str, WorkPoolState]:
+def work_pool_states(names: Iterable[str]) -> dict[str, WorkPoolState]:
     """Returns the states of work pools by name, from the server."""
-    async with async_prefect_client() as client:
-        return {name: await _state(client, name) for name in names}
+    with prefect_client() as client:
+        return {name: _state(client, name) for name in names}
 
 
-async def _state(client: PrefectClient, name: str) -> WorkPoolState:
-    work_pool = await _read(client, name)
+def _state(client: SyncPrefectClient, name: str) -> WorkPoolState:
+    work_pool = _read(client, name)
     if work_pool is None:
         return WorkPoolState(exists=False)
-    workers = await client.read_workers_for_work_pool(name)
+    workers = client.read_workers_for_work_pool(name)
     return WorkPoolState(
         paused=work_pool.is_paused,
         live_workers=sum(worker.status is WorkerStatus.ONLINE for worker in workers),
         limit=work_pool.concurrency_limit,
-        active=await _active(client, name) if work_pool.concurrency_limit is not None else 0,
+        active=_active(client, name) if work_pool.concurrency_limit is not None else 0,
     )
 
 
-async def _active(client: PrefectClient, name: str) -> int:
-    from prefect.client.schemas.filters import (
-        FlowRunFilter,
-        FlowRunFilterNextScheduledStartTime,
-        FlowRunFilterState,
-        FlowRunFilterStateType,
-        WorkPoolFilter,
-        WorkPoolFilterName,
+def _active(client: SyncPrefectClient, name: str) -> int:
+    own = {"id": {"not_any_": [flow_run.id]}} if flow_run.id else {}
+    due = {"next_scheduled_start_time": {"before_": datetime.now(UTC)}}
+    return sum(
+        client.count_flow_runs(
+            flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": states}}, **more, **own}),
+            work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [name]}}),
+        )
+        for states, more in ((("PENDING", "RUNNING", "CANCELLING"), {}), (("SCHEDULED",), due))
     )
-    from prefect.client.schemas.objects import StateType
-
-    def among(*states: StateType) -> FlowRunFilterState:
-        return FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
-
-    due = FlowRunFilterNextScheduledStartTime.model_validate({"before_": datetime.now(UTC)})
-    pages = [
-        await client.read_flow_runs(
-            flow_run_filter=flow_runs,
-            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[name])),
-            limit=200,
-        )
-        for flow_runs in (
-            FlowRunFilter(state=among(StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)),
-            FlowRunFilter(state=among(StateType.SCHEDULED), next_scheduled_start_time=due),
-        )
-    ]
-    return sum(str(waiting.id) != flow_run.id for page in pages for waiting in page)
 
 
-async def _read(client: PrefectClient, name: str) -> WorkPool | None:
+def _read(client: SyncPrefectClient, name: str) -> WorkPool | None:
     try:
-        return await client.read_work_pool(name)
+        return client.read_work_pool(name)
     except ObjectNotFound:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
@@ -12,11 +12,10 @@ from prefect.cache_policies import NO_CACHE
 from resources.errors import AssayError, StorageError
 from resources.storage import storage
 from tasks.prefect_server.progress import Raised, report_event
-from tasks.records.record import FoundRecord, SinkState, note_sinks
+from tasks.records.record import FoundRecord, Record, note_sinks
 from tasks.reports.artifacts import browser_address, report_uri
 from tasks.running.cells import Cell, standing_record
-from tasks.sinks.announcement import Announcement
-from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record, publish_report
+from tasks.sinks.publishing import missing_sinks, publish_record, publish_rest
 from tasks.sinks.senders import Senders
 from tasks.spec.sinks import Sink
 from tasks.verdicts.alert_events import find_news, tell_server
@@ -59,8 +58,7 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
     Records of this run were sent when they were written. Failures are logged and not retried: a record lists the sinks
     that have it, and the next run or `assay publish` adds the rest.
     """
-    reports: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
-    series: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
+    sent: list[tuple[Record, str, Sink]] = []
     with Senders() as senders:
         for cell in cells:
             item = standing_record(cell) if cell.config.sinks else None
@@ -68,22 +66,20 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
                 continue
             if cell.done:
                 item = _caught_up(item, cell.config.sinks, senders)
-            record = item.record
             for sink in cell.config.sinks:
-                state = record.sinks.get(sink.name)
-                if state is not None and state.at >= since:
-                    if state.status == "published":
-                        reports[record.evaluator, sink.name] = (item, sink)
-                        series[Announcement.of(record, item.cell_uri).series.id, sink.name] = (item, sink)
-                    else:
-                        reason = " ".join((state.reason or "").split())
-                        report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")
-        alerts = _raised(cells[0], since=since) if series else []
-        for item, sink in series.values():
-            states = publish_alerts(item.record, item.cell_uri, (sink,), alerts, senders=senders)
-            _report_failures("alerts", states)
-        for item, sink in reports.values():
-            _report_failures("the report", publish_report(item.record, item.cell_uri, (sink,), senders=senders))
+                state = item.record.sinks.get(sink.name)
+                if state is None or state.at < since:
+                    continue
+                if state.status == "published":
+                    sent.append((item.record, item.cell_uri, sink))
+                else:
+                    reason = " ".join((state.reason or "").split())
+                    report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")
+        alerts = _raised(cells[0], since=since) if sent else []
+        for title, states in publish_rest(sent, lambda _: alerts, senders=senders):
+            for name, state in states.items():
+                if state.status == "failed":
+                    report_event(f"{name} does not have the {title}: {state.reason}")
 
 
 def _raised(cell: Cell, *, since: datetime) -> list[KnownAlert]:
@@ -93,12 +89,6 @@ def _raised(cell: Cell, *, since: datetime) -> list[KnownAlert]:
         report_event(f"alerts cannot be sent to sinks: {error.found}")
         return []
     return [alert for alert in known if alert.announced and alert.found_at >= since.timestamp()]
-
-
-def _report_failures(content: str, states: Mapping[str, SinkState]) -> None:
-    for name, state in states.items():
-        if state.status == "failed":
-            report_event(f"{name} does not have {content}: {state.reason}")
 
 
 def _caught_up(item: FoundRecord, sinks: Sequence[Sink], senders: Senders) -> FoundRecord:

@@ -14,7 +14,7 @@ from resources.environments.environments import ensure_environment
 from resources.errors import BadInput
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
-from tasks.checkpoints.discovery import Checkpoint
+from tasks.checkpoints.checkpoint import Checkpoint
 from tasks.checkpoints.merged import merge_reference
 from tasks.checkpoints.run_snapshot import listing_of
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted
@@ -23,15 +23,14 @@ from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.lazy import deployment_id, step
 from tasks.prefect_server.progress import Notice, report_event
 from tasks.records.cost import Predicted
-from tasks.records.details import cell_place
-from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record, record_to_replace
+from tasks.records.details import CheckpointReference, cell_place
+from tasks.records.record import FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
 from tasks.records.verdicts import EarlyVerdict
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
-from tasks.spec.names import how_many, place_of
-from tasks.spec.paths import check_deployed_paths
+from tasks.spec.names import check_deployed_paths, how_many, place_of
 
 _MOST_NAMES_IN_A_CELL = 3
 

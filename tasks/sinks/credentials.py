@@ -41,9 +41,6 @@ class Credentials(BaseModel):
     secrets: tuple[SecretStr, ...] = ()
     """Texts that must not occur in the process's output."""
 
-    def scrubbed(self, text: str) -> str:
-        return scrub(text, (secret.get_secret_value() for secret in self.secrets))
-
 
 def credentials_of(sink: Sink) -> Credentials:
     """Returns the credentials of a sink."""

@@ -2,17 +2,19 @@
 
 The card of a checkpoint is a README.md. Its text, other metadata and results from elsewhere are kept; only values of
 the same benchmark and evaluator are replaced. Each benchmark with a leaderboard has a file in `.eval_results` next to
-it.
+it, in the format of https://huggingface.co/docs/hub/eval-results.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
+from resources.config import Config
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml
 from tasks.errors import SinkFailed
@@ -20,11 +22,26 @@ from tasks.records.current import how_merged
 from tasks.records.details import CheckpointReference
 from tasks.records.record import RECORD_NAME, Metric, Record
 from tasks.sinks.announcement import Announcement
-from tasks.sinks.forms.hub_results import FOLDER, Leaderboard, as_yaml, hub_entries
+from tasks.sinks.forms.settings import data_of, in_chat, library_of, shots
 from tasks.spec.sinks import SinkConfig, web_address
 
 CARD_NAME = "README.md"
+FOLDER = ".eval_results"
+"""Folder next to a model card, read by the hub."""
 _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n?", re.DOTALL | re.MULTILINE)
+
+
+class Leaderboard(Config):
+    """Leaderboard of the Hugging Face hub for a benchmark's score: that of a task of a data set."""
+
+    dataset: str = Field(pattern=r"^[^/\s]+/[^/\s]+$")
+    """The data set, such as openai/gsm8k."""
+    task_id: str
+    """The task, by its `id` in the data set's eval.yaml."""
+    metric: str
+    """Metric in Assay that the leaderboard ranks by, such as exact_match."""
+    factor: float = 1.0
+    """Factor for scores: 100 if the leaderboard uses per cent."""
 
 
 class HuggingFaceSink(SinkConfig):
@@ -86,12 +103,14 @@ def with_results(card: str, record: Record, announcement: Announcement, *, task_
         metadata = load_yaml(front.group(1)) if front else {}
     except yaml.YAMLError:
         metadata = None
-    if not isinstance(metadata, dict):
+    models = (metadata.get("model-index") or [{}]) if isinstance(metadata, dict) else None
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         raise SinkFailed(
-            expected=f"a model card with metadata in YAML at {uri}", found="something else", remedy="mend or remove it"
+            expected=f"a model card with metadata in YAML at {uri}, and a list of models in its model-index if any",
+            found="something else",
+            remedy="mend or remove it",
         )
-    models = metadata.get("model-index") or [{}]
-    model = models[0] if isinstance(models, list) and isinstance(models[0], dict) else {}
+    model = models[0]
     ours = [_result(record, announcement, benchmark, task_type) for benchmark in _benchmarks(record)]
     replaced = {_identity(result) for result in ours}
     kept = [result for result in model.get("results") or [] if _identity(result) not in replaced]
@@ -146,9 +165,87 @@ def _noticed(record: Record, metric: Metric) -> dict[str, float | None]:
 
 
 def _identity(result: Any) -> tuple[str, str, str]:
-    if not isinstance(result, dict):
-        return ("", "", "")
-    dataset = result.get("dataset") or {}
-    evaluator = (dataset.get("args") or {}).get("evaluator") if isinstance(dataset, dict) else None
-    task = result.get("task") or {}
-    return (str(dataset.get("type")), str(evaluator), str(task.get("type")))
+    dataset = _mapping(_mapping(result).get("dataset"))
+    task, arguments = _mapping(_mapping(result).get("task")), _mapping(dataset.get("args"))
+    return (str(dataset.get("type")), str(arguments.get("evaluator")), str(task.get("type")))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def hub_entries(
+    record: Record, leaderboards: Mapping[str, Leaderboard], *, source_url: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Returns the entries of a succeeded record by benchmark; empty if it covers only a part of the questions.
+    `leaderboards` are by the benchmark's published name; `source_url` is a web page with details."""
+    if not record.succeeded or record.evaluation.get("max_eval_instances") is not None:
+        return {}
+    measured = {metric.benchmark for metric in record.metrics}
+    return {
+        benchmark: _entry(record, _ranked(record, benchmark, board), board, source_url)
+        for benchmark, board in leaderboards.items()
+        if benchmark in measured
+    }
+
+
+def as_yaml(entries: list[dict[str, Any]]) -> str:
+    """Returns the content of a file with some entries."""
+    return yaml.safe_dump(entries, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _ranked(record: Record, benchmark: str, board: Leaderboard) -> Metric:
+    named = {metric.name: metric for metric in record.metrics if metric.benchmark == benchmark}
+    if board.metric not in named:
+        raise SinkFailed(
+            expected=f"a metric {board.metric} of {benchmark} for the leaderboard of {board.dataset}",
+            found=", ".join(named),
+            remedy="name one of these",
+        )
+    return named[board.metric]
+
+
+def _entry(record: Record, metric: Metric, board: Leaderboard, source_url: str | None) -> dict[str, Any]:
+    data = data_of(record, metric.benchmark)
+    dataset = {"id": board.dataset, "task_id": board.task_id}
+    if data is not None and data.repository == board.dataset:
+        dataset["revision"] = data.revision
+    entry = {"dataset": dataset, "value": metric.value * board.factor, "date": record.created.isoformat()}
+    source = {"source": {"url": source_url, "name": "Assay"}} if source_url else {}
+    return {**entry, **source, "notes": "; ".join(_notes(record, metric, board))}
+
+
+def _notes(record: Record, metric: Metric, board: Leaderboard) -> list[str]:
+    examples = shots(record, metric.benchmark)
+    asked = f"{examples}-shot" if isinstance(examples, int) else examples and f"{examples} number of examples"
+    noticed = record.noticed(metric.benchmark)
+    library, version = library_of(record)
+    engine = record.served.get("engine") or {}
+    programs = [
+        (library, version),
+        (engine.get("name"), engine.get("version")),
+        ("Assay", record.versions.get("assay")),
+    ]
+    data = data_of(record, metric.benchmark)
+    bar = {"95 % interval": (metric.low, metric.high), "standard error": (metric.stderr,)}
+    known = {
+        named: " to ".join(f"{number * board.factor:.4g}" for number in numbers if number is not None)
+        for named, numbers in bar.items()
+        if None not in numbers
+    }
+    counted = {
+        "prompts were cut to fit": noticed.truncated if noticed else 0,
+        "questions were left out as too long": noticed.skipped if noticed else 0,
+        "answers ended at the length limit": (noticed.at_limit or 0) if noticed else 0,
+    }
+    return [
+        metric.name,
+        *([asked] if asked else []),
+        *(["chat template"] if in_chat(record) else []),
+        f"{metric.n:,} questions",
+        *(f"{named} {numbers}" for named, numbers in known.items()),
+        *(f"{number:,} {happened}" for happened, number in counted.items() if number),
+        *([f"data of {data.repository}"] if data and data.repository not in (None, board.dataset) else []),
+        *([f"weights: {made}"] if (made := how_merged(record.checkpoint)) else []),
+        *(f"{name} {version}" for name, version in programs if name and version),
+    ]

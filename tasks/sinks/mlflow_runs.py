@@ -14,9 +14,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Literal
 
+import httpx
+import uv
 import yaml
 from pydantic import field_validator
 
@@ -34,15 +38,18 @@ from tasks.sinks.announcement import (
     metric_values,
 )
 from tasks.sinks.credentials import secrets_of_blocks
-from tasks.sinks.mlflow_stores import check_reachable, client_uri, command_to_show, local_folder, tracking_place
 from tasks.sinks.mlflow_tags import datasets, run_tags, series_tags
-from tasks.spec.sinks import Access, SinkConfig
+from tasks.spec.sinks import Access, SinkConfig, web_address
 from tasks.verdicts.alerts import sentence
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
+DATABASE = "mlflow.db"
+"""SQLite file in a folder that is a tracking store."""
+_SQLITE = "sqlite:///"
+_REACH_SECONDS = 10.0
 SERIES_TAG = "assay.series"
 CELL_TAG = "assay.cell"
 _PARENT_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
@@ -123,11 +130,8 @@ class MlflowSink(SinkConfig):
 CONFIG = MlflowSink
 
 
-def send(announcement: Announcement, sink: MlflowSink) -> str | None:
+def send(announcement: Announcement, sink: MlflowSink) -> str:
     """Adds a record below the run of its series, or alerts or the report page to that run; returns its address."""
-    is_report = announcement.record is None and not announcement.alerts
-    if is_report and not storage.exists(announcement.report_uri):
-        return None
     from mlflow import MlflowClient
 
     with _explained(sink):
@@ -303,3 +307,62 @@ def _explained(sink: MlflowSink) -> Iterator[None]:
             else "check tracking_uri and the experiment, and that the server can be reached; then: assay publish"
         )
         raise SinkFailed(expected=f"{sink.name} to take a run", found=message, remedy=remedy) from error
+
+
+def tracking_place(text: str) -> str:
+    """Returns a server's address without a trailing slash, `sqlite:////absolute/path`, or a folder's absolute path."""
+    if text.startswith(("http://", "https://")):
+        return web_address(text)
+    if text.startswith(_SQLITE) and len(text) > len(_SQLITE):
+        return f"{_SQLITE}{storage.absolute(text.removeprefix(_SQLITE))}"
+    if not text.strip() or not storage.is_local(text) or re.match(r"[^/]+:(?!//)", text):
+        raise ValueError(f"expected http://…, https://…, sqlite:///FILE or a folder, found {text!r}")
+    return storage.absolute(text).rstrip("/") or "/"
+
+
+def local_folder(place: str) -> str | None:
+    """Returns the folder of a local store, which contains its artifacts too; None for a server."""
+    if place.startswith(("http://", "https://")):
+        return None
+    return storage.parent(place.removeprefix(_SQLITE)) if place.startswith(_SQLITE) else place
+
+
+def client_uri(place: str) -> str:
+    """Returns the tracking URI for MLflow's client."""
+    return place if place.startswith(("http", _SQLITE)) else f"{_SQLITE}{storage.join(place, DATABASE)}"
+
+
+def command_to_show(place: str) -> str:
+    """Returns the address of a server, or a command that shows a local store in MLflow's pages. The installed client
+    does not include the pages, so uv fetches them."""
+    if local_folder(place) is None:
+        return place
+    uvx = "uvx" if shutil.which("uvx") else f"{quote(uv.find_uv_bin())} tool run"
+    return f"{uvx} mlflow@{metadata.version('mlflow-skinny')} ui --backend-store-uri {quote(client_uri(place))}"
+
+
+def check_reachable(place: str, name: str) -> None:
+    """Raises SinkFailed if a server does not respond or returns HTTP status 500 or above, or if a folder is not
+    writable or contains runs in files."""
+    folder = local_folder(place)
+    if folder is not None:
+        if next(Path(folder).glob("*/meta.yaml"), None) is not None:
+            raise SinkFailed(
+                expected=f"a folder for {name} without runs in files, which MLflow no longer writes",
+                found=f"such runs in {folder}",
+                remedy="name another folder, or move them first: mlflow migrate-filestore",
+            )
+        storage.check_writable(folder)
+        return
+    try:
+        response = httpx.get(f"{place}/health", timeout=_REACH_SECONDS, follow_redirects=True)
+        problem = f"HTTP status {response.status_code}" if response.status_code >= 500 else None
+    except httpx.HTTPError as error:
+        problem = str(error) or type(error).__name__
+    if problem is not None:
+        raise SinkFailed(
+            expected=f"an MLflow tracking server that answers at {place}",
+            found=problem,
+            remedy="start it, correct tracking_uri, or evaluate without this sink and send the records later: "
+            "assay publish",
+        )

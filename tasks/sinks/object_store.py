@@ -82,7 +82,7 @@ def send(
     *,
     place: str | None = None,
     options: dict[str, Any] | None = None,
-) -> str | None:
+) -> str:
     """Copies a record with its attempt, or the report page, and returns the copy's address. `place` is a block's
     folder, in place of the sink's url; `options` are the client's, with credentials."""
     url = place or str(sink.url)
@@ -96,8 +96,6 @@ def send(
         run = announcement.run_uri.removeprefix(announcement.series.evaluation_path).strip("/")
         path = f"{run}/{REPORT_NAME}" if announcement.record is None else announcement.place
         if announcement.record is None:
-            if not storage.exists(announcement.report_uri):
-                return None
             _write(store, posixpath.join(root, path), storage.read_bytes(announcement.report_uri))
         else:
             folder = posixpath.join(root, path)

@@ -10,22 +10,32 @@ import fcntl
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from threading import Event
+from typing import Any
 
-from resources.errors import AssayError, StorageError
+import yaml
+from pydantic import SecretStr
+
+from resources.config import Config
+from resources.errors import AssayError, BadInput, StorageError, exclusive, not_there
 from resources.settings import settings
 from resources.storage import storage
+from resources.storage.yaml_text import load_yaml
 from tasks.errors import SinkFailed
-from tasks.records.record import Record, SinkState, now
+from tasks.records.record import RECORD_NAME, Record, SinkState, find_records, note_sinks, now
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.credentials import credentials_of, scrub
-from tasks.sinks.senders import POLL_SECONDS, Senders, Sending
-from tasks.spec.sinks import Sink
-from tasks.verdicts.alert_files import KnownAlert
+from tasks.sinks.senders import POLL_SECONDS, Senders
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.loading import build_config, load_config
+from tasks.spec.names import how_many
+from tasks.spec.sinks import Sink, Sinks
+from tasks.verdicts.alert_files import KnownAlert, read_alerts
 
 _log = logging.getLogger(__name__)
 _REASON_CHARACTERS = 800
@@ -60,10 +70,9 @@ def publish_record(
 def publish_report(
     record: Record, cell_uri: str, sinks: Sequence[Sink], *, senders: Senders | None = None
 ) -> dict[str, SinkState]:
-    """Sends the report over a record's run; returns its state at the sinks that accept reports."""
-    if not sinks:
-        return {}
-    states = _publish(Announcement.of(record, cell_uri).of_report(), sinks, senders)
+    """Sends the report over a record's run, if there is a report; returns its state at the sinks that accept it."""
+    announcement = Announcement.of(record, cell_uri).of_report()
+    states = _publish(announcement, sinks, senders) if sinks and storage.exists(announcement.report_uri) else {}
     return {name: state for name, state in states.items() if state.status == "failed" or state.where is not None}
 
 
@@ -79,6 +88,27 @@ def publish_alerts(
     announcement = Announcement.of(record, cell_uri).of_alerts(alerts)
     taking = [sink for sink in sinks if sink.takes_alerts]
     return _publish(announcement, taking, senders) if announcement.alerts and taking else {}
+
+
+def publish_rest(
+    sent: Iterable[tuple[Record, str, Sink]], alerts_of: Callable[[str], Sequence[KnownAlert]], *, senders: Senders
+) -> Iterator[tuple[str, dict[str, SinkState]]]:
+    """Sends alerts and reports that follow from records, given with their cell's folder and a sink that just got them.
+
+    Alerts are sent once for each series, a report once for each run and evaluator. Yields a title of each with its
+    states. `alerts_of` returns the alerts in a run's folder.
+    """
+    series: dict[tuple[str, str], tuple[Record, str, Sink]] = {}
+    runs: dict[tuple[str, str, str], tuple[Record, str, Sink]] = {}
+    for record, cell_uri, sink in sent:
+        series[Announcement.of(record, cell_uri).series.id, sink.name] = record, cell_uri, sink
+        runs[record.checkpoint.run, record.evaluator, sink.name] = record, cell_uri, sink
+    for record, cell_uri, sink in series.values():
+        alerts = alerts_of(Announcement.of(record, cell_uri).run_uri)
+        states = publish_alerts(record, cell_uri, (sink,), alerts, senders=senders)
+        yield f"alerts of {record.checkpoint.run}", states
+    for record, cell_uri, sink in runs.values():
+        yield f"report of {record.checkpoint.run}", publish_report(record, cell_uri, (sink,), senders=senders)
 
 
 def _publish(announcement: Announcement, sinks: Sequence[Sink], senders: Senders | None) -> dict[str, SinkState]:
@@ -97,16 +127,21 @@ def _publish(announcement: Announcement, sinks: Sequence[Sink], senders: Senders
 
 
 def _state(announcement: Announcement, sink: Sink, senders: Senders, stop: Event) -> SinkState:
-    scrubbed: Callable[[str], str] = _scrubbed_by_looks
+    secrets: tuple[SecretStr, ...] = ()
+
+    def scrubbed(text: str) -> str:
+        return scrub(text, [secret.get_secret_value() for secret in secrets])
+
+    def limit() -> Callable[[], bool]:
+        deadline = time.monotonic() + sink.timeout_seconds
+        return lambda: stop.is_set() or time.monotonic() > deadline
+
     try:
         credentials = credentials_of(sink)
-        scrubbed = credentials.scrubbed
-        with _turn(Sending(announcement, sink, stop)):
-            # The wait for a turn has its own time limit.
-            answer = senders.ask(Sending(announcement, sink, stop), credentials)
-        if answer.found is not None:
-            raise SinkFailed(expected=answer.expected or "", found=answer.found, remedy=answer.remedy or "")
-        return SinkState(status="published", where=scrubbed(answer.where) if answer.where else None, at=now())
+        secrets = credentials.secrets
+        with _turn(announcement, sink, over=limit()):  # the wait for a turn has its own time limit
+            where = senders.send(announcement, sink, credentials, over=limit())
+        return SinkState(status="published", where=scrubbed(where) if where else None, at=now())
     except AssayError as error:
         reason = scrubbed(str(error))
     except Exception as error:  # noqa: BLE001 - the boundary: however a sink fails, the cell has its record
@@ -114,14 +149,9 @@ def _state(announcement: Announcement, sink: Sink, senders: Senders, stop: Event
     return SinkState(status="failed", reason=reason[:_REASON_CHARACTERS], at=now())
 
 
-def _scrubbed_by_looks(text: str) -> str:
-    return scrub(text, ())
-
-
 @contextmanager
-def _turn(sending: Sending) -> Iterator[None]:
-    sink = sending.sink
-    name = hashlib.sha256(f"{sending.announcement.series.id} {sink.name}".encode()).hexdigest()[:24]
+def _turn(announcement: Announcement, sink: Sink, *, over: Callable[[], bool]) -> Iterator[None]:
+    name = hashlib.sha256(f"{announcement.series.id} {sink.name}".encode()).hexdigest()[:24]
     path = settings().cache_dir / "publishing" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -130,7 +160,7 @@ def _turn(sending: Sending) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if sending.over:
+                if over():
                     raise SinkFailed(
                         expected=f"a turn at {sink.name} within {sink.timeout_seconds:g} s",
                         found="other records of the same run are still being sent",
@@ -138,3 +168,105 @@ def _turn(sending: Sending) -> Iterator[None]:
                     ) from None
                 time.sleep(POLL_SECONDS)
         yield
+
+
+class SinkList(Config):
+    """A file with nothing but sinks."""
+
+    sinks: Sinks
+    """Destinations to publish to."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """Outcome of publishing a record, or the report over its run, at a sink."""
+
+    title: str
+    sink: str
+    state: SinkState
+
+    def as_row(self) -> dict[str, Any]:
+        return {"what": self.title, "sink": self.sink, **self.state.model_dump(mode="json")}
+
+
+def sinks_in(sink: str | None, config: str | None) -> tuple[Sink, ...] | None:
+    """Returns the sinks in a file; None if no file is given, so that each record uses the sinks of its evaluation."""
+    if sink is not None and config is not None:
+        raise exclusive("--sink", "--config")
+    if sink is None and config is None:
+        return None
+    sinks = load_config(config, EvaluationConfig).sinks if config is not None else _sinks_of_file(str(sink))
+    if not sinks:
+        raise BadInput(
+            expected=f"a sink in {config or sink}",
+            found="none",
+            remedy="start from an example in docs/how-to/publish-results.md",
+        )
+    return sinks
+
+
+def _sinks_of_file(uri: str) -> tuple[Sink, ...]:
+    try:
+        content = load_yaml(storage.read_bytes(uri, within="/"))
+    except FileNotFoundError:
+        raise not_there("a file with a sink", uri) from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        # The content is not quoted: it may be a file of keys.
+        raise BadInput(expected=f"YAML in {uri}", found="something else", remedy="correct it") from None
+    if isinstance(content, dict) and "kind" in content:
+        content = {"sinks": [content]}
+    return build_config(content if isinstance(content, dict) else {"sinks": content}, SinkList, source=uri).sinks
+
+
+def publish_missing(
+    path: str,
+    sinks: Sequence[Sink] | None,
+    *,
+    again: bool = False,
+    on_published: Callable[[Published], None] = lambda _: None,
+    rejected: dict[str, str] | None = None,
+) -> list[Published]:
+    """Sends every succeeded record below a folder to the sinks that lack it, oldest first, then alerts and reports.
+
+    Args:
+        sinks: the destinations; if None, those of each record's own evaluation.
+        again: send also to sinks that already have the record.
+        on_published: called with each outcome.
+        rejected: filled with invalid records by cell, and the reason.
+    """
+    every = find_records(path, rejected=rejected)
+    records = sorted(((e.cell_uri, e.record) for e in every if e.record.succeeded), key=lambda pair: pair[1].created)
+    sinks_by_cell = {cell: sinks if sinks is not None else _own_sinks(record, cell) for cell, record in records}
+    if not any(sinks_by_cell.values()):
+        raise BadInput(
+            expected=f"succeeded records below {path}, and sinks for them",
+            found=f"{how_many(len(records), 'record')}, none with a sink" if records else "no succeeded record",
+            remedy="name the sinks: assay publish PATH --sink FILE" if records else "evaluate something first",
+        )
+    outcomes: list[Published] = []
+
+    def note(title: str, states: dict[str, SinkState]) -> None:
+        for sink, state in states.items():
+            outcomes.append(Published(title, sink, state))
+            on_published(outcomes[-1])
+
+    sent: list[tuple[Record, str, Sink]] = []
+    with Senders() as senders:
+        for cell, record in records:
+            due = tuple(sinks_by_cell[cell]) if again else missing_sinks(record, sinks_by_cell[cell])
+            states = publish_record(record, cell, due, senders=senders)
+            note_sinks(cell, states)
+            note(f"{record.checkpoint.name} {record.evaluator}", states)
+            sent += [(record, cell, sink) for sink in due if states[sink.name].status == "published"]
+        for title, states in publish_rest(sent, _announced_alerts, senders=senders):
+            note(title, states)
+    return outcomes
+
+
+def _announced_alerts(run_uri: str) -> list[KnownAlert]:
+    return [known for known in read_alerts(run_uri).values() if known.announced]
+
+
+def _own_sinks(record: Record, cell: str) -> tuple[Sink, ...]:
+    named = record.evaluation.get("sinks") or ()
+    return build_config({"sinks": named}, SinkList, source=storage.join(cell, RECORD_NAME)).sinks

@@ -1,45 +1,45 @@
-"""The processes that send to sinks, reused for the series of records: importing a tracker's client takes seconds."""
+"""Sends announcements to sinks in processes that can be killed: each runs `python -m tasks.sinks.senders`.
+
+A process of its own has its own environment, can be killed when a sink hangs, and takes leftovers of client libraries
+with it. It reads lines of JSON, answers each with a line, and ends when its parent dies, since then its standard input
+is closed. A series of records shares processes: importing a tracker's client takes seconds.
+"""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from threading import Event, Lock
-from typing import Self
+from importlib import import_module
+from queue import SimpleQueue
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel
 
+from resources.errors import AssayError, error_of
 from tasks.errors import SinkFailed
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.credentials import Credentials
-from tasks.sinks.sending import Answer, Job
 from tasks.spec.sinks import SINKS, Sink
 
 POLL_SECONDS = 0.1
+# New objects before a collection; at Python's 700, collections take a tenth of the import of a tracker's client.
+_GARBAGE_THRESHOLD = 50_000
 
 
-@dataclass(frozen=True, eq=False)
-class Sending:
-    """An announcement in transit to a sink. `stop` is set when its result is no longer needed."""
-
+class _Job(BaseModel):
+    module: str
+    sink: dict[str, Any]
     announcement: Announcement
-    sink: Sink
-    stop: Event
-    deadline: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "deadline", time.monotonic() + self.sink.timeout_seconds)
-
-    @property
-    def over(self) -> bool:
-        return self.stop.is_set() or time.monotonic() > self.deadline
+    arguments: dict[str, Any]
 
 
 class Senders:
@@ -47,8 +47,8 @@ class Senders:
     process handles a single announcement at a time; if none is idle, another is started."""
 
     def __init__(self) -> None:
-        self._idle: list[_Sender] = []
-        self._lock = Lock()
+        self._idle: list[_Process] = []
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -57,40 +57,49 @@ class Senders:
         while self._idle:
             self._idle.pop().end()
 
-    def ask(self, sending: Sending, credentials: Credentials) -> Answer:
-        """Sends through an idle or new process; after a timeout, crash or error, it is killed with its children."""
-        sender = self._take(sending.sink, credentials) or _Sender(sending.sink, credentials)
-        good = False
-        try:
-            answer = sender.ask(sending)
-            good = answer.found is None
-        finally:
-            if good and sending.sink.client_lasts:
-                self._idle.append(sender)
-            else:
-                sender.end()
-        return answer
+    def send(
+        self, announcement: Announcement, sink: Sink, credentials: Credentials, *, over: Callable[[], bool]
+    ) -> str | None:
+        """Sends through an idle or new process and returns the address at the sink; None if the sink ignores it.
 
-    def _take(self, sink: Sink, credentials: Credentials) -> _Sender | None:
+        After an error, a crash, or once `over` returns True, the process is killed with its children.
+
+        Raises:
+            AssayError: the sink does not have the announcement.
+        """
+        process = self._take(sink, credentials) or _Process(sink, credentials)
+        answer: dict[str, Any] = {}
+        try:
+            answer = process.answer_to(announcement, over)
+        finally:
+            if "where" in answer and sink.client_lasts:
+                self._idle.append(process)
+            else:
+                process.end()
+        if "where" not in answer:
+            raise error_of(answer)
+        return answer["where"]
+
+    def _take(self, sink: Sink, credentials: Credentials) -> _Process | None:
         with self._lock:
-            same = (sender for sender in self._idle if (sender.sink, sender.credentials) == (sink, credentials))
-            if (sender := next(same, None)) is None:
+            same = (process for process in self._idle if (process.sink, process.credentials) == (sink, credentials))
+            if (process := next(same, None)) is None:
                 return None
-            self._idle.remove(sender)
-        if sender.runs:
-            return sender
-        sender.end()
+            self._idle.remove(process)
+        if process.runs:
+            return process
+        process.end()
         return None
 
 
-class _Sender:
+class _Process:
     def __init__(self, sink: Sink, credentials: Credentials) -> None:
         self.sink = sink
         self.credentials = credentials
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  not a pipe: what a library leaves running would hold it
         self._process = subprocess.Popen(
             # -P: modules are not imported from the working folder.
-            [sys.executable, "-P", "-m", "tasks.sinks.sending"],
+            [sys.executable, "-P", "-m", "tasks.sinks.senders"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -109,33 +118,33 @@ class _Sender:
         with suppress(BrokenPipeError), self._errors, self._process:
             pass
 
-    def ask(self, sending: Sending) -> Answer:
+    def answer_to(self, announcement: Announcement, over: Callable[[], bool]) -> dict[str, Any]:
         errors_before = os.fstat(self._errors.fileno()).st_size
         with ThreadPoolExecutor(1, thread_name_prefix="sink-answer") as reader:
-            line: Future[str] = reader.submit(self._exchange, sending.announcement)
-            while not line.done() and not sending.over:
+            line = reader.submit(self._exchange, announcement)
+            while not line.done() and not over():
                 with suppress(TimeoutError):
                     line.result(timeout=POLL_SECONDS)
             if not line.done():
                 self._process.kill()
                 raise SinkFailed(
-                    expected=f"{sending.sink.name} to take it within {sending.sink.timeout_seconds:g} s",
+                    expected=f"{self.sink.name} to take it within {self.sink.timeout_seconds:g} s",
                     found="no answer, so it was given up",
                     remedy="see that it is up and reachable, or raise the sink's timeout_seconds; then: assay publish",
                 )
         try:
-            return Answer.model_validate_json(line.result())
-        except ValidationError:
+            return json.loads(line.result())
+        except ValueError:
             self._errors.seek(errors_before)
             tail = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
             raise SinkFailed(
-                expected=f"an answer from the process that sends to {sending.sink.name}",
+                expected=f"an answer from the process that sends to {self.sink.name}",
                 found=tail[0] if tail else f"it ended with exit code {self._process.wait()}",
                 remedy="send it again: assay publish",
             ) from None
 
     def _exchange(self, announcement: Announcement) -> str:
-        job = Job(
+        job = _Job(
             module=SINKS[self.sink.kind],
             sink=self.sink.model_dump(mode="json"),
             announcement=announcement,
@@ -146,3 +155,41 @@ class _Sender:
             self._process.stdin.write(job.model_dump_json() + "\n")
             self._process.stdin.flush()
         return self._process.stdout.readline()
+
+
+def _answer_to(line: str) -> dict[str, Any]:
+    job = _Job.model_validate_json(line)
+    try:
+        module = import_module(job.module)
+        return {"where": module.send(job.announcement, module.CONFIG.model_validate(job.sink), **job.arguments)}
+    except AssayError as error:
+        return error.as_values()
+    except Exception as error:  # noqa: BLE001  a boundary: a sink that fails never fails a cell
+        return SinkFailed(
+            expected=f"{job.sink['kind']} to take the record",
+            found=f"{type(error).__name__}: {error}",
+            remedy="mend what it says, then: assay publish",
+        ).as_values()
+
+
+def _read(jobs: SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        jobs.put(line)
+    with suppress(ProcessLookupError):  # started manually, this process leads no group
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _answer_jobs() -> None:
+    gc.set_threshold(_GARBAGE_THRESHOLD)
+    answers = os.fdopen(os.dup(1), "w")  # output of libraries goes to standard error
+    os.dup2(2, 1)
+    jobs: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read, args=(jobs,), daemon=True).start()
+    while True:
+        answers.write(json.dumps(_answer_to(jobs.get())) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _answer_jobs()

@@ -101,7 +101,7 @@ class WeightsAndBiasesSink(SinkConfig):
 
     @field_validator("base_url")
     @classmethod
-    def _isweb_address(cls, address: str | None) -> str | None:
+    def _is_web_address(cls, address: str | None) -> str | None:
         return web_address(address) if address is not None else None
 
     @field_validator("folder")
@@ -123,11 +123,8 @@ class WeightsAndBiasesSink(SinkConfig):
 CONFIG = WeightsAndBiasesSink
 
 
-def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
+def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str:
     """Adds a record, alerts, or the report page to the run of its series; returns the run's address."""
-    is_report = announcement.record is None and not announcement.alerts
-    if is_report and not storage.exists(announcement.report_uri):
-        return None
     with _folder(announcement, sink) as folder:
         if (folder / _FINISHED).exists():
             return str(folder)
@@ -143,7 +140,7 @@ def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
             url = run.url
         if sink.mode == "offline":
             (folder / _FINISHED).write_text(" ".join(known.alert.id for known in announcement.alerts))
-        return url if sink.mode == "online" else str(folder)
+        return str(url if sink.mode == "online" else folder)
 
 
 @contextmanager
@@ -229,14 +226,7 @@ def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBias
         run.log(line)
         if int(before.get(STEP_METRIC, -1)) > step:  # the summary shows the latest step, not the latest arrival
             run.summary.update({name: before[name] for name in (STEP_METRIC, *values) if name in before})
-        run.config.update(
-            {
-                **_configuration(announcement),
-                key: record.attempt,
-                mark: build,
-            },
-            allow_val_change=True,
-        )
+        run.config.update({**_configuration(announcement), key: record.attempt, mark: build}, allow_val_change=True)
 
 
 def _sent_offline(folder: Path) -> set[str]:

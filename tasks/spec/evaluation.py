@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from typing import Any, Literal
+from decimal import Decimal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
+from pools.weights.merges import STEPS_PATTERN, Merge, MergeKind, Source, merge_of
 from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
 from resources.tpu import largest_single_vm_slice
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
-from tasks.spec.merges import MergeOptions, with_merge_named
 from tasks.spec.names import in_few_words, name_of
 from tasks.spec.sinks import Sinks
 
@@ -55,6 +56,49 @@ class EvalTaskConfig(Config):
         return self.model_dump(exclude={"cluster_by"} if self.force_fewshot else {"cluster_by", "force_fewshot"})
 
 
+class MergeOptions(Config):
+    """An average of checkpoints of the run at model_path, evaluated in their place."""
+
+    kind: MergeKind = "mean"
+    """The plain or weighted average, an exponential moving average, the weights of a decayed learning rate, or two
+    checkpoints interpolated."""
+    steps: Annotated[str, Field(pattern=f"^({STEPS_PATTERN})$")] | tuple[int, ...] = "last:5"
+    """Steps of the run: a list, 8000..10000, ..10000, 8000.. or last:5."""
+    weights: float | str | tuple[float, ...] | None = Field(default=None, union_mode="left_to_right")
+    """Shares of a mean, as a list; the decay of an ema, such as 0.9; linear, cosine or sqrt of a wsm; the share of the
+    second checkpoint of an interpolate."""
+
+    def merge(self, path: str) -> Merge:
+        steps = self.steps if isinstance(self.steps, str) else "+".join(map(str, self.steps))
+        match self.weights:
+            case None:
+                parameter = ""
+            case str() as word:
+                parameter = word
+            case tuple() as shares:
+                parameter = "+".join(map(_decimal, shares))
+            case number:
+                parameter = _decimal(number)
+        merge = Merge(self.kind, (Source(path, steps),), parameter)
+        parsed = merge_of(str(merge))  # rejects merges that have no valid name
+        assert parsed is not None, "a written merge can be parsed"
+        return parsed
+
+
+def with_merge_named(values: Any) -> Any:
+    """Moves the merge of a request into its model_path, as the merge's name."""
+    if not isinstance(values, dict) or values.get("merge") is None:
+        return values
+    if not isinstance(path := values.get("model_path"), str) or merge_of(path) is not None:
+        raise ValueError("expected the run in model_path with merge: name a run that holds checkpoints")
+    merge = MergeOptions.model_validate(values["merge"]).merge(path)
+    return {name: value for name, value in values.items() if name != "merge"} | {"model_path": str(merge)}
+
+
+def _decimal(number: float) -> str:
+    return format(Decimal(repr(number)).normalize(), "f")
+
+
 class CheckpointSelection(Config):
     """Selection among a run's checkpoints."""
 
@@ -86,70 +130,105 @@ class CheckpointSelection(Config):
         return self
 
 
-class EvaluationConfig(Config):
-    """An evaluation of a checkpoint, or of every checkpoint of a run."""
+class Serving(Config):
+    """The engine or endpoint that answers, and its resources."""
 
-    evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
-    """The harness: its name, or its options including its name."""
-    model_path: str
-    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs://, s3://, or in MLflow. Or
-    the name of a merged checkpoint, such as mean(runs/a@last:5)."""
-    merge: MergeOptions | None = None
-    """An average of checkpoints of the run at model_path, evaluated in their place; model_path becomes its name."""
-    evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
-    """The benchmarks, evaluated together as a single cell per checkpoint."""
-    evaluation_path: str = "evaluations"
-    """Folder for records and the harness's own output; local, gs:// or s3://."""
-    model_name: str | None = None
-    """The run's name in records and reports; the pool's model name, else the path's, when unset."""
     pool_config: InferencePoolConfig | None = None
-    """The pool to start; a pool on this machine's CPU if the model is not served otherwise."""
+    """The inference pool to start; a pool on this machine's CPU, or on resource_config, if nothing else serves."""
     pool_name: str | None = None
     """Name or address of a kept pool (`assay pool up`), in place of pool_config."""
     pool_key_block: str | None = None
     """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint that serves the checkpoint, in place of a pool; ends in /v1."""
+    resource_config: ResourceConfig | None = None
+    """Resources of engines, and of evaluators that load the checkpoint themselves; this machine's CPU when unset."""
+
+
+SERVING_WAYS = ("pool_config", "pool_name", "base_url")
+"""Fields of `Serving` of which only a single field may be set."""
+
+
+class Asking(Config):
+    """The number of questions, how they are asked, and the answers that are tolerated."""
+
+    max_eval_instances: int | None = Field(default=None, ge=1)
+    """Questions per benchmark, for a quick check; all, or the suite's setting, when unset."""
+    max_at_limit: float | None = Field(default=None, ge=0, le=1)
+    """Largest share of a benchmark's answers that may end at the length limit; with more, the score is withheld. Any,
+    or the suite's setting, when unset."""
+    apply_chat_template: bool | None = None
+    """Format prompts with the model's chat template; the suite's setting, else the pool's, when unset."""
+
+
+class Request(Serving, Asking):
+    """The model to evaluate, and the places of records and results."""
+
+    model_path: str
+    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs://, s3://, or in MLflow. Or
+    the name of a merged checkpoint, such as mean(runs/a@last:5)."""
+    merge: MergeOptions | None = None
+    """An average of checkpoints of the run at model_path, evaluated in their place; model_path becomes its name."""
+    evaluation_path: str = "evaluations"
+    """Folder for records and the harness's own output; local, gs:// or s3://."""
+    model_name: str | None = None
+    """The run's name in records and reports; the pool's model name, else the path's, when unset."""
     served_model_name: str | None = None
     """The checkpoint's name at base_url, if it is neither its own name nor its path."""
-    discover_latest_checkpoint: bool = False
-    """Use the newest complete checkpoint below model_path."""
-    max_eval_instances: int | None = Field(default=None, ge=1)
-    """Questions per benchmark; all when unset."""
-    max_truncated: float = Field(default=0.05, ge=0, le=1)
-    """Largest share of a benchmark's questions with truncated prompts; with more, no requests are sent."""
-    max_at_limit: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's answers that may end at the length limit; with more, the score is withheld."""
-    apply_chat_template: bool | None = None
-    """Format prompts with the model's chat template; the pool's setting when unset."""
     benchmarks_path: str | None = None
-    """Folder with your own benchmarks; those bundled with Assay when unset."""
-    resource_config: ResourceConfig | None = None
-    """Resources of an evaluator that loads the checkpoint itself; this machine's CPU when unset."""
+    """Folder with your own benchmarks, as files of the harness; those bundled with Assay when unset."""
     sinks: Sinks = ()
     """Destinations to publish results to, in addition to the records."""
-    timeout_seconds: float = Field(default=4 * 3600, gt=0)
-    """Time limit of a cell (wall clock)."""
     wandb_tags: tuple[str, ...] = ()
     """Tags to add to every record."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_named(cls, values: Any) -> Any:
+        return with_merge_named(values)
+
+    @property
+    def named(self) -> str:
+        """The run's name according to model_name and model_path only."""
+        return self.model_name or name_of(self.model_path)[0]
+
+    @property
+    def run_name(self) -> str:
+        return self.named
+
+    @property
+    def place(self) -> str:
+        """The run, and the step if it is in model_path, for the names of flow runs."""
+        step = name_of(self.model_path)[2]
+        return f"{self.run_name} step-{step}" if step else self.run_name
+
+
+class EvaluationConfig(Request):
+    """An evaluation of a checkpoint, or of every checkpoint of a run."""
+
+    evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
+    """The harness: its name, or its options including its name."""
+    evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
+    """The benchmarks, evaluated together as a single cell per checkpoint."""
+    discover_latest_checkpoint: bool = False
+    """Use the newest complete checkpoint below model_path."""
+    max_truncated: float = Field(default=0.05, ge=0, le=1)
+    """Largest share of a benchmark's questions with truncated prompts; with more, no requests are sent."""
+    timeout_seconds: float = Field(default=4 * 3600, gt=0)
+    """Time limit of a cell (wall clock)."""
 
     @model_validator(mode="before")
     @classmethod
     def _single_way_of_serving(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        ways = [name for name in ("pool_config", "pool_name", "base_url") if values.get(name)]
+        ways = [name for name in SERVING_WAYS if values.get(name)]
         if len(ways) > 1:
             raise ValueError(f"expected pool_config, pool_name or base_url, found {', '.join(ways)}: remove others")
         if ways or is_native(values.get("evaluator")) or not isinstance(values.get("model_path"), str):
             return values
         name, _, _ = name_of(values["model_path"])
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _merge_named(cls, values: Any) -> Any:
-        return with_merge_named(values)
 
     @model_validator(mode="after")
     def _endpoint_is_valid(self) -> EvaluationConfig:
@@ -185,19 +264,8 @@ class EvaluationConfig(Config):
         return evals
 
     @property
-    def named(self) -> str:
-        """The run's name according to model_name and model_path only."""
-        return self.model_name or name_of(self.model_path)[0]
-
-    @property
     def run_name(self) -> str:
-        return self.model_name or (self.pool_config.model.name if self.pool_config else name_of(self.model_path)[0])
-
-    @property
-    def place(self) -> str:
-        """The run, and the step if it is in model_path, for the names of flow runs."""
-        step = name_of(self.model_path)[2]
-        return f"{self.run_name} step-{step}" if step else self.run_name
+        return self.model_name or (self.pool_config.model.name if self.pool_config else self.named)
 
     @property
     def asked(self) -> str:
@@ -262,7 +330,7 @@ class EvaluationConfig(Config):
             "apply_chat_template": self.asks_in_chat,
             "model_name": self.run_name,
         }
-        served = {"pool_config", "pool_name", "pool_key_block", "base_url", "served_model_name"}
+        served = {*SERVING_WAYS, "pool_key_block", "served_model_name"}
         return EvaluationConfig.model_validate({**self.model_dump(exclude={*served, "evaluator"}), **changed})
 
 

@@ -1,4 +1,4 @@
-"""Names of runs and checkpoints, derived from their paths."""
+"""Names of runs and checkpoints, derived from their paths, and paths that mean the same in every working folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from pools.weights.merges import Merge, locations_of, merge_of
+from resources.errors import BadInput
 from resources.storage import storage
 
 _NUMBERED = re.compile(r"^models:/+([^/@]+)/(\d+)(?=/|$)")
@@ -144,3 +145,19 @@ def _in_job_names(text: str) -> str:
 def _as_name(component: str) -> str:
     cleaned = re.sub(r"[^A-Za-z0-9._+=@-]", "-", component).lstrip("._+=@-")
     return cleaned or "model"
+
+
+def is_relative(path: str) -> bool:
+    """Returns True if a path depends on the working folder; addresses in a store never do."""
+    return any(storage.is_local(place) and not storage.local_path(place).is_absolute() for place in locations_of(path))
+
+
+def check_deployed_paths(paths: Iterable[str]) -> None:
+    """Refuses relative paths, for a flow that a worker runs in a temporary folder."""
+    relative = [path for path in paths if is_relative(path)]
+    if relative:
+        raise BadInput(
+            expected="absolute paths in a deployed flow: a worker runs it in a folder that it deletes afterwards",
+            found=", ".join(relative),
+            remedy="write the whole path",
+        )

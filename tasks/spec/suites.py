@@ -18,7 +18,7 @@ from resources.settings import settings
 from resources.storage import storage
 from resources.storage.yaml_text import load_yaml
 from tasks.spec.benchmark_sets import SUITE_DATA, BenchmarkNeeds, expanded, needs_of, split_by_kind
-from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+from tasks.spec.evaluation import SERVING_WAYS, Asking, EvalTaskConfig, EvaluationConfig, Request
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
     EVALUATORS,
@@ -34,14 +34,11 @@ from tasks.spec.evaluators import (
     spelled_out,
 )
 from tasks.spec.loading import build_config, load_config
-from tasks.spec.merges import MergeOptions, with_merge_named
-from tasks.spec.names import name_of
-from tasks.spec.sinks import Sinks
 
 _ENGINE_KWARGS: dict[str, Any] = {"max_model_len": 4096}
 
 
-class SuiteEvaluation(Config):
+class SuiteEvaluation(Asking):
     """An evaluation of a suite: benchmarks that an evaluator runs together."""
 
     label: str
@@ -50,14 +47,8 @@ class SuiteEvaluation(Config):
     """The harness: its name, or its options including its name."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
     """Benchmarks, and names of sets in capitals."""
-    apply_chat_template: bool | None = None
-    """Format prompts with the model's chat template; the pool's setting when unset."""
-    max_eval_instances: int | None = Field(default=None, ge=1)
-    """Questions per benchmark, unless the request has a number."""
     max_truncated: float | None = Field(default=None, ge=0, le=1)
     """Largest share of a benchmark's questions with truncated prompts; 0.05 when unset."""
-    max_at_limit: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's answers that may end at the length limit; any when unset."""
     texts: str | None = None
     """A folder of benchmarks that `assay stage` prepares, in place of benchmarks_path."""
 
@@ -156,63 +147,25 @@ class Suite(Config):
         )
 
 
-class SuiteRequest(Config):
-    """The model to run a suite on, and the location of its records."""
+class SuiteChoice(Asking):
+    """The evaluations of a suite to run, and settings in place of the suite's own."""
 
-    model_path: str
-    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://. Or the name of
-    a merged checkpoint, such as mean(runs/a@last:5)."""
-    merge: MergeOptions | None = None
-    """An average of checkpoints of the run at model_path, evaluated in their place; model_path becomes its name."""
-    evaluation_path: str = "evaluations"
-    """Folder for records and the harness's own output; local, gs:// or s3://."""
-    model_name: str | None = None
-    """Name of the run in records and reports; the path's when unset."""
-    pool_config: InferencePoolConfig | None = None
-    """The inference pool to start, in place of resource_config."""
-    pool_name: str | None = None
-    """Name or address of a kept pool (`assay pool up`)."""
-    pool_key_block: str | None = None
-    """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
-    base_url: str | None = None
-    """An OpenAI-compatible endpoint that already serves the checkpoint; ends in /v1."""
-    served_model_name: str | None = None
-    """The checkpoint's name at base_url, if it is neither its own name nor its path."""
-    resource_config: ResourceConfig | None = None
-    """Resources of engines, and of evaluators that load the checkpoint themselves."""
-    max_eval_instances: int | None = Field(default=None, ge=1)
-    """Questions per benchmark, for a quick check; the suite's setting when unset."""
-    max_truncated: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's questions with truncated prompts; the suite's setting when unset."""
-    max_at_limit: float | None = Field(default=None, ge=0, le=1)
-    """Largest share of a benchmark's answers that may end at the length limit; the suite's setting when unset."""
-    apply_chat_template: bool | None = None
-    """Format prompts with the model's chat template; the suite's setting when unset."""
-    benchmarks_path: str | None = None
-    """Folder with your own benchmarks, as YAML files of the harness."""
     only: tuple[str, ...] = ()
     """Labels of the evaluations to run; all when empty."""
+    max_truncated: float | None = Field(default=None, ge=0, le=1)
+    """Largest share of a benchmark's questions with truncated prompts; the suite's setting when unset."""
+    benchmarks_path: str | None = None
+    """Folder with your own benchmarks, as files of the harness; the suite's when unset."""
     allow_code_execution: tuple[str, ...] = ()
     """Benchmarks that may run the model's code on this machine, such as humaneval."""
     judge: Judge | None = None
     """The judge of evaluations that need it; the suite's setting when unset."""
-    sinks: Sinks = ()
-    """Destinations to publish results to, in addition to the records."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """Time limit of a cell (wall clock)."""
-    wandb_tags: tuple[str, ...] = ()
-    """Tags to add to every record, in addition to the suite's name."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _merge_named(cls, values: Any) -> Any:
-        return with_merge_named(values)
 
-    @property
-    def place(self) -> str:
-        """The run, and the step if it is in model_path, for the names of flow runs."""
-        run, _, step = name_of(self.model_path)
-        return (self.model_name or run) + (f" step-{step}" if step else "")
+class SuiteRequest(Request, SuiteChoice):
+    """The model to run a suite on, and the location of its records."""
 
 
 class _SuitesAsChoices:
@@ -274,8 +227,7 @@ def _parts(evaluation: SuiteEvaluation) -> tuple[SuiteEvaluation, ...]:
 
 
 def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
-    ways = ("pool_config", "pool_name", "base_url")
-    given = [name for name in ways if getattr(request, name) is not None]
+    given = [name for name in SERVING_WAYS if getattr(request, name) is not None]
     if len(given) > 1:
         raise BadInput(
             expected="one of pool_config, pool_name and base_url", found=", ".join(given), remedy="keep one of them"
@@ -283,8 +235,7 @@ def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
     if request.pool_config is None and given:
         return {name: getattr(request, name) for name in (*given, "served_model_name", "pool_key_block")}
     resources = request.resource_config or suite.resources or ResourceConfig()
-    named = ModelConfig(name=request.model_name or name_of(request.model_path)[0])
-    pool = request.pool_config or InferencePoolConfig(resource_config=resources, model=named)
+    pool = request.pool_config or InferencePoolConfig(resource_config=resources, model=ModelConfig(name=request.named))
     if suite.resources is not None and isinstance(pool.resource_config.device, CpuConfig):
         # A pool given for its engine arguments does not imply a CPU device.
         asked = pool.resource_config.model_dump(exclude_unset=True)
@@ -297,24 +248,18 @@ def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
 def _config(
     evaluation: SuiteEvaluation, request: SuiteRequest, served: dict[str, Any], *, suite: str
 ) -> EvaluationConfig:
+    shared = ("model_path", "model_name", "evaluation_path", "resource_config", "sinks")
+    wished = ("max_eval_instances", "max_truncated", "max_at_limit", "apply_chat_template", "timeout_seconds")
+    every = [(evaluation, name) for name in wished if name in SuiteEvaluation.model_fields]
+    every += [(request, name) for name in wished]  # those of the request override those of the suite
     content: dict[str, Any] = {
-        "model_path": request.model_path,
-        "model_name": request.model_name,
-        "evaluation_path": request.evaluation_path,
+        **{name: getattr(request, name) for name in shared},
+        **{name: value for asked, name in every if (value := getattr(asked, name)) is not None},
         "evaluator": _options(evaluation.evaluator, request),
         "evals": evaluation.evals,
-        "max_eval_instances": request.max_eval_instances or evaluation.max_eval_instances,
-        "apply_chat_template": (
-            evaluation.apply_chat_template if request.apply_chat_template is None else request.apply_chat_template
-        ),
         "benchmarks_path": request.benchmarks_path or _staged(evaluation, suite=suite),
-        "resource_config": request.resource_config,
-        "sinks": request.sinks,
         "wandb_tags": (*request.wandb_tags, f"suite={suite}"),
     }
-    shares = ("max_truncated", "max_at_limit")
-    wished = [*((evaluation, name) for name in shares), *((request, name) for name in (*shares, "timeout_seconds"))]
-    content |= {name: value for asked, name in wished if (value := getattr(asked, name)) is not None}
     if not isinstance(evaluation.evaluator, NativeOptions):
         content.update(served)
     return build_config(content, EvaluationConfig, source=f"a request for {evaluation.label} of the suite {suite}")

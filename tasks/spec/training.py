@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from resources.config import Config, ResourceConfig, TpuConfig
 from resources.storage import storage
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.spec.names import in_few_words, name_of
-from tasks.spec.paths import is_relative
+from tasks.spec.names import in_few_words, is_relative, name_of
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
 EXPORTS = "hf"

@@ -24,11 +24,10 @@ from resources.environments.environments import ensure_environment
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.records.cost import Cost, Predicted
 from tasks.records.record import Record, SinkState, note_sinks, read_record
-from tasks.sinks.backlog import publish_missing
 from tasks.sinks.hugging_face import HuggingFaceSink
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.object_store import ObjectStoreSink
-from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record
+from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_missing, publish_record
 from tasks.sinks.senders import Senders
 from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 from tasks.spec.sinks import Sink

@@ -6,7 +6,6 @@ the worker is killed in mid-evaluation, the failure is retried, and several trig
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -336,7 +335,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         stack.enter_context(temporary_settings({PREFECT_API_URL: prefect.url}))
         story = Story(prefect, folder)
         prepare(story)
-        asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
+        apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         worker = stack.enter_context(prefect.worker(LOCAL_WORK_POOL))
         story.deploy("facts", "shared")
         story.look("nothing yet")

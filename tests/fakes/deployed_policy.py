@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,7 +100,7 @@ def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]
             "retries": {"first_delay_seconds": 0},
         }
         (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
-        asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
+        apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         yield deployed
         # without this, it would send this process's events to this server for ever
         EventsWorker.drain_all(timeout=30, at_exit=False)

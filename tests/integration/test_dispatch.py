@@ -5,7 +5,6 @@ The last tests stop the workers and check that leftovers of their flow runs are 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -263,9 +262,9 @@ def test_moved_flow_runs_swap_slots_and_the_sender_uses_no_slot(sent: Sent, monk
     sent.reconcile()
     assert Counter(sent.states()) == {(US, "Moved"): 1, (US, "Scheduled"): 1, (EU, "Scheduled"): 1}
 
-    assert asyncio.run(work_pool_states([EU]))[EU].obstacle == "is full (1 of 1 flow runs)"
+    assert work_pool_states([EU])[EU].obstacle == "is full (1 of 1 flow runs)"
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", sent.runs()[-1]["id"])
-    assert asyncio.run(work_pool_states([EU]))[EU].obstacle is None, "it reconciles, and ends when it has sent"
+    assert work_pool_states([EU])[EU].obstacle is None, "it reconciles, and ends when it has sent"
 
 
 def test_work_pools_are_applied_with_what_ends_flow_runs_that_died_with_their_workers(field: Field):

@@ -18,8 +18,7 @@ from resources.errors import BadInput
 from tasks.errors import SinkFailed
 from tasks.records.details import BenchmarkDetails
 from tasks.sinks.announcement import SEVERAL_BUILDS, Announcement
-from tasks.sinks.mlflow_runs import MlflowSink
-from tasks.sinks.mlflow_stores import command_to_show
+from tasks.sinks.mlflow_runs import MlflowSink, command_to_show
 from tasks.sinks.publishing import publish_record, publish_report
 from tasks.sinks.senders import Senders
 

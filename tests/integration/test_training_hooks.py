@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -57,7 +56,7 @@ def deployed(tmp_path: Path, prefect_api: str) -> Iterator[PolicyDeployment]:
     }
     policy = tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump(content))
-    asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
+    apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
     deployment = PolicyDeployment(load_policy(str(policy)), str(policy), LOCAL_WORK_POOL, on_event=True)
     with get_client(sync_client=True) as client:
         before = {automation.id for automation in client.read_automations()}

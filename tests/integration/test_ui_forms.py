@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,7 +115,7 @@ def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def deployed(prefect_ui: str) -> dict[str, str]:
     with temporary_settings({PREFECT_API_URL: f"{prefect_ui}/api"}):
-        asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
+        apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         return {flow.name: _deploy(flow) for flow in FLOWS}
 
 

@@ -59,18 +59,26 @@ from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.generation.config import GenerationConfig, PromptsConfig, SamplingConfig
 from tasks.policies.policy import Policy, PolicySuite, RetryBudget
 from tasks.records.cost import Cost, Predicted, Spent
-from tasks.records.details import Asking, BenchmarkDetails, Digests, LogLikelihood, MergedInput, MergeReference
-from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
+from tasks.records.details import (
+    Asking,
+    BenchmarkDetails,
+    CheckpointReference,
+    Counts,
+    Digests,
+    LogLikelihood,
+    MergedInput,
+    MergeReference,
+)
+from tasks.records.record import Metric, Record, SinkState
 from tasks.records.samples import Sample
-from tasks.sinks.backlog import sinks_in
 from tasks.sinks.hugging_face import HuggingFaceSink
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.object_store import ObjectStoreSink
+from tasks.sinks.publishing import sinks_in
 from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
-from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
+from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig, MergeOptions
 from tasks.spec.evaluators import EVALUATORS, EvaluatorOptions, Judge, JudgeEndpoint, LevanterComputation, options_kind
 from tasks.spec.loading import load_config
-from tasks.spec.merges import MergeOptions
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
 from tasks.spec.training import TrainAndEvaluateConfig, TrainLmOnPodConfig
 from tasks.verdicts.gate import BaselineRule, BoundRule, Gate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
@@ -42,7 +41,7 @@ def apply(
 
     require_server()
     table = load_regions(regions) if regions else known_regions()
-    changes = asyncio.run(apply_work_pools(wanted_work_pools(table), dry_run=dry_run))
+    changes = apply_work_pools(wanted_work_pools(table), dry_run=dry_run)
     deployed = deploy_sent_flows(table, dry_run=dry_run)
     automations = [] if dry_run else watch_over_flow_runs()
     if accelerators is not None and not dry_run:
@@ -90,7 +89,7 @@ def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
     places = {LOCAL_WORK_POOL: "this machine"} | {
         region.work_pool: region.name for region in table.regions if region.work_pool
     }
-    states = asyncio.run(work_pool_states(places))
+    states = work_pool_states(places)
     rows: list[dict[str, Any]] = [
         {"work_pool": name, "region": place, "ready": states[name].obstacle is None, "why_not": states[name].obstacle}
         for name, place in places.items()
@@ -129,7 +128,7 @@ def choose(
     table = load_regions(regions) if regions else known_regions()
     asked = resources_asked(EvaluationOptions(cpu=cpu, **asdict(machine)), regions=table)
     resources = build_config(asked, ResourceConfig, source="the options")
-    states = asyncio.run(work_pool_states(entry.work_pool for entry in table.regions if entry.work_pool))
+    states = work_pool_states(entry.work_pool for entry in table.regions if entry.work_pool)
     choice = choose_work_pool(
         resources,
         regions=table,

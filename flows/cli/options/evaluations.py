@@ -11,8 +11,8 @@ from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
 from resources.storage import storage
 from tasks.records.provenance import place_in_git
-from tasks.sinks.backlog import sinks_in
 from tasks.sinks.mlflow_runs import MlflowSink
+from tasks.sinks.publishing import sinks_in
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,

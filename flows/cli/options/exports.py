@@ -96,9 +96,8 @@ def write_every_eval_ever(
 def eval_results(records: Sequence[FoundRecord], sink_file: str | None, *, filters: RecordFilter) -> bytes:
     """Returns the content of a `.eval_results` file for a checkpoint."""
     from tasks.records.verification import verified
-    from tasks.sinks.backlog import sinks_in
-    from tasks.sinks.forms.hub_results import as_yaml, hub_entries
-    from tasks.sinks.hugging_face import HuggingFaceSink
+    from tasks.sinks.hugging_face import HuggingFaceSink, as_yaml, hub_entries
+    from tasks.sinks.publishing import sinks_in
     from tasks.spec.names import how_many
 
     sinks = [sink for sink in sinks_in(sink_file, None) or () if isinstance(sink, HuggingFaceSink)]

@@ -17,8 +17,7 @@ from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.storage.regular_files import read_cached
 from tasks.errors import HarnessFailed
-from tasks.spec.benchmark_files import read_benchmark
-from tasks.spec.benchmarks import benchmarks_uri
+from tasks.spec.benchmarks import benchmarks_uri, read_benchmark
 from tasks.spec.evaluation import EvaluationConfig
 
 PROGRAM = Path(__file__).parent / "programs" / "run_lm_eval.py"

@@ -5,7 +5,6 @@ All of its files, also temporary files, lie in a folder of its own, so that left
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -216,7 +215,7 @@ def deployed(folder: Path) -> Iterator[Field]:
     folder.mkdir(parents=True)
     heartbeats = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_SECONDS}
     with prefect_field(folder) as field, temporary_settings({PREFECT_API_URL: field.url, **heartbeats}):
-        asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
+        apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))])
         watch_over_flow_runs(_SILENT_AFTER)
         as_module = {"work_pool_name": LOCAL_WORK_POOL, "entrypoint_type": EntrypointType.MODULE_PATH, "tags": [TAG]}
         deployment = evaluate_checkpoints.to_deployment(_DEPLOYMENT, **as_module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from decimal import Decimal
@@ -372,5 +371,5 @@ def test_server_that_refuses_access_is_reported_without_a_traceback() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/api"
         with temporary_settings({PREFECT_API_URL: address}), pytest.raises(PrefectUnavailable, match="401"):
-            asyncio.run(work_pool_states(["pool"]))
+            work_pool_states(["pool"])
         server.shutdown()

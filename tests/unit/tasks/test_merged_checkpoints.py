@@ -20,8 +20,7 @@ from tasks.errors import NoCheckpoints
 from tasks.generation.config import GenerationConfig
 from tasks.running.cells import plan_cells
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.spec.names import place_of
-from tasks.spec.paths import is_relative
+from tasks.spec.names import is_relative, place_of
 from tasks.spec.suites import SuiteRequest
 
 STEPS = (10, 20, 30, 40)

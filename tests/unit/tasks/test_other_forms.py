@@ -20,15 +20,14 @@ from fakes.records import make_metric, make_record, publish
 from flows.cli.records import records
 from resources.errors import BadInput
 from tasks.errors import SinkFailed
-from tasks.records.details import BenchmarkDetails, MergedInput, MergeReference
-from tasks.records.record import Counts, Record
+from tasks.records.details import BenchmarkDetails, Counts, MergedInput, MergeReference
+from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
 from tasks.records.scores import question_of
 from tasks.records.search import RecordFilter
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.forms.every_eval_ever import Publisher, evaluation_log, sample_rows
-from tasks.sinks.forms.hub_results import Leaderboard, hub_entries
-from tasks.sinks.hugging_face import HuggingFaceSink, send
+from tasks.sinks.hugging_face import HuggingFaceSink, Leaderboard, hub_entries, send
 from tasks.verdicts.statistics.composition import with_interval
 from tasks.verdicts.statistics.intervals import normal_interval
 

@@ -17,8 +17,8 @@ from fakes.polling import eventually
 from resources.errors import BadInput
 from tasks.errors import PrefectUnavailable
 from tasks.prefect_server.client import end_reported, readable_prefect_errors, server_answers, show
+from tasks.prefect_server.flow_runs import ProgressBar
 from tasks.prefect_server.progress import CellDone, CellProgress, Event, Update, listening
-from tasks.prefect_server.progress_artifact import ProgressBar
 
 
 @dataclass
@@ -74,8 +74,7 @@ def test_progress_of_interrupted_cells_stays_where_it_was():
 def test_progress_that_the_server_did_not_take_is_sent_again():
     screen = Screen(failures=1)
     screen.answers.set()
-    now = [0.0]
-    bar = ProgressBar("run-a", also=lambda _: None, send=screen.show, clock=lambda: now.pop() if now else 100.0)
+    bar = ProgressBar("run-a", also=lambda _: None, send=screen.show, pause_seconds=0.0)
     bar.take(progress(1, 5))
     eventually(lambda: screen.shown == [(12.5, "0 of 4 cells of run-a evaluated")])
     bar.close()

@@ -132,6 +132,7 @@ def diary_sink(name: str = "DiarySink") -> Any:
 def test_series_is_sent_by_a_single_process_that_ends_with_it(diary: Diary):
     with Senders() as senders:
         record, cell = make_cell(diary.evaluations, step=300)
+        (diary.evaluations / "run-a" / "report.html").touch()
         states = [diary.send(100, senders), diary.send(200, senders)]
         states += publish_report(record, str(cell), (diary.sink,), senders=senders).values()
         assert [(state.status, state.where) for state in states] == [

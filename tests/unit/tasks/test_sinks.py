@@ -18,10 +18,9 @@ from tasks.errors import SinkFailed
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import note_sinks, read_record
 from tasks.sinks.announcement import Announcement, metric_values
-from tasks.sinks.backlog import publish_missing, sinks_in
 from tasks.sinks.credentials import credentials_of, scrub
 from tasks.sinks.hugging_face import HuggingFaceSink, with_results
-from tasks.sinks.publishing import publish_record
+from tasks.sinks.publishing import publish_missing, publish_record, sinks_in
 from tasks.spec.sinks import Sinks
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -102,9 +101,8 @@ def test_sinks_offer_anyof_in_forms():
 
 
 def test_publishing_imports_no_client_library():
-    program = (
-        "import sys, tasks.sinks.backlog; print(sorted({'wandb', 'mlflow', 'gcsfs', 'prefect_gcp'} & set(sys.modules)))"
-    )
+    clients = "{'wandb', 'mlflow', 'gcsfs', 'prefect_gcp'}"
+    program = f"import sys, tasks.sinks.publishing; print(sorted({clients} & set(sys.modules)))"
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert completed.stdout.strip() == "[]"
 
@@ -232,9 +230,10 @@ def test_model_card_replaces_older_numbers_of_the_same_benchmark():
     assert values == {"demo_facts": 0.9, "demo_backwards": 0.25}
 
 
-def test_model_card_that_is_none_is_left_alone():
+@pytest.mark.parametrize("metadata", ["- a list", "model-index: {name: a}", "model-index: [a, b]"])
+def test_model_card_with_invalid_metadata_is_refused(metadata: str):
     with pytest.raises(SinkFailed, match="mend or remove it"):
-        card_of("---\n- a list\n---\n")
+        card_of(f"---\n{metadata}\n---\n")
 
 
 def test_publish_sends_what_is_missing_and_only_that(tmp_path: Path):
