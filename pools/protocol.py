@@ -212,19 +212,11 @@ class Lease(Config):
     """Number of requests of each model name; a higher number lets a failed checkpoint be tried again."""
 
 
-class LeaseStatus(Config):
+class LeaseStatus(Lease):
     """A lease as the proxy has it."""
 
-    holder: str
-    """Name of the user."""
     seconds_left: float
     """Seconds until it ends without renewal."""
-    models: dict[str, ServedModel]
-    """Checkpoints that the user added."""
-    wants: tuple[str, ...]
-    """Model names that the user needs now, in order."""
-    tries: dict[str, int]
-    """Number of requests of each model name."""
 
 
 class ReplicaStatus(Config):
@@ -257,8 +249,8 @@ class ReplicaStatus(Config):
         return self.announcement.state == "ready" and not self.lost and self.announcement.digest == digest
 
 
-class RequestCounters(Config):
-    """Requests since the proxy started, by outcome."""
+class RequestCounters(Config, frozen=False):
+    """Requests since the proxy started, by outcome; only the proxy changes them."""
 
     answered: int = 0
     """Complete answers with status 2xx, those from the journal included."""
@@ -297,8 +289,8 @@ class Demand(Config):
     """Seconds since the last request for it arrived or was answered; 0 while a request is open."""
 
 
-class JournalStatus(Config):
-    """Counts of the journal since the proxy started."""
+class JournalStatus(Config, frozen=False):
+    """Counts of the journal since the proxy started; only the journal changes them."""
 
     hits: int = 0
     """Requests answered from it."""

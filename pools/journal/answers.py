@@ -10,8 +10,7 @@ from typing import Any
 
 import orjson
 
-from pools.journal.terms import NO_TERMS, OF_TOKENS, Broken, Terms
-from pools.journal.token_terms import TokenTerms
+from pools.journal.terms import NO_TERMS, OF_TOKENS, Broken, Terms, TokenTerms
 
 KNOWN_FINISHES = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "repetition"})
 """Reasons to finish that are due to the model or the request; after an abort or an error the text is cut."""

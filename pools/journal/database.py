@@ -11,35 +11,15 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pools.journal import schema
-from pools.journal.key_filter import KeyFilter
+from pools.protocol import JournalStatus
 
 BUSY_SECONDS = 2.0
 """Longest wait of a group for another connection's transaction; then it is dropped."""
 _BUSY_RETRY_SECONDS = 0.001
-_SLICE_PAUSE_SECONDS = 0.005
-"""Pause between two slices of keys, each of which takes a millisecond."""
-
-
-@dataclass(slots=True)
-class JournalCounters:
-    """Counts since a journal was opened; `total_bytes` is the size of the file's content now.
-
-    `refused` counts invalid answers, `errors` failures to read or keep valid answers, `dropped` rows that were evicted
-    or damaged.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    kept: int = 0
-    refused: int = 0
-    errors: int = 0
-    dropped: int = 0
-    total_bytes: int = 0
 
 
 class Database:
@@ -60,14 +40,12 @@ class Database:
         committed: Callable[[int], None],
     ) -> None:
         self._path = path
-        self.counters = JournalCounters()
+        self.counters = JournalStatus()
         self._warn = warn
         self._retry_seconds = retry_seconds
         self._clock = clock
         self._committed = committed
         self._connection: sqlite3.Connection | None = None
-        self._filter: KeyFilter | None = None
-        self._looked_at = -1.0
         self._inode = 0
         self._resume_at = 0.0
         self._failing = False
@@ -79,32 +57,6 @@ class Database:
     def open(self) -> None:
         """Opens the file; waits a little for other processes that do the same."""
         self._connect(wait_seconds=BUSY_SECONDS)
-
-    def may_hold(self, key: bytes) -> bool:
-        """Returns False if the file has no row with this key, or cannot be read.
-
-        Commits of other connections are read whenever the loop's clock has moved, so within a millisecond, and after
-        `look_again`.
-        """
-        if self._connection is None and not self._reconnected():
-            return False
-        known = self._filter
-        assert known is not None
-        now = asyncio.get_running_loop().time()
-        if now == self._looked_at or not known.is_complete:
-            return known.may_hold(key)
-        try:
-            known.look_for_news()
-        except schema.ERRORS as error:
-            self.counters.errors += 1
-            self.report(error)
-            return False
-        self._looked_at = now
-        return known.may_hold(key)
-
-    def look_again(self) -> None:
-        """Makes the next `may_hold` read the commits of other connections."""
-        self._looked_at = -1.0
 
     def fetch(self, sql: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Returns the first row of a query; None also if it cannot be read."""
@@ -163,23 +115,19 @@ class Database:
         if connection is None:
             self._give_up()
             return
-        kept: list[tuple[int, bytes]] = []
-        size = 0
+        kept = size = 0
         try:
             connection.execute("BEGIN IMMEDIATE")
             for sql, parameters in self._group:
                 done = connection.execute(sql, parameters)
                 if sql is schema.INSERT_ROW and done.rowcount:
-                    kept.append((done.lastrowid or 0, parameters[0]))
+                    kept += 1
                     size += len(parameters[-2]) + len(parameters[-1] or b"")
             connection.execute("COMMIT")
         except schema.ERRORS as error:
             self._flush_failed(connection, error)
             return
-        assert self._filter is not None
-        for number, key in kept:
-            self._filter.committed(number, key)
-        self.counters.kept += len(kept)
+        self.counters.kept += kept
         self._failing = False
         self._settle(committed=True)
         if size:
@@ -232,11 +180,9 @@ class Database:
             try:
                 self._connection = schema.connect(self._path, wait_seconds=wait_seconds)
                 self._connection.execute("PRAGMA busy_timeout = 0")
-                self.counters.total_bytes = schema.live_bytes(self._connection)
-                self._filter = KeyFilter(self._connection)
+                self.counters.bytes = schema.live_bytes(self._connection)
                 self._inode = self._inode_in_place()
                 self._resume_at = 0.0
-                self._read_keys(self._filter)
                 return
             except schema.ERRORS as error:
                 self._disconnect()
@@ -245,21 +191,11 @@ class Database:
                     self._tell(error)
                     return
 
-    def _read_keys(self, known: KeyFilter) -> None:
-        if known is not self._filter or known.is_complete:
-            return
-        try:
-            known.read_slice()
-        except schema.ERRORS as error:
-            self.report(error)
-            return
-        asyncio.get_running_loop().call_later(_SLICE_PAUSE_SECONDS, self._read_keys, known)
-
     def _disconnect(self) -> None:
         if self._connection is not None:
             with suppress(sqlite3.Error):
                 self._connection.close()
-            self._connection = self._filter = None
+            self._connection = None
 
     def _inode_in_place(self) -> int:
         try:

@@ -8,13 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pools.journal import bodies
 from pools.journal.answers import AnswerFacts, is_content_type
-from pools.journal.background import Background
-from pools.journal.cells import Attempt, CellScope
-from pools.journal.database import Database, JournalCounters
+from pools.journal.cells import Attempt, CellScope, OpenCells
+from pools.journal.database import Database
 from pools.journal.keys import Question
-from pools.journal.schema import COLUMNS, INSERT_ROW, Row
+from pools.journal.schema import (
+    COLUMNS,
+    INSERT_ROW,
+    LARGEST_BYTES,
+    Row,
+    Unreadable,
+    compressed,
+    is_whole,
+    packed,
+    sealed,
+    unpacked,
+)
+from pools.protocol import JournalStatus
 
 _LARGE_BYTES = 32 * 1024
 """Larger bodies are compressed in a thread: they would block the loop for a third of a millisecond."""
@@ -110,14 +120,14 @@ class Journal:
     def __init__(
         self,
         database: Database,
-        background: Background,
+        cells: OpenCells,
         *,
         max_bytes: int,
         keep_prompts: bool,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
-        self._background = background
+        self.cells = cells
         self._max_bytes = max_bytes
         self._keep_prompts = keep_prompts
         self._clock = clock
@@ -151,14 +161,14 @@ class Journal:
             warn=warn,
             retry_seconds=retry_seconds,
             clock=clock,
-            committed=lambda size: background.committed(size),
+            committed=lambda size: cells.committed(size),
         )
-        background = Background(database, path, max_bytes=max_bytes, warn=warn, mirror_seconds=mirror_seconds)
+        cells = OpenCells(database, path, max_bytes=max_bytes, warn=warn, mirror_seconds=mirror_seconds)
         database.open()
-        return cls(database, background, max_bytes=max_bytes, keep_prompts=keep_prompts, clock=clock)
+        return cls(database, cells, max_bytes=max_bytes, keep_prompts=keep_prompts, clock=clock)
 
     @property
-    def counters(self) -> JournalCounters:
+    def counters(self) -> JournalStatus:
         return self._database.counters
 
     def claim(self, question: Question, *, cell: CellScope | None) -> Claim:
@@ -168,21 +178,19 @@ class Journal:
         also an answer from the cell's mirror. A sampled request gets an answer only in such an attempt: the k-th
         identical request of the attempt gets the cell's k-th answer.
         """
-        attempt = self._background.attempt(cell) if cell is not None else None
+        attempt = self.cells.attempt(cell) if cell is not None else None
         occurrence = 0
         stored = None
-        known = self._database.may_hold(question.key)
-        if question.deterministic and known:
+        if question.deterministic:
             stored = self._stored(question, _SELECT_DETERMINISTIC, (question.key,))
             if stored is None and attempt is not None:
                 place = (question.key, attempt.scope.cell)
                 stored = self._stored(question, _SELECT_IMPORTED, place, cell=attempt.scope.cell)
-        elif attempt is not None and not question.deterministic:
+        elif attempt is not None:
             occurrence = attempt.take(question.key)
             scope = attempt.scope
             place = (question.key, scope.cell, occurrence)
-            if known:
-                stored = self._stored(question, _SELECT_SAMPLED, place, cell=scope.cell, occurrence=occurrence)
+            stored = self._stored(question, _SELECT_SAMPLED, place, cell=scope.cell, occurrence=occurrence)
         return Claim(question, self._database, attempt=attempt, occurrence=occurrence, stored=stored)
 
     async def keep(self, claim: Claim, content_type: str, body: bytes, *, facts: AnswerFacts) -> None:
@@ -190,7 +198,7 @@ class Journal:
 
         After that a kill of this process does not lose it. Never raises for errors of the file.
         """
-        if not claim.keeps or len(body) > min(bodies.LARGEST_BYTES, self._max_bytes // 4):
+        if not claim.keeps or len(body) > min(LARGEST_BYTES, self._max_bytes // 4):
             return
         content_type = _text(content_type)
         if len(body) > _LARGE_BYTES or (self._keep_prompts and len(claim.question.body) > _LARGE_BYTES):
@@ -206,34 +214,12 @@ class Journal:
             self._database.submit(INSERT_ROW, row)
             await self._database.settled()
             if claim.scope is not None:
-                self._background.kept(claim.scope, len(content[0]))
-
-    def is_open(self, cell: str) -> bool:
-        return self._background.is_open(cell)
-
-    async def open_cell(self, scope: CellScope, *, mirror: str | None) -> None:
-        """Opens an attempt at a cell, or continues it, in a new process too; closes an older attempt at the same cell.
-
-        Answers in the folder `mirror`, in any store, are imported first; answers kept from now on are written to it.
-        """
-        await self._background.open_cell(scope, folder=mirror)
-
-    async def go_on(self, scope: CellScope) -> None:
-        """Opens an attempt of an earlier process, unless its cell has an open attempt, or very many cells are open."""
-        await self._background.go_on(scope)
-
-    async def close_cell(self, scope: CellScope, *, drop_mirror: bool) -> None:
-        """Closes an attempt at a cell; does nothing unless it is the open attempt.
-
-        Writes the rows missing in the mirror to it. For a finished cell, `drop_mirror` deletes segments and sampled
-        answers instead.
-        """
-        await self._background.close_cell(scope, drop_mirror=drop_mirror)
+                self.cells.kept(claim.scope, len(content[0]))
 
     async def close(self) -> None:
         """Commits, exports the rows missing in the mirrors, and closes the file. A second call does nothing."""
         await self._database.drain()
-        await self._background.close()
+        await self.cells.close()
         self._database.close()
 
     def _stored(
@@ -251,17 +237,17 @@ class Journal:
         number, *values = columns
         row = Row(*values)
         try:
-            whole = bodies.is_whole(row) and is_content_type(row.content_type)
+            whole = is_whole(row) and is_content_type(row.content_type)
             if not whole or not _answers(row, question, cell=cell, occurrence=occurrence):
-                raise bodies.Unreadable("it is another row than was written")
-            return StoredAnswer(row.content_type, bodies.unpacked(row.body))
-        except bodies.Unreadable:
+                raise Unreadable("it is another row than was written")
+            return StoredAnswer(row.content_type, unpacked(row.body))
+        except Unreadable:
             self.counters.dropped += 1
             self._database.submit(_DELETE_ROW, (number,))
             return None
 
     def _content(self, question: Question, body: bytes) -> tuple[bytes, bytes | None]:
-        return bodies.packed(body), bodies.compressed(question.body) if self._keep_prompts else None
+        return packed(body), compressed(question.body) if self._keep_prompts else None
 
     def _row(self, claim: Claim, content_type: str, content: tuple[bytes, bytes | None], facts: AnswerFacts) -> Row:
         question, scope = claim.question, claim.scope
@@ -287,7 +273,7 @@ class Journal:
             content[0],
             content[1],
         )
-        return bodies.sealed(row)
+        return sealed(row)
 
 
 def _answers(row: Row, question: Question, *, cell: str | None, occurrence: int) -> bool:

@@ -31,11 +31,11 @@ class Cells:
 
         The evaluator opens the attempt again later, with its mirror; until then its answers are kept in the journal.
         """
-        if self._journal is None or self._journal.is_open(scope.cell) or scope.cell in self._told:
+        if self._journal is None or self._journal.cells.is_open(scope.cell) or scope.cell in self._told:
             return
         opening = self._opening.get(scope)
         if opening is None:
-            opening = self._opening[scope] = asyncio.create_task(self._journal.go_on(scope))
+            opening = self._opening[scope] = asyncio.create_task(self._journal.cells.go_on(scope))
             opening.add_done_callback(lambda _: self._opening.pop(scope, None))
         await asyncio.shield(opening)
 
@@ -53,14 +53,14 @@ class Cells:
             if len(self._traces) > _REMEMBERED:
                 self._traces.popitem(last=False)
         if self._journal is not None:
-            await self._journal.open_cell(CellScope(cell, attempt), mirror=mirror)
+            await self._journal.cells.open_cell(CellScope(cell, attempt), mirror=mirror)
 
     async def close_cell(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
         """Closes an attempt at a cell; with `drop` in the options its mirror is deleted."""
         self._remember(cell, mirrored=self.is_mirrored(cell))
         self._traces.pop(CellScope(cell, attempt), None)
         if self._journal is not None:
-            await self._journal.close_cell(CellScope(cell, attempt), drop_mirror=options.get("drop") is True)
+            await self._journal.cells.close_cell(CellScope(cell, attempt), drop_mirror=options.get("drop") is True)
 
     def is_mirrored(self, cell: str) -> bool:
         """Returns True if answers of a cell are copied to a folder, as far as this proxy has been notified."""
@@ -78,18 +78,7 @@ class Cells:
 
     @property
     def journal_status(self) -> JournalStatus | None:
-        if self._journal is None:
-            return None
-        counters = self._journal.counters
-        return JournalStatus(
-            hits=counters.hits,
-            misses=counters.misses,
-            kept=counters.kept,
-            refused=counters.refused,
-            errors=counters.errors,
-            dropped=counters.dropped,
-            bytes=counters.total_bytes,
-        )
+        return self._journal.counters if self._journal is not None else None
 
     async def close(self) -> None:
         if self._journal is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import product
 from typing import get_args
 
@@ -18,45 +18,12 @@ _CELLS_REMEMBERED = 10_000
 
 
 @dataclass(slots=True)
-class RequestTally:
-    """Running counts behind `RequestCounters`."""
-
-    answered: int = 0
-    client_errors: int = 0
-    server_errors: int = 0
-    cancelled: int = 0
-    retried: int = 0
-    upstream: int = 0
-    held: int = 0
-    journal_hits: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def count(self, status: int, *, turned_away: bool) -> None:
-        """Counts a finished request by the HTTP status of its answer, from an engine or from the proxy itself."""
-        if turned_away:
-            self.server_errors += 1
-        elif status == CLIENT_LEFT:
-            self.cancelled += 1
-        elif 200 <= status < 300:
-            self.answered += 1
-        elif status < 500:
-            self.client_errors += 1
-        else:
-            self.server_errors += 1
-
-    @property
-    def counters(self) -> RequestCounters:
-        return RequestCounters(**{counter.name: getattr(self, counter.name) for counter in fields(self)})
-
-
-@dataclass(slots=True)
 class Tally:
     """Everything the proxy counts. Model names come from the pool only: a client cannot add any."""
 
     by_status: Counter[int] = field(default_factory=Counter)
-    models: dict[str, RequestTally] = field(default_factory=dict)
-    cells: OrderedDict[tuple[str, str], RequestTally] = field(default_factory=OrderedDict)
+    models: dict[str, RequestCounters] = field(default_factory=dict)
+    cells: OrderedDict[tuple[str, str], RequestCounters] = field(default_factory=OrderedDict)
     """Counts by cell and attempt; the oldest are dropped."""
     latency_buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_SECONDS) + 1))
     latency_sum_seconds: float = 0.0
@@ -77,16 +44,16 @@ class Tally:
                 self.load_seconds[name, phase] += seconds
             self._last_load[name, announcement.instance] = load.number
 
-    def model(self, name: str) -> RequestTally:
+    def model(self, name: str) -> RequestCounters:
         known = self.models.get(name)
         if known is None:
-            known = self.models[name] = RequestTally()
+            known = self.models[name] = RequestCounters()
         return known
 
-    def cell(self, cell: str, attempt: str) -> RequestTally:
+    def cell(self, cell: str, attempt: str) -> RequestCounters:
         known = self.cells.get((cell, attempt))
         if known is None:
-            known = self.cells[cell, attempt] = RequestTally()
+            known = self.cells[cell, attempt] = RequestCounters()
             if len(self.cells) > _CELLS_REMEMBERED:
                 self.cells.popitem(last=False)
         return known
@@ -96,6 +63,18 @@ class Tally:
         self.by_status[status] += 1
         self.latency_buckets[bisect_left(LATENCY_BOUNDS_SECONDS, seconds)] += 1
         self.latency_sum_seconds += seconds
+
+
+def count(counters: RequestCounters, status: int, *, turned_away: bool) -> None:
+    """Counts a finished request by the HTTP status of its answer, from an engine or from the proxy itself."""
+    if turned_away or status >= 500:
+        counters.server_errors += 1
+    elif status == CLIENT_LEFT:
+        counters.cancelled += 1
+    elif status < 300:
+        counters.answered += 1
+    else:
+        counters.client_errors += 1
 
 
 def prometheus_text(

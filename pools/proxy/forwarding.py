@@ -13,12 +13,12 @@ from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope
 from pools.journal.keys import Subject, question
 from pools.journal.store import Claim, Journal, StoredAnswer
-from pools.protocol import ProxyLimits, ServedModel
+from pools.protocol import ProxyLimits, RequestCounters, ServedModel
 from pools.proxy.attempts import Attempt, attempt
 from pools.proxy.connections.messages import ClientGone, Reply, Request, Responder
 from pools.proxy.connections.replies import Refusal, no_room, unknown_model
 from pools.proxy.connections.upstream import Call, Upstream
-from pools.proxy.counters import CLIENT_LEFT, RequestTally, Tally
+from pools.proxy.counters import CLIENT_LEFT, Tally, count
 from pools.proxy.probes import Probes
 from pools.proxy.request import Asked, asked_in
 from pools.proxy.routing import RequestOutcome, RoutedReplica, RoutingTable, may_retry
@@ -111,12 +111,12 @@ class Forwarder:
             seconds = self._loop.time() - started
             self._tally.finished(status, seconds=seconds)
             for tally in self._tallies(asked, scope):
-                tally.count(status, turned_away=turned_away)
+                count(tally, status, turned_away=turned_away)
             if status >= 400:
                 model = asked.model if asked is not None and asked.model in (self._table.models or {}) else "-"
                 _log.warning("request=%d model=%s status=%d seconds=%.3f", number, model, status, seconds)
 
-    def _tallies(self, asked: Asked | None, scope: CellScope | None) -> list[RequestTally]:
+    def _tallies(self, asked: Asked | None, scope: CellScope | None) -> list[RequestCounters]:
         tallies = []
         if asked is not None and asked.model in (self._table.models or {}):
             tallies.append(self._tally.model(asked.model))
@@ -220,7 +220,7 @@ class Forwarder:
             raise _InvalidAnswers(502, f"Engines gave answers that are not whole or not valid, {attempts} times.")
         raise Refusal(502, f"Engines broke the connection, or took none, before they had answered, {attempts} times.")
 
-    def _count_tokens(self, facts: AnswerFacts | None, tallies: list[RequestTally]) -> None:
+    def _count_tokens(self, facts: AnswerFacts | None, tallies: list[RequestCounters]) -> None:
         if facts is not None:
             for tally in tallies:
                 tally.prompt_tokens += facts.prompt_tokens

@@ -40,13 +40,7 @@ class Leases:
         """Returns the valid leases, in the order they were first taken."""
         now = self._clock()
         return {
-            name: LeaseStatus(
-                holder=held.lease.holder,
-                seconds_left=max(0.0, held.ends - now),
-                models=held.lease.models,
-                wants=held.lease.wants,
-                tries=held.lease.tries,
-            )
+            name: LeaseStatus(**dict(held.lease), seconds_left=max(0.0, held.ends - now))
             for name, held in self._held.items()
         }
 

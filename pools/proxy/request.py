@@ -10,8 +10,7 @@ from typing import Any
 import orjson
 
 from pools.endpoint import GENERATE as _GENERATE
-from pools.journal.terms import NO_TERMS, Terms, terms_of
-from pools.journal.token_terms import TokenTerms, token_terms_of
+from pools.journal.terms import NO_TERMS, Terms, TokenTerms, terms_of, token_terms_of
 from pools.proxy.connections.messages import Header, Request
 from pools.proxy.connections.replies import OURS_TO_KEEP, Refusal, passed_on
 from pools.proxy.connections.room import AnswerShare

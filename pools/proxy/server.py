@@ -293,7 +293,7 @@ class ProxyServer:
                 await self._cells.open(cell, attempt, options)
             case "DELETE":
                 await self._cells.close_cell(cell, attempt, options)
-        return _value(self._tally.cell(cell, attempt).counters)
+        return _value(self._tally.cell(cell, attempt))
 
     def _status_now(self) -> ProxyStatus:
         return ProxyStatus(
@@ -302,7 +302,7 @@ class ProxyServer:
             status=self._table.health,
             replicas=self._table.status(),
             held=self._table.held,
-            models={name: tally.counters for name, tally in self._tally.models.items()},
+            models=self._tally.models,
             demand=self._table.demand(),
             unusable=dict(self._table.unusable),
             failed=self._table.failed,

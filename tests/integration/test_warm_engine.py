@@ -29,8 +29,7 @@ from pools.engine.launch import Servable, ServedCheckpoint
 from pools.engine.reload_trust import differing
 from pools.engine.scoring import scoring_of
 from pools.journal.answers import judge
-from pools.journal.terms import terms_of
-from pools.journal.token_terms import token_terms_of
+from pools.journal.terms import terms_of, token_terms_of
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig

@@ -45,8 +45,7 @@ from benchmarks.stub_engine import CHAT, COMPLETIONS, GENERATE, Connection, Repl
 from fakes.engine import FakeEngine
 from fakes.polling import eventually
 from pools.journal.answers import judge
-from pools.journal.terms import terms_of
-from pools.journal.token_terms import token_terms_of
+from pools.journal.terms import terms_of, token_terms_of
 from resources.settings import process_environment
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 
 from pools.endpoint import GENERATE
 from pools.journal.answers import judge
-from pools.journal.terms import NO_TERMS
-from pools.journal.token_terms import token_terms_of
+from pools.journal.terms import NO_TERMS, token_terms_of
 
 Kind = Literal["greedy", "logprobs", "sampled", "stream", "chat", "tokens"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -27,11 +27,9 @@ from fakes.journal import (
     sampled,
 )
 from fakes.polling import until
-from pools.journal import background
+from pools.journal import cells
 from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope
-from pools.journal.key_filter import KeyFilter
-from pools.journal.schema import connect
 
 
 @pytest.fixture
@@ -70,7 +68,7 @@ async def test_counters_tell_what_happened(path: Path) -> None:
 
 async def test_claim_of_a_sampled_request_outside_a_cell_is_never_answered(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         for cell in (None, SECOND):
             await answer(journal, sampled(), b"1", cell=cell)
             assert replayed(journal, sampled(), cell=cell) is None
@@ -79,36 +77,41 @@ async def test_claim_of_a_sampled_request_outside_a_cell_is_never_answered(path:
 
 async def test_claim_in_a_later_attempt_replays_by_occurrence(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         claims = [journal.claim(sampled(), cell=FIRST) for _ in range(3)]
         for claim in reversed(claims):
             await journal.keep(claim, JSON, b"%d" % claim.occurrence, facts=FACTS)
         assert replayed(journal, sampled(), cell=FIRST) is None
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         assert [replayed(journal, sampled(), cell=SECOND) for _ in range(4)] == [b"0", b"1", b"2", None]
         other = CellScope("another", "first")
-        await journal.open_cell(other, mirror=None)
+        await journal.cells.open_cell(other, mirror=None)
         assert replayed(journal, sampled(), cell=other) is None
 
 
 async def test_requests_alone_open_no_more_than_so_many_cells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MOST_CELLS", 2)
+    monkeypatch.setattr(cells, "MOST_CELLS", 2)
     async with opened(path) as (journal, _):
         for name in ("one", "two", "three"):
-            await journal.go_on(CellScope(name, "first"))
-        await journal.open_cell(FIRST, mirror=None)
-        assert [journal.is_open(name) for name in ("one", "two", "three", FIRST.cell)] == [True, True, False, True]
-        await journal.close_cell(CellScope("one", "first"), drop_mirror=False)
-        await journal.go_on(SECOND)
+            await journal.cells.go_on(CellScope(name, "first"))
+        await journal.cells.open_cell(FIRST, mirror=None)
+        assert [journal.cells.is_open(name) for name in ("one", "two", "three", FIRST.cell)] == [
+            True,
+            True,
+            False,
+            True,
+        ]
+        await journal.cells.close_cell(CellScope("one", "first"), drop_mirror=False)
+        await journal.cells.go_on(SECOND)
         assert replayed(journal, sampled(), cell=SECOND) is None
         assert journal.claim(sampled(), cell=FIRST).scope == FIRST
 
 
 async def test_keep_in_an_attempt_that_is_over_stores_nothing(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         claim = journal.claim(sampled(), cell=FIRST)
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         await journal.keep(claim, JSON, b"late", facts=FACTS)
         assert journal.claim(sampled(), cell=FIRST).keeps is False
         assert replayed(journal, sampled(), cell=SECOND) is None
@@ -116,18 +119,18 @@ async def test_keep_in_an_attempt_that_is_over_stores_nothing(path: Path) -> Non
 
 async def test_keep_that_is_overtaken_by_the_next_attempt_stores_nothing(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         claim = journal.claim(sampled(), cell=FIRST)
         keeping = asyncio.create_task(journal.keep(claim, JSON, bytes(100_000), facts=FACTS))
         await asyncio.sleep(0)
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         await keeping
         assert journal.counters.kept == 0
 
 
 async def test_release_gives_the_occurrence_to_the_retry(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         claims = [journal.claim(sampled(), cell=FIRST) for _ in range(4)]
         assert [claim.occurrence for claim in claims] == [0, 1, 2, 3]
         claims[2].release()
@@ -138,7 +141,7 @@ async def test_release_gives_the_occurrence_to_the_retry(path: Path) -> None:
 
 async def test_release_after_the_client_left_gives_the_retry_the_same_answer(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         claim = await answer(journal, sampled(), b"0", cell=FIRST)
         claim.release()
         again = journal.claim(sampled(), cell=FIRST)
@@ -150,37 +153,37 @@ async def test_release_after_the_client_left_gives_the_retry_the_same_answer(pat
 
 async def test_attempt_that_goes_on_in_a_new_process_gets_no_answer_twice(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         for number in range(4):
             await answer(journal, sampled(), b"%d" % number, cell=FIRST)
     async with opened(path) as (journal, _):
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         assert [replayed(journal, sampled(), cell=SECOND) for _ in range(2)] == [b"0", b"1"]
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         lost = journal.claim(sampled(), cell=SECOND)
         lost.release()
     async with opened(path) as (journal, _):
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         assert [replayed(journal, sampled(), cell=SECOND) for _ in range(3)] == [b"2", b"3", None]
 
 
 async def test_attempt_that_goes_on_asks_again_for_what_was_in_flight(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         journal.claim(sampled(), cell=FIRST)
         await answer(journal, sampled(), b"1", cell=FIRST)
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         assert [journal.claim(sampled(), cell=FIRST).occurrence for _ in range(3)] == [0, 2, 3]
 
 
 async def test_close_of_a_finished_cell_drops_its_sampled_answers_only(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         for number in range(100):
             await answer(journal, sampled(), b"%d" % number, cell=FIRST)
         await answer(journal, asked("a"), b"greedy", cell=FIRST)
-        await journal.close_cell(FIRST, drop_mirror=True)
+        await journal.cells.close_cell(FIRST, drop_mirror=True)
         assert replayed(journal, asked("a")) == b"greedy"
     assert rows(path, "SELECT deterministic, count(*) FROM answers") == [(1, 1)]
 
@@ -208,7 +211,7 @@ async def test_file_and_its_log_are_for_their_owner_alone(path: Path, exists: bo
 
 async def test_file_is_readable_by_its_documented_schema(path: Path) -> None:
     async with opened(path, keep_prompts=True, clock=lambda: 1e9) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         await answer(journal, asked("a"), b"1", cell=FIRST)
     columns = "deterministic, cell, attempt, occurrence, target, model, weights, tokenizer, engine, content_type"
     assert rows(path, f"SELECT {columns}, finish_reasons, prompt_tokens, completion_tokens, created FROM answers") == [
@@ -223,7 +226,7 @@ async def test_keep_of_texts_that_are_no_unicode_works(path: Path) -> None:
         await journal.keep(journal.claim(asked("a", model=broken), cell=None), JSON, b"1", facts=facts)
         assert replayed(journal, asked("a", model=broken)) == b"1"
         scope = CellScope(broken, "first")
-        await journal.open_cell(scope, mirror=None)
+        await journal.cells.open_cell(scope, mirror=None)
         await answer(journal, asked("b"), b"1", cell=scope)  # the cell's name is invalid as a file name
         assert replayed(journal, asked("b")) is None
 
@@ -270,20 +273,20 @@ async def test_row_with_a_changed_column_is_asked_again(path: Path, change: str)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(f"UPDATE answers SET {change}")
     async with opened(path) as (journal, warnings):
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         assert replayed(journal, asked("a"), cell=SECOND) is None
         assert not warnings
 
 
 async def test_sample_that_moved_to_another_place_is_not_given(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         await answer(journal, sampled(), b"0", cell=FIRST)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE answers SET cell = 'another'")
     other = CellScope("another", "second")
     async with opened(path) as (journal, _):
-        await journal.open_cell(other, mirror=None)
+        await journal.cells.open_cell(other, mirror=None)
         assert replayed(journal, sampled(), cell=other) is None
 
 
@@ -303,7 +306,7 @@ async def test_file_stays_within_its_bound_and_keeps_the_newest(path: Path) -> N
             await answer(journal, asked(str(number)), os.urandom(5000))
     assert journal.counters.dropped > 200
     async with opened(path, max_bytes=400_000) as (journal, _):
-        assert 0 < journal.counters.total_bytes <= 400_000
+        assert 0 < journal.counters.bytes <= 400_000
         kept = [number for number in range(300) if replayed(journal, asked(str(number)))]
         assert kept == list(range(300 - len(kept), 300)) and 20 < len(kept) < 90
     assert path.stat().st_size < 1_600_000
@@ -327,7 +330,7 @@ async def test_clock_that_goes_back_changes_nothing_but_names(path: Path) -> Non
     async with opened(path, max_bytes=400_000, clock=lambda: float(next(times))) as (journal, _):
         for number in range(200):
             await answer(journal, asked(str(number)), os.urandom(5000))
-        await until(lambda: journal.counters.dropped and journal.counters.total_bytes <= 400_000)
+        await until(lambda: journal.counters.dropped and journal.counters.bytes <= 400_000)
         assert replayed(journal, asked("199")) and not replayed(journal, asked("0"))
 
 
@@ -350,31 +353,6 @@ async def test_close_twice_is_safe_and_answers_after_it_are_not_kept(path: Path)
         await answer(journal, asked("a"), b"1")
     assert not path.with_name(f"{path.name}-wal").exists()
     assert rows(path, "SELECT count(*) FROM answers") == [(0,)]
-
-
-async def test_key_filter_knows_keys_in_slices_and_keys_added_by_others(path: Path) -> None:
-    async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
-        old = [asked(f"{number}") for number in range(2100)]
-        draws = [sampled(f"{number}") for number in range(1500)]
-        await asyncio.gather(*(answer(journal, question, b"1") for question in old))
-        await asyncio.gather(*(answer(journal, question, b"1", cell=FIRST) for question in draws))
-    with closing(connect(path, wait_seconds=1)) as connection:
-        known, slices = KeyFilter(connection), 0
-        while not known.is_complete:
-            assert known.may_hold(b"?" * 32)  # not decidable yet
-            known.read_slice()
-            slices += 1
-        assert slices == 6  # 3 for the first kind of row, 1 for the kind without rows, 2 for the third kind
-        known.look_for_news()
-        assert all(known.may_hold(question.key) for question in (*old, *draws))
-        new = [asked(f"new {number}") for number in range(1000)]
-        assert sum(known.may_hold(question.key) for question in new) < 5
-        async with opened(path) as (journal, _):
-            for question in new:
-                await answer(journal, question, b"1")
-            known.look_for_news()
-            assert all(known.may_hold(question.key) for question in new)
 
 
 async def test_claim_sees_what_another_process_has_kept_before_this_turn_of_the_loop(path: Path) -> None:

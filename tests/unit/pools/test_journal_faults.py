@@ -84,14 +84,14 @@ PAGE_BYTES = 4096
 async def test_damage_anywhere_in_the_file_never_changes_an_answer(memory: Path, keep_prompts: bool) -> None:
     whole, path = memory / "whole.sqlite", memory / "journal.sqlite"
     async with opened(whole, keep_prompts=keep_prompts) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         for number, body in enumerate(BODIES):
             await answer(journal, question_of(number), body, cell=FIRST)
     content, rng, hits = whole.read_bytes(), random.Random(1), 0
     for number_of_file in range(FILES):
         path.write_bytes(damaged(content, rng))
         async with opened(path) as (journal, _):
-            await journal.open_cell(SECOND, mirror=None)
+            await journal.cells.open_cell(SECOND, mirror=None)
             for number, body in enumerate(BODIES):
                 stored = journal.claim(question_of(number), cell=SECOND).stored
                 assert stored is None or (stored.content_type, stored.body) == (JSON, body), f"file {number_of_file}"
@@ -248,9 +248,9 @@ async def test_lock_never_released_is_logged_once_and_costs_no_request(path: Pat
 
 async def test_replay_waits_until_its_use_is_committed(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         await answer(journal, sampled(), b"0", cell=FIRST)
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             replaying = asyncio.create_task(journal.claim(sampled(), cell=SECOND).replay())
@@ -265,10 +265,10 @@ async def test_replay_waits_until_its_use_is_committed(path: Path) -> None:
 
 async def test_sample_without_a_committed_use_is_withheld_for_an_engine(path: Path) -> None:
     async with opened(path, retry_seconds=0.05) as (journal, warnings):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         await answer(journal, sampled(), b"0", cell=FIRST)
         await answer(journal, asked("a"), b"1", cell=FIRST)
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             claim = journal.claim(sampled(), cell=SECOND)
@@ -278,7 +278,7 @@ async def test_sample_without_a_committed_use_is_withheld_for_an_engine(path: Pa
         await journal.keep(claim, JSON, b"asked anew", facts=FACTS)
         assert len(warnings) == 1 and (journal.counters.hits, journal.counters.misses) == (1, 1)
     async with opened(path) as (journal, _):
-        await journal.open_cell(SECOND, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=None)
         assert replayed(journal, sampled(), cell=SECOND) == b"0"  # not sent in this attempt yet
 
 

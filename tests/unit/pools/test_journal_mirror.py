@@ -18,10 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from fakes.journal import FIRST, SECOND, answer, asked, opened, replayed, rows, sampled
 from fakes.polling import until
-from pools.journal.bodies import LARGEST_BYTES, Unreadable, sealed, unpacked
 from pools.journal.cells import CellScope
-from pools.journal.mirror import SEGMENT_BYTES
-from pools.journal.segments import LARGEST_ROW_BYTES, SegmentCut, decoded, encoded
+from pools.journal.mirror import LARGEST_ROW_BYTES, SEGMENT_BYTES, SegmentCut, decoded, encoded
+from pools.journal.schema import LARGEST_BYTES, Unreadable, sealed, unpacked
 from resources.storage import storage
 
 
@@ -37,7 +36,7 @@ def segments(folder: str) -> list[str]:
 async def leave(path: Path, folder: str, *, numbers: range = range(3)) -> None:
     """Answers sampled and deterministic requests of a cell, in a journal that is closed afterwards."""
     async with opened(path) as (journal, warnings):
-        await journal.open_cell(FIRST, mirror=folder)
+        await journal.cells.open_cell(FIRST, mirror=folder)
         for number in numbers:
             await answer(journal, sampled(), b"%d" % number, cell=FIRST)
             await answer(journal, asked(f"a{number}"), b"%d" % number, cell=FIRST)
@@ -49,7 +48,7 @@ async def replays_and_warnings(
 ) -> tuple[list[bytes | None], list[str]]:
     """Returns a second attempt's replays for the same requests, sampled requests first, and the warnings."""
     async with opened(path) as (journal, warnings):
-        await journal.open_cell(SECOND, mirror=folder)
+        await journal.cells.open_cell(SECOND, mirror=folder)
         replays = [replayed(journal, sampled(), cell=SECOND) for _ in numbers]
         return replays + [replayed(journal, asked(f"a{number}"), cell=SECOND) for number in numbers], warnings
 
@@ -64,7 +63,7 @@ async def test_new_database_with_the_mirror_gives_the_same_replays(tmp_path: Pat
 
 async def test_news_is_exported_while_the_cell_is_open(tmp_path: Path, folder: str) -> None:
     async with opened(tmp_path / "one.sqlite", mirror_seconds=0.05) as (journal, _):
-        await journal.open_cell(FIRST, mirror=folder)
+        await journal.cells.open_cell(FIRST, mirror=folder)
         for number in range(3):
             await answer(journal, sampled(), b"%d" % number, cell=FIRST)
             await until(lambda: len(segments(folder)) > number)  # noqa: B023 - used up before the next turn
@@ -75,7 +74,7 @@ async def test_news_is_exported_while_the_cell_is_open(tmp_path: Path, folder: s
 async def test_close_when_a_segment_has_just_become_full_ends(tmp_path: Path, turns: int) -> None:
     folder = str(tmp_path / "cell")
     async with opened(tmp_path / "one.sqlite") as (journal, _):
-        await journal.open_cell(FIRST, mirror=folder)
+        await journal.cells.open_cell(FIRST, mirror=folder)
         await answer(journal, sampled(), random.Random(0).randbytes(SEGMENT_BYTES), cell=FIRST)
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -86,10 +85,10 @@ async def test_close_when_a_segment_has_just_become_full_ends(tmp_path: Path, tu
 
 async def test_rows_left_by_a_killed_process_are_exported_by_the_next(tmp_path: Path, folder: str) -> None:
     async with opened(tmp_path / "one.sqlite") as (journal, _):
-        await journal.open_cell(FIRST, mirror=None)
+        await journal.cells.open_cell(FIRST, mirror=None)
         await answer(journal, sampled(), b"0", cell=FIRST)
     async with opened(tmp_path / "one.sqlite") as (journal, _):
-        await journal.open_cell(SECOND, mirror=folder)
+        await journal.cells.open_cell(SECOND, mirror=folder)
         assert len(segments(folder)) == 1
     assert (await replays_and_warnings(tmp_path / "two.sqlite", folder, numbers=range(1)))[0][0] == b"0"
 
@@ -97,13 +96,13 @@ async def test_rows_left_by_a_killed_process_are_exported_by_the_next(tmp_path: 
 async def test_two_machines_in_turn_add_to_the_same_mirror(tmp_path: Path, folder: str) -> None:
     await leave(tmp_path / "one.sqlite", folder)
     async with opened(tmp_path / "two.sqlite") as (journal, _):
-        await journal.open_cell(SECOND, mirror=folder)
+        await journal.cells.open_cell(SECOND, mirror=folder)
         assert [replayed(journal, sampled(), cell=SECOND) for _ in range(4)][-1] is None
         await answer(journal, sampled("Twice"), b"new", cell=SECOND)
     assert len(segments(folder)) == 2
     async with opened(tmp_path / "one.sqlite") as (journal, _):
         third = CellScope(FIRST.cell, "third")
-        await journal.open_cell(third, mirror=folder)
+        await journal.cells.open_cell(third, mirror=folder)
         assert replayed(journal, sampled("Twice"), cell=third) == b"new"
     assert len(segments(folder)) == 2
 
@@ -168,7 +167,7 @@ def test_body_that_unpacks_to_more_than_is_ever_kept_is_unreadable() -> None:
 async def test_row_too_large_for_a_segment_stays_on_its_machine(tmp_path: Path) -> None:
     folder = str(tmp_path / "cell")
     async with opened(tmp_path / "one.sqlite") as (journal, _):
-        await journal.open_cell(FIRST, mirror=folder)
+        await journal.cells.open_cell(FIRST, mirror=folder)
         for body in (random.Random(0).randbytes(LARGEST_ROW_BYTES), b"1", bytes(LARGEST_BYTES + 1)):
             await answer(journal, sampled(), body, cell=FIRST)
         assert journal.counters.kept == 2
@@ -178,7 +177,7 @@ async def test_row_too_large_for_a_segment_stays_on_its_machine(tmp_path: Path) 
 async def test_segment_keeps_no_prompt_and_names_its_schema(tmp_path: Path) -> None:
     folder = str(tmp_path / "cell")
     async with opened(tmp_path / "one.sqlite") as (journal, _):
-        await journal.open_cell(FIRST, mirror=folder)
+        await journal.cells.open_cell(FIRST, mirror=folder)
         await answer(journal, asked("a prompt"), b"1", cell=FIRST)
     (segment,) = segments(folder)
     head, row = zlib.decompress(Path(segment).read_bytes(), wbits=31).splitlines()
@@ -190,12 +189,12 @@ async def test_rows_of_a_mirror_answer_their_own_cell_only(tmp_path: Path, folde
     await leave(tmp_path / "one.sqlite", folder, numbers=range(1))
     other = CellScope("another", "first")
     async with opened(tmp_path / "two.sqlite") as (journal, _):
-        await journal.open_cell(SECOND, mirror=folder)
-        await journal.open_cell(other, mirror=None)
+        await journal.cells.open_cell(SECOND, mirror=folder)
+        await journal.cells.open_cell(other, mirror=None)
         assert replayed(journal, asked("a0")) is None
         await answer(journal, asked("a0"), b"asked anew", cell=other)
         assert replayed(journal, asked("a0"), cell=other) == replayed(journal, asked("a0")) == b"asked anew"
-        await journal.close_cell(SECOND, drop_mirror=True)
+        await journal.cells.close_cell(SECOND, drop_mirror=True)
     assert rows(tmp_path / "two.sqlite", "SELECT cell, body FROM answers") == [("another", b"\0asked anew")]
 
 
@@ -235,7 +234,7 @@ async def test_segments_of_another_cell_are_not_taken_up(tmp_path: Path, folder:
     await leave(tmp_path / "one.sqlite", folder)
     other = CellScope("another", "first")
     async with opened(tmp_path / "two.sqlite") as (journal, _):
-        await journal.open_cell(other, mirror=folder)
+        await journal.cells.open_cell(other, mirror=folder)
         assert replayed(journal, asked("a0")) is None
 
 
@@ -243,8 +242,8 @@ async def test_close_of_a_finished_cell_deletes_its_segments_and_nothing_else(tm
     await leave(tmp_path / "one.sqlite", folder)
     storage.write_bytes(storage.join(folder, "record.json"), b"{}")
     async with opened(tmp_path / "one.sqlite") as (journal, warnings):
-        await journal.open_cell(SECOND, mirror=folder)
-        await journal.close_cell(SECOND, drop_mirror=True)
+        await journal.cells.open_cell(SECOND, mirror=folder)
+        await journal.cells.close_cell(SECOND, drop_mirror=True)
         assert not warnings
     assert [storage.basename(uri) for uri in segments(folder)] == ["record.json"]
     assert rows(tmp_path / "one.sqlite", "SELECT count(*) FROM answers WHERE deterministic = 0") == [(0,)]
@@ -287,7 +286,7 @@ async def test_mirror_that_is_away_costs_no_request_and_is_tried_again(
     await leave(tmp_path / "one.sqlite", folder, numbers=range(1))
     flaky.away = True
     async with opened(tmp_path / "two.sqlite", mirror_seconds=0.05) as (journal, warnings):
-        await journal.open_cell(SECOND, mirror=folder)
+        await journal.cells.open_cell(SECOND, mirror=folder)
         await answer(journal, asked("b"), b"1", cell=SECOND)
         assert len(warnings) == 1 and "the store is away" in warnings[0]
         flaky.away = False
@@ -299,5 +298,5 @@ async def test_mirror_that_is_away_costs_no_request_and_is_tried_again(
         flaky.away = False
         await until(lambda: len(segments(folder)) == 3)
         flaky.away = True
-        await journal.close_cell(SECOND, drop_mirror=True)
+        await journal.cells.close_cell(SECOND, drop_mirror=True)
         assert len(warnings) == 3

@@ -53,7 +53,9 @@ def replica(name: str, *loads: LoadReport, holds: str | None = None, **fields: A
 
 
 def leases(tries: int) -> dict[str, LeaseStatus]:
-    return {"lease": LeaseStatus(holder="x", seconds_left=1, models={}, wants=("run-2",), tries={"run-2": tries})}
+    return {
+        "lease": LeaseStatus(holder="x", seconds=1, seconds_left=1, models={}, wants=("run-2",), tries={"run-2": tries})
+    }
 
 
 def test_failed_load_makes_its_checkpoint_unusable_until_the_next_want() -> None:
