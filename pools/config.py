@@ -45,11 +45,7 @@ def is_setting(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Returns the name if it may become part of a path or a URL.
-
-    Raises:
-        ValueError: the name is not usable.
-    """
+    """Returns the name if it may become part of a path or a URL."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"expected a name of letters, digits and . _ + = @ - that starts with a letter or digit, found {name!r}"

@@ -20,7 +20,7 @@ _URL_PATTERN = r"^https?://[^/?#\s]+$"
 
 
 class ProxyLimits(Config):
-    """Limits of a proxy; each field is a flag of its command line (`max_held` is `--max-held`)."""
+    """Limits of a proxy."""
 
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     """Largest request body; a larger body is answered 413."""
@@ -46,42 +46,35 @@ class ProxyLimits(Config):
 
 
 class ServedModel(Config):
-    """The checkpoint behind a model name. Digests are in hex."""
+    """The checkpoint behind a model name, by its location and hex digests."""
 
     digest: str
     """Digest of the whole checkpoint: weights, tokenizer and template, config."""
     weights: str = ""
-    """Digest of the weights alone."""
     tokenizer: str = ""
-    """Digest of tokenizer and chat template."""
     config: str = ""
-    """Digest of the model's configuration."""
     uri: str = ""
-    """Its location."""
 
 
 class Failure(Config):
-    """The fields of an Assay error, to be raised again in another process."""
+    """The class (`kind`) and the parts of an Assay error, to be raised again in another process."""
 
     kind: str
-    """Class of the error."""
     expected: str
-    """Expected state."""
     found: str
-    """Actual state."""
     remedy: str
-    """Remedy, for users."""
 
 
 class LoadReport(Config):
-    """A load of a checkpoint into a replica, successful or not."""
+    """A load of a checkpoint into a replica, successful or not.
+
+    `reason` says why it could not be reloaded in place, `failure` why it cannot be served at all.
+    """
 
     number: int
     """Number of the load at this replica, from 1."""
     model: str
-    """Name of the checkpoint."""
     digest: str
-    """Digest of the checkpoint."""
     how: LoadedHow
     """Way of loading: into a new engine, into the running engine, or into a new engine as reloading failed."""
     seconds: float
@@ -91,11 +84,8 @@ class LoadReport(Config):
     ended: float = 0.0
     """End time in seconds since 1970 by its machine's clock; 0 if unknown."""
     reason: str | None = None
-    """Reason that it could not be reloaded in place."""
     device: str | None = None
-    """Name of the engine's device, such as NVIDIA H100 80GB HBM3; empty if not reported."""
     failure: Failure | None = None
-    """Reason that it cannot be served at all."""
 
 
 class Announcement(Config):
@@ -121,7 +111,6 @@ class Announcement(Config):
     state: ReplicaState = "starting"
     """Only a ready replica gets requests; a dead replica also loses its requests in flight."""
     model: str | None = None
-    """Name of the checkpoint it holds."""
     digest: str | None = None
     """Digest of the checkpoint it holds; None while no checkpoint accepts requests."""
     prompt_logprobs: bool = False
@@ -131,7 +120,6 @@ class Announcement(Config):
     scoring: Scoring = Scoring()
     """Scoring properties of its engine; the pool adds the digest of the engine."""
     engine_version: str | None = None
-    """Version that the engine reports."""
     restarts: int = 0
     """Restarts after an engine died, since this replica exists."""
     last_death: str | None = None
@@ -139,9 +127,7 @@ class Announcement(Config):
     deaths: dict[str, int] = {}
     """Deaths of engines by an error of their own, by the digest of the checkpoint that they held."""
     failure: Failure | None = None
-    """Reason that it is dead."""
     loads: tuple[LoadReport, ...] = ()
-    """The last few loads."""
     seen: int = -1
     """Version of the orders it received last."""
     wait_seconds: float = Field(default=0, ge=0, le=60)
@@ -171,11 +157,9 @@ class Orders(Config):
     model: str | None = None
     """Name of the checkpoint it must hold; None if there is nothing to do."""
     served: ServedModel | None = None
-    """The checkpoint of that name."""
     next: dict[str, ServedModel] = {}
     """Checkpoints that may be ordered soon, to be staged ahead."""
     in_flight: int = 0
-    """Requests that it is working on."""
 
 
 class DesiredState(Config):
@@ -188,7 +172,6 @@ class DesiredState(Config):
     orders: dict[str, str | None] = {}
     """Replicas of the pool, and the model name that each must hold; other replicas are ordered to stop."""
     next: tuple[str, ...] = ()
-    """Model names that will be requested soon, in order."""
     unusable: dict[str, Failure] = {}
     """Model names that cannot be served: requests for them are answered 503 with the reason."""
     failed: str | None = None
@@ -201,13 +184,10 @@ class Lease(Config):
     """A user's demand on the pool; after `seconds` without renewal it is dropped."""
 
     holder: str
-    """Name of the user, for display."""
     seconds: float = Field(gt=0, le=86_400)
     """Seconds until it ends unless it is renewed."""
     models: dict[str, ServedModel] = {}
-    """Checkpoints that the user may request."""
     wants: tuple[str, ...] = ()
-    """Model names that the user needs now, in order."""
     tries: dict[str, int] = {}
     """Number of requests of each model name; a higher number lets a failed checkpoint be tried again."""
 
@@ -223,19 +203,14 @@ class ReplicaStatus(Config):
     """A replica as the proxy sees it."""
 
     name: str
-    """Its name."""
     ordered: str | None
-    """Model name that it must hold."""
     announcement: Announcement
-    """Its last announcement."""
     lost: bool
     """True if its lease has run out: it gets no requests until it announces itself again."""
     silent_seconds: float
-    """Time since its last announcement."""
     suspect: bool
     """True if a connection to it failed, and no probe has succeeded since."""
     in_flight: int
-    """Requests that it is working on."""
     consecutive_failures: int
     """Connections that failed or timed out since its last answer."""
 
@@ -269,18 +244,14 @@ class RequestCounters(Config, frozen=False):
     journal_hits: int = 0
     """Requests that were answered from the journal."""
     prompt_tokens: int = 0
-    """Prompt tokens, as the engine counted them; answers from the journal do not count again."""
     completion_tokens: int = 0
-    """Completion tokens, counted in the same way."""
 
 
 class Demand(Config):
     """Requests for a model now."""
 
     held: int = 0
-    """Requests that wait for a replica with this model."""
     in_flight: int = 0
-    """Requests that replicas are working on."""
     suspects: int = 0
     """Requests that were in flight at two deaths of engines: open, to be sent alone, or proved to be the cause."""
     unserved_seconds: float = 0.0
@@ -293,45 +264,32 @@ class JournalStatus(Config, frozen=False):
     """Counts of the journal since the proxy started; only the journal changes them."""
 
     hits: int = 0
-    """Requests answered from it."""
     misses: int = 0
     """Requests that it could have answered, but had no answer for."""
     kept: int = 0
-    """Answers written."""
     refused: int = 0
     """Answers that were not written, since they were incomplete or invalid."""
     errors: int = 0
-    """Errors of disk or database."""
     dropped: int = 0
     """Answers dropped for lack of space, or because they were unreadable."""
     bytes: int = 0
-    """Size of the journal in bytes."""
 
 
 class ProxyStatus(Config):
     """Answer of `GET /admin/status`."""
 
     instance: str
-    """Identifies a start of the proxy."""
     version: int
     """Changes when replicas, demand or leases change."""
     status: ProxyHealth
-    """Same value as on `/health`."""
     replicas: tuple[ReplicaStatus, ...]
     """Every replica that has announced itself or was ordered."""
     held: int
-    """Requests that wait for a replica."""
     models: dict[str, RequestCounters]
-    """Counters of every requested model."""
     demand: dict[str, Demand]
-    """Demand for models that are requested now, or were lately."""
     unusable: dict[str, Failure]
-    """Models that cannot be served."""
     failed: str | None
-    """Reason that the pool has failed."""
     replica_seconds: dict[str, float]
     """Total seconds that replicas were ordered to hold each model."""
     leases: dict[str, LeaseStatus]
-    """Users of the pool."""
     journal: JournalStatus | None
-    """Counts of the journal; None without a journal."""

@@ -89,11 +89,7 @@ class EngineClient:
                 raise
 
     def prove_it_answers(self, model: str) -> None:
-        """Requests a single token with its log-probability.
-
-        Raises:
-            EndpointUnusable: no answer, or an error.
-        """
+        """Requests a single token with its log-probability."""
         self._logprobs(model, CANARY_PROMPTS[:1], echo=False)
 
     def require_written(self, model: str) -> None:
@@ -132,12 +128,7 @@ class EngineClient:
         return len(values) > 2
 
     def canary(self, model: str, *, prompt_logprobs: bool) -> tuple[float, ...]:
-        """Returns log-probabilities of fixed prompts, or of the tokens that follow them if the engine has only those.
-
-        Raises:
-            EndpointUnusable: no answer, or an error.
-            ModelUnusable: a log-probability is missing or not finite.
-        """
+        """Returns log-probabilities of fixed prompts, or of the tokens behind them if the engine has only those."""
         return self._logprobs(model, CANARY_PROMPTS, echo=prompt_logprobs)
 
     def ask(self, path: str, body: Any) -> dict[str, Any]:
@@ -209,12 +200,7 @@ class EngineClient:
         return {f"{rank}.{name}": value for rank, part in enumerate(digests) for name, value in part.items()}
 
     def reading(self, canary: Sequence[float], *, weights: bool = False) -> Reading:
-        """Returns its dtype and output layer with the given canary, and `weights_in_memory` if requested.
-
-        Raises:
-            ReloadUnavailable: the engine has no such call.
-            SwapRefused: the call failed.
-        """
+        """Returns its dtype and output layer with the given canary, and `weights_in_memory` if requested."""
         shown = self._of_workers("assay_output_layer")
         return Reading(
             dtype="/".join(sorted({str(part.get("dtype")) for part in shown})),

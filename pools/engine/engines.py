@@ -1,13 +1,16 @@
-"""The engines that a replica can run: environment, command line, defaults. Starts no process itself."""
+"""The engines that a replica can run: environment, command line, defaults, and the name of their device."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import platform
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -15,7 +18,8 @@ from typing import Any
 from pools.config import REQUEST_GENERATION_PARAMS, EngineDevice, InferencePoolConfig
 from resources.config import size_in_bytes
 from resources.jobs.inheritance import ENGINE_SETTINGS, NO_ENGINE_SETTINGS
-from resources.settings import variables_like
+from resources.settings import process_environment, variables_like
+from resources.tpu import tpu_type_in
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Engine:
     program: Path | None = None
 
 
+_CPU_FACTS = Path("/proc/cpuinfo")
+_ASK_SECONDS = 20.0  # the driver of an idle GPU takes some to wake up
 _PROGRAMS = Path(__file__).parent / "programs"
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -264,3 +270,33 @@ def hand_command(python: str, arguments: Sequence[str], variables: Mapping[str, 
     """Returns a start as a shell command, for finding out manually why it fails."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
     return f"{settings} {shlex.join([python, *arguments])}"
+
+
+@cache
+def device_name(device: EngineDevice) -> str | None:
+    """Returns the name of this machine's CPU, GPUs or TPU; None if unknown."""
+    match device:
+        case "cpu":
+            return _cpu_name()
+        case "cuda":
+            return _gpu_names()
+        case "tpu":
+            return tpu_type_in(process_environment())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = _CPU_FACTS.read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(filter(None, named), platform.processor() or platform.machine())
+
+
+def _gpu_names() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ", ".join(sorted({line.strip() for line in asked.stdout.splitlines() if line.strip()})) or None

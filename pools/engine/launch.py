@@ -32,8 +32,8 @@ from pools.weights.model_files import (
     digest_model_folder,
     inspect_staged_folder,
     read_tensors,
+    tensor_in_common,
 )
-from pools.weights.shared_tensors import tensor_in_common
 from pools.weights.staging import Staging
 from resources.backends.processes import device_variables
 from resources.config import ResourceConfig, TpuConfig

@@ -81,11 +81,7 @@ class Mirror:
                 self._remember(connection, name, batch[-1][0])
 
     def load(self) -> None:
-        """Imports the rows of every segment that is not in the database yet; damaged segments in part.
-
-        Raises:
-            sqlite3.Error, OSError: the database cannot be written.
-        """
+        """Imports the rows of every segment that is not in the database yet; damaged segments in part."""
         with connected(self._path) as connection:
             query = "SELECT name FROM segments WHERE mirror = ?"
             known = {name for (name,) in connection.execute(query, (self._folder,))}

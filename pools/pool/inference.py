@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Self
 
-from pools.access import PoolAccess, PoolDescription, engine_digest
 from pools.config import InferencePoolConfig
-from pools.endpoint import RunningModel
 from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Launcher, Servable, VllmLauncher, environment_name
 from pools.engine.parallelism import require_divisible, require_place
 from pools.jobs import labelled, pool_environment
+from pools.pool.access import PoolAccess, PoolDescription, engine_digest
 from pools.pool.director_loop import DirectorLoop
 from pools.pool.session import PoolSession
-from pools.protocol import LoadReport, ProxyStatus, ServedModel
+from pools.protocol import ServedModel
 from pools.proxy.process import ProxyProcess, check_network
 from pools.replica.agent import run_agent
 from pools.replica.agent_jobs import AgentJobs
@@ -37,9 +37,13 @@ class InferencePool:
     """Engine replicas behind a proxy; all their processes end with the block.
 
     Checkpoints are requested by name. Requests decide which replica holds which checkpoint; those for a checkpoint that
-    no replica holds wait at the proxy until a replica does. `load` accepts `checkpoints`; users may also request
-    `models`, and add others.
+    no replica holds wait at the proxy until a replica does. Users may request `models`, and add others.
     """
+
+    access: PoolAccess
+    session: PoolSession
+    """The owner's session with its `checkpoints`, if there are any."""
+    _director: DirectorLoop
 
     def __init__(
         self,
@@ -62,11 +66,9 @@ class InferencePool:
         self._label = label
         self._keys = keys or ProxyKeys.new()
         self._proxy_process = ProxyProcess(config, client=self._client, keys=self._keys, label=label)
-        self._director: DirectorLoop | None = None
-        self._session: PoolSession | None = None
         self._ending = ExitStack()
 
-    def __enter__(self) -> InferencePool:
+    def __enter__(self) -> Self:
         with ExitStack() as ending:
             self._start(ending)
             self._ending = ending.pop_all()
@@ -128,7 +130,7 @@ class InferencePool:
         self._director.start([f"replica-{index}" for index in range(self.config.resource_config.replicas)])
         if self._checkpoints:
             session = PoolSession(self.access, self._checkpoints, holder="the pool's owner", on_event=self._on_event)
-            self._session = ending.enter_context(session)
+            self.session = ending.enter_context(session)
 
     def _end_processes(self, agents: AgentJobs) -> None:
         with ThreadPoolExecutor(2) as threads:
@@ -162,55 +164,15 @@ class InferencePool:
             )
         )
 
-    @property
-    def session(self) -> PoolSession:
-        if self._session is None:
-            raise ProxyFailed(
-                expected="a pool that was entered, with checkpoints of its own",
-                found="a pool that was not entered, or that has no checkpoints",
-                remedy="use it in a with block; bring checkpoints, or open a session",
-            )
-        return self._session
-
-    @property
-    def base_url(self) -> str:
-        """The endpoint, ending in `/v1`."""
-        return self.session.access.address.base_url
-
-    @property
-    def key(self) -> str:
-        """The clients' key: `Authorization: Bearer`."""
-        return self._keys.client.get_secret_value()
-
-    def load(self, name: str) -> tuple[RunningModel, LoadReport]:
-        """Requests a single checkpoint, withdraws all other requests, and waits; returns as `PoolSession.load` does."""
-        self.session.want_only(name)
-        return self.session.load(name)
-
-    def proxy_status(self) -> ProxyStatus:
-        """Returns the proxy's current status: replicas with their load, held requests, and counters."""
-        return self._entered().proxy.status()
-
-    @property
-    def proxy_pid(self) -> int:
-        return self._proxy_process.address.pid
-
-    def engine_urls(self) -> list[str]:
-        return [replica.announcement.url for replica in self.proxy_status().replicas if replica.announcement.url]
-
     def wait_until_unused(self, idle_seconds: float) -> None:
-        """Returns after `idle_seconds` without leases and requests, or when the pool stops.
-
-        Raises:
-            ProxyFailed: the pool has failed.
-        """
-        director = self._entered()
+        """Returns after `idle_seconds` without leases and requests, or when the pool stops."""
+        director = self._director
         used_at = time.monotonic()
         while not director.wait(min(1.0, idle_seconds / 4)):
             if director.failure is not None:
                 raise ProxyFailed(expected="a pool that lives", found=director.failure, remedy="read its log")
             try:
-                status = self.proxy_status()
+                status = director.proxy.status()
             except ProxyFailed:
                 continue
             if status.leases or any(demand.held or demand.in_flight for demand in status.demand.values()):
@@ -218,10 +180,3 @@ class InferencePool:
             recent = min((demand.idle_seconds for demand in status.demand.values()), default=idle_seconds)
             if time.monotonic() - used_at > idle_seconds and recent >= idle_seconds:
                 return
-
-    def _entered(self) -> DirectorLoop:
-        if self._director is None:
-            raise ProxyFailed(
-                expected="a pool that was entered", found="a pool that was not entered", remedy="use it in a with block"
-            )
-        return self._director

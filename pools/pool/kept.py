@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 from pydantic import SecretStr
 
-from pools.access import PoolAccess, access_at, described
 from pools.config import InferencePoolConfig, is_address
 from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Launcher, Servable
 from pools.engine.parallelism import require_divisible
 from pools.jobs import labelled, placed_with, pool_environment
+from pools.pool.access import PoolAccess, access_at, described
 from pools.pool.inference import InferencePool
 from pools.pool.published import (
     KeptPool,
@@ -183,11 +183,7 @@ def access_to(pool: str, *, key: SecretStr | None = None, admin_key: SecretStr |
 
 
 def find(name: str) -> KeptPool | None:
-    """Returns the kept pool of that name; None if there is none, or its job has ended (its file is then removed).
-
-    Raises:
-        BadInput: its file with the keys is readable by other users.
-    """
+    """Returns the kept pool of that name; None if there is none, or its job has ended (its file is then removed)."""
     published = published_as(name)
     if published is None or (state := _state_of(published)) is None:
         return None

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pools.access import PoolAccess
 from pools.config import check_name
+from pools.pool.access import PoolAccess
 from resources.config import Config
 from resources.errors import BadInput, StorageError
 from resources.settings import settings
@@ -38,9 +38,7 @@ class KeptPool(Config):
     """The published file of a kept pool. Holds keys."""
 
     name: str
-    """Name of the pool."""
     access: PoolAccess
-    """Its address, keys and configuration."""
     job_id: str
     """The job that keeps it up."""
     backend: str
@@ -48,7 +46,6 @@ class KeptPool(Config):
     place: str
     """Description of that backend and its machine, since an address may mean another backend on another machine."""
     created: datetime
-    """Start of the pool, UTC."""
     idle_seconds: float
     """Time without a user after which it ends."""
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pools.access import PoolAccess, engine_digest, require_usable
-from pools.endpoint import RunningModel
+from pools.endpoint import RunningModel, Scoring
 from pools.engine.engines import replica_capacity
 from pools.engine.launch import Servable
-from pools.pool.abilities import Abilities
+from pools.pool.access import PoolAccess, engine_digest, require_usable
 from pools.pool.loads import loads_of
 from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
 from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused, error_of
@@ -39,6 +38,32 @@ class OpenCell:
     proxy: str
     running: RunningModel
     loads_before: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """Capabilities that engines have proved, for checkpoints of the same architecture and tokenizer."""
+
+    prompt_logprobs: bool
+    max_model_len: int | None
+    scoring: Scoring
+
+    @classmethod
+    def shared(cls, holding: Sequence[ReplicaStatus], *, engine: str) -> Abilities:
+        """Returns the capabilities shared by all replicas that hold a checkpoint; `engine` is their engine's digest."""
+        engines = [replica.announcement for replica in holding]
+        scoring = [announced.scoring for announced in engines]
+        return cls(
+            prompt_logprobs=all(announced.prompt_logprobs for announced in engines),
+            max_model_len=min((known for announced in engines if (known := announced.max_model_len)), default=None),
+            scoring=Scoring(
+                scores_from_cache=all(way.scores_from_cache for way in scoring),
+                kv_cache_tokens=min((way.kv_cache_tokens for way in scoring if way.kv_cache_tokens), default=None),
+                engine=engine,
+                architecture="/".join(sorted({way.architecture for way in scoring})),
+                dtype="/".join(sorted({way.dtype for way in scoring})),
+            ),
+        )
 
 
 class PoolSession:
@@ -187,12 +212,6 @@ class PoolSession:
         while name in status.unusable and time.monotonic() < deadline:
             status = self._next(status)
 
-    def want_only(self, name: str) -> None:
-        """Withdraws all earlier requests without sending the lease, which the following `want` does."""
-        self._known(name)
-        with self._changing:
-            self._wants.clear()
-
     def unwant(self, name: str) -> None:
         """Withdraws one of the requests for a checkpoint."""
         with self._changing:
@@ -225,11 +244,7 @@ class PoolSession:
         self._raise_failure(self.status(), name)
 
     def status(self) -> ProxyStatus:
-        """Returns the status of the pool's proxy; waits up to 30 s for a proxy that restarts.
-
-        Raises:
-            ProxyFailed: the pool is gone.
-        """
+        """Returns the status of the pool's proxy; waits up to 30 s for a proxy that restarts."""
         return self._patiently(self._introduced)
 
     def _introduced(self) -> ProxyStatus:

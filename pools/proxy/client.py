@@ -5,20 +5,18 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from pools.protocol import (
     Announcement,
     DesiredState,
     Lease,
     Orders,
-    ProxyHealth,
     ProxyLimits,
     ProxyStatus,
     RequestCounters,
@@ -36,9 +34,7 @@ class ProxyAddress(Config):
     """Address of a proxy, as the proxy wrote it into its address file."""
 
     host: str
-    """Address it is bound to."""
     port: int = Field(ge=1, le=65535)
-    """Port it is bound to."""
     pid: int = 0
     """Id of its process; 0 if unknown."""
     scheme: Literal["http", "https"] = "http"
@@ -55,51 +51,35 @@ class ProxyAddress(Config):
 class JournalFlags(Config):
     """Settings of a proxy's journal."""
 
-    path: Path | None
+    path: Path | None = None
     """Its file, which several proxies may share; None for the default path on the proxy's machine."""
-    max_bytes: int
-    """Limit of its size."""
+    max_bytes: int = 4 * 2**30
     prompts: bool = False
-    """Keep prompts with their answers."""
 
 
-def proxy_command(
-    address_file: Path | None,
-    *,
-    host: str,
-    port: int,
-    limits: ProxyLimits,
-    journal: JournalFlags | None = None,
-    lender: Path | None = None,
-) -> tuple[str, ...]:
-    """Returns the command that starts a proxy with this interpreter; its keys belong into its environment.
+class ProxySettings(ProxyLimits):
+    """Settings of a proxy's process, its argument in JSON; its keys belong into its environment."""
 
-    Args:
-        address_file: file for its address; must not exist from an earlier start. None to announce the address as a job.
-        host: address to listen on; auto is that of the machine it runs on.
-        port: port to listen on; 0 takes a free port.
-        lender: path at which a listening socket is lent; None to open a new socket.
-    """
-    command = [sys.executable, "-m", "pools.proxy", "--host", host, "--port", str(port)]
-    command += ["--address-file", str(address_file)] if address_file else []
-    command += ["--lender", str(lender)] if lender else []
-    for name, value in limits.model_dump().items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    if journal is not None:
-        command += ["--journal", *([str(journal.path)] if journal.path else [])]
-        command += ["--journal-max-bytes", str(journal.max_bytes)]
-        command += ["--journal-prompts"] if journal.prompts else []
-    return tuple(command)
+    host: str = "127.0.0.1"
+    """Address to listen on; auto is that of the machine it runs on."""
+    port: int = 0
+    """Port to listen on; 0 takes a free port."""
+    lender: Path | None = None
+    """Path of the Unix socket at which a listening socket is lent; None opens a new socket."""
+    address_file: Path | None = None
+    """File for its address; must not exist from an earlier start. None announces the address as a job does."""
+    journal: JournalFlags | None = None
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of the interpreter that start it."""
+        return "-m", "pools.proxy", self.model_dump_json()
 
 
 def wait_for_address(
     announced: Callable[[], str | None], *, timeout_seconds: float, is_running: Callable[[], bool]
 ) -> ProxyAddress:
-    """Returns the address of a started proxy, as soon as `announced` returns it.
-
-    Raises:
-        ProxyFailed: the process ended, or the time is over.
-    """
+    """Returns the address of a started proxy, as soon as `announced` returns it."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         was_running = is_running()
@@ -138,7 +118,7 @@ class ProxyClient:
 
     def set_state(self, desired: DesiredState) -> ProxyStatus:
         """Replaces models and orders of the proxy; they are in effect on return."""
-        return ProxyStatus.model_validate_json(self._ask_for("PUT", "/admin/state", body=desired.model_dump_json()))
+        return ProxyStatus.model_validate_json(self.ask_for("PUT", "/admin/state", body=desired.model_dump_json()))
 
     def status(self, *, after: int | None = None, wait_seconds: float = 0) -> ProxyStatus:
         """Returns replicas with their load, demand, leases, and counters of the requests for each model.
@@ -146,15 +126,15 @@ class ProxyClient:
         The answer may be held back for `wait_seconds`, until its version is not `after`.
         """
         query = f"?after={after}&wait={wait_seconds:g}" if after is not None else ""
-        return ProxyStatus.model_validate_json(self._ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
+        return ProxyStatus.model_validate_json(self.ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
 
     def describe(self) -> bytes:
         """Returns the pool's `PoolDescription` as JSON."""
-        return self._ask_for("GET", "/pool")
+        return self.ask_for("GET", "/pool")
 
     def announce(self, replica: str, announcement: Announcement, *, join_token: str) -> Orders:
         """Announces a replica; the answer may be held back for up to `announcement.wait_seconds`."""
-        answer = self._ask_for(
+        answer = self.ask_for(
             "POST",
             f"/replicas/{replica}",
             body=announcement.model_dump_json(),
@@ -164,15 +144,15 @@ class ProxyClient:
         return Orders.model_validate_json(answer)
 
     def take_lease(self, name: str, lease: Lease) -> ProxyStatus:
-        answer = self._ask_for("PUT", f"/admin/leases/{name}", body=lease.model_dump_json())
+        answer = self.ask_for("PUT", f"/admin/leases/{name}", body=lease.model_dump_json())
         return ProxyStatus.model_validate_json(answer)
 
     def end_lease(self, name: str) -> ProxyStatus:
-        return ProxyStatus.model_validate_json(self._ask_for("DELETE", f"/admin/leases/{name}"))
+        return ProxyStatus.model_validate_json(self.ask_for("DELETE", f"/admin/leases/{name}"))
 
     def announced(self, name: str, *, join_token: str) -> Announcement:
         """Returns the last valid announcement under a replica's name, without keys."""
-        return Announcement.model_validate_json(self._ask_for("GET", f"/replicas/{name}", key=join_token))
+        return Announcement.model_validate_json(self.ask_for("GET", f"/replicas/{name}", key=join_token))
 
     def open_cell(self, cell: str, attempt: str, *, mirror: str | None, traceparent: str | None = None) -> None:
         """Opens an attempt at a cell: its requests come under `/cells/<cell>/<attempt>/v1`.
@@ -181,25 +161,18 @@ class ProxyClient:
         its answers are read from now, and copied to; `traceparent` is the span of its requests, for engines that trace.
         """
         body = json.dumps({"mirror": mirror, "traceparent": traceparent})
-        self._ask_for("PUT", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
+        self.ask_for("PUT", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
 
     def cell_counts(self, cell: str, attempt: str) -> RequestCounters:
-        return RequestCounters.model_validate_json(self._ask_for("GET", f"/admin/cells/{cell}/{attempt}"))
+        return RequestCounters.model_validate_json(self.ask_for("GET", f"/admin/cells/{cell}/{attempt}"))
 
     def close_cell(self, cell: str, attempt: str, *, drop: bool) -> RequestCounters:
         """Closes an attempt at a cell; `drop` deletes the mirrored answers, since the cell has its record."""
         body = json.dumps({"drop": drop})
-        answer = self._ask_for("DELETE", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
+        answer = self.ask_for("DELETE", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
         return RequestCounters.model_validate_json(answer)
 
-    def health(self) -> ProxyHealth:
-        status, body = self._ask("GET", "/health", body=None, key=self._key, wait=0)
-        try:
-            return ProxyHealthReply.model_validate_json(body).status
-        except ValidationError as error:
-            raise self._failed(f"status {status} and something else") from error
-
-    def _ask_for(
+    def ask_for(
         self, method: _Method, path: str, *, body: str | None = None, key: str | None = None, wait: float = 0
     ) -> bytes:
         content = body.encode() if body is not None else None
@@ -238,17 +211,6 @@ class ProxyClient:
             if self._address.pid
             else "check that the pool is up, and any proxy or firewall in front of it",
         )
-
-
-class ProxyHealthReply(Config):
-    """Answer of `GET /health`."""
-
-    status: ProxyHealth
-    """Health of the proxy: requests are answered now, held, or refused."""
-    replicas: tuple[dict[str, str | bool | int], ...]
-    """Name, state and load of each replica."""
-    held: int
-    """Requests that wait for a replica."""
 
 
 def _reachable(host: str, *, in_url: bool = True) -> str:

@@ -14,15 +14,14 @@ from pools.journal.cells import CellScope
 from pools.journal.keys import Subject, question
 from pools.journal.store import Claim, Journal, StoredAnswer
 from pools.protocol import ProxyLimits, RequestCounters, ServedModel
-from pools.proxy.attempts import Attempt, attempt
 from pools.proxy.connections.messages import ClientGone, Reply, Request, Responder
 from pools.proxy.connections.replies import Refusal, no_room, unknown_model
 from pools.proxy.connections.upstream import Call, Upstream
 from pools.proxy.counters import CLIENT_LEFT, Tally, count
-from pools.proxy.probes import Probes
-from pools.proxy.request import Asked, asked_in
-from pools.proxy.routing import RequestOutcome, RoutedReplica, RoutingTable, may_retry
-from pools.proxy.suspects import SUSPECT_DEATHS, deaths_of
+from pools.proxy.probes import Probes, engine_metrics
+from pools.proxy.replicas import SUSPECT_DEATHS, RequestOutcome, RoutedReplica, deaths_of, may_retry
+from pools.proxy.request import Asked, Attempt, asked_in, attempt
+from pools.proxy.routing import RoutingTable
 
 RETRY_PAUSE_SECONDS = 0.1
 _SETTLED_SECONDS = 10.0
@@ -76,6 +75,9 @@ class Forwarder:
 
     async def close(self) -> None:
         await self._probes.close()
+
+    async def engine_metrics(self) -> bytes:
+        return await engine_metrics(self._upstream, self._table.replicas.values())
 
     async def answer(
         self,

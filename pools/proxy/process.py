@@ -9,8 +9,7 @@ from pathlib import Path
 
 from pools.config import InferencePoolConfig
 from pools.jobs import Restarts, labelled, placed_with, pool_environment
-from pools.protocol import ProxyLimits
-from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
+from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings, wait_for_address
 from pools.proxy.standing_socket import lent, standing_socket
 from resources.config import ResourceConfig
 from resources.errors import BadInput, ProxyFailed
@@ -35,10 +34,10 @@ def check_network(config: InferencePoolConfig, *, is_local: bool) -> None:
     )
 
 
-def _serve(arguments: list[str]) -> None:
+def _serve(proxy_settings: str) -> None:
     from pools.proxy.__main__ import main
 
-    sys.exit(main(arguments))
+    sys.exit(main(proxy_settings))
 
 
 class ProxyProcess:
@@ -89,25 +88,24 @@ class ProxyProcess:
             max_bytes=config.journal_max_bytes,
             prompts=config.journal_prompts,
         )
-        _, *arguments = proxy_command(
-            None,
+        proxy_settings = ProxySettings(
             host=host,
             port=self._address.port if self._address else port,
-            limits=ProxyLimits(
-                max_held=config.max_pending_requests,
-                hold_timeout_seconds=config.proxy_timeout_seconds,
-                engine_timeout_seconds=config.engine_timeout_seconds,
-                lease_seconds=config.lease_seconds,
-            ),
-            journal=journal if config.journal else None,
             lender=lender,
+            journal=journal if config.journal else None,
+            max_held=config.max_pending_requests,
+            hold_timeout_seconds=config.proxy_timeout_seconds,
+            engine_timeout_seconds=config.engine_timeout_seconds,
+            lease_seconds=config.lease_seconds,
         )
         try:
             job = self._job = self._client.submit(
                 JobRequest(
                     name=labelled("proxy", self._label, secrets.token_hex(6)),
                     # Call sends our code along, for machines without an installation.
-                    entrypoint=Command("python", tuple(arguments)) if local else Call(_serve, (arguments[2:],)),
+                    entrypoint=Command("python", proxy_settings.arguments)
+                    if local
+                    else Call(_serve, (proxy_settings.model_dump_json(),)),
                     resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
                     environment=pool_environment(
                         config, env_vars={**self._keys.as_environment(), POOL_DESCRIPTION_VARIABLE: self.description}
@@ -138,11 +136,7 @@ class ProxyProcess:
         return address
 
     def restart_if_ended(self) -> bool:
-        """Restarts it if its process has ended; returns True if it had.
-
-        Raises:
-            ProxyFailed: it ended too often, or does not start.
-        """
+        """Restarts it if its process has ended; returns True if it had."""
         if self._job is None or not self._job.status().finished:
             return False
         if not self._restarts.allow():

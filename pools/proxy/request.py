@@ -1,19 +1,25 @@
-"""A request for an engine as the proxy knows it: all of its bytes, and two of its fields."""
+"""A request for an engine, and an attempt at a replica: its outcome, and the part that the client may see."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from pools.endpoint import GENERATE as _GENERATE
+from pools.journal.answers import AnswerFacts, judge, judge_response, judge_tokens
 from pools.journal.terms import NO_TERMS, Terms, TokenTerms, terms_of, token_terms_of
-from pools.proxy.connections.messages import Header, Request
+from pools.proxy.connections.messages import Header, Reply, Request, Responder
 from pools.proxy.connections.replies import OURS_TO_KEEP, Refusal, passed_on
 from pools.proxy.connections.room import AnswerShare
+from pools.proxy.connections.stream import EventRelay
+from pools.proxy.connections.upstream import Call, Lost, NotConnected, TakenAway, TimedOut
+from pools.proxy.replicas import RequestOutcome, RoutedReplica, outcome_of
 
 COMPLETIONS, CHAT, RESPONSES, TOKENIZE = b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/tokenize"
 GENERATE = _GENERATE.encode()
@@ -22,6 +28,9 @@ _MOST_VALUES = 2**22
 """Maximum of commas and brackets, a bracket counts as four: parsing them blocks the loop for 0.3 s at most."""
 _SLOWLY_PARSED_BYTES = 2**20
 """Limit for json's parser, which takes 22 ms for this size, and 0.4 s for 16 MiB."""
+_QUICKLY_JUDGED_BYTES = 2**18
+"""A larger answer is judged in a thread: in the loop, 16 MB blocked it for up to 2 s."""
+_JUDGE = ThreadPoolExecutor(1, "judge")  # one at a time: a parsed answer takes ten times its bytes
 _ODD = "NaN, Infinity or half of a surrogate pair"
 
 
@@ -57,11 +66,7 @@ class Asked:
 
 
 def asked_in(request: Request, *, target: bytes, trace: bytes | None = None) -> Asked:
-    """Parses a request for an engine, for the path `target`; `trace` is the `traceparent` if the request has none.
-
-    Raises:
-        Refusal: it is not JSON, has too many values, or names no model.
-    """
+    """Parses a request for an engine, for the path `target`; `trace` is the `traceparent` if the request has none."""
     fields = _parsed(request.body)
     model = fields.get("model") if isinstance(fields, dict) else None
     if not isinstance(fields, dict) or not isinstance(model, str):
@@ -89,3 +94,82 @@ def _parsed(body: bytes) -> Any:
         return json.loads(body)  # accepts the same as engines: NaN, unbounded numbers, lone surrogates
     except (ValueError, RecursionError):
         raise Refusal(400, "The body is not valid JSON.") from None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The end of an attempt: a complete answer in `reply`, or a partly relayed answer in `stream`.
+
+    `facts` and `content_type` are those of a valid answer.
+    """
+
+    outcome: RequestOutcome
+    reply: Reply | None = None
+    stream: EventRelay | None = None
+    facts: AnswerFacts | None = None
+    content_type: str = ""
+
+    @property
+    def body(self) -> bytes | None:
+        """All bytes of the answer; None if they were too many to be kept."""
+        if self.stream is not None:
+            return self.stream.relayed
+        return self.reply.body if self.reply is not None else None
+
+
+async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder: Responder) -> Attempt:
+    """Sends a request to a replica; a stream goes to the client as it arrives. The caller closes the call."""
+    relay: EventRelay | None = None
+    try:
+        await call.ask(b"POST", asked.target, headers=asked.headers, body=asked.body, stream=asked.stream)
+        if not call.is_stream:
+            return await _judged(call, asked)
+        chunk = await call.read()
+        if not chunk:
+            return Attempt(RequestOutcome.SERVER_ERROR)
+        relay = EventRelay(responder, of_response=asked.target == RESPONSES)
+        relay.begin(call.status, call.headers)
+        while chunk:
+            await relay.send(chunk)
+            chunk = await call.read()
+    except NotConnected:
+        return Attempt(RequestOutcome.UNREACHED)
+    except TakenAway:
+        return Attempt(RequestOutcome.TAKEN_AWAY, stream=relay)
+    except Lost:
+        return Attempt(RequestOutcome.LOST, stream=relay)
+    except TimedOut:
+        return Attempt(RequestOutcome.LOST if replica.gone else RequestOutcome.TIMED_OUT, stream=relay)
+    if not relay.is_done:
+        return Attempt(RequestOutcome.SERVER_ERROR, stream=relay)
+    body, content_type = relay.relayed, call.content_type.decode("latin-1")
+    facts = await _facts(asked, content_type, body, stream=True) if body is not None else None
+    if facts is None and body is not None and asked.is_completion:
+        return Attempt(RequestOutcome.SERVER_ERROR, stream=relay)
+    return Attempt(RequestOutcome.ANSWERED, stream=relay, facts=facts, content_type=content_type)
+
+
+async def _judged(call: Call, asked: Asked) -> Attempt:
+    reply = Reply(call.status, call.body, call.headers)
+    if call.status != 200:
+        return Attempt(outcome_of(call.status), reply)
+    content_type = call.content_type.decode("latin-1")
+    facts = await _facts(asked, content_type, reply.body)
+    if facts is None:
+        return Attempt(RequestOutcome.SERVER_ERROR)
+    return Attempt(RequestOutcome.ANSWERED, reply, facts=facts, content_type=content_type)
+
+
+async def _facts(asked: Asked, content_type: str, body: bytes, *, stream: bool = False) -> AnswerFacts | None:
+    judging = (asked, content_type, body, stream)
+    if len(body) <= _QUICKLY_JUDGED_BYTES:
+        return _facts_now(*judging)
+    return await asyncio.get_running_loop().run_in_executor(_JUDGE, _facts_now, *judging)
+
+
+def _facts_now(asked: Asked, content_type: str, body: bytes, stream: bool) -> AnswerFacts | None:
+    if asked.target == RESPONSES:
+        return judge_response(body, stream=stream)
+    if asked.target == TOKENIZE:
+        return judge_tokens(body)
+    return judge(content_type, body, stream=stream, terms=asked.terms)

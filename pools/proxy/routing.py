@@ -1,104 +1,15 @@
-"""Routes requests to replicas, and decides about retries after failed attempts. No input or output."""
+"""Routes requests to replicas, by models, orders and load. No input or output."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from pools.protocol import Announcement, Demand, DesiredState, Failure, Orders, ProxyHealth, ReplicaStatus, ServedModel
-from pools.proxy.connections.engine_connection import EngineKeys
-from pools.proxy.names import Claim, Names
-from pools.proxy.suspects import Suspects
+from pools.proxy.replicas import Names, RequestOutcome, RoutedReplica, Suspects
 
-MAX_ATTEMPTS = 3
-"""Failing attempts at a request: a prompt that crashes engines must not take down every replica."""
 _REMEMBERED_DEMAND_SECONDS = 600.0
-
-
-class RequestOutcome(Enum):
-    """The end of an attempt at a replica."""
-
-    ANSWERED = "answered"
-    """A complete answer for the client: any status below 500."""
-    SERVER_ERROR = "server error"
-    """A complete answer with status 5xx, or an invalid answer."""
-    LOST = "lost"
-    """A connection that broke before the answer was complete."""
-    UNREACHED = "unreached"
-    """No connection: the replica has not received the request."""
-    TAKEN_AWAY = "taken away"
-    """The replica's lease ran out, or its agent reported the death of the engine, before the answer was complete."""
-    TIMED_OUT = "timed out"
-    """No answer within the engine's time limit."""
-
-
-def outcome_of(status: int) -> RequestOutcome:
-    """Returns the outcome of an attempt that ended with a complete answer of this HTTP status."""
-    return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.ANSWERED
-
-
-def may_retry(outcome: RequestOutcome, *, attempts: int) -> bool:
-    """Returns True if a request must be sent again after `attempts` failed attempts, the last with this outcome."""
-    return outcome is not RequestOutcome.ANSWERED and attempts < MAX_ATTEMPTS
-
-
-@dataclass(slots=True, eq=False)
-class RoutedReplica:
-    """An engine server: its announcement, the pool's order for it, and its load and failures at this proxy."""
-
-    name: str
-    announcement: Announcement
-    announced: float
-    """Time of the announcement, on the table's clock."""
-    ordered: str | None = None
-    """Model name that it must hold."""
-    ordered_digest: str | None = None
-    ordered_at: float = 0.0
-    lost: bool = False
-    hung_up: bool = False
-    """True if it disconnected during its last announcement."""
-    in_flight: int = 0
-    consecutive_failures: int = 0
-    suspect: bool = False
-    last_turn: int = 0
-    reserved: object | None = None  # for a suspect request, which is sent once nothing else is in flight
-
-    @property
-    def url(self) -> str:
-        return self.announcement.url or ""
-
-    @property
-    def keys(self) -> EngineKeys:
-        return EngineKeys(self.announcement.engine_key, self.announcement.ingress_key)
-
-    @property
-    def takes_requests(self) -> bool:
-        """True if new requests may go to it: it is ready with the weights that the pool ordered."""
-        announcement = self.announcement
-        return (
-            announcement.state == "ready"
-            and not self.suspect
-            and not self.lost
-            and announcement.url is not None
-            and (self.ordered_digest is None or self.ordered_digest == announcement.digest)
-        )
-
-    @property
-    def is_there(self) -> bool:
-        """True if its process may still live."""
-        return not (self.gone or self.hung_up)
-
-    @property
-    def engine(self) -> tuple[str | None, int]:
-        """Identity of the running engine: another address or restart count is another engine."""
-        return self.announcement.url, self.announcement.restarts
-
-    @property
-    def gone(self) -> bool:
-        """True if its requests in flight will not be answered."""
-        return self.lost or self.announcement.state == "dead"
 
 
 @dataclass(slots=True)
@@ -175,9 +86,9 @@ class RoutingTable:
         lost: list[RoutedReplica] = []
         holder = before.announcement if before is not None else None
         claim = self._names.claim(name, announcement, holder=holder, is_there=before is not None and before.is_there)
-        if claim in (Claim.REFUSED, Claim.WAITS):
+        if claim in ("refused", "waits"):
             return lost
-        if before is None or claim is Claim.TAKES:
+        if before is None or claim == "takes":
             if before is not None:
                 before.lost = True
                 lost.append(before)

@@ -17,15 +17,14 @@ from pydantic import ValidationError
 
 from pools.journal.cells import CellScope
 from pools.protocol import NAME_PATTERN, Announcement, DesiredState, Lease, Orders, ProxyLimits, ProxyStatus
-from pools.proxy.cells import Cells
 from pools.proxy.connections.messages import Head, Reply, Request, Responder
 from pools.proxy.connections.replies import Refusal, unknown_model
 from pools.proxy.counters import Tally, prometheus_text
-from pools.proxy.engine_metrics import EngineMetrics
 from pools.proxy.forwarding import Forwarder
-from pools.proxy.leases import Leases, of_known_models
+from pools.proxy.replicas import RoutedReplica
 from pools.proxy.request import CHAT, COMPLETIONS, GENERATE, RESPONSES, TOKENIZE
-from pools.proxy.routing import RoutedReplica, RoutingTable
+from pools.proxy.routing import RoutingTable
+from pools.proxy.users import Cells, Leases, of_known_models
 from resources.config import Config
 from resources.settings import ProxyKeys
 
@@ -68,7 +67,6 @@ class ProxyServer:
         table: RoutingTable,
         tally: Tally,
         cells: Cells,
-        engine_metrics: EngineMetrics,
         limits: ProxyLimits,
         keys: ProxyKeys,
         description: str = "",
@@ -78,7 +76,6 @@ class ProxyServer:
         self._tally = tally
         self._forwarder = forwarder
         self._cells = cells
-        self._engine_metrics = engine_metrics
         self._leases = Leases(asyncio.get_running_loop().time)
         self._news = asyncio.Event()
         self._started = int(time.time())
@@ -216,7 +213,7 @@ class ProxyServer:
         return Reply(200, text.encode(), _PROMETHEUS)
 
     async def _metrics_of_engines(self, _request: Request, _name: str) -> Reply:
-        return Reply(200, await self._engine_metrics.text(), _PROMETHEUS)
+        return Reply(200, await self._forwarder.engine_metrics(), _PROMETHEUS)
 
     async def _pool(self, _request: Request, _name: str) -> Reply:
         if not self._description:

@@ -18,15 +18,14 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from pools.config import InferencePoolConfig
-from pools.engine.device import device_name
+from pools.engine.engines import device_name
 from pools.engine.launch import Launcher, ServedCheckpoint, VllmLauncher, digests_of, environment_name, staging
 from pools.protocol import Announcement, Failure, LoadReport, Orders, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
-from pools.replica.deaths import DIED
 from pools.replica.follower import Follower
 from pools.replica.gang import Gang, leave
 from pools.replica.ingress import Ingress
-from pools.replica.loading import Loading
+from pools.replica.loading import DIED, Loading
 from pools.replica.replica import ReplicaEngine
 from pools.weights.staging import StagedFolder
 from resources.backends.local.client import local_client

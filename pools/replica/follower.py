@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import logging
 import secrets
 import threading
@@ -28,7 +27,7 @@ _RETRY_SECONDS = 0.25
 _ANSWER_SECONDS = 5.0
 _KEPT_CHECKPOINTS = 2  # the loaded checkpoint and its predecessor, to which a failed load returns
 
-_UNHEARD = (OSError, http.client.HTTPException, ValidationError, ProxyFailed)
+_UNHEARD = (OSError, ValidationError, ProxyFailed)
 _log = logging.getLogger("assay.agent")
 
 
@@ -99,19 +98,12 @@ class Follower:
         self._here = own_address((place.hostname, place.port or 0))
         with self._saying:
             self._say(sequence=self._state.sequence + 1, seen=seen)
-            body = self._looked_at().model_dump_json().encode()
-        connection = http.client.HTTPConnection(place.hostname, place.port, timeout=_ANSWER_SECONDS)
-        try:
-            headers = {"Authorization": f"Bearer {self._token}"}
-            connection.request("POST", f"/hosts/{self._rank}", body=body, headers=headers)
-            reply = connection.getresponse()
-            answer = reply.read()
-            if reply.status != 200:
-                raise ConnectionError(f"host 0 answers with status {reply.status}")
-            self._door = door
-            return HostOrders.model_validate_json(answer)
-        finally:
-            connection.close()
+            body = self._looked_at().model_dump_json()
+        host_0 = ProxyAddress(host=place.hostname, port=place.port or 0)
+        client = ProxyClient(host_0, key=self._token, timeout_seconds=_ANSWER_SECONDS)
+        answer = client.ask_for("POST", f"/hosts/{self._rank}", body=body)
+        self._door = door
+        return HostOrders.model_validate_json(answer)
 
     def _looked_at(self) -> HostState:
         job, state = self._job, self._state

@@ -38,7 +38,6 @@ class HostState(Config):
     """The state of a host, as it reports it."""
 
     instance: str
-    """Id of its process."""
     start: int
     """Number of its start among the pool's starts of agents."""
     sequence: int = 0
@@ -46,11 +45,9 @@ class HostState(Config):
     seen: int = -1
     """Version of the last orders received; the response is delayed briefly while there are none newer."""
     checked: int = 0
-    """Number of the last check done."""
     folder: str = ""
     """Local folder with the checkpoint of that check."""
     failure: Failure | None = None
-    """The reason that the check failed."""
     part: int = 0
     """Number of the engine start for which it runs its part, or ran it until that ended; 0 for none."""
     ended: bool = False
@@ -63,7 +60,6 @@ class HostOrders(Config):
     """Orders of host 0, in response to a host's state."""
 
     version: int = 0
-    """Changes with the orders."""
     stop: bool = False
     """True if the host must end: the replica ends, or another process has its rank."""
     check: int = 0
@@ -71,7 +67,6 @@ class HostOrders(Config):
     served: ServedModel | None = None
     """The checkpoint to check."""
     next: ServedModel | None = None
-    """A checkpoint to stage ahead."""
     part: int = 0
     """Number of the engine start for which to run its part, with the checkpoint checked last; 0 for none."""
     meeting: tuple[str, int] | None = None
@@ -129,11 +124,7 @@ class Gang:
             return self._want(check=self._orders.check + 1, served=served).check
 
     def folders(self, check: int) -> tuple[str, ...]:
-        """Waits until all other hosts have done a check; returns their folders with its checkpoint.
-
-        Raises:
-            AssayError: the check failed on a host, a host is missing, or this is closed.
-        """
+        """Waits until all other hosts have done a check; returns their folders with its checkpoint."""
         states = self._until(lambda state: state.checked >= check)
         for rank, state in states:
             if state.failure is not None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import Scoring
+from pools.engine.checks import require_read_as_written, scoring_of
 from pools.engine.engine_client import EngineClient
 from pools.engine.engine_log import start_failure, whole_log
 from pools.engine.engines import RELOADING_WORKER, engine_kwargs, ranks_of, replica_capacity
@@ -25,13 +26,17 @@ from pools.engine.launch import (
     why_unprovable,
 )
 from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, largest_difference
-from pools.engine.scoring import scoring_of
-from pools.engine.tokenizer_reading import require_read_as_written
 from pools.protocol import ReplicaState
-from pools.replica.deaths import DIED, Deaths
 from pools.replica.gang import Gang
-from pools.replica.loading import WITHOUT_PREFIX_CACHE, Loading, Standing, may_end_of_its_cache
-from pools.replica.memory import WeightsInMemory
+from pools.replica.loading import (
+    DIED,
+    WITHOUT_PREFIX_CACHE,
+    Deaths,
+    Loading,
+    Standing,
+    WeightsInMemory,
+    may_end_of_its_cache,
+)
 from pools.weights.model_files import read_tensors
 from resources.errors import (
     AssayError,

@@ -31,6 +31,7 @@ _LARGEST_HEADER_BYTES = 100_000_000  # limit of the safetensors format itself
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
 _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 """Suffixes of the files that tokenizers and engines read in addition to the weights."""
+_FIRST_COMPARED_BYTES, _COMPARED_BYTES = 4096, 2**24
 _MERGING = "merge 1"  # increase it when the same names and files give other numbers
 _CANNOT_BE_READ = "cannot be read"
 _NOT_THERE = (" is missing", " is there", " is not there", " is gone", " weight shards without ")
@@ -330,6 +331,32 @@ def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:
     for name in folder.weight_files:
         tensors.update(read_safetensors_header(folder.files[name]))
     return tensors
+
+
+def tensor_in_common(folder: ModelFolder, other: ModelFolder) -> str | None:
+    """Returns the name of a tensor with the same content in two complete models; None if all tensors differ.
+
+    Most differ in their first bytes, so little is read.
+    """
+    others = read_tensors(other)
+    for name, tensor in read_tensors(folder).items():
+        if name in others and tensor.span[0] < tensor.span[1] and _same_content(tensor, others[name]):
+            return name
+    return None
+
+
+def _same_content(tensor: Tensor, other: Tensor) -> bool:
+    (start, end), (other_start, other_end) = tensor.span, other.span
+    if end - start != other_end - other_start:
+        return False
+    read, step = 0, _FIRST_COMPARED_BYTES
+    while start + read < end:
+        length = min(step, end - start - read)
+        content = storage.read_bytes(tensor.uri, start=start + read, end=start + read + length)
+        if content != storage.read_bytes(other.uri, start=other_start + read, end=other_start + read + length):
+            return False
+        read, step = read + length, _COMPARED_BYTES
+    return True
 
 
 def digest_model_folder(folder: ModelFolder) -> ModelDigests:

@@ -12,11 +12,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from pydantic import SecretStr
 
-from pools.access import PoolAccess
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Launcher, Servable, environment_name
+from pools.pool.access import PoolAccess
 from pools.pool.inference import InferencePool
 from pools.pool.kept import access_to
 from pools.pool.session import PoolSession

@@ -77,8 +77,8 @@ def stub_engine(
 def our_proxy(folder: Path, *, keeps_journal: bool = True) -> Iterator[RunningProxy]:
     """Runs the proxy as a pool does, with its key and an empty journal, and without replicas yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = ("--journal", str(folder / "journal.sqlite")) if keeps_journal else ()
-    with running_proxy(folder, *arguments) as proxy:
+    journal = folder / "journal.sqlite" if keeps_journal else None
+    with running_proxy(folder, journal=journal) as proxy:
         yield proxy
 
 

@@ -46,9 +46,9 @@ from side_by_side import (
 from swap import RUN_NAME, ask
 
 from fakes import ray_variables  # noqa: F401 before ray is imported
+from fakes.pools import InferencePool
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable, free_port
-from pools.pool.inference import InferencePool
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import settings
 

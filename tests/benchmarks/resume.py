@@ -131,8 +131,7 @@ def upstream(folder: Path) -> Iterator[Upstream]:
 def proxy_for(
     engine: Upstream, folder: Path, attempt: str, *, journal: Path | None, mirror: Path | None
 ) -> Iterator[RunningProxy]:
-    arguments = ("--journal", str(journal)) if journal is not None else ()
-    with running_proxy(folder, *arguments) as proxy:
+    with running_proxy(folder, journal=journal) as proxy:
         tell(proxy, [engine.port], model=MODEL)
         proxy.client.open_cell(CELL, attempt, mirror=str(mirror) if mirror is not None else None)
         yield proxy

@@ -23,13 +23,13 @@ from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from fakes.pool_places import PLACES, Place
+from fakes.pools import InferencePool
 from faults.scenarios.load import LoadPlan
 from faults.scenarios.processes import command_line, job_of
 from faults.scenarios.target import Target
 from faults.scenarios.trial import tried
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from pools.pool.kept import list_kept, require
 from pools.pool.session import PoolSession
 from resources.jobs.jobs import JobDetails
@@ -164,9 +164,9 @@ def test_kept_pool_outlives_its_starter_and_is_found_used_and_taken_down_by_anot
     own = [Servable.from_uri(f"own-{path.name}", str(path)) for path in (first, second)]
     with PoolSession(access, own, holder="a test") as session:
         for model in ("own-step-1", "own-step-2", "own-step-1"):
-            session.want_only(model)
             running, _ = session.load(model)
             answers.append(log_probabilities(running))
+            session.unwant(model)
     assert answers[0] == answers[2] != answers[1]
     assert processes_of(name, tmp_path)
     down = [Path(sys.executable).with_name("assay"), "pool", "down", name]  # its variables exist when it begins

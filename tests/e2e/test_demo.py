@@ -24,6 +24,7 @@ import pytest
 from fakes import engine as engine_program
 from fakes.demo import Demo
 from fakes.polling import eventually
+from fakes.pools import InferencePool
 from fakes.processes import running_program
 from faults.scenarios.processes import engine_key, listener
 from flows.evaluation import evaluate_checkpoint
@@ -31,7 +32,6 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import ModelUnusable, SwapRefused

@@ -12,10 +12,10 @@ import httpx
 
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
+from fakes.pools import InferencePool
 from faults.scenarios.target import Recipe, Target
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 
 MODEL = "run-1"

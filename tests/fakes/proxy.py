@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from typing import Any
 from pydantic import SecretStr
 
 from fakes.engine import FakeEngine
-from pools.access import PoolAccess
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
+from pools.pool.access import PoolAccess
 from pools.pool.session import PoolSession
-from pools.protocol import Announcement, DesiredState, ProxyLimits, ReplicaState, ServedModel
-from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
+from pools.protocol import Announcement, DesiredState, ReplicaState, ServedModel
+from pools.proxy.client import JournalFlags, ProxyAddress, ProxyClient, ProxySettings, wait_for_address
 from resources.settings import POOL_DESCRIPTION_VARIABLE, ProxyKeys, process_environment
 
 CLIENT_KEY = "client-key-5eb1"
@@ -80,16 +81,16 @@ def text_of(file: Path) -> Callable[[], str | None]:
 
 @contextmanager
 def running_proxy(
-    folder: Path, *arguments: str, port: int = 0, description: str = "", **limits: Any
+    folder: Path, *, journal: Path | None = None, description: str = "", **settings: Any
 ) -> Iterator[RunningProxy]:
-    """Runs a proxy with these limits, its pool's description, and further command-line arguments."""
+    """Runs a proxy with these settings, its pool's description, and a journal in that file."""
     address_file, log_file = folder / "proxy.json", folder / "proxy.log"
     address_file.unlink(missing_ok=True)
-    limits = {"lease_seconds": NEVER_EXPIRES, **limits}
-    command = proxy_command(address_file, host="127.0.0.1", port=port, limits=ProxyLimits(**limits))
+    kept = JournalFlags(path=journal) if journal is not None else None
+    given = {"address_file": address_file, "journal": kept, "lease_seconds": NEVER_EXPIRES, **settings}
     with log_file.open("ab") as log:
         process = subprocess.Popen(
-            [*command, *arguments],
+            [sys.executable, *ProxySettings(**given).arguments],
             env=process_environment({**KEYS.as_environment(), POOL_DESCRIPTION_VARIABLE: description}),
             stdout=log,
             stderr=subprocess.STDOUT,

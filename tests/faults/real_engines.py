@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from fakes.models import write_nano_llama
+from fakes.pools import InferencePool
 from fakes.tokenizers import write_byte_tokenizer
 from faults.scenarios.catalogue import SCENARIOS, check_scenario
 from faults.scenarios.outcome import Scale
 from faults.scenarios.target import Recipe, Target
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

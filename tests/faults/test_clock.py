@@ -14,8 +14,8 @@ import pytest
 from fakes.engine import FakeEngine
 from fakes.polling import until
 from fakes.proxy import ADMIN_KEY, HEADERS, KEYS, RunningProxy, replica_of, state_of, text_of
-from pools.protocol import Lease, ProxyLimits
-from pools.proxy.client import JournalFlags, ProxyClient, proxy_command, wait_for_address
+from pools.protocol import Lease
+from pools.proxy.client import JournalFlags, ProxyClient, ProxySettings, wait_for_address
 from resources.settings import process_environment
 
 MODEL = "m"
@@ -35,8 +35,14 @@ def jumpy_proxy(tmp_path: Path) -> Iterator[RunningProxy]:
     (tmp_path / "clock" / "sitecustomize.py").write_text(JUMPY)
     address_file, log_file = tmp_path / "proxy.json", tmp_path / "proxy.log"
     journal = JournalFlags(path=tmp_path / "journal.sqlite", max_bytes=2**24)
-    limits = ProxyLimits(lease_seconds=LEASE_SECONDS, engine_timeout_seconds=20, hold_timeout_seconds=20)
-    command = proxy_command(address_file, host="127.0.0.1", port=0, limits=limits, journal=journal)
+    settings = ProxySettings(
+        address_file=address_file,
+        journal=journal,
+        lease_seconds=LEASE_SECONDS,
+        engine_timeout_seconds=20,
+        hold_timeout_seconds=20,
+    )
+    command = [sys.executable, *settings.arguments]
     environment = process_environment({**KEYS.as_environment(), "PYTHONPATH": str(tmp_path / "clock")})
     with log_file.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=Path(__file__).parents[2])

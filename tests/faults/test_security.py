@@ -20,11 +20,11 @@ import pools.proxy.server
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
+from fakes.pools import InferencePool
 from fakes.proxy import ADMIN_KEY, CLIENT_KEY, JOIN_TOKEN, PoolState, RunningProxy, running_proxy
 from faults.scenarios.processes import command_line, descendants, engine_key, listens_on
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from pools.pool.kept import keep_up, take_down
 from resources.backends.local.client import LocalClient
 from resources.settings import settings

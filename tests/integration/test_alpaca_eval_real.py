@@ -440,10 +440,10 @@ async def test_evaluation_that_goes_on_through_the_proxy_asks_for_no_output_twic
 ):
     # Two attempts at a cell: the judge ends the first, and the journal replays its answers in the second.
     options = {"judge": ELSEWHERE, "generation_params": {"temperature": 0.9, "max_new_tokens": 24}}
-    journal = ("--journal", str(tmp_path / "journal.sqlite"))
+    journal = tmp_path / "journal.sqlite"
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.fresh_samples = True
-        with running_proxy(tmp_path, *journal) as proxy:
+        with running_proxy(tmp_path, journal=journal) as proxy:
             proxy.tell(state_of("m", engine))
 
             async def attempt(name: str, verdict: str | int) -> Parsed:

@@ -82,7 +82,7 @@ async def test_early_decision_asks_a_part_and_finishing_asks_only_the_rest_and_g
     config = make_config(*DEMO, max_eval_instances=None)
     scores = (("demo_facts", "acc"), ("demo_backwards", "exact_match"))
     async with FakeEngine(models=("m",)) as engine:
-        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+        with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
             await asyncio.to_thread(proxy.tell, state_of("m", engine))
 
             async def asked(name: str, early: WantedEarly | None, cell: str) -> tuple[Parsed, RequestCounters]:

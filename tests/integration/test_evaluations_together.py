@@ -24,9 +24,9 @@ from fakes.processes import running_program
 from fakes.proxy import ADMIN_KEY, CLIENT_KEY, JOIN_TOKEN, replica_of, running_proxy
 from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate
-from pools.access import PoolDescription
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
+from pools.pool.access import PoolDescription
 from pools.protocol import DesiredState, LoadReport
 from resources.errors import BadInput
 from resources.settings import settings

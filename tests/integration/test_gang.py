@@ -17,12 +17,12 @@ from fakes.fault_target import MODEL, pool_config
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
+from fakes.pools import InferencePool
 from faults.scenarios.load import LoadPlan
 from faults.scenarios.processes import command_line, descendants, send
 from faults.scenarios.target import Target
 from faults.scenarios.trial import Fault, Trial, tried
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 from resources.errors import AssayError
 

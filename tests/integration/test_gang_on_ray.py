@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 from fakes.fault_target import MODEL, pool_config
 from fakes.models import write_nano_llama
 from fakes.polling import eventually
+from fakes.pools import InferencePool
 from fakes.ray_cluster import add_node, client_of, ray_cluster
 from fakes.tokenizers import write_byte_tokenizer
 from faults.scenarios.load import LoadPlan
@@ -24,7 +25,6 @@ from faults.scenarios.processes import command_line, descendants, job_of
 from faults.scenarios.target import Target
 from faults.scenarios.trial import tried
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from resources.settings import settings
 
 pytestmark = [

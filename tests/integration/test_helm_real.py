@@ -18,11 +18,11 @@ from fakes.judge import FakeJudge
 from fakes.launcher import FakeLauncher
 from fakes.lm_eval import Harness, smooth_by_hand
 from fakes.models import write_checkpoint
+from fakes.pools import InferencePool
 from fakes.tokenizers import write_byte_tokenizer
 from pools.config import InferencePoolConfig
 from pools.endpoint import GENERATE, RunningModel, Scoring
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment

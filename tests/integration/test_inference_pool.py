@@ -24,12 +24,12 @@ from fakes.fault_target import inject
 from fakes.launcher import FakeLauncher
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from fakes.polling import eventually, is_alive
+from fakes.pools import InferencePool
 from fakes.web_proxy import web_proxy
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from pools.protocol import LoadReport
 from resources.backends.local.client import LocalClient
 from resources.errors import CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
@@ -617,7 +617,7 @@ def test_signal_to_the_owner_ends_every_process(tmp_path: Path, number: signal.S
             from pathlib import Path
             from fakes.launcher import FakeLauncher
             from pools.config import InferencePoolConfig
-            from pools.pool.inference import InferencePool
+            from fakes.pools import InferencePool
             from pools.engine.launch import Servable
             folder = Path({str(tmp_path)!r})
             checkpoint = Servable.from_uri("run-1", str(folder / "step-1"))

@@ -279,7 +279,7 @@ async def test_second_attempt_through_the_proxy_asks_for_no_answer_twice_though_
     config = make_config("judged", options={**ELSEWHERE, "temperature": 0.9, "max_tokens": 24, "epochs": 2})
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.fresh_samples = True
-        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+        with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
             proxy.tell(state_of("m", engine))
 
             async def attempt(name: str, says: Any) -> Parsed:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pools.weights.averages import Averager
 from pools.weights.merges import Merge
+from pools.weights.merging import Averager
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

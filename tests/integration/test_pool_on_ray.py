@@ -19,6 +19,7 @@ from fakes.fault_target import MODEL, pool_config
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint, write_nano_llama
 from fakes.polling import eventually
+from fakes.pools import InferencePool
 from fakes.processes import running_program
 from fakes.ray_cluster import client_of, ray_cluster
 from fakes.tokenizers import write_byte_tokenizer
@@ -27,7 +28,6 @@ from faults.scenarios.processes import command_line, descendants, job_of, send
 from faults.scenarios.target import Target
 from faults.scenarios.trial import Fault, Trial, tried
 from pools.engine.launch import Launcher, Servable
-from pools.pool.inference import InferencePool
 from resources.jobs.addresses import is_loopback, own_address
 from resources.settings import settings
 
@@ -111,7 +111,7 @@ from fakes import ray_variables
 from fakes.fault_target import MODEL, pool_config
 from fakes.launcher import FakeLauncher
 from fakes.ray_cluster import client_of
-from pools.pool.inference import InferencePool
+from fakes.pools import InferencePool
 from pools.engine.launch import Servable
 
 served = [Servable.from_uri(MODEL, {str(checkpoint)!r})]

@@ -20,6 +20,7 @@ from fakes.fault_target import MODEL, pool_config
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
+from fakes.pools import InferencePool
 from fakes.processes import free_port
 from fakes.ray_cluster import add_node, client_of, ray_cluster
 from faults.scenarios.load import LoadPlan
@@ -27,7 +28,6 @@ from faults.scenarios.target import Target
 from faults.scenarios.trial import tried
 from pools.engine.engines import SLICE_PROGRAM
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.jobs.addresses import is_loopback, own_address

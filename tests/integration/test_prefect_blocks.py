@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from fakes.cells import make_cell
 from fakes.gcs import FakeGcs, fake_gcs
 from fakes.proxy import KEYS, running_proxy
-from pools.access import PoolDescription
 from pools.config import InferencePoolConfig
+from pools.pool.access import PoolDescription
 from resources.errors import BadInput
 from resources.settings import settings
 from tasks.running.provisioning import access_of
@@ -77,8 +77,8 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     settings.cache_clear()
     config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
     description = PoolDescription(config=config, engine_build="build", engine_packages={}).model_dump_json()
-    journal = ("--journal", str(tmp_path / "journal.sqlite"))
-    with running_proxy(tmp_path, *journal, description=description) as running:
+    journal = tmp_path / "journal.sqlite"
+    with running_proxy(tmp_path, journal=journal, description=description) as running:
         yield running.url
 
 

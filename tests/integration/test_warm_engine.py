@@ -22,12 +22,12 @@ from fakes.token_answers import PrefixCache
 from fakes.tokenizers import write_byte_tokenizer
 from faults.scenarios.processes import listens_on
 from pools.endpoint import GENERATE
+from pools.engine.checks import scoring_of
 from pools.engine.engine_client import EngineClient
 from pools.engine.engine_log import first_error, whole_log
 from pools.engine.engines import ENGINES, engine_arguments, engine_variables, server_arguments
 from pools.engine.launch import Servable, ServedCheckpoint
 from pools.engine.reload_trust import differing
-from pools.engine.scoring import scoring_of
 from pools.journal.answers import judge
 from pools.journal.terms import terms_of, token_terms_of
 from resources.backends.local.client import LocalClient

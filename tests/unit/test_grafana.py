@@ -101,7 +101,7 @@ def test_panels_are_adjacent_and_say_what_they_show() -> None:
 async def test_every_query_finds_its_metrics_and_labels_in_what_a_pool_gives(tmp_path: Path) -> None:
     load = LoadReport(number=1, model="m", digest="d", how="reload", seconds=0.2, phases={"reload": 0.125})
     async with FakeEngine(metrics=VLLM_PAGE) as engine:
-        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+        with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
             replica = replica_of(engine)
             announcement = replica.announcement.model_copy(update={"loads": (load,)})
             proxy.client.set_state(state_of("m", engine).desired)

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from fakes.pools import InferencePool
 from fakes.tokenizers import write_byte_tokenizer
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
@@ -18,7 +19,6 @@ from pools.engine.engine_client import CANARY_PROMPTS
 from pools.engine.engines import engine_variables
 from pools.engine.launch import Servable
 from pools.engine.reload_trust import ROUNDING_NATS
-from pools.pool.inference import InferencePool
 from pools.weights.merges import Merge
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings

@@ -15,7 +15,6 @@ from faults.chaos.evaluation import IN_FLIGHT, RUN, SAMPLED, Place
 from faults.chaos.roles import Tree
 from faults.scenarios.processes import listens_on
 from pools.journal.schema import unpacked
-from tasks.claims.files import claims_folder, read_claims
 from tasks.records.record import JOURNAL_FOLDER, SCOPE_NAME, Record, find_records
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.running.claims.files import claims_folder, read_claims

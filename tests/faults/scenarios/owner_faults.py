@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fakes.pools import InferencePool
 from faults.scenarios.load import Answer, Endpoint, Load, LoadPlan
 from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.processes import descendants, send, state_of
 from faults.scenarios.target import Recipe, Target, kept_answers
 from faults.scenarios.trial import plan_of
-from pools.pool.inference import InferencePool
 from resources.backends.local.client import local_client
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fakes.pools import InferencePool
 from faults.scenarios.load import Endpoint
 from faults.scenarios.processes import ancestors, command_line, descendants, engine_key, job_of, listener
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Launcher, Servable
-from pools.pool.inference import InferencePool
 from pools.pool.session import OpenCell
 from pools.protocol import ProxyStatus, RequestCounters
 from resources.errors import ProxyFailed

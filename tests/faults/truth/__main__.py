@@ -18,13 +18,13 @@ from typing import Any
 from rich.console import Console
 
 from fakes.lm_eval import Harness, kept_imported, make_config
+from fakes.pools import InferencePool
 from faults.chaos.evaluation import ROOT, prepared
 from faults.truth.liar import Engine
 from faults.truth.lies import CUT_AS_LENGTH, LIES
 from faults.truth.trial import ASKED, WAYS, Outcome, Truth, Way, evaluated
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
 from tasks.evaluators.evaluator import evaluator_named
 
 _SHARES = (0.01, 0.1)

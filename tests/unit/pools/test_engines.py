@@ -13,12 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from fakes.models import write_checkpoint
-from pools.access import engine_digest
 from pools.config import InferencePoolConfig
-from pools.engine.device import device_name
 from pools.engine.engines import (
     ENGINES,
     SLICE_PROGRAM,
+    device_name,
     engine_arguments,
     engine_flags,
     engine_kwargs,
@@ -30,6 +29,7 @@ from pools.engine.engines import (
     with_last_token,
 )
 from pools.engine.launch import HostPart, Launch, ServedCheckpoint, VllmLauncher
+from pools.pool.access import engine_digest
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.environments.environments import Environment
 from resources.jobs.addresses import is_loopback, own_address

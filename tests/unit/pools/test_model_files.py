@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from pools.engine.launch import Servable, ServedCheckpoint, why_not_reload
-from pools.weights.model_files import digest_model_folder, inspect_model_folder, served_files
-from pools.weights.shared_tensors import tensor_in_common
+from pools.weights.model_files import digest_model_folder, inspect_model_folder, served_files, tensor_in_common
 from resources.errors import IncompleteCheckpoint
 
 

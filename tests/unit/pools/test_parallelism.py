@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from fakes.pools import InferencePool
 from pools.config import InferencePoolConfig
 from pools.engine.engines import engine_flags, engine_kwargs, ranks_of
 from pools.engine.launch import Servable
 from pools.engine.parallelism import require_divisible, why_not_divided
-from pools.pool.inference import InferencePool
 from pools.weights.model_files import ModelDigests
 from resources.errors import BadInput
 from resources.tpu import TPU_TOPOLOGIES

@@ -11,9 +11,9 @@ from pydantic import SecretStr
 from fakes.models import write_checkpoint
 from fakes.proxy import JOIN_TOKEN, KEYS, RunningProxy, running_proxy
 from fakes.tls import tls_before, write_authority
-from pools.access import PoolAccess, PoolDescription, access_at
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
+from pools.pool.access import PoolAccess, PoolDescription, access_at
 from pools.pool.kept import access_to
 from pools.pool.session import PoolSession
 from pools.protocol import Announcement, DesiredState
@@ -44,7 +44,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory, checkpoint: Servable) -> Ite
     """The proxy of a pool with a single checkpoint, held by its only replica."""
     folder = tmp_path_factory.mktemp("proxy")
     described = DESCRIPTION.model_dump_json()
-    with running_proxy(folder, "--journal", str(folder / "journal.sqlite"), description=described) as running:
+    with running_proxy(folder, journal=folder / "journal.sqlite", description=described) as running:
         digest = checkpoint.digests.checkpoint
         ready = Announcement(instance="first", url="http://127.0.0.1:9", state="ready", digest=digest)
         running.client.set_state(DesiredState(models={"run-1": checkpoint.served}, orders={"a": "run-1"}))

@@ -13,9 +13,9 @@ import pytest
 
 from fakes.models import write_checkpoint
 from fakes.proxy import FakeReplica, RunningProxy, running_proxy, session_of
-from pools.access import engine_digest
 from pools.endpoint import Scoring
 from pools.engine.launch import Servable
+from pools.pool.access import engine_digest
 from pools.protocol import Announcement, DesiredState, RequestCounters
 
 Value = TypeVar("Value")
@@ -40,18 +40,18 @@ def asked_in_vain(proxy: RunningProxy, ask: Callable[[], Value], executor: Execu
 def test_session_waits_for_a_proxy_that_is_killed_while_a_cell_is_counted_or_closed(
     tmp_path: Path, checkpoint: Servable
 ) -> None:
-    mirror, journal = tmp_path / "mirror", ("--journal", str(tmp_path / "journal.sqlite"))
+    mirror, journal = tmp_path / "mirror", tmp_path / "journal.sqlite"
     mirror.mkdir()
     (mirror / "segment-000000-abc.jsonl.gz").write_bytes(gzip.compress(b""))
-    with ThreadPoolExecutor(1) as threads, running_proxy(tmp_path, *journal) as first:
+    with ThreadPoolExecutor(1) as threads, running_proxy(tmp_path, journal=journal) as first:
         port = first.address.port
         with session_of(first, checkpoint) as session:
             opened = session.open("run-1", cell="cell", attempt="first", mirror=str(mirror))
             counted = asked_in_vain(first, lambda: session.cell_counts(opened), threads)
-            with running_proxy(tmp_path, *journal, port=port) as second:
+            with running_proxy(tmp_path, journal=journal, port=port) as second:
                 assert counted.result(timeout=60) == RequestCounters()
                 closed = asked_in_vain(second, lambda: session.close_cell(opened, finished=True), threads)
-                with running_proxy(tmp_path, *journal, port=port):
+                with running_proxy(tmp_path, journal=journal, port=port):
                     closed.result(timeout=60)
                     assert list(mirror.iterdir()) == [], "the last proxy knew of the cell what it had to drop"
 

@@ -35,8 +35,8 @@ from fakes.proxy import (
     running_proxy,
     state_of,
 )
-from pools.protocol import Announcement, DesiredState, ProxyLimits, ReplicaState
-from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
+from pools.protocol import Announcement, DesiredState, ReplicaState
+from pools.proxy.client import ProxyAddress, ProxyClient, ProxySettings, wait_for_address
 from resources.errors import ProxyFailed
 from resources.settings import process_environment
 
@@ -308,7 +308,7 @@ async def test_health_needs_no_key_and_follows_the_state(proxy: RunningProxy, en
     assert await health() == (503, "holding")
     proxy.tell(state_of(model, engine))
     assert await health() == (200, "ready")
-    assert proxy.client.health() == "ready"
+    assert proxy.client.status().status == "ready"
     proxy.tell(PoolState({}, failed="gave up"))
     assert await health() == (503, "failed")
 
@@ -458,17 +458,13 @@ async def test_held_request_of_a_client_that_leaves_is_dropped(
 # --- The journal -----------------------------------------------------------------------------------------------------
 
 
-def _journal(folder: Path) -> tuple[str, ...]:
-    return "--journal", str(folder / "journal.sqlite"), "--journal-max-bytes", str(2**24)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_deterministic_request_is_asked_of_an_engine_once_even_across_restarts(
     tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str, stream: bool
 ) -> None:
     answers, hits = [], 0
     for _ in range(2):
-        with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+        with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
             proxy.tell(state_of(model, engine))
             answers += [await _ask(http, proxy, model, temperature=0, stream=stream) for _ in range(2)]
             hits = proxy.client.status().models[model].journal_hits
@@ -484,7 +480,7 @@ async def test_answer_that_is_an_error_or_cut_is_not_journaled(
 ) -> None:
     engine.faults.status = 400
     setattr(engine.faults, fault, 1)
-    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
         proxy.tell(state_of(model, engine))
         first, second = [await _ask(http, proxy, model, temperature=0, stream=True) for _ in range(2)]
     assert b"error" in first[1]
@@ -536,7 +532,7 @@ async def test_malformed_answer_is_not_journaled(
 ) -> None:
     engine.faults.malformation = "another prompt"
     body = {"model": model, **LIKELIHOODS}
-    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
         proxy.tell(state_of(model, engine))
         status, refusal = await _post(http, proxy.url + COMPLETIONS, body)
         assert (status, _error(refusal)["code"], engine.stats.requests) == (502, 502, 3)
@@ -562,7 +558,7 @@ async def test_answers_of_different_checkpoints_are_never_exchanged(
 ) -> None:
     engine.label, other_engine.label = "weights of m", "weights of n"
     other = replica_of(other_engine, digest="d2")
-    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
         proxy.tell(PoolState({"m": "d1", "n": "d2"}, (replica_of(engine, digest="d1"), other)))
         first = await _ask(http, proxy, "m", temperature=0, logprobs=1)
         proxy.tell(PoolState({"m": "d2"}, (other,)))  # the same name, now for other weights
@@ -582,11 +578,11 @@ async def test_samples_given_while_the_journal_is_locked_are_not_given_again_aft
         fields = {"model": model, "prompt": "Once", "temperature": 1}
         return await asyncio.gather(*(_post(http, url, fields) for _ in range(4)))
 
-    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
         proxy.tell(state_of(model, engine))
         proxy.client.open_cell("cell", "first", mirror=None)
         kept = await four(proxy, "first")
-    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
         proxy.tell(state_of(model, engine))
         proxy.client.open_cell("cell", "second", mirror=None)
         with closing(sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)) as other:
@@ -594,7 +590,7 @@ async def test_samples_given_while_the_journal_is_locked_are_not_given_again_aft
             before = await four(proxy, "second")
             proxy.process.kill()
             proxy.process.wait()
-    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
         proxy.tell(state_of(model, engine))
         proxy.client.open_cell("cell", "second", mirror=None)
         after = await four(proxy, "second")
@@ -611,7 +607,7 @@ async def test_late_request_of_an_ended_attempt_takes_nothing_from_the_next(
         url = f"{proxy.url}/cells/cell/{attempt}{COMPLETIONS}"
         return await _post(http, url, {"model": model, "prompt": "Once", "temperature": 1})
 
-    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
         proxy.tell(state_of(model, engine))
         proxy.client.open_cell("cell", "first", mirror=None)
         kept = [await ask(proxy, "first") for _ in range(4)]
@@ -619,7 +615,7 @@ async def test_late_request_of_an_ended_attempt_takes_nothing_from_the_next(
         given = [await ask(proxy, "second")]
         late = [await ask(proxy, attempt) for attempt in ("first", "another")]
         given.append(await ask(proxy, "second"))
-    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
         proxy.tell(state_of(model, engine))
         late.append(await ask(proxy, "first"))
         proxy.client.open_cell("cell", "second", mirror=None)
@@ -677,10 +673,10 @@ async def test_only_replica_that_breaks_the_connection_is_asked_again_once_it_an
     asked = asyncio.create_task(_ask(http, proxy, model))
     await until(lambda: engine.stats.health_checks >= 3)
     assert proxy.client.status().held == 1
-    assert proxy.client.health() == "holding"
+    assert proxy.client.status().status == "holding"
     engine.faults.unhealthy = False
     assert (await asked)[0] == 200
-    assert proxy.client.health() == "ready"
+    assert proxy.client.status().status == "ready"
 
 
 async def test_request_that_kills_engines_is_tried_three_times_in_all(
@@ -769,7 +765,7 @@ async def test_engine_that_takes_too_long_is_left_for_another_and_finally_504(
         status, answer = await _ask(http, proxy, model)
         assert (status, _error(answer)["type"]) == (504, "TimeoutError")
         await until(lambda: engine.stats.in_flight == 0)
-        await until(lambda: proxy.client.health() == "ready")  # slow, not dead
+        await until(lambda: proxy.client.status().status == "ready")  # slow, not dead
         assert (await _ask(http, proxy, model))[0] == 200
 
 
@@ -852,7 +848,7 @@ async def test_health_answers_while_200_requests_hang(
     engine.faults.hang = 200
     asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(200)]
     await until(lambda: engine.stats.in_flight == 200)
-    assert proxy.client.health() == "ready"
+    assert proxy.client.status().status == "ready"
     for task in asked:
         task.cancel()
     await until(lambda: engine.stats.in_flight == 0)
@@ -960,7 +956,7 @@ def test_proxy_that_was_killed_starts_on_the_same_port_at_once(tmp_path: Path) -
         first.process.wait()
         with running_proxy(tmp_path, port=first.address.port) as second:
             assert second.address.port == first.address.port
-            assert second.client.health() == "holding"
+            assert second.client.status().status == "holding"
         open_connection.close()
 
 
@@ -975,20 +971,16 @@ def test_process_hides_its_keys_and_may_open_many_files(shared_proxy: RunningPro
 
 
 @pytest.mark.parametrize(
-    ("flags", "keys", "message"),
-    [
-        (["--port", "0"], {}, "ASSAY_POOL_KEY"),
-        (["--host", "192.0.2.1"], KEYS.as_environment(), "192.0.2.1"),
-        (["--max-held", "many"], KEYS.as_environment(), "max_held"),
-    ],
-    ids=["no-keys", "no-address", "bad-limit"],
+    ("host", "keys", "message"),
+    [("127.0.0.1", {}, "ASSAY_POOL_KEY"), ("192.0.2.1", KEYS.as_environment(), "192.0.2.1")],
+    ids=["no-keys", "no-address"],
 )
 def test_start_that_cannot_work_says_why_and_ends(
-    tmp_path: Path, flags: list[str], keys: dict[str, str], message: str
+    tmp_path: Path, host: str, keys: dict[str, str], message: str
 ) -> None:
-    address_file = tmp_path / "proxy.json"
+    settings = ProxySettings(host=host, address_file=tmp_path / "proxy.json")
     ended = subprocess.run(
-        [sys.executable, "-m", "pools.proxy", "--address-file", str(address_file), *flags],
+        [sys.executable, *settings.arguments],
         env=process_environment({"ASSAY_POOL_KEY": "", **keys}),
         capture_output=True,
         text=True,
@@ -997,7 +989,7 @@ def test_start_that_cannot_work_says_why_and_ends(
     assert ended.returncode == 2
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert not address_file.exists()
+    assert not (tmp_path / "proxy.json").exists()
 
 
 def test_wait_for_address_of_a_process_that_ended_raises() -> None:
@@ -1013,18 +1005,6 @@ def test_wait_for_address_that_never_comes_raises() -> None:
 def test_client_with_the_wrong_key_raises_the_proxys_reason(shared_proxy: RunningProxy) -> None:
     with pytest.raises(ProxyFailed, match="401"):
         ProxyClient(shared_proxy.address, key="wrong").status()
-
-
-def test_command_carries_every_limit_and_no_key(tmp_path: Path) -> None:
-    command = proxy_command(tmp_path / "a", host="::1", port=7, limits=ProxyLimits(max_held=3))
-    assert command[1:] == (
-        *("-m", "pools.proxy", "--host", "::1", "--port", "7", "--address-file", str(tmp_path / "a")),
-        *("--max-body-bytes", "67108864", "--max-buffered-bytes", "536870912"),
-        *("--head-timeout-seconds", "30", "--max-held", "3"),
-        *("--hold-timeout-seconds", "1800"),
-        *("--engine-timeout-seconds", "600", "--connect-timeout-seconds", "10"),
-        *("--probe-interval-seconds", "1", "--probe-timeout-seconds", "30", "--lease-seconds", "30"),
-    )
 
 
 @pytest.mark.parametrize(

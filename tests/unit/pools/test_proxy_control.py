@@ -228,7 +228,7 @@ async def test_requests_of_a_cell_carry_its_span_to_the_engine_and_are_answered_
     tmp_path: Path,
 ) -> None:
     async with FakeEngine() as engine, aiohttp.ClientSession(headers=HEADERS) as http:
-        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+        with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
             proxy.tell(state_of("m1", engine))
 
             async def ask(prefix: str, prompt: str, **headers: str) -> None:

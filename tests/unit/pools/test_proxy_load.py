@@ -124,8 +124,8 @@ async def test_answers_that_clients_do_not_read_stay_at_the_engine(tmp_path: Pat
         to[1].close()
         return answered
 
-    kept = ("--journal", str(tmp_path / "journal.sqlite"))
-    with running_proxy(tmp_path, *kept, max_buffered_bytes=room, max_body_bytes=room) as proxy:
+    kept = tmp_path / "journal.sqlite"
+    with running_proxy(tmp_path, journal=kept, max_buffered_bytes=room, max_body_bytes=room) as proxy:
         async with scripted_engine(script) as url:
             ready = Announcement(instance="first", url=url, digest="d", capacity=8, state="ready")
             proxy.tell(PoolState({"m": "d"}, (FakeReplica("r", ready),)))

@@ -111,7 +111,7 @@ async def test_tokens_are_weighed_for_a_cell_as_the_engine_weighs_them_and_repla
     weighed = {"model": MODEL, "token_ids": list(range(40, 80)), "sampling_params": WEIGHED}
     drawn = {"model": MODEL, "token_ids": [40, 41], "temperature": 0, "sampling_params": {"temperature": 1.0}}
     async with FakeEngine() as engine, httpx.AsyncClient(headers=headers) as http:
-        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+        with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
             proxy.tell(state_of(MODEL, engine))
             proxy.client.open_cell("cell", "first", mirror=None)
             url = f"{proxy.url}/cells/cell/first{GENERATE}"
@@ -227,7 +227,7 @@ async def test_sampled_response_is_always_asked_again_for_any_other_fields(
     body = {"model": MODEL, "input": "Once", "max_tokens": 0, "echo": True, "temperature": 1}
     headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
     async with FakeEngine() as engine, httpx.AsyncClient(headers=headers) as http:
-        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+        with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
             proxy.tell(state_of(MODEL, engine))
             for _ in range(2):
                 assert (await http.post(f"{proxy.url}/v1/responses", json=body)).status_code == 200

@@ -12,11 +12,11 @@ import pytest
 
 from fakes.jobs import FakeClient, FakeJob
 from fakes.polling import eventually
+from fakes.pools import InferencePool
 from fakes.proxy import CLIENT_KEY, running_proxy
 from pools.config import InferencePoolConfig
 from pools.jobs import Restarts
-from pools.pool.inference import InferencePool
-from pools.proxy.client import ProxyAddress
+from pools.proxy.client import ProxyAddress, ProxySettings
 from pools.proxy.process import ProxyProcess, check_network
 from pools.proxy.standing_socket import borrowed, lent, standing_socket
 from resources.errors import BadInput, ProxyFailed
@@ -46,7 +46,7 @@ def test_proxy_that_has_ended_is_started_again_on_its_port() -> None:
     assert process.address == again
     command = client.requests[1].entrypoint
     assert isinstance(command, Command)
-    assert command.args[command.args.index("--port") + 1] == "4321"
+    assert ProxySettings.model_validate_json(command.args[-1]).port == 4321
 
 
 def test_proxy_that_ends_for_ever_is_given_up_and_for_ten_minutes_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_connections_wait_while_the_proxy_is_started_again_with_its_socket(tmp_p
         for _ in range(2):
             with socket.create_connection((host, port)) as early, lent(standing) as lender:
                 early.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                with running_proxy(tmp_path, "--lender", str(lender), port=port) as proxy:
+                with running_proxy(tmp_path, lender=lender, port=port) as proxy:
                     assert early.recv(100).startswith(b"HTTP/1.1 503 ")
                     headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
                     assert httpx.get(f"{proxy.url}/v1/models", headers=headers).status_code == 200

@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from pools.protocol import Announcement, DesiredState, Lease, ReplicaState, ServedModel
-from pools.proxy.leases import Leases
-from pools.proxy.routing import RequestOutcome, RoutedReplica, RoutingTable, may_retry, outcome_of
+from pools.proxy.replicas import RequestOutcome, RoutedReplica, may_retry, outcome_of
+from pools.proxy.routing import RoutingTable
+from pools.proxy.users import Leases
 
 MODELS = {"m1": ServedModel(digest="d1"), "m2": ServedModel(digest="d2")}
 

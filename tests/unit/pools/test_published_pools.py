@@ -13,8 +13,8 @@ import pytest
 from pydantic import SecretStr
 
 from fakes.conditional_store import conditional_store
-from pools.access import PoolAccess
 from pools.config import InferencePoolConfig
+from pools.pool.access import PoolAccess
 from pools.pool.kept import find, list_kept, require, take_down
 from pools.pool.published import KeptPool, all_published, publish, published_as, withdraw
 from pools.proxy.client import ProxyAddress

@@ -11,9 +11,9 @@ import pytest
 from fakes.engine import KV_CACHE_TOKENS, FakeEngine
 from fakes.models import write_checkpoint
 from pools.endpoint import Scoring
+from pools.engine.checks import row_of, scoring_of
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable, ServedCheckpoint
-from pools.engine.scoring import row_of, scoring_of
 
 
 @pytest.fixture

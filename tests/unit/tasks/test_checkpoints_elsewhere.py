@@ -11,10 +11,10 @@ import pytest
 
 from fakes.gcs import fake_gcs
 from fakes.models import write_checkpoint
-from pools.access import PoolAccess
+from fakes.pools import InferencePool
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
-from pools.pool.inference import InferencePool
+from pools.pool.access import PoolAccess
 from pools.pool.kept import keep_up
 from pools.pool.session import PoolSession
 from pools.proxy.client import ProxyAddress

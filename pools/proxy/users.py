@@ -1,15 +1,15 @@
-"""Attempts at cells, opened and closed in the journal, so that their answers can be replayed and mirrored."""
+"""Users of the pool: their leases, and the attempts at cells that they open and close in the journal."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pools.journal.cells import CellScope
 from pools.journal.store import Journal
-from pools.protocol import JournalStatus
+from pools.protocol import JournalStatus, Lease, LeaseStatus, ServedModel
 from pools.proxy.connections.replies import Refusal
 
 _REMEMBERED = 10_000
@@ -83,3 +83,41 @@ class Cells:
     async def close(self) -> None:
         if self._journal is not None:
             await self._journal.close()
+
+
+class Leases:
+    """The leases that have not run out, by a monotonic clock in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: dict[str, tuple[Lease, float]] = {}
+
+    def take(self, name: str, lease: Lease) -> None:
+        self._held[name] = lease, self._clock() + lease.seconds
+
+    def end(self, name: str) -> None:
+        self._held.pop(name, None)
+
+    def expire(self) -> bool:
+        """Drops leases that have run out; returns True if there were any."""
+        before, now = len(self._held), self._clock()
+        self._held = {name: held for name, held in self._held.items() if held[1] > now}
+        return len(self._held) < before
+
+    def status(self) -> dict[str, LeaseStatus]:
+        """Returns the valid leases, in the order they were first taken."""
+        now = self._clock()
+        return {
+            name: LeaseStatus(**dict(lease), seconds_left=max(0.0, ends - now))
+            for name, (lease, ends) in self._held.items()
+        }
+
+
+def of_known_models(lease: Lease, known: Mapping[str, ServedModel]) -> Lease:
+    """Returns a client's lease with the pool's own location of each model."""
+    for model, served in lease.models.items():
+        if model not in known or known[model].digest != served.digest:
+            problem = "has other weights in this pool" if model in known else "is no model of this pool"
+            reason = f"{model} {problem}, and only its admin key (ASSAY_POOL_ADMIN_KEY) may add a model."
+            raise Refusal(403, reason, param=model)
+    return lease.model_copy(update={"models": {model: known[model] for model in lease.models}})

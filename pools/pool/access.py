@@ -40,20 +40,16 @@ class PoolDescription(Config):
     """A pool's description, as its proxy returns it to clients with a key."""
 
     config: InferencePoolConfig
-    """Its configuration."""
     engine_build: str
-    """Name of the engine build."""
     engine_packages: dict[str, str] = {}
     """Versions of its packages, and a digest over all of them."""
     checkpoints: dict[str, str] = {}
-    """Locations of the checkpoints that it knows, by name."""
 
 
 class PoolAccess(PoolDescription):
     """A pool with its address and keys. A file with it must be readable by its owner only."""
 
     address: ProxyAddress
-    """Address of the proxy."""
     key: SecretStr
     """Key for requests to its models, and for evaluating the models it already has."""
     admin_key: SecretStr | None = None
