@@ -57,7 +57,6 @@ class Restarts:
 
     @property
     def count(self) -> int:
-        """Number of deaths in the ten minutes before the last death."""
         return len(self._deaths)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -17,6 +17,16 @@ LoadedHow = Literal["cold start", "reload", "restart", "already loaded"]
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}"
 _KEY_PATTERN = r"^[A-Za-z0-9_-]{16,128}$"
 _URL_PATTERN = r"^https?://[^/?#\s]+$"
+
+
+class EngineKeys(NamedTuple):
+    """Keys for an engine: its own, and that of an ingress in front of it."""
+
+    engine: str | None = None
+    ingress: str | None = None
+
+
+NO_KEYS = EngineKeys()
 
 
 class ProxyLimits(Config):
@@ -216,7 +226,6 @@ class ReplicaStatus(Config):
 
     @property
     def usable(self) -> bool:
-        """True if it is ready and reachable with the weights that it holds."""
         return self.announcement.state == "ready" and not self.lost and not self.suspect
 
     def holds(self, digest: str) -> bool:

@@ -89,7 +89,6 @@ class EngineClient:
                 raise
 
     def prove_it_answers(self, model: str) -> None:
-        """Requests a single token with its log-probability."""
         self._logprobs(model, CANARY_PROMPTS[:1], echo=False)
 
     def require_written(self, model: str) -> None:
@@ -132,7 +131,6 @@ class EngineClient:
         return self._logprobs(model, CANARY_PROMPTS, echo=prompt_logprobs)
 
     def ask(self, path: str, body: Any) -> dict[str, Any]:
-        """Returns the JSON answer to any POST request."""
         return self._request("POST", path, body)
 
     def metrics(self) -> str:
@@ -186,7 +184,6 @@ class EngineClient:
             self._change("/update_weight_version", {"new_version": version})
 
     def weights_name(self) -> str | None:
-        """Returns the last name set for the engine's weights, if the engine reports it."""
         try:
             return self._request("GET", "/weight_info").get("weight_version")
         except EndpointUnusable as error:
@@ -200,7 +197,6 @@ class EngineClient:
         return {f"{rank}.{name}": value for rank, part in enumerate(digests) for name, value in part.items()}
 
     def reading(self, canary: Sequence[float], *, weights: bool = False) -> Reading:
-        """Returns its dtype and output layer with the given canary, and `weights_in_memory` if requested."""
         shown = self._of_workers("assay_output_layer")
         return Reading(
             dtype="/".join(sorted({str(part.get("dtype")) for part in shown})),

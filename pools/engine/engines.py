@@ -185,33 +185,20 @@ def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def engine_arguments(
-    kwargs: Mapping[str, Any],
-    *,
-    folder: str,
-    served_names: Sequence[str],
-    host: str,
-    port: int,
-    program: Path | None = None,
-) -> tuple[str, ...]:
-    """Returns arguments for the interpreter that start an engine server with the weights in a local folder.
+def server_arguments(kwargs: Mapping[str, Any], *, folder: str, name: str, port: int) -> tuple[str, ...]:
+    """Returns arguments of a server on loopback with the weights in a local folder, as for a fork server.
 
-    `kwargs` come from `engine_kwargs`, and `program` from `Engine.program`; None for vLLM's own. Requests may use all
-    `served_names`, also after loading other checkpoints.
+    `kwargs` come from `engine_kwargs`. Answers carry `name`, unless requests name another checkpoint.
     """
-    start = ("-m", "vllm.entrypoints.openai.api_server") if program is None else ("-I", "-u", str(program))
-    return (*start, *server_arguments(kwargs, folder=folder, served_names=served_names, host=host, port=port))
-
-
-def server_arguments(
-    kwargs: Mapping[str, Any], *, folder: str, served_names: Sequence[str], host: str, port: int
-) -> tuple[str, ...]:
-    """Returns arguments of the server itself, without interpreter and program, as for a fork server."""
     return (
-        *("--model", folder, "--served-model-name", *served_names),
-        *("--host", host, "--port", str(port), "--middleware", "engine_door.EngineDoor", "--enable-scale-out"),
-        *engine_flags(kwargs),
+        *("--model", folder, "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)),
+        *("--middleware", "engine_door.EngineDoor", "--enable-scale-out", *engine_flags(kwargs)),
     )
+
+
+def interpreter_arguments(program: Path | None) -> tuple[str, ...]:
+    """Returns arguments of the interpreter that run a program of ours, or vLLM's own if None."""
+    return ("-m", "vllm.entrypoints.openai.api_server") if program is None else ("-I", "-u", str(program))
 
 
 def engine_variables(

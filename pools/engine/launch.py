@@ -15,10 +15,10 @@ from pools.config import EngineDevice, InferencePoolConfig
 from pools.engine.engines import (
     ENGINES,
     SLICE_PROGRAM,
-    engine_arguments,
     engine_kwargs,
     engine_variables,
     hand_command,
+    interpreter_arguments,
     server_arguments,
     with_last_token,
 )
@@ -233,28 +233,24 @@ class VllmLauncher:
         if self.config.device != "tpu":  # TPUs have no prompt log-probabilities, and compile for each length
             kwargs = with_last_token(kwargs, checkpoint.files.config)
         elif part is not None:
-            return self._launch_on_slice(kwargs, str(checkpoint.folder), port, part)
+            return self._launch_on_slice(self._served(kwargs, checkpoint, port), part)
         if part is not None:
             kwargs |= part_arguments(part)
-        # Answers carry this name for every checkpoint: the proxy passes them on byte for byte.
-        folder, names = str(checkpoint.folder), (self.config.model.name,)
+        served = self._served(kwargs, checkpoint, port)
         if self.server is not None:
-            arguments = server_arguments(kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port)
-            command = self.server.command(*arguments)
+            command = self.server.command(*served)
             return Launch(command.command, command.args, self._variables(part))
-        program = ENGINES[self.config.device].program
-        arguments = engine_arguments(
-            kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port, program=program
-        )
-        return Launch(str(self.environment.python), arguments, self._variables(part))
+        start = interpreter_arguments(ENGINES[self.config.device].program)
+        return Launch(str(self.environment.python), (*start, *served), self._variables(part))
 
-    def _launch_on_slice(self, kwargs: Mapping[str, Any], folder: str, port: int, part: HostPart) -> Launch:
+    def _served(self, kwargs: Mapping[str, Any], checkpoint: ServedCheckpoint, port: int) -> tuple[str, ...]:
+        return server_arguments(kwargs, folder=str(checkpoint.folder), name=self.config.model.name, port=port)
+
+    def _launch_on_slice(self, served: tuple[str, ...], part: HostPart) -> Launch:
         device = self.config.resource_config.device
         assert isinstance(device, TpuConfig)
-        names = (self.config.model.name,)
-        served = server_arguments(kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port)
         place = (part.hosts, part.rank, *part.meeting, part.address, device.slice.chips_per_vm)
-        arguments = ("-I", "-u", str(SLICE_PROGRAM), *map(str, place), *(() if part.rank else served))
+        arguments = (*interpreter_arguments(SLICE_PROGRAM), *map(str, place), *(() if part.rank else served))
         return Launch(str(self.environment.python), arguments, self._variables(part))
 
     @contextmanager

@@ -63,7 +63,6 @@ class Verdict:
 
     @property
     def proves(self) -> bool:
-        """True if it agrees and could have disagreed."""
         return self.agrees and self.change >= LEAST_CHANGE_NATS
 
     @property

@@ -55,7 +55,6 @@ class Database:
         self._give_up_at = 0.0
 
     def open(self) -> None:
-        """Opens the file; waits a little for other processes that do the same."""
         self._connect(wait_seconds=BUSY_SECONDS)
 
     def fetch(self, sql: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:

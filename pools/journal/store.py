@@ -96,7 +96,6 @@ class Claim:
 
     @property
     def keeps(self) -> bool:
-        """True if an answer to this request may be stored."""
         return self.question.deterministic or self.scope is not None
 
     def release(self) -> None:
@@ -109,7 +108,6 @@ class Claim:
             self._database.submit(_NOT_REPLAYED, self._use(attempt))
 
     def refuse(self) -> None:
-        """Releases the claim after an invalid answer, and counts it."""
         self._database.counters.refused += 1
         self.release()
 
@@ -217,7 +215,6 @@ class Journal:
                 self.cells.kept(claim.scope, len(content[0]))
 
     async def close(self) -> None:
-        """Commits, exports the rows missing in the mirrors, and closes the file. A second call does nothing."""
         await self._database.drain()
         await self.cells.close()
         self._database.close()

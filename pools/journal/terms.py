@@ -195,7 +195,6 @@ class TokenTerms:
     """Token log-probs in a stream are not checked."""
 
     def check(self, choices: Sequence[dict[str, Any]], usage: Mapping[str, Any], *, whole: bool = True) -> None:
-        """Raises `Broken` unless all choices, in the order of their indices, satisfy the terms."""
         if self.prompt is None:
             return
         if [choice.get("index") for choice in choices] != list(range(self.n)):

@@ -64,7 +64,6 @@ class PoolAccess(PoolDescription):
         return ProxyClient(self.address, key=key.get_secret_value(), timeout_seconds=timeout_seconds)
 
     def engine_identity(self) -> dict[str, Any]:
-        """Returns the engine's identity: build, packages, device and arguments."""
         return {
             "name": "vllm",
             "build": self.engine_build,

@@ -55,7 +55,6 @@ class DirectorLoop:
         self._thread = threading.Thread(target=self._run, name="pool-director", daemon=True)
 
     def start(self, replicas: Sequence[str]) -> None:
-        """Registers the replicas with the proxy, starts their agents, and starts the thread."""
         self._publish(dict.fromkeys(replicas))
         self._agents.start(replicas)
         self._thread.start()
@@ -71,7 +70,6 @@ class DirectorLoop:
 
     @property
     def failure(self) -> str | None:
-        """The reason that the loop has failed; None while it runs."""
         return None if self._thread.is_alive() else self._failed
 
     def _run(self) -> None:

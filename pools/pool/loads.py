@@ -152,7 +152,6 @@ class LoadLog:
         return failed[0] if failed else None
 
     def try_again(self) -> None:
-        """Clears the errors of engine starts and the failure counts of replicas."""
         kept = self._has_answered
         self._unusable = {
             model: why for model, why in self._unusable.items() if kept or why.kind != EngineStartFailed.__name__

@@ -194,11 +194,9 @@ class PoolSession:
         self._patiently(close)
 
     def replica_seconds(self, name: str) -> float:
-        """Returns the seconds that replicas were assigned to a checkpoint so far, summed over replicas."""
         return self.status().replica_seconds.get(name, 0.0)
 
     def want(self, name: str) -> None:
-        """Requests a checkpoint now, after the checkpoints requested before."""
         self._known(name)
         with self._changing:
             self._wants.append(name)
@@ -213,7 +211,6 @@ class PoolSession:
             status = self._next(status)
 
     def unwant(self, name: str) -> None:
-        """Withdraws one of the requests for a checkpoint."""
         with self._changing:
             if name in self._wants:
                 self._wants.remove(name)
@@ -236,7 +233,6 @@ class PoolSession:
         return max(loads, key=lambda load: load.seconds, default=None) or self.report(name, status)
 
     def cell_counts(self, opened: OpenCell) -> RequestCounters:
-        """Returns the request counts of a cell so far, by outcome."""
         return self._patiently(lambda: self._proxy.cell_counts(opened.name, opened.attempt))
 
     def check(self, name: str) -> None:
@@ -310,7 +306,6 @@ class PoolSession:
         )
 
     def engine_identity(self) -> dict[str, Any]:
-        """Returns build, version, device and arguments of the engine."""
         versions = {replica.announcement.engine_version for replica in self.status().replicas}
         version = ", ".join(sorted(known for known in versions if known))
         return {**self.access.engine_identity(), "version": version}

@@ -72,7 +72,6 @@ class ProxySettings(ProxyLimits):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Arguments of the interpreter that start it."""
         return "-m", "pools.proxy", self.model_dump_json()
 
 
@@ -117,7 +116,6 @@ class ProxyClient:
         self._timeout_seconds = timeout_seconds
 
     def set_state(self, desired: DesiredState) -> ProxyStatus:
-        """Replaces models and orders of the proxy; they are in effect on return."""
         return ProxyStatus.model_validate_json(self.ask_for("PUT", "/admin/state", body=desired.model_dump_json()))
 
     def status(self, *, after: int | None = None, wait_seconds: float = 0) -> ProxyStatus:
@@ -129,7 +127,6 @@ class ProxyClient:
         return ProxyStatus.model_validate_json(self.ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
 
     def describe(self) -> bytes:
-        """Returns the pool's `PoolDescription` as JSON."""
         return self.ask_for("GET", "/pool")
 
     def announce(self, replica: str, announcement: Announcement, *, join_token: str) -> Orders:

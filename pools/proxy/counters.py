@@ -34,7 +34,6 @@ class Tally:
     _last_load: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def announced(self, name: str, announcement: Announcement) -> None:
-        """Counts the new loads in an announcement of a replica."""
         last = self._last_load.get((name, announcement.instance), 0)
         for load in announcement.loads:
             if load.number <= last:
@@ -59,7 +58,6 @@ class Tally:
         return known
 
     def finished(self, status: int, *, seconds: float) -> None:
-        """Counts a request that was answered, or left by its client, after this time."""
         self.by_status[status] += 1
         self.latency_buckets[bisect_left(LATENCY_BOUNDS_SECONDS, seconds)] += 1
         self.latency_sum_seconds += seconds

@@ -136,7 +136,6 @@ class ProxyProcess:
         return address
 
     def restart_if_ended(self) -> bool:
-        """Restarts it if its process has ended; returns True if it had."""
         if self._job is None or not self._job.status().finished:
             return False
         if not self._restarts.allow():
@@ -149,7 +148,6 @@ class ProxyProcess:
         return True
 
     def end(self) -> None:
-        """Ends its process; `start` may start it again."""
         if self._job is not None:
             self._job.terminate()
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from pools.protocol import Announcement
-from pools.proxy.connections.engine_connection import EngineKeys
+from pools.protocol import Announcement, EngineKeys
 
 MAX_ATTEMPTS = 3
 """Failing attempts at a request: a prompt that crashes engines must not take down every replica."""
@@ -95,7 +94,6 @@ class RoutedReplica:
 
     @property
     def is_there(self) -> bool:
-        """True if its process may still live."""
         return not (self.gone or self.hung_up)
 
     @property
@@ -147,7 +145,6 @@ class Names:
         return self._refused.get(instance)
 
     def waits(self, name: str, instance: str) -> bool:
-        """Returns True if an instance gets the name as soon as its current holder is gone."""
         return self._waiting.get(name) == instance
 
 
@@ -166,7 +163,6 @@ class Suspects:
         return len(losses)
 
     def deaths(self, request: object) -> int:
-        """Returns the number of engine deaths at which a request was in flight."""
         return sum(deaths_of(replica) > before for replica, before in self._losses.get(request, ("", []))[1])
 
     def is_settled(self, request: object) -> bool:
@@ -191,7 +187,6 @@ class Suspects:
         return message
 
     def verdict(self, digest: str | None, target: bytes, body: bytes) -> str | None:
-        """Returns the message for a request that was condemned before, else None."""
         return self._killers.get(_key(digest, target, body)) if self._killers else None
 
 

@@ -130,7 +130,6 @@ class RoutingTable:
         return lost
 
     def hung_up(self, name: str, instance: str) -> None:
-        """Notes that an instance disconnected during an announcement, as when its process ends."""
         replica = self.replicas.get(name)
         if replica is not None and replica.announcement.instance == instance:
             replica.hung_up = True
@@ -200,7 +199,6 @@ class RoutingTable:
         asked.unserved_since = self.clock() if asked.held else None
 
     def end(self, replica: RoutedReplica, model: str, outcome: RequestOutcome | None) -> None:
-        """Counts a request that a replica has finished; the outcome is None if the client disconnected."""
         replica.in_flight -= 1
         asked = self._asked_of(model)
         asked.in_flight -= 1
@@ -216,7 +214,6 @@ class RoutingTable:
             replica.consecutive_failures = 0
 
     def demand(self) -> dict[str, Demand]:
-        """Returns the requests for each model that is requested now, or was lately."""
         now = self.clock()
         for model, asked in list(self._asked.items()):
             quiet = not asked.held and not asked.in_flight
@@ -247,7 +244,6 @@ class RoutingTable:
         return "ready" if any(replica.takes_requests for replica in self.replicas.values()) else "holding"
 
     def replica_seconds(self) -> dict[str, float]:
-        """Returns the total seconds that replicas were ordered to hold each model."""
         now = self.clock()
         total = dict(self._seconds)
         for replica in self.replicas.values():

@@ -136,7 +136,6 @@ class ProxyServer:
             responder.send(Refusal(500, "The proxy failed to handle this request.").reply())
 
     def refuse_all(self, reason: str) -> None:
-        """Answers every waiting request, and every later request, with 503 and this reason."""
         self._table.failed = reason
         self._forwarder.table_changed([])
 

@@ -56,7 +56,6 @@ class Cells:
             await self._journal.cells.open_cell(CellScope(cell, attempt), mirror=mirror)
 
     async def close_cell(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
-        """Closes an attempt at a cell; with `drop` in the options its mirror is deleted."""
         self._remember(cell, mirrored=self.is_mirrored(cell))
         self._traces.pop(CellScope(cell, attempt), None)
         if self._journal is not None:
@@ -67,7 +66,6 @@ class Cells:
         return self._told.get(cell, False)
 
     def traceparent(self, scope: CellScope | None) -> bytes | None:
-        """Returns the span of an attempt at a cell, in the format of a `traceparent` header."""
         return self._traces.get(scope) if scope is not None and self._traces else None
 
     def _remember(self, cell: str, *, mirrored: bool) -> None:
@@ -99,13 +97,11 @@ class Leases:
         self._held.pop(name, None)
 
     def expire(self) -> bool:
-        """Drops leases that have run out; returns True if there were any."""
         before, now = len(self._held), self._clock()
         self._held = {name: held for name, held in self._held.items() if held[1] > now}
         return len(self._held) < before
 
     def status(self) -> dict[str, LeaseStatus]:
-        """Returns the valid leases, in the order they were first taken."""
         now = self._clock()
         return {
             name: LeaseStatus(**dict(lease), seconds_left=max(0.0, ends - now))

@@ -84,14 +84,12 @@ class AgentJobs:
 
     @property
     def given_up(self) -> str:
-        """The reasons that replicas were given up."""
         return "; ".join(f"{name}: {agent.given_up}" for name, agent in self._agents.items() if agent.given_up)
 
     def give_up(self, name: str, why: str) -> None:
         self._agents[name].given_up = why
 
     def look_after(self, replicas: Iterable[ReplicaStatus]) -> None:
-        """Restarts agents that have ended or are silent for too long."""
         heard = {replica.name: replica for replica in replicas}
         for name, agent in self._agents.items():
             if agent.given_up is not None or agent.is_restarting or not agent.look():
@@ -120,7 +118,6 @@ class AgentJobs:
         self._replace(name, agent)
 
     def try_again(self) -> None:
-        """Restarts the agents of replicas that were given up, with new restart counts."""
         for name, agent in self._agents.items():
             if agent.given_up is not None:
                 agent.given_up, agent.restarts = None, Restarts(self._max_restarts)

@@ -100,7 +100,6 @@ class Gang:
 
     @property
     def door(self) -> str | None:
-        """Address of the control endpoint for the other hosts; None if there are none."""
         if self._door is None:
             return None
         host, port = (f"[{self._host}]" if ":" in self._host else self._host), self._door.server_address[1]
@@ -157,7 +156,6 @@ class Gang:
 
     @property
     def ended_part(self) -> str | None:
-        """The log of a part of the present engine that has ended by itself; None if all run, or there are none."""
         part = self._orders.part
         ended = [state for state in list(self._states.values()) if part and state.part == part and state.ended]
         return ended[0].log if ended else None

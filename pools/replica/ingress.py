@@ -49,11 +49,9 @@ class Ingress:
 
     @property
     def url(self) -> str:
-        """Address of the engine for the proxy, without a path."""
         return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
 
     def close(self) -> None:
-        """Ends every connection; safe to call twice."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -55,7 +55,6 @@ class Loading:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the block's wall seconds to a phase."""
         began = time.monotonic()
         try:
             yield
@@ -70,7 +69,6 @@ class WeightsInMemory:
         self._known: dict[str, Mapping[str, str]] = {}
 
     def started(self, engine: EngineClient, checkpoint: ServedCheckpoint) -> None:
-        """Names the weights of a newly started engine, and remembers their digests."""
         engine.name_weights(checkpoint.digests.checkpoint)
         self._remember(checkpoint, engine.weights_in_memory())
 

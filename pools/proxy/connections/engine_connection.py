@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
 
+from pools.protocol import NO_KEYS, EngineKeys
 from pools.proxy.connections.messages import Header
 from pools.proxy.connections.replies import HOP_BY_HOP
 
@@ -31,37 +32,17 @@ class _Stop(Exception):
 
 
 class Receiver(Protocol):
-    """Receives the answer that a connection reads."""
+    """Receives the answer that a connection reads: its head without the connection's headers, then pieces of its body.
 
-    def begun(self, status: int, headers: list[Header], content_type: bytes) -> None:
-        """Takes the head of the answer; `headers` come without those of the connection."""
-        ...
+    `arrived` follows each read, and returns True to go on reading. After `complete` the connection is used for other
+    requests; `broke` is stale if the engine had closed the connection unread.
+    """
 
-    def got(self, data: bytes) -> None:
-        """Takes a piece of the body."""
-        ...
-
-    def arrived(self) -> bool:
-        """Called after all bytes of a read were passed on; returns True to go on reading."""
-        ...
-
-    def complete(self) -> None:
-        """Called when the answer is complete; the connection is used for other requests from now on."""
-        ...
-
-    def broke(self, *, stale: bool) -> None:
-        """Called when the connection broke before the answer was complete; stale if the engine had closed it unread."""
-        ...
-
-
-class EngineKeys(NamedTuple):
-    """Keys for an engine: its own, and that of an ingress in front of it."""
-
-    engine: str | None = None
-    ingress: str | None = None
-
-
-NO_KEYS = EngineKeys()
+    def begun(self, status: int, headers: list[Header], content_type: bytes) -> None: ...
+    def got(self, data: bytes) -> None: ...
+    def arrived(self) -> bool: ...
+    def complete(self) -> None: ...
+    def broke(self, *, stale: bool) -> None: ...
 
 
 class Origin:

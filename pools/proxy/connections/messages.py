@@ -54,35 +54,25 @@ class Reply:
 
 
 class Responder(Protocol):
-    """The client's end of a request: sends a complete reply, or a stream."""
+    """The client's end of a request: sends a complete reply, or a stream in pieces; nothing once the client is gone.
 
-    def send(self, reply: Reply) -> None:
-        """Sends a complete answer; does nothing if the client has disconnected."""
-        ...
+    `write` waits while the client is slow; `end` ends a stream cleanly for HTTP.
+    """
 
-    def begin(self, status: int, headers: Sequence[Header]) -> None:
-        """Starts a stream in chunks; does nothing if the client has disconnected."""
-        ...
-
-    async def write(self, chunk: bytes) -> None:
-        """Sends a piece of a stream; waits while the client is slow to take it."""
-        ...
-
-    def end(self) -> None:
-        """Ends a stream, cleanly for HTTP."""
-        ...
+    def send(self, reply: Reply) -> None: ...
+    def begin(self, status: int, headers: Sequence[Header]) -> None: ...
+    async def write(self, chunk: bytes) -> None: ...
+    def end(self) -> None: ...
 
 
 class Application(Protocol):
-    """Answers requests."""
+    """Answers requests; `refuse` gives answers that need no body to be read (wrong key, path or method), else None.
 
-    def refuse(self, head: Head) -> Reply | None:
-        """Returns an answer that needs no body to be read (wrong key, no such path, wrong method); None to go on."""
-        ...
+    `answer` is cancelled when the client disconnects.
+    """
 
-    async def answer(self, request: Request, responder: Responder) -> None:
-        """Answers a request through the responder. Cancelled when the client disconnects."""
-        ...
+    def refuse(self, head: Head) -> Reply | None: ...
+    async def answer(self, request: Request, responder: Responder) -> None: ...
 
 
 class ClientGone(Exception):

@@ -6,7 +6,8 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-from pools.proxy.connections.engine_connection import NO_KEYS, EngineConnection, EngineKeys, Origin, message_of
+from pools.protocol import NO_KEYS, EngineKeys
+from pools.proxy.connections.engine_connection import EngineConnection, Origin, message_of
 from pools.proxy.connections.messages import Header
 from pools.proxy.connections.room import AnswerShare, BodyRoom
 from pools.proxy.connections.stream import KEPT_BYTES

@@ -18,11 +18,11 @@ from pools.engine.engines import (
     ENGINES,
     SLICE_PROGRAM,
     device_name,
-    engine_arguments,
     engine_flags,
     engine_kwargs,
     engine_variables,
     hand_command,
+    interpreter_arguments,
     replica_capacity,
     server_arguments,
     with_engine_variables,
@@ -87,11 +87,9 @@ def pool(device: str = "cpu", **model: Any) -> InferencePoolConfig:
 
 def test_arguments_carry_names_template_and_defaults() -> None:
     config = pool(engine_kwargs={"max_model_len": 512, "enforce_eager": False}, generation_params={"temperature": 0.5})
-    arguments = engine_arguments(
-        engine_kwargs(config), folder="/c/step-1", served_names=["run-1", "run-2"], host="127.0.0.1", port=81
-    )
+    arguments = server_arguments(engine_kwargs(config), folder="/c/step-1", name="run-1", port=81)
     text = " ".join(arguments)
-    assert "--model /c/step-1 --served-model-name run-1 run-2 --host 127.0.0.1 --port 81" in text
+    assert "--model /c/step-1 --served-model-name run-1 --host 127.0.0.1 --port 81" in text
     assert "--no-enforce-eager" in arguments
     assert "--enforce-eager" not in arguments
     assert arguments[arguments.index("--override-generation-config") + 1] == '{"temperature": 0.5}'
@@ -162,12 +160,9 @@ def test_cpu_engines_share_an_architecture_cache_for_all_arguments() -> None:
 
 
 def test_program_of_ours_takes_the_place_of_the_engines_entry_point() -> None:
-    where = {"folder": "/c", "served_names": ["m"], "host": "127.0.0.1", "port": 81}
     program = ENGINES["cpu"].program
     assert program is not None and program.is_file()
-    arguments = engine_arguments({"seed": 1}, **where, program=program)
-    assert arguments == ("-I", "-u", str(program), *server_arguments({"seed": 1}, **where))
-    assert engine_arguments({"seed": 1}, **where)[2:] == server_arguments({"seed": 1}, **where)
+    assert interpreter_arguments(program) == ("-I", "-u", str(program))
 
 
 def test_capacity_follows_max_num_seqs() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fakes.polling import eventually
 from fakes.wire import read_request, scripted_engine
-from pools.proxy.connections.engine_connection import EngineKeys
+from pools.protocol import EngineKeys
 from pools.proxy.connections.upstream import Lost, Upstream
 from pools.replica.ingress import Ingress
 
