@@ -32,10 +32,7 @@ def whole_log(job: JobHandle) -> str:
 
 
 def first_error(log: str) -> str | None:
-    """Returns the line of the error that ended an engine; None if its log has none, as after SIGKILL.
-
-    Skips errors that only report the end of another process of the engine.
-    """
+    """Returns the line of the error that ended an engine; None if its log has none, as after SIGKILL."""
     match = _first_match(log)
     return _words(match)[:_SHOWN_CHARACTERS] if match else None
 

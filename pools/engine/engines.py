@@ -6,9 +6,8 @@ import hashlib
 import json
 import math
 import platform
-import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -251,12 +250,6 @@ def with_engine_variables(config: InferencePoolConfig) -> InferencePoolConfig:
         return config
     variables = variables_like(ENGINE_SETTINGS, but=NO_ENGINE_SETTINGS)
     return config.model_copy(update={"model": config.model.model_copy(update={"engine_variables": variables})})
-
-
-def hand_command(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Returns a start as a shell command, for finding out manually why it fails."""
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
-    return f"{settings} {shlex.join([python, *arguments])}"
 
 
 @cache

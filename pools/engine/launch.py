@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +18,6 @@ from pools.engine.engines import (
     SLICE_PROGRAM,
     engine_kwargs,
     engine_variables,
-    hand_command,
     interpreter_arguments,
     server_arguments,
     with_last_token,
@@ -193,7 +193,9 @@ class Launch:
     variables: Mapping[str, str]
 
     def by_hand(self) -> str:
-        return hand_command(self.command, self.arguments, self.variables)
+        """Returns it as a shell command, for finding out manually why it fails."""
+        assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(self.variables.items()))
+        return f"{assigned} {shlex.join([self.command, *self.arguments])}"
 
 
 class Launcher(Protocol):
@@ -282,16 +284,13 @@ class VllmLauncher:
 
 
 def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: str | None = None) -> JobRequest:
-    """Returns the job of an engine, or of a host's part of it, started by its agent; a server requires `key`.
-
-    It requests no device: its agent has its machine, which may be a single VM of a slice.
-    """
+    """Returns the job of an engine, or of a host's part of it, started by its agent; a server requires `key`."""
     own = {ENGINE_KEY_VARIABLE: key} if key is not None else {}
     device = device_variables(config.resource_config.device)
     return JobRequest(
         name=f"engine-{name}-{random.randrange(16**6):06x}",
         entrypoint=Command(launch.command, launch.arguments),
-        resources=ResourceConfig(),
+        resources=ResourceConfig(),  # no device: its agent has its machine
         environment=create_environment(env_vars={**device, **launch.variables, **own}, inherited=inheritance.ENGINE),
         max_retries_preemption=0,  # the agent decides about a restart, since the model must be proved again
     )

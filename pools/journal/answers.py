@@ -25,10 +25,7 @@ _CONTENT_TYPE = re.compile(r"[\t\x20-\x7e\x80-\xff]{0,1000}")
 
 @dataclass(frozen=True, slots=True)
 class AnswerFacts:
-    """Facts of a valid answer; token counts are 0 if the engine returned none.
-
-    `finish_reasons` are in the order of the answer's choices.
-    """
+    """Facts of a valid answer; token counts are 0 if the engine returned none."""
 
     prompt_tokens: int
     completion_tokens: int

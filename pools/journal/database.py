@@ -53,9 +53,7 @@ class Database:
         self._waiting: list[asyncio.Future[bool]] = []
         self._flush_handle: asyncio.Handle | None = None
         self._give_up_at = 0.0
-
-    def open(self) -> None:
-        self._connect(wait_seconds=BUSY_SECONDS)
+        self._connect(wait_seconds=BUSY_SECONDS)  # other processes may be creating it
 
     def fetch(self, sql: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Returns the first row of a query; None also if it cannot be read."""

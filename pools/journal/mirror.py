@@ -56,10 +56,7 @@ _SLICE_ROWS = 32
 
 
 class Mirror:
-    """The segments of a cell, in a folder at any location that fsspec supports.
-
-    `path` is the journal's database; `warn` is called with a sentence about unreadable segments.
-    """
+    """The segments of a cell, in a folder at any location that fsspec supports."""
 
     def __init__(self, path: Path, *, cell: str, folder: str, warn: Callable[[str], None]) -> None:
         self._path = path
@@ -157,11 +154,7 @@ def encoded(rows: Iterable[Row]) -> bytes:
 
 
 def decoded(content: bytes) -> Iterator[Row]:
-    """Yields the rows of a segment, in their order, each marked as imported.
-
-    Raises:
-        SegmentCut: after the last readable row, if the segment does not end there.
-    """
+    """Yields the rows of a segment, in their order, each marked as imported."""
     lines = _lines(content)
     if (first := next(lines, None)) != {"schema": SCHEMA_VERSION}:
         raise SegmentCut(f"expected schema version {SCHEMA_VERSION} in its first line, found {first}")

@@ -223,11 +223,7 @@ def live_bytes(connection: sqlite3.Connection) -> int:
 
 
 def set_aside(path: Path, *, now: float) -> Path:
-    """Renames an unusable file and its companions, so that a new file can be created; the name has the time `now`.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Renames an unusable file and its companions, so that a new file can be created; the name has the time `now`."""
     stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
     names = [f"{path.name}.corrupt-{stamp}", *(f"{path.name}.corrupt-{stamp}.{number}" for number in range(1, 1000))]
     target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
@@ -274,11 +270,7 @@ def packed(body: bytes) -> bytes:
 
 
 def unpacked(stored: bytes) -> bytes:
-    """Returns the unpacked body.
-
-    Raises:
-        Unreadable: it is damaged.
-    """
+    """Returns the unpacked body."""
     try:
         if stored.startswith(_PLAIN):
             return stored[1:]

@@ -113,26 +113,21 @@ class Claim:
 
 
 class Journal:
-    """The store of answered requests, used from the thread of a single event loop. See `open`."""
+    """The store of answered requests in a file on a local disk, used from the thread of a single event loop.
+
+    The file is created if missing; several processes may share it. Errors of the file raise nothing: a damaged file, or
+    a file of another version, is set aside; an unusable file is retried later.
+
+    Args:
+        max_bytes: size above which the oldest answers are deleted.
+        warn: called with a sentence for the user.
+        mirror_seconds: interval of the exports of a cell's new rows to its mirror.
+        retry_seconds: pause of writing after a failure.
+        clock: seconds since the epoch, for display; no decision depends on it.
+    """
 
     def __init__(
         self,
-        database: Database,
-        cells: OpenCells,
-        *,
-        max_bytes: int,
-        keep_prompts: bool,
-        clock: Callable[[], float],
-    ) -> None:
-        self._database = database
-        self.cells = cells
-        self._max_bytes = max_bytes
-        self._keep_prompts = keep_prompts
-        self._clock = clock
-
-    @classmethod
-    def open(
-        cls,
         path: Path,
         *,
         max_bytes: int,
@@ -141,29 +136,15 @@ class Journal:
         mirror_seconds: float = 10.0,
         retry_seconds: float = 30.0,
         clock: Callable[[], float] = time.time,
-    ) -> Journal:
-        """Opens the journal in a file on a local disk, which is created if missing; several processes may share it.
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._keep_prompts = keep_prompts
+        self._clock = clock
+        self._database = Database(path, warn=warn, retry_seconds=retry_seconds, clock=clock, committed=self._committed)
+        self.cells = OpenCells(self._database, path, max_bytes=max_bytes, warn=warn, mirror_seconds=mirror_seconds)
 
-        Never raises for errors of the file: a damaged file, or a file of another version, is set aside; an unusable
-        file is retried later.
-
-        Args:
-            max_bytes: size above which the oldest answers are deleted.
-            warn: called with a sentence for the user.
-            mirror_seconds: interval of the exports of a cell's new rows to its mirror.
-            retry_seconds: pause of writing after a failure.
-            clock: seconds since the epoch, for display; no decision depends on it.
-        """
-        database = Database(
-            path,
-            warn=warn,
-            retry_seconds=retry_seconds,
-            clock=clock,
-            committed=lambda size: cells.committed(size),
-        )
-        cells = OpenCells(database, path, max_bytes=max_bytes, warn=warn, mirror_seconds=mirror_seconds)
-        database.open()
-        return cls(database, cells, max_bytes=max_bytes, keep_prompts=keep_prompts, clock=clock)
+    def _committed(self, size: int) -> None:
+        self.cells.committed(size)
 
     @property
     def counters(self) -> JournalStatus:

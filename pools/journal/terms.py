@@ -179,10 +179,7 @@ def _prompts(prompt: Any, *, cut: bool) -> list[Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class TokenTerms:
-    """Requirements of a request on its answer; empty fields require nothing.
-
-    `prompt` are its token ids, `n` is the number of choices, `logprobs` is True if each token needs its log-probs.
-    """
+    """Requirements of a request on its answer; empty fields require nothing."""
 
     prompt: Sequence[int] | None = field(default=None, repr=False)
     n: int = 1

@@ -22,18 +22,10 @@ from resources.jobs.addresses import is_loopback
 from resources.regions.region_check import check_reads
 from resources.settings import settings
 
-_NOTHING_TO_DO_WITH_ANSWERS = frozenset(
-    {
-        "kv_cache_memory_bytes",
-        "gpu_memory_utilization",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "disable_log_stats",
-        "disable_log_requests",
-        "enable_log_requests",
-        "uvicorn_log_level",
-    }
-)
+_NOTHING_TO_DO_WITH_ANSWERS = {
+    *("kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
+    *("disable_log_stats", "disable_log_requests", "enable_log_requests", "uvicorn_log_level"),
+}
 
 
 class PoolDescription(Config):
@@ -110,11 +102,7 @@ def access_at(url: str, *, key: SecretStr | None, admin_key: SecretStr | None = 
 
 
 def described(address: ProxyAddress, *, key: SecretStr, admin_key: SecretStr | None) -> PoolAccess:
-    """Returns the access to the pool behind a proxy; reads the pool's description from the proxy.
-
-    Raises:
-        ValidationError: the answer is no pool description.
-    """
+    """Returns the access to the pool behind a proxy; reads the pool's description from the proxy."""
     content = ProxyClient(address, key=key.get_secret_value()).describe()
     description = PoolDescription.model_validate_json(content)
     return PoolAccess(**dict(description), address=address, key=key, admin_key=admin_key)

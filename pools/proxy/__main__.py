@@ -101,7 +101,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 def _opened(flags: JournalFlags) -> Journal:
     path = flags.path or assay_settings().journal_path
-    return Journal.open(path, max_bytes=flags.max_bytes, keep_prompts=flags.prompts, warn=_log.warning)
+    return Journal(path, max_bytes=flags.max_bytes, keep_prompts=flags.prompts, warn=_log.warning)
 
 
 def _allow_open_files() -> None:

@@ -39,10 +39,7 @@ class _InvalidAnswers(Refusal):
 
 
 class Forwarder:
-    """Answers requests for engines from the replicas of a table, and from the journal if given.
-
-    Call `table_changed` after each change of the table.
-    """
+    """Answers requests for engines from the replicas of a table, and from the journal if given."""
 
     def __init__(
         self,

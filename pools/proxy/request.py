@@ -98,10 +98,7 @@ def _parsed(body: bytes) -> Any:
 
 @dataclass(slots=True)
 class Attempt:
-    """The end of an attempt: a complete answer in `reply`, or a partly relayed answer in `stream`.
-
-    `facts` and `content_type` are those of a valid answer.
-    """
+    """The end of an attempt: a complete answer in `reply`, or a partly relayed answer in `stream`."""
 
     outcome: RequestOutcome
     reply: Reply | None = None

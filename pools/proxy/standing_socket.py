@@ -20,11 +20,7 @@ _BORROWING_SECONDS = 30.0
 
 
 def standing_socket(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 takes a free port.
-
-    Raises:
-        OSError: the address cannot be listened on.
-    """
+    """Returns a listening socket; port 0 takes a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
@@ -55,11 +51,7 @@ def _lend(listening: socket.socket, counter: socket.socket) -> None:
 
 
 def borrowed(path: Path) -> socket.socket:
-    """Returns the socket that is lent at a path.
-
-    Raises:
-        OSError: no socket is lent at this path.
-    """
+    """Returns the socket that is lent at a path."""
     with socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(_BORROWING_SECONDS)
         asking.connect(str(path))

@@ -149,12 +149,9 @@ class AgentJobs:
 def is_silent(
     silent_seconds: float, *, started_seconds: float, patience_seconds: float, startup_seconds: float
 ) -> bool:
-    """Returns True if an announcement of an agent is overdue.
+    """Returns True if an announcement of an agent is overdue; `silent_seconds` may count from an earlier agent's last.
 
-    Args:
-        silent_seconds: time since its replica's last announcement, which may come from an earlier agent.
-        patience_seconds: longest silence of an agent that has announced itself.
-        startup_seconds: longest silence of a new agent, which may have to build the engine's environment.
+    A new agent has `startup_seconds`, since it may have to build the engine's environment.
     """
     has_spoken = silent_seconds < started_seconds
     return silent_seconds > patience_seconds if has_spoken else started_seconds > startup_seconds

@@ -74,12 +74,7 @@ class HostOrders(Config):
 
 
 class Gang:
-    """Host 0's view of the other hosts; a no-op for a replica on a single host.
-
-    Args:
-        host: address of this host, reachable from the others.
-        start: number of this start among the pool's starts of agents.
-    """
+    """Host 0's view of the other hosts; a no-op for a replica on a single host."""
 
     def __init__(self, name: str, config: InferencePoolConfig, *, host: str, token: str, start: int) -> None:
         self._name = name

@@ -55,12 +55,7 @@ _REFUSALS_AT_START = 10
 
 
 class ReplicaEngine:
-    """An engine server that can be started, reloaded, restarted and stopped.
-
-    Args:
-        on_change: called after every change of state, in the thread that made it.
-        drain: waits until no request is in flight on this replica.
-    """
+    """An engine server that can be started, reloaded, restarted and stopped."""
 
     def __init__(
         self,

@@ -136,10 +136,7 @@ def served_files(folder: ModelFolder) -> dict[str, FileInfo]:
 
 
 def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
-    """Checks that a folder holds a whole model that an engine can serve; failures go into `problems`.
-
-    `files` are its files, if they have been listed already.
-    """
+    """Checks that a folder holds a whole model that an engine can serve; failures go into `problems`."""
     described = inspect_reference_folder(uri, files)
     by_name, problems = described.files, list(described.problems)
     weights, tensors = _weight_files(by_name, problems)
@@ -285,11 +282,7 @@ def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> tuple[l
 
 
 def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
-    """Returns parameters of a safetensors file by name, with dtype and shape; its size must match its header.
-
-    Raises:
-        IncompleteCheckpoint: it is damaged, cut off or gone.
-    """
+    """Returns parameters of a safetensors file by name, with dtype and shape; its size must match its header."""
     name = storage.basename(file.uri)
     problem = irregular(file)
     tensors: dict[str, Tensor] = {}
@@ -334,10 +327,7 @@ def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:
 
 
 def tensor_in_common(folder: ModelFolder, other: ModelFolder) -> str | None:
-    """Returns the name of a tensor with the same content in two complete models; None if all tensors differ.
-
-    Most differ in their first bytes, so little is read.
-    """
+    """Returns the name of a tensor with the same content in two complete models; None if all tensors differ."""
     others = read_tensors(other)
     for name, tensor in read_tensors(folder).items():
         if name in others and tensor.span[0] < tensor.span[1] and _same_content(tensor, others[name]):

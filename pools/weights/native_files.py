@@ -42,10 +42,7 @@ def is_native(names: Sequence[str]) -> bool:
 
 
 def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str | None) -> NativeFolder:
-    """Checks that a folder holds a whole native checkpoint that Levanter can evaluate; failures go into `problems`.
-
-    `files` are at any depth; `reference` is a folder with config and tokenizer, in any store.
-    """
+    """Checks that a folder holds a whole native checkpoint that Levanter can evaluate; failures go into `problems`."""
     prefix = uri.rstrip("/") + "/"
     by_name = {file.uri.removeprefix(prefix): file for file in files}
     problems: list[str] = []

@@ -36,7 +36,7 @@ async def opened(path: Path, **options: Any) -> AsyncIterator[tuple[Journal, lis
     """Opens a journal for the block; yields it with the list of its warnings."""
     warnings: list[str] = []
     chosen: dict[str, Any] = {"max_bytes": BIG, "keep_prompts": False, **options}
-    journal = Journal.open(path, warn=warnings.append, **chosen)
+    journal = Journal(path, warn=warnings.append, **chosen)
     try:
         yield journal, warnings
     finally:

@@ -21,7 +21,6 @@ from pools.engine.engines import (
     engine_flags,
     engine_kwargs,
     engine_variables,
-    hand_command,
     interpreter_arguments,
     replica_capacity,
     server_arguments,
@@ -170,8 +169,8 @@ def test_capacity_follows_max_num_seqs() -> None:
     assert replica_capacity("cuda", {"max_num_seqs": 7}) == 7
 
 
-def test_hand_command_can_be_pasted_into_a_shell() -> None:
-    assert hand_command("py", ["-m", "x y"], {"A": "1 2"}) == "A='1 2' py -m 'x y'"
+def test_launch_by_hand_can_be_pasted_into_a_shell() -> None:
+    assert Launch("py", ("-m", "x y"), {"A": "1 2"}).by_hand() == "A='1 2' py -m 'x y'"
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ from pools.journal.answers import AnswerFacts
 from pools.journal.store import Journal
 
 async def main(path, name):
-    journal = Journal.open(Path(path), max_bytes=10**9, keep_prompts=False, warn=lambda text: sys.exit(text))
+    journal = Journal(Path(path), max_bytes=10**9, keep_prompts=False, warn=lambda text: sys.exit(text))
     async def keep(number):
         claim = journal.claim(asked(f"{name}{number}"), cell=None)
         await journal.keep(claim, "application/json", b"%d" % number, facts=AnswerFacts(0, 0, ()))
