@@ -250,26 +250,6 @@ def test_reload_that_goes_wrong_or_cannot_go_right_is_followed_by_a_restart(
     assert launcher.launches == ["run-1", "run-2", "run-3", "wider"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ({"wrong_tensor": True}, "the engine's memory differed from what the same files gave before: 0.head"),
-        ({"forgets_name": True}, "the engine said that it holds "),
-    ],
-)
-def test_reload_of_a_checkpoint_seen_before_that_leaves_other_weights_is_followed_by_a_restart(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable], fault: dict[str, bool], reason: str
-) -> None:
-    launcher = FakeLauncher(tmp_path)
-    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
-        assert [pool.load(name)[1].how for name in ("run-1", "run-2", "run-1")] == ["cold start", "reload", "reload"]
-        inject(pool.engine_urls()[0], fault)
-        _, loaded = pool.load("run-2")
-        assert loaded.how == "restart"
-        assert (loaded.reason or "").startswith(reason)
-        assert pool.load("run-1")[1].how == "reload"
-
-
 def test_engine_without_reload_is_restarted_each_time_and_that_is_said_once(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:

@@ -325,15 +325,6 @@ async def test_log_is_moved_into_the_file_next_to_the_loop(path: Path) -> None:
         await until(lambda: path.stat().st_size > 100_000)
 
 
-async def test_clock_that_goes_back_changes_nothing_but_names(path: Path) -> None:
-    times = iter(range(2_000_000_000, 0, -1_000_000))
-    async with opened(path, max_bytes=400_000, clock=lambda: float(next(times))) as (journal, _):
-        for number in range(200):
-            await answer(journal, asked(str(number)), os.urandom(5000))
-        await until(lambda: journal.counters.dropped and journal.counters.bytes <= 400_000)
-        assert replayed(journal, asked("199")) and not replayed(journal, asked("0"))
-
-
 async def test_keep_many_at_once_while_cancelled_clients_leave_loses_no_other(path: Path) -> None:
     async with opened(path) as (journal, _):
         tasks = [asyncio.create_task(claim_and_answer(journal, str(number), b"%d" % number)) for number in range(64)]
@@ -353,11 +344,3 @@ async def test_close_twice_is_safe_and_answers_after_it_are_not_kept(path: Path)
         await answer(journal, asked("a"), b"1")
     assert not path.with_name(f"{path.name}-wal").exists()
     assert rows(path, "SELECT count(*) FROM answers") == [(0,)]
-
-
-async def test_claim_sees_what_another_process_has_kept_before_this_turn_of_the_loop(path: Path) -> None:
-    async with opened(path) as (journal, _), opened(path) as (other, _):
-        for number in range(20):
-            assert replayed(journal, asked(f"{number}")) is None
-            await answer(other, asked(f"{number}"), b"theirs")
-            assert replayed(journal, asked(f"{number}")) == b"theirs"

@@ -148,18 +148,6 @@ async def test_file_damaged_while_open_is_set_aside_and_the_answer_kept(path: Pa
     assert rows(path, "SELECT count(*) FROM answers") == [(1,)]
 
 
-async def test_file_damaged_between_claim_and_keep_is_set_aside_and_the_answer_kept(path: Path) -> None:
-    async with opened(path) as (journal, _):
-        for number in range(50):
-            await answer(journal, asked(str(number)), os.urandom(900))
-    async with opened(path) as (journal, warnings):
-        claim = journal.claim(asked("new"), cell=None)
-        damage(path)
-        await journal.keep(claim, JSON, b"1", facts=FACTS)
-        assert replayed(journal, asked("new")) == b"1"
-    assert len(warnings) == 1 and "corrupt" in warnings[0]
-
-
 async def test_file_removed_while_open_is_followed_by_a_new_file(path: Path) -> None:
     async with opened(path) as (journal, _):
         await answer(journal, asked("a"), b"1")
@@ -209,17 +197,6 @@ async def test_full_disk_costs_no_request_and_writing_goes_on_when_there_is_spac
             await kept_at_last(journal)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-async def test_full_disk_stops_writing_for_a_while(small_disk: Path) -> None:
-    (small_disk / "ballast").write_bytes(bytes(500_000))
-    async with opened(small_disk / "journal.sqlite", retry_seconds=3600.0) as (journal, _):
-        while not journal.counters.errors:
-            await answer(journal, asked(str(journal.counters.kept)), os.urandom(8000))
-        kept = journal.counters.kept
-        (small_disk / "ballast").unlink()
-        await answer(journal, asked("a"), b"1")
-        assert (journal.counters.errors, journal.counters.kept) == (2, kept)
 
 
 async def test_lock_held_by_another_process_never_stops_the_loop(path: Path) -> None:

@@ -90,11 +90,6 @@ def test_question_with_a_changed_field_has_another_key(changed: dict[str, Any]) 
     assert ours.key not in {other.key for other in others}
 
 
-@pytest.mark.parametrize("name", BODY)
-def test_question_without_a_field_has_another_key(name: str) -> None:
-    assert asked({key: value for key, value in BODY.items() if key != name}).key != asked(BODY).key
-
-
 @pytest.mark.parametrize(
     ("subject", "target"),
     [
@@ -257,19 +252,6 @@ TURNED_SCHEMA = dict(reversed(ORDERED_SCHEMA.items()))
 def test_question_with_a_schema_in_another_order_has_another_key(body_of: Any, odd: dict[str, Any]) -> None:
     keys = {asked({**BODY, **odd, **body_of(schema)}).key for schema in (ORDERED_SCHEMA, TURNED_SCHEMA)}
     assert len(keys) == 2
-
-
-NESTED = st.dictionaries(st.text(max_size=3), VALUES, min_size=2, max_size=5)
-
-
-@generous
-@given(OBJECTS, NESTED, st.randoms(use_true_random=False))
-def test_question_with_nested_names_in_another_order_never_shares_a_key(
-    body: dict[str, Any], nested: dict[str, Any], rng: random.Random
-) -> None:
-    other = shuffled(nested, rng)
-    assume(list(other) != list(nested))
-    assert asked(body | {"field": [nested]}).key != asked(body | {"field": [other]}).key
 
 
 DISTINCT_VALUES = [

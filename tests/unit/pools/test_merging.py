@@ -191,18 +191,6 @@ def test_merge_of_checkpoints_in_a_store_is_made_of_verified_copies_that_are_kep
             assert again.path == staged.path
 
 
-def test_merge_without_room_for_its_checkpoints_is_refused_with_the_usage(
-    tmp_path: Path, store: type[FolderStore]
-) -> None:
-    folders = [write_checkpoint(tmp_path / f"step-{step}", seed=step, parameters=PARAMETERS) for step in (1, 2)]
-    uri, digests = named([f"store:/{folder}" for folder in folders])
-    size = sum(path.stat().st_size for path in folders[0].iterdir())
-    with pytest.raises(StorageError, match="room for"):
-        staging(tmp_path, max_bytes=int(2.5 * size)).stage(uri, digests)
-    with staging(tmp_path, max_bytes=int(3.5 * size)).stage(uri, digests):
-        pass
-
-
 def test_checkpoint_that_changes_after_planning_or_while_it_is_averaged_ends_it_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
@@ -266,14 +254,6 @@ def test_killed_merge_goes_on_after_the_last_file_that_it_finished(tmp_path: Pat
         first, second = map(tensors, folders)
         for name, got in tensors(staged.path).items():
             assert np.array_equal(got, (first[name] + second[name]) / np.float32(2))
-
-
-def test_prefetched_merge_is_computed_before_it_is_wanted(tmp_path: Path) -> None:
-    folders = [write_checkpoint(tmp_path / f"step-{step}", seed=step) for step in (1, 2)]
-    uri, digests = named(folders)
-    with staging(tmp_path) as local:
-        local.prefetch(uri, digests)
-        eventually(lambda: (tmp_path / "staged" / digests.checkpoint).is_dir())
 
 
 def test_integers_must_be_the_same_and_are_kept_while_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:

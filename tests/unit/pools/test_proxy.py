@@ -28,15 +28,14 @@ from fakes.proxy import (
     CLIENT_KEY,
     HEADERS,
     KEYS,
-    FakeReplica,
     PoolState,
     RunningProxy,
     replica_of,
     running_proxy,
     state_of,
 )
-from pools.protocol import Announcement, DesiredState, ReplicaState
-from pools.proxy.client import ProxyAddress, ProxyClient, ProxySettings, wait_for_address
+from pools.protocol import DesiredState, ReplicaState
+from pools.proxy.client import ProxyAddress, ProxySettings
 from resources.errors import ProxyFailed
 from resources.settings import process_environment
 
@@ -324,35 +323,6 @@ async def test_bad_state_is_refused_and_the_former_state_kept(
     assert (await _ask(http, proxy, model))[0] == 200
 
 
-async def test_too_large_body_is_answered_413(
-    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
-) -> None:
-    async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
-        for at in range(0, len(body), 1000):
-            yield body[at : at + 1000]
-
-    with running_proxy(tmp_path, max_body_bytes=10_000) as proxy:
-        proxy.tell(state_of(model, engine))
-        large = json.dumps({"model": model, "prompt": "a" * 10_000}).encode()
-        status, answer = await _post(http, proxy.url + COMPLETIONS, large)
-        assert (status, _error(answer)["code"]) == (413, 413)
-        async with http.post(proxy.url + COMPLETIONS, data=in_pieces(large)) as reply:
-            assert reply.status == 413
-        assert engine.stats.requests == 0
-        fitting = json.dumps({"model": model, "prompt": "a" * 2_000, "max_tokens": 1}).encode()
-        async with http.post(proxy.url + COMPLETIONS, data=in_pieces(fitting)) as reply:
-            assert reply.status == 200
-
-
-async def test_client_that_waits_for_continue_gets_it(
-    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
-) -> None:
-    proxy.tell(state_of(model, engine))
-    body = {"model": model, "prompt": "a", "max_tokens": 1}
-    async with http.post(proxy.url + COMPLETIONS, json=body, expect100=True) as reply:
-        assert reply.status == 200
-
-
 # --- Holding ---------------------------------------------------------------------------------------------------------
 
 
@@ -527,22 +497,6 @@ async def test_malformed_answer_is_asked_for_again_and_never_given(
     assert _results(proxy, model) == {"answered": 80, "retried": 5}
 
 
-async def test_malformed_answer_is_not_journaled(
-    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
-) -> None:
-    engine.faults.malformation = "another prompt"
-    body = {"model": model, **LIKELIHOODS}
-    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
-        proxy.tell(state_of(model, engine))
-        status, refusal = await _post(http, proxy.url + COMPLETIONS, body)
-        assert (status, _error(refusal)["code"], engine.stats.requests) == (502, 502, 3)
-        engine.faults.malformation = ""
-        assert await _post(http, proxy.url + COMPLETIONS, body) == await _post(http, engine.url + COMPLETIONS, body)
-        journal = proxy.client.status().journal
-    assert journal is not None
-    assert (journal.kept, journal.refused) == (1, 1)
-
-
 async def test_stream_of_malformed_answers_is_broken_off(
     proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
@@ -649,20 +603,6 @@ async def test_attempt_that_fails_is_repeated_on_another_replica(
     assert [status for status, _ in answers] == [200, 200]
     assert answers[0][1] == answers[1][1]
     assert _results(proxy, model) == {"answered": 2, "retried": 1}
-
-
-async def test_address_without_a_listener_costs_no_request(
-    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
-) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        gone = FakeReplica("gone", Announcement(instance="first", url=url, digest="d", state="ready"))
-        proxy.tell(PoolState({model: "d"}, (gone, replica_of(engine))))
-        answers = await asyncio.gather(*(_ask(http, proxy, model) for _ in range(20)))
-        assert {status for status, _ in answers} == {200}
-        [seen] = [replica for replica in proxy.client.status().replicas if replica.name == "gone"]
-        assert seen.suspect and seen.consecutive_failures >= 1 and seen.in_flight == 0
 
 
 async def test_only_replica_that_breaks_the_connection_is_asked_again_once_it_answers_probes(
@@ -854,46 +794,7 @@ async def test_health_answers_while_200_requests_hang(
     await until(lambda: engine.stats.in_flight == 0)
 
 
-async def test_concurrent_requests_are_served_at_the_same_time(
-    proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
-) -> None:
-    proxy.tell(state_of(model, engine, other_engine))
-    engine.faults.hang = other_engine.faults.hang = 50
-    asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(100)]
-    await until(lambda: (engine.stats.in_flight, other_engine.stats.in_flight) == (50, 50))
-    for task in asked:
-        task.cancel()
-    await until(lambda: (engine.stats.in_flight, other_engine.stats.in_flight) == (0, 0))
-
-
 # --- Counting and logging --------------------------------------------------------------------------------------------
-
-
-async def test_metrics_count_requests_models_and_load(
-    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
-) -> None:
-    with running_proxy(tmp_path) as proxy:
-        proxy.tell(state_of(model, engine))
-        engine.faults.status, engine.faults.status_count = 400, 1
-        assert [(await _ask(http, proxy, model))[0] for _ in range(3)] == [400, 200, 200]
-        async with http.get(f"{proxy.url}/metrics") as reply:
-            assert reply.content_type == "text/plain"
-            text = await reply.text()
-    lines = text.splitlines()
-    for line in (
-        'assay_proxy_requests_total{status="200"} 2',
-        'assay_proxy_requests_total{status="400"} 1',
-        f'assay_proxy_model_requests_total{{model="{model}",result="answered"}} 2',
-        f'assay_proxy_in_flight{{replica="r{engine.port}"}} 0',
-        "assay_proxy_held 0",
-        "assay_proxy_retries_total 0",
-        'assay_proxy_request_seconds_bucket{le="+Inf"} 3',
-        "assay_proxy_request_seconds_count 3",
-    ):
-        assert line in lines
-    assert all(
-        re.fullmatch(r'# TYPE \w+ \w+|# HELP \w+ .+|\w+({(\w+="[^"]*",?)+})? [0-9.e+-]+', line) for line in lines
-    )
 
 
 async def test_log_has_a_line_per_failed_request_and_no_secrets(
@@ -990,21 +891,6 @@ def test_start_that_cannot_work_says_why_and_ends(
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "proxy.json").exists()
-
-
-def test_wait_for_address_of_a_process_that_ended_raises() -> None:
-    with pytest.raises(ProxyFailed, match="ended"):
-        wait_for_address(lambda: None, timeout_seconds=5, is_running=lambda: False)
-
-
-def test_wait_for_address_that_never_comes_raises() -> None:
-    with pytest.raises(ProxyFailed, match="has not announced"):
-        wait_for_address(lambda: None, timeout_seconds=0.05, is_running=lambda: True)
-
-
-def test_client_with_the_wrong_key_raises_the_proxys_reason(shared_proxy: RunningProxy) -> None:
-    with pytest.raises(ProxyFailed, match="401"):
-        ProxyClient(shared_proxy.address, key="wrong").status()
 
 
 @pytest.mark.parametrize(

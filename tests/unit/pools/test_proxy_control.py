@@ -69,20 +69,6 @@ def test_unknown_replica_must_stop(proxy: RunningProxy) -> None:
     assert _orders(proxy, Announcement(instance="i")).stop
 
 
-def test_replica_superseded_while_it_waits_for_orders_must_stop_at_once(
-    proxy: RunningProxy,
-) -> None:
-    proxy.client.set_state(DesiredState(models=MODELS, orders={"a": None}))
-    seen = _orders(proxy, Announcement(instance="old"))
-    with ThreadPoolExecutor(1) as threads:
-        old = Announcement(instance="old", sequence=1, seen=seen.version, wait_seconds=20)
-        waiting = threads.submit(_orders, proxy, old)
-        eventually(lambda: proxy.client.status().replicas[0].announcement.sequence == 1)
-        assert not _orders(proxy, Announcement(instance="new", start=1)).stop
-        assert waiting.result(timeout=15).stop
-    assert proxy.client.status().replicas[0].announcement.instance == "new"
-
-
 def test_second_instance_that_waits_for_a_name_is_refused_as_soon_as_the_first_speaks(proxy: RunningProxy) -> None:
     proxy.client.set_state(DesiredState(models=MODELS, orders={"a": None}))
     _orders(proxy, Announcement(instance="first"))
@@ -163,11 +149,6 @@ def test_status_waits_for_news_and_comes_when_there_is_some(proxy: RunningProxy)
     assert (lease.holder, lease.wants, set(lease.models)) == ("a test", ("m2",), {"m1", "m2"})
     proxy.client.end_lease("one")
     assert proxy.client.status().leases == {}
-
-
-def test_lease_that_is_not_renewed_ends_by_itself(proxy: RunningProxy) -> None:
-    proxy.client.take_lease("one", Lease(holder="a test", seconds=0.3))
-    eventually(lambda: not proxy.client.status().leases)
 
 
 def test_lease_that_gives_a_name_in_use_to_another_checkpoint_is_refused(proxy: RunningProxy) -> None:

@@ -21,10 +21,6 @@ from pools.proxy.connections.upstream import Upstream
 
 MODEL, TOKENS = "m", "asked-for-tokens"
 ENGINES_OWN = ("collective_rpc", "pause", "sleep", "reset_prefix_cache")
-SCALE_OUT = (
-    *("/inference/v1/abort_requests", "/abort_requests"),
-    *("/v1/completions/render", "/v1/chat/completions/derender"),
-)
 GENERATE = "/inference/v1/generate"
 WEIGHED = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": False}
 
@@ -90,17 +86,6 @@ async def test_query_of_a_client_does_not_reach_the_engine(proxy: RunningProxy, 
     for path in ("/v1/completions", "/cells/a/b/v1/completions"):
         assert await _sent(proxy, f"{path}?api-version=1&/collective_rpc", body) == 200
     assert list(engine.targets) == ["/v1/completions"] * 2
-
-
-@pytest.mark.parametrize("prefix", ["", "/cells/a/b"])
-@pytest.mark.parametrize("path", SCALE_OUT)
-async def test_nothing_else_that_comes_with_the_path_for_tokens_is_open(
-    proxy: RunningProxy, engine: FakeEngine, prefix: str, path: str
-) -> None:
-    body = json.dumps({"model": MODEL, "token_ids": [1], "request_ids": ["generate-tokens-0"]}).encode()
-    assert await _sent(proxy, prefix + path, body) == 404
-    assert await _sent(proxy, f"{prefix}{GENERATE}", json.dumps({"token_ids": [1]}).encode()) == 400, "names no model"
-    assert engine.stats.requests == 0
 
 
 async def test_tokens_are_weighed_for_a_cell_as_the_engine_weighs_them_and_replayed_from_the_journal(

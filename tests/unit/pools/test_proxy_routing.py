@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pools.protocol import Announcement, DesiredState, Lease, ReplicaState, ServedModel
-from pools.proxy.replicas import RequestOutcome, RoutedReplica, may_retry, outcome_of
+from pools.protocol import Announcement, DesiredState, Lease, ServedModel
+from pools.proxy.replicas import RequestOutcome, RoutedReplica
 from pools.proxy.routing import RoutingTable
 from pools.proxy.users import Leases
 
@@ -66,16 +66,6 @@ def test_choose_unequal_capacity_follows_load_relative_to_it() -> None:
     for _ in range(8):
         _begun(table)
     assert {name: replica.in_flight for name, replica in table.replicas.items()} == {"small": 2, "big": 6}
-
-
-@pytest.mark.parametrize("state", ["starting", "draining", "dead"])
-def test_choose_replica_that_is_not_ready_is_none(state: ReplicaState) -> None:
-    assert _table(a=_announcement(state=state)).choose("d1", tried={}) is None
-
-
-@pytest.mark.parametrize("digest", ["d2", None])
-def test_choose_replica_with_other_weights_is_none(digest: str | None) -> None:
-    assert _table(a=_announcement(digest)).choose("d1", tried={}) is None
 
 
 def test_choose_replica_that_is_to_get_other_weights_is_none() -> None:
@@ -314,20 +304,6 @@ def test_demand_counts_a_models_wait_since_served_despite_clients_leaving() -> N
     assert table.demand()["m1"].unserved_seconds == 0
 
 
-def test_news_comes_with_the_first_held_request_and_not_with_every_request() -> None:
-    table = _table(a=_announcement())
-    before = table.version
-    for _ in range(5):
-        table.end(_begun(table), "m1", RequestOutcome.ANSWERED)
-    assert table.version == before
-    table.hold("m2", object())
-    assert table.version == before + 1
-    table.hold("m2", object())
-    assert table.version == before + 1
-    table.end(_begun(table), "m1", RequestOutcome.ANSWERED)
-    assert table.version == before + 2
-
-
 def test_replica_seconds_add_up_over_orders() -> None:
     table = _table(a=_announcement(), b=_announcement())
     assert isinstance(table.clock, Clock)
@@ -345,26 +321,6 @@ def test_health_follows_failure_and_readiness() -> None:
     assert table.health == "ready"
     table.apply(DesiredState(models=MODELS, orders={"a": None}, failed="engines die"))
     assert table.health == "failed"
-
-
-@pytest.mark.parametrize(
-    ("status", "outcome"),
-    [
-        (200, RequestOutcome.ANSWERED),
-        (400, RequestOutcome.ANSWERED),
-        (429, RequestOutcome.ANSWERED),
-        (500, RequestOutcome.SERVER_ERROR),
-        (503, RequestOutcome.SERVER_ERROR),
-    ],
-)
-def test_outcome_of_status_tells_engine_errors_from_answers(status: int, outcome: RequestOutcome) -> None:
-    assert outcome_of(status) is outcome
-
-
-@pytest.mark.parametrize("outcome", list(RequestOutcome))
-def test_may_retry_ends_after_three_attempts_and_never_follows_an_answer(outcome: RequestOutcome) -> None:
-    expected = [outcome is not RequestOutcome.ANSWERED] * 2 + [False]
-    assert [may_retry(outcome, attempts=n) for n in (1, 2, 3)] == expected
 
 
 @pytest.mark.parametrize(

@@ -183,17 +183,6 @@ async def test_engine_that_is_silent_times_out_and_is_hung_up_on(upstream: Upstr
         await asyncio.wait_for(hung_up.wait(), 5)
 
 
-async def test_call_that_is_given_up_raises_lost(upstream: Upstream) -> None:
-    async with scripted_engine(_answering(b"", then_close=False)) as url:
-        call = upstream.call(url, patience_seconds=5)
-        asking = asyncio.create_task(call.ask(b"POST", b"/v1/completions"))
-        await asyncio.sleep(0)
-        call.lose()
-        with pytest.raises(Lost):
-            await asking
-        call.close()
-
-
 @pytest.mark.parametrize(("idle_seconds", "connections"), [(600, 1), (0.02, 2)])
 async def test_connection_is_used_again_unless_it_was_idle_for_too_long(idle_seconds: float, connections: int) -> None:
     opened = closed = 0
@@ -377,17 +366,6 @@ def _json_answer(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
-NOT_ANSWERS = [b"", b"{", b"[]", b'{"choices": []}', CANNED.replace(b'"stop"', b'"abort"'), b'{"error": {"code": 1}}']
-
-
-@pytest.mark.parametrize("body", NOT_ANSWERS)
-async def test_answer_that_is_not_valid_is_never_given_to_a_client(proxy: RunningProxy, body: bytes) -> None:
-    status, answer = await _through(proxy, [_answering(_json_answer(body))] * 2, {})
-    assert (status, json.loads(answer)["error"]["code"]) == (502, 502)
-    good = _answering(_json_answer(CANNED))
-    assert await _through(proxy, [_answering(_json_answer(body)), good], {}) == (200, CANNED)
-
-
 async def test_request_headers_reach_the_engine_less_those_of_the_connection_and_the_key(proxy: RunningProxy) -> None:
     heads: list[bytes] = []
 
@@ -465,9 +443,3 @@ async def test_stream_that_ends_without_its_last_line_ends_with_an_error(
     assert status == 200
     assert b"\n\n".join([*events, b""]) == b"".join(piece for piece in pieces if piece in (EVENT, LAST))
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 502
-
-
-async def test_stream_without_an_event_is_tried_elsewhere(proxy: RunningProxy) -> None:
-    scripts = [_streaming(), _streaming(EVENT, LAST, DONE)]
-    for _ in range(2):
-        assert await _through(proxy, scripts, {"stream": True}) == (200, EVENT + LAST + DONE)

@@ -521,20 +521,6 @@ def test_checkpoint_that_is_being_removed_is_gone(tmp_path: Path, held: bool, na
             check() if check else staging.stage(servable.uri, servable.digests)
 
 
-@pytest.mark.parametrize(
-    ("name", "copying"), [("config.json", False), ("tokenizer.json", False), (WEIGHTS, False), ("config.json", True)]
-)
-def test_checkpoint_in_a_store_that_is_being_removed_is_gone(
-    store: type[FolderStore], tmp_path: Path, local: Path, name: str, copying: bool
-) -> None:
-    uri, digests = remote(tmp_path, 1)
-    file = tmp_path / "remote" / "step-1" / name
-    if not copying:
-        file.unlink()
-    with pytest.raises(CheckpointGone, match="its folder is being removed"):
-        staging(local).stage(uri, digests, on_progress=lambda copied, whole: file.unlink() if copied == whole else None)
-
-
 def test_small_files_of_a_checkpoint_that_is_being_removed_are_gone(
     store: type[FolderStore], tmp_path: Path, local: Path
 ) -> None:
