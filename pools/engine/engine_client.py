@@ -49,20 +49,13 @@ class EngineClient:
 
     def healthy(self, timeout_seconds: float = 5.0) -> bool:
         """Returns True if the port answers in that time; does not check the model."""
-        try:
-            return (
-                self._http().get(f"{self.base_url}/health", timeout=timeout_seconds, headers=self._key).status_code
-                == 200
-            )
-        except httpx.HTTPError:
-            return False
+        answer = self._get("/health", timeout=timeout_seconds)
+        return answer is not None and answer.status_code == 200
 
     def asks_for_key(self) -> bool:
         """Returns True if the server refuses a request without its key; False for another program that got its port."""
-        try:
-            return self._http().get(f"{self.base_url}/v1/models", timeout=_REACHABLE_SECONDS).status_code == 401
-        except httpx.HTTPError:
-            return False
+        answer = self._get("/v1/models", keyed=False)
+        return answer is not None and answer.status_code == 401
 
     def max_model_len(self, model: str) -> int | None:
         """Returns the maximum of prompt plus answer in tokens, if the server reports it."""
@@ -134,11 +127,14 @@ class EngineClient:
         return self._request("POST", path, body)
 
     def metrics(self) -> str:
+        answer = self._get("/metrics")
+        return answer.text if answer is not None and answer.status_code == 200 else ""
+
+    def _get(self, path: str, *, timeout: float = _REACHABLE_SECONDS, keyed: bool = True) -> httpx.Response | None:
         try:
-            answer = self._http().get(f"{self.base_url}/metrics", timeout=_REACHABLE_SECONDS, headers=self._key)
+            return self._http().get(f"{self.base_url}{path}", timeout=timeout, headers=self._key if keyed else None)
         except httpx.HTTPError:
-            return ""
-        return answer.text if answer.status_code == 200 else ""
+            return None
 
     def _logprobs(self, model: str, prompts: Sequence[str], *, echo: bool) -> tuple[float, ...]:
         body = {"model": model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": echo}

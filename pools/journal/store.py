@@ -46,6 +46,7 @@ class StoredAnswer:
     body: bytes = field(repr=False)
 
 
+@dataclass(slots=True, eq=False)
 class Claim:
     """A request's claim on the journal: a stored answer, or the key under which its answer will be kept.
 
@@ -53,26 +54,17 @@ class Claim:
     `Journal.keep`, `release` and `refuse` follows; otherwise `release` may follow.
     """
 
-    __slots__ = ("_attempt", "_database", "_noted", "occurrence", "question", "stored")
+    question: Question
+    _database: Database
+    _attempt: Attempt | None
+    occurrence: int
+    stored: StoredAnswer | None
+    _noted: asyncio.Future[bool] | None = None
 
-    def __init__(
-        self,
-        question: Question,
-        database: Database,
-        *,
-        attempt: Attempt | None,
-        occurrence: int,
-        stored: StoredAnswer | None,
-    ) -> None:
-        self.question = question
-        self.occurrence = occurrence
-        self.stored = stored
-        self._attempt = attempt
-        self._database = database
-        self._noted: asyncio.Future[bool] | None = None
-        if attempt is not None and stored is not None and not question.deterministic:
-            database.submit(_REPLAYED, self._use(attempt))
-            self._noted = database.settled()
+    def __post_init__(self) -> None:
+        if self._attempt is not None and self.stored is not None and not self.question.deterministic:
+            self._database.submit(_REPLAYED, self._use(self._attempt))
+            self._noted = self._database.settled()
 
     async def replay(self) -> StoredAnswer | None:
         """Returns the stored answer, after committing the use of a sample, so that no crash lets it be used again.
@@ -170,7 +162,7 @@ class Journal:
             scope = attempt.scope
             place = (question.key, scope.cell, occurrence)
             stored = self._stored(question, _SELECT_SAMPLED, place, cell=scope.cell, occurrence=occurrence)
-        return Claim(question, self._database, attempt=attempt, occurrence=occurrence, stored=stored)
+        return Claim(question, self._database, attempt, occurrence, stored)
 
     async def keep(self, claim: Claim, content_type: str, body: bytes, *, facts: AnswerFacts) -> None:
         """Stores a valid answer, with the exact bytes for the client; returns once it is committed, or cannot be.

@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from pools.pool.published import (
     withdraw,
 )
 from pools.protocol import ProxyStatus, ServedModel
-from pools.proxy.client import ProxyAddress
+from pools.proxy.client import ProxyAddress, wait_for_address
 from pools.proxy.process import check_network
 from resources.backends.choice import client_from_url
 from resources.backends.current import current_client
@@ -51,7 +50,6 @@ from resources.jobs.jobs import Call, Client, JobHandle, JobRequest
 from resources.regions.region_check import check_reads
 from resources.settings import ProxyKeys, proxy_keys, settings
 
-_ADDRESS_POLL_SECONDS = 0.1
 _STATUS_SECONDS = 5.0
 _PREEMPTIONS = 100
 _log = logging.getLogger("assay.pool")
@@ -159,18 +157,18 @@ def _keep(
 
 
 def _address_announced(job: JobHandle, name: str, timeout_seconds: float) -> ProxyAddress:
-    deadline, ended = time.monotonic() + timeout_seconds, False
-    while time.monotonic() < deadline and not (ended := job.status().finished):
-        if (announced := job.announced()) is not None:
-            return ProxyAddress.model_validate_json(announced)
-        time.sleep(_ADDRESS_POLL_SECONDS)
-    details, log = job.details(), job.logs(20).rstrip()
-    state = f"it {'ended' if ended else f'is {details.status}'}" + (f", {details.reason}" if details.reason else "")
-    raise ProxyFailed(
-        expected=f"the pool {name} to answer within {timeout_seconds:g} s",
-        found=f"{state}. Last lines of its log:\n{log}",
-        remedy="correct what the log complains about, and start it again",
-    )
+    try:
+        return wait_for_address(
+            job.announced, timeout_seconds=timeout_seconds, is_running=lambda: not job.status().finished
+        )
+    except ProxyFailed as error:
+        details, log = job.details(), job.logs(20).rstrip()
+        state = "it ended" if details.status.finished else f"it is {details.status}"
+        raise ProxyFailed(
+            expected=f"the pool {name} to answer within {timeout_seconds:g} s",
+            found=f"{state}{f', {details.reason}' if details.reason else ''}. Last lines of its log:\n{log}",
+            remedy="correct what the log complains about, and start it again",
+        ) from error
 
 
 def access_to(pool: str, *, key: SecretStr | None = None, admin_key: SecretStr | None = None) -> PoolAccess:

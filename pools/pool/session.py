@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -40,32 +40,6 @@ class OpenCell:
     loads_before: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Abilities:
-    """Capabilities that engines have proved, for checkpoints of the same architecture and tokenizer."""
-
-    prompt_logprobs: bool
-    max_model_len: int | None
-    scoring: Scoring
-
-    @classmethod
-    def shared(cls, holding: Sequence[ReplicaStatus], *, engine: str) -> Abilities:
-        """Returns the capabilities shared by all replicas that hold a checkpoint; `engine` is their engine's digest."""
-        engines = [replica.announcement for replica in holding]
-        scoring = [announced.scoring for announced in engines]
-        return cls(
-            prompt_logprobs=all(announced.prompt_logprobs for announced in engines),
-            max_model_len=min((known for announced in engines if (known := announced.max_model_len)), default=None),
-            scoring=Scoring(
-                scores_from_cache=all(way.scores_from_cache for way in scoring),
-                kv_cache_tokens=min((way.kv_cache_tokens for way in scoring if way.kv_cache_tokens), default=None),
-                engine=engine,
-                architecture="/".join(sorted({way.architecture for way in scoring})),
-                dtype="/".join(sorted({way.dtype for way in scoring})),
-            ),
-        )
-
-
 class PoolSession:
     """Uses a pool for as long as its lease is renewed: adds and requests checkpoints, reports loads and failures."""
 
@@ -90,7 +64,7 @@ class PoolSession:
         self._tries: dict[str, int] = {}
         self._cells: dict[tuple[str, str], tuple[str | None, str | None]] = {}  # mirror and traceparent
         self._proxy_instance = ""
-        self._abilities: dict[tuple[str, str], Abilities] = {}
+        self._abilities: dict[tuple[str, str], Mapping[str, Any]] = {}
         self._changing = threading.Lock()
         self._introducing = threading.Lock()
         self._closing = threading.Event()
@@ -135,7 +109,7 @@ class PoolSession:
         assert report is not None
         if held:
             report = report.model_copy(update={"how": "already loaded", "seconds": 0.0, "phases": {}, "reason": None})
-        return self._running_model(name, self._shared_by(_holding(status, digest))), report
+        return self._running_model(name, _shared_abilities(_holding(status, digest), self.access)), report
 
     def open(self, name: str, *, cell: str, attempt: str, mirror: str | None = None) -> OpenCell:
         """Requests a checkpoint for a cell; requests may be sent at once and wait until a replica holds the checkpoint.
@@ -166,20 +140,17 @@ class PoolSession:
         """Returns True if engines return prompt log-probabilities for a checkpoint; loads it if that is unknown."""
         self.want(name)
         try:
-            return self._abilities_of(name).prompt_logprobs
+            return self._abilities_of(name)["prompt_logprobs"]
         finally:
             self.unwant(name)
 
-    def _abilities_of(self, name: str) -> Abilities:
+    def _abilities_of(self, name: str) -> Mapping[str, Any]:
         digests = self._checkpoints[name].digests
         kind = (digests.config, digests.tokenizer)
         if kind not in self._abilities:
             status = self._until(lambda seen: bool(_holding(seen, digests.checkpoint)), name)
-            self._abilities[kind] = self._shared_by(_holding(status, digests.checkpoint))
+            self._abilities[kind] = _shared_abilities(_holding(status, digests.checkpoint), self.access)
         return self._abilities[kind]
-
-    def _shared_by(self, holding: Sequence[ReplicaStatus]) -> Abilities:
-        return Abilities.shared(holding, engine=engine_digest(self.access.config, self.access.engine_build))
 
     def close_cell(self, opened: OpenCell, *, finished: bool) -> None:
         """Ends an attempt at a cell; if `finished`, the cell has its record and its answers can be dropped."""
@@ -218,19 +189,18 @@ class PoolSession:
 
     def report(self, name: str, status: ProxyStatus | None = None) -> LoadReport | None:
         """Returns the slowest of the replicas' last loads of a checkpoint; None if no replica has loaded it."""
-        loads = loads_of(name, self._digest(name), status=status or self.status())
-        last = {replica.name: load for replica, load in loads}
+        last = {replica.name: load for replica, load in self._loads(name, status or self.status())}
         return max(last.values(), key=lambda load: load.seconds, default=None)
 
     def report_of(self, name: str, opened: OpenCell) -> LoadReport | None:
         """Returns the slowest load of a checkpoint since a cell was opened; if there was none, that of `report`."""
-        status = self.status()
-        loads = [
-            load
-            for replica, load in loads_of(name, self._digest(name), status=status)
-            if load.number > opened.loads_before.get(replica.announcement.instance, 0)
-        ]
-        return max(loads, key=lambda load: load.seconds, default=None) or self.report(name, status)
+        status, before = self.status(), opened.loads_before
+        loads = self._loads(name, status)
+        since = [load for replica, load in loads if load.number > before.get(replica.announcement.instance, 0)]
+        return max(since, key=lambda load: load.seconds, default=None) or self.report(name, status)
+
+    def _loads(self, name: str, status: ProxyStatus) -> Iterator[tuple[ReplicaStatus, LoadReport]]:
+        return loads_of(name, self._digest(name), status=status)
 
     def cell_counts(self, opened: OpenCell) -> RequestCounters:
         return self._patiently(lambda: self._proxy.cell_counts(opened.name, opened.attempt))
@@ -287,7 +257,7 @@ class PoolSession:
                 remedy="read the engine's log above; run again, or give the replicas more memory",
             )
 
-    def _running_model(self, name: str, abilities: Abilities, *, prefix: str = "") -> RunningModel:
+    def _running_model(self, name: str, abilities: Mapping[str, Any], *, prefix: str = "") -> RunningModel:
         config = self.access.config
         capacity = replica_capacity(config.device, config.model.engine_kwargs) * config.resource_config.replicas
         base_url = self.access.address.base_url
@@ -296,13 +266,11 @@ class PoolSession:
             model=name,
             tokenizer=str(self._checkpoints[name].tokenizer),
             capacity=capacity,
-            prompt_logprobs=abilities.prompt_logprobs,
             request_timeout_seconds=config.client_timeout_seconds,
             apply_chat_template=config.model.apply_chat_template,
-            max_model_len=abilities.max_model_len,
             api_key=self.access.key.get_secret_value(),
             direct=True,
-            scoring=abilities.scoring,
+            **abilities,
         )
 
     def engine_identity(self) -> dict[str, Any]:
@@ -344,3 +312,19 @@ class PoolSession:
 
 def _holding(status: ProxyStatus, digest: str) -> list[ReplicaStatus]:
     return [replica for replica in status.replicas if replica.holds(digest)]
+
+
+def _shared_abilities(holding: Sequence[ReplicaStatus], access: PoolAccess) -> dict[str, Any]:
+    engines = [replica.announcement for replica in holding]
+    scoring = [announced.scoring for announced in engines]
+    return {
+        "prompt_logprobs": all(announced.prompt_logprobs for announced in engines),
+        "max_model_len": min((known for announced in engines if (known := announced.max_model_len)), default=None),
+        "scoring": Scoring(
+            scores_from_cache=all(way.scores_from_cache for way in scoring),
+            kv_cache_tokens=min((way.kv_cache_tokens for way in scoring if way.kv_cache_tokens), default=None),
+            engine=engine_digest(access.config, access.engine_build),
+            architecture="/".join(sorted({way.architecture for way in scoring})),
+            dtype="/".join(sorted({way.dtype for way in scoring})),
+        ),
+    }

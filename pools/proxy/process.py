@@ -53,15 +53,9 @@ class ProxyProcess:
         self._keys = keys
         self._label = label
         self._job: JobHandle | None = None
-        self._address: ProxyAddress | None = None
+        self.address: ProxyAddress | None = None
         self._restarts = Restarts(_MOST_RESTARTS)
         self._listening: socket.socket | None = None
-
-    @property
-    def address(self) -> ProxyAddress:
-        if self._address is None:
-            raise ProxyFailed(expected="a proxy that was started", found="none", remedy="enter the pool first")
-        return self._address
 
     def start(self) -> ProxyAddress:
         """Starts it: after a restart on the same address, and on this machine with the same listening socket."""
@@ -90,7 +84,7 @@ class ProxyProcess:
         )
         proxy_settings = ProxySettings(
             host=host,
-            port=self._address.port if self._address else port,
+            port=self.address.port if self.address else port,
             lender=lender,
             journal=journal if config.journal else None,
             max_held=config.max_pending_requests,
@@ -125,14 +119,14 @@ class ProxyProcess:
                 found=f"{error.found}. Last lines of its log:\n{log}",
                 remedy="choose another proxy_port, or 0 for a free port",
             ) from error
-        before = self._address or address
+        before = self.address or address
         if (address.host, address.port) != (before.host, before.port):
             raise ProxyFailed(
                 expected=f"the proxy back at {before.host}:{before.port}, where replicas and evaluators look for it",
                 found=f"it was started again on another machine, at {address.host}:{address.port}",
                 remedy="run again; cells that have a record are not repeated",
             )
-        self._address = address
+        self.address = address
         return address
 
     def restart_if_ended(self) -> bool:

@@ -29,7 +29,9 @@ class InferencePool(inference.InferencePool):
 
     @property
     def proxy_pid(self) -> int:
-        return self._proxy_process.address.pid
+        address = self._proxy_process.address
+        assert address is not None
+        return address.pid
 
     def proxy_status(self) -> ProxyStatus:
         return self.access.proxy().status()
