@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import json
 import os
-import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,21 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from resources.errors import ProxyFailed
 from resources.key_variables import is_named
 
 _HTTP_PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 _NO_PROXY = ("NO_PROXY", "no_proxy")
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-POOL_KEY_VARIABLE = "ASSAY_POOL_KEY"
-POOL_ADMIN_KEY_VARIABLE = "ASSAY_POOL_ADMIN_KEY"
-POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
-POOL_DESCRIPTION_VARIABLE = "ASSAY_POOL_DESCRIPTION"
 _PLACE = ("REPLICA_INDEX", "HOST_INDEX", "HOST_COUNT")
-ENGINE_KEY_VARIABLE = "ASSAY_ENGINE_KEY"
 MAX_EGRESS_VARIABLE, MAX_USD_VARIABLE, REGION_VARIABLE = "ASSAY_MAX_EGRESS_USD", "ASSAY_MAX_USD", "ASSAY_REGION"
 
 
@@ -274,7 +267,7 @@ def mlflow_tracking_uri() -> str | None:
 
 
 def variable(name: str) -> str | None:
-    """Returns a variable of this process that its user passes to a job by name."""
+    """Returns a variable of this process, such as the user of a job or a pool sets for its processes."""
     return os.environ.get(name)
 
 
@@ -297,65 +290,6 @@ def training_variables() -> dict[str, str]:
     """Returns the run id and W&B variables for a training that this process submits, as far as they are set locally."""
     names = ("RUN_ID", "WANDB_API_KEY", "WANDB_MODE")
     return {name: value for name in names if (value := os.environ.get(name))}
-
-
-class ProxyKeys(BaseModel):
-    """Keys of a pool's proxy, passed in its environment, since every user can read command lines."""
-
-    model_config = ConfigDict(frozen=True)
-
-    client: SecretStr
-    """Key that evaluators send."""
-    admin: SecretStr
-    """Key that the pool sends, and users that request checkpoints."""
-    join: SecretStr
-    """Key that replicas send."""
-
-    @classmethod
-    def new(cls) -> ProxyKeys:
-        return cls(**{name: SecretStr(secrets.token_urlsafe(24)) for name in cls.model_fields})
-
-    def as_environment(self) -> dict[str, str]:
-        """Returns the variables that `proxy_keys` reads in the proxy's process."""
-        return {
-            POOL_KEY_VARIABLE: self.client.get_secret_value(),
-            POOL_ADMIN_KEY_VARIABLE: self.admin.get_secret_value(),
-            POOL_JOIN_TOKEN_VARIABLE: self.join.get_secret_value(),
-        }
-
-
-def proxy_keys() -> ProxyKeys:
-    """Returns the keys that the pool set for this process, its proxy.
-
-    Raises:
-        ProxyFailed: a key is unset or empty.
-    """
-    names = {"client": POOL_KEY_VARIABLE, "admin": POOL_ADMIN_KEY_VARIABLE, "join": POOL_JOIN_TOKEN_VARIABLE}
-    keys = {field: os.environ.get(name, "") for field, name in names.items()}
-    if not all(keys.values()):
-        raise ProxyFailed(
-            expected=f"{', '.join(names.values())} in the environment",
-            found="at least one of them unset or empty",
-            remedy="set each to a secret of its own, such as the output of `openssl rand -hex 32`",
-        )
-    return ProxyKeys(**{field: SecretStr(key) for field, key in keys.items()})
-
-
-def pool_description() -> str:
-    """Returns the pool's description for clients, as the pool set it for this process, its proxy; empty when unset."""
-    return os.environ.get(POOL_DESCRIPTION_VARIABLE, "")
-
-
-def join_token() -> str:
-    """Returns the token with which this process, a replica, joins its pool."""
-    token = os.environ.get(POOL_JOIN_TOKEN_VARIABLE, "")
-    if not token:
-        raise ProxyFailed(
-            expected=f"{POOL_JOIN_TOKEN_VARIABLE} in the environment",
-            found="nothing there",
-            remedy="let the pool start its replicas, or give them the token of the pool they join",
-        )
-    return token
 
 
 def iris_job() -> str | None:

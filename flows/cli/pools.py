@@ -14,8 +14,8 @@ from rich.table import Table
 
 from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened, refuse_with_config
 from flows.console.console import ERR, OUT, Json, print_json, write
+from pools.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
 from resources.errors import BadInput
-from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from pools.config import InferencePoolConfig

@@ -23,6 +23,7 @@ from pools.engine.engines import (
     with_last_token,
 )
 from pools.protocol import ServedModel
+from pools.settings import ENGINE_KEY_VARIABLE
 from pools.weights.merged_folder import inspect_checkpoint
 from pools.weights.merges import locations_of, with_each_location
 from pools.weights.model_files import (
@@ -40,7 +41,7 @@ from resources.config import ResourceConfig, TpuConfig
 from resources.environments.environments import Environment
 from resources.jobs import inheritance
 from resources.jobs.jobs import Client, Command, JobRequest, create_environment
-from resources.settings import ENGINE_KEY_VARIABLE, settings
+from resources.settings import settings
 from resources.storage import storage
 from resources.tracing import traces_endpoint
 from resources.warm.fork_server import ForkServer, WarmProgram

@@ -22,12 +22,12 @@ from pools.protocol import ServedModel
 from pools.proxy.process import ProxyProcess, check_network
 from pools.replica.agent import run_agent
 from pools.replica.agent_jobs import AgentJobs
+from pools.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, pinned_versions, planned_identity
 from resources.errors import ProxyFailed
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest
 from resources.regions.region_check import check_reads
-from resources.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 
 _PREEMPTIONS = 100
 _DIRECTOR_SECONDS = 3.0  # an established listening socket still accepts connections for a proxy that has ended

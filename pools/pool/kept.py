@@ -40,6 +40,7 @@ from pools.pool.published import (
 from pools.protocol import ProxyStatus, ServedModel
 from pools.proxy.client import ProxyAddress, wait_for_address
 from pools.proxy.process import check_network
+from pools.settings import ProxyKeys, proxy_keys
 from resources.backends.choice import client_from_url
 from resources.backends.current import current_client
 from resources.backends.local.client import LocalClient
@@ -48,7 +49,7 @@ from resources.errors import BackendUnavailable, BadInput, ProxyFailed
 from resources.jobs.announcements import announce
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest
 from resources.regions.region_check import check_reads
-from resources.settings import ProxyKeys, proxy_keys, settings
+from resources.settings import settings
 
 _STATUS_SECONDS = 5.0
 _PREEMPTIONS = 100

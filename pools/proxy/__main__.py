@@ -29,10 +29,10 @@ from pools.proxy.routing import RoutingTable
 from pools.proxy.server import ProxyServer
 from pools.proxy.standing_socket import borrowed
 from pools.proxy.users import Cells
+from pools.settings import ProxyKeys, proxy_keys
 from resources.errors import ProxyFailed
 from resources.jobs.addresses import own_address
 from resources.jobs.announcements import announce
-from resources.settings import ProxyKeys, pool_description, proxy_keys
 from resources.settings import settings as assay_settings
 from resources.storage.files import replace_text
 
@@ -63,7 +63,7 @@ async def serve(settings: ProxySettings, keys: ProxyKeys) -> None:
             cells=cells,
             limits=settings,
             keys=keys,
-            description=pool_description(),
+            description=settings.description,
         )
         ending.push_async_callback(proxy.close)
         room = BodyRoom(max(settings.max_buffered_bytes, settings.max_body_bytes))

@@ -69,6 +69,8 @@ class ProxySettings(ProxyLimits):
     address_file: Path | None = None
     """File for its address; must not exist from an earlier start. None announces the address as a job does."""
     journal: JournalFlags | None = None
+    description: str = ""
+    """The pool's `PoolDescription` for clients, as JSON."""
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -11,11 +11,12 @@ from pools.config import InferencePoolConfig
 from pools.jobs import Restarts, labelled, placed_with, pool_environment
 from pools.proxy.client import JournalFlags, ProxyAddress, ProxySettings, wait_for_address
 from pools.proxy.standing_socket import lent, standing_socket
+from pools.settings import ProxyKeys
 from resources.config import ResourceConfig
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.addresses import is_loopback
 from resources.jobs.jobs import Call, Client, Command, JobHandle, JobRequest
-from resources.settings import POOL_DESCRIPTION_VARIABLE, ProxyKeys, settings
+from resources.settings import settings
 
 _START_SECONDS = 60.0
 _MOST_RESTARTS = 10
@@ -87,6 +88,7 @@ class ProxyProcess:
             port=self.address.port if self.address else port,
             lender=lender,
             journal=journal if config.journal else None,
+            description=self.description,
             max_held=config.max_pending_requests,
             hold_timeout_seconds=config.proxy_timeout_seconds,
             engine_timeout_seconds=config.engine_timeout_seconds,
@@ -101,9 +103,7 @@ class ProxyProcess:
                     if local
                     else Call(_serve, (proxy_settings.model_dump_json(),)),
                     resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
-                    environment=pool_environment(
-                        config, env_vars={**self._keys.as_environment(), POOL_DESCRIPTION_VARIABLE: self.description}
-                    ),
+                    environment=pool_environment(config, env_vars=self._keys.as_environment()),
                     max_retries_preemption=0,  # only this process knows its address, and restarts it
                 )
             )

@@ -25,8 +25,8 @@ from pools.proxy.replicas import RoutedReplica
 from pools.proxy.request import CHAT, COMPLETIONS, GENERATE, RESPONSES, TOKENIZE
 from pools.proxy.routing import RoutingTable
 from pools.proxy.users import Cells, Leases, of_known_models
+from pools.settings import ProxyKeys
 from resources.config import Config
-from resources.settings import ProxyKeys
 
 _CELL = re.compile(
     r"/cells/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,199})/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,99})(/(?:inference/)?v1/.*)"

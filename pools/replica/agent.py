@@ -27,13 +27,14 @@ from pools.replica.gang import Gang, leave
 from pools.replica.ingress import Ingress
 from pools.replica.loading import DIED, Loading
 from pools.replica.replica import ReplicaEngine
+from pools.settings import join_token
 from pools.weights.staging import StagedFolder
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import AssayError, EngineDied, ProxyFailed
 from resources.jobs.addresses import is_loopback, own_address
 from resources.jobs.jobs import Client
-from resources.settings import join_token, process_rank
+from resources.settings import process_rank
 
 _WATCH_SECONDS = 0.25
 _HEALTH_SECONDS = 1.0

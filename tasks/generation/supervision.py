@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pools.endpoint import RunningModel
 from pools.jobs import Restarts, placed_with, pool_environment
 from pools.pool.session import PoolSession
+from pools.settings import POOL_KEY_VARIABLE
 from resources.actors.actor_handle import ActorHandle
 from resources.actors.actors import actor_variables, create_actor
 from resources.errors import ActorCallLost, ActorDied, BackendUnavailable, JobFailed
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus
-from resources.settings import POOL_KEY_VARIABLE
 from tasks.errors import TooManyErrors
 from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig

@@ -70,9 +70,10 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.pool.kept import keep_up, take_down
+from pools.settings import POOL_KEY_VARIABLE
 from resources.actors.actors import create_actor
 from resources.backends.local.client import LocalClient
-from resources.settings import POOL_KEY_VARIABLE, settings
+from resources.settings import settings
 from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output

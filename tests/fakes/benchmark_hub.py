@@ -19,11 +19,12 @@ from fakes.suites import in_lm_eval
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
 from pools.engine.engines import engine_variables, interpreter_arguments, server_arguments
+from pools.settings import ENGINE_KEY_VARIABLE
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, create_environment
-from resources.settings import ENGINE_KEY_VARIABLE, settings
+from resources.settings import settings
 from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.options import LmEvalOptions

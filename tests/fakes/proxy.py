@@ -19,7 +19,8 @@ from pools.pool.access import PoolAccess
 from pools.pool.session import PoolSession
 from pools.protocol import Announcement, DesiredState, ReplicaState, ServedModel
 from pools.proxy.client import JournalFlags, ProxyAddress, ProxyClient, ProxySettings, wait_for_address
-from resources.settings import POOL_DESCRIPTION_VARIABLE, ProxyKeys, process_environment
+from pools.settings import ProxyKeys
+from resources.settings import process_environment
 
 CLIENT_KEY = "client-key-5eb1"
 ADMIN_KEY = "admin-key-90ca"
@@ -80,10 +81,8 @@ def text_of(file: Path) -> Callable[[], str | None]:
 
 
 @contextmanager
-def running_proxy(
-    folder: Path, *, journal: Path | None = None, description: str = "", **settings: Any
-) -> Iterator[RunningProxy]:
-    """Runs a proxy with these settings, its pool's description, and a journal in that file."""
+def running_proxy(folder: Path, *, journal: Path | None = None, **settings: Any) -> Iterator[RunningProxy]:
+    """Runs a proxy with these settings, and a journal in that file."""
     address_file, log_file = folder / "proxy.json", folder / "proxy.log"
     address_file.unlink(missing_ok=True)
     kept = JournalFlags(path=journal) if journal is not None else None
@@ -91,7 +90,7 @@ def running_proxy(
     with log_file.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, *ProxySettings(**given).arguments],
-            env=process_environment({**KEYS.as_environment(), POOL_DESCRIPTION_VARIABLE: description}),
+            env=process_environment(KEYS.as_environment()),
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -12,12 +12,12 @@ from fakes.polling import eventually
 from fakes.processes import free_port
 from pools.config import InferencePoolConfig
 from pools.engine.launch import ServedCheckpoint, VllmLauncher
+from pools.settings import ENGINE_KEY_VARIABLE
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, create_environment
-from resources.settings import ENGINE_KEY_VARIABLE
 
 KEY = "engine-key-8f21"
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from resources.settings import ENGINE_KEY_VARIABLE
+from pools.settings import ENGINE_KEY_VARIABLE
 
 _PROC = Path("/proc")
 _LISTENING = "0A"

@@ -19,9 +19,10 @@ from pools.jobs import Restarts
 from pools.proxy.client import ProxyAddress, ProxySettings
 from pools.proxy.process import ProxyProcess, check_network
 from pools.proxy.standing_socket import borrowed, lent, standing_socket
+from pools.settings import ProxyKeys
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Command, JobStatus
-from resources.settings import ProxyKeys, settings
+from resources.settings import settings
 
 
 def started_at(*addresses: ProxyAddress) -> tuple[ProxyProcess, FakeClient]:

@@ -18,10 +18,11 @@ from pools.pool.access import PoolAccess
 from pools.pool.kept import keep_up
 from pools.pool.session import PoolSession
 from pools.proxy.client import ProxyAddress
+from pools.settings import ProxyKeys
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import WrongRegion
 from resources.regions.region_check import check_reads
-from resources.settings import ProxyKeys, settings
+from resources.settings import settings
 from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
 from tasks.generation.generate import PlannedGeneration, Target, pool_of
