@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 from pools.config import InferencePoolConfig
@@ -74,9 +73,7 @@ class InferencePool:
             self._ending = ending.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -96,13 +93,7 @@ class InferencePool:
         build = self._build_engine()
         if self._launcher is not None and self._client.is_local:  # imported once for all replicas of this machine
             self._launcher = ending.enter_context(self._launcher.warmed(self._client))
-        agents = AgentJobs(
-            self._submit_agent,
-            lease_seconds=self.config.lease_seconds,
-            startup_seconds=self.config.startup_timeout_seconds,
-            max_restarts=self.config.max_replica_restarts,
-            on_event=self._on_event,
-        )
+        agents = AgentJobs(self._submit_agent, self.config, on_event=self._on_event)
         ending.callback(self._end_processes, agents)
         description = PoolDescription(
             config=self.config,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from pools.config import InferencePoolConfig
 from pools.jobs import Restarts
 from pools.protocol import ReplicaStatus
 from resources.errors import EngineDied
@@ -47,27 +48,23 @@ class _Agent:
 
 
 class AgentJobs:
-    """The agents of a pool, one of them per replica.
+    """The agents of a pool, one of them per replica; `submit` starts the agent of a replica.
 
-    Args:
-        submit: starts the agent of a replica, by its name and the number of this start among all.
-        startup_seconds: time until the first announcement of a new agent.
-        max_restarts: restarts of an agent in ten minutes, after which its replica is given up.
+    It gets the replica's name and the number of this start among all. A replica is given up after too many restarts of
+    its agent in ten minutes.
     """
 
     def __init__(
         self,
         submit: Callable[[str, int], JobHandle],
+        config: InferencePoolConfig,
         *,
-        lease_seconds: float,
-        startup_seconds: float,
-        max_restarts: int,
         on_event: Callable[[str], None],
     ) -> None:
         self._submit = submit
-        self._patience_seconds = _SILENT_LEASES * lease_seconds
-        self._startup_seconds = startup_seconds
-        self._max_restarts = max_restarts
+        self._patience_seconds = _SILENT_LEASES * config.lease_seconds
+        self._startup_seconds = config.startup_timeout_seconds
+        self._max_restarts = config.max_replica_restarts
         self._on_event = on_event
         self._starts = itertools.count(1)
         self._agents: dict[str, _Agent] = {}

@@ -260,9 +260,8 @@ def test_stop_reports_an_agent_that_could_not_be_ended() -> None:
 
     running, events = JobDetails(job_id="j", name="j", status=JobStatus.RUNNING), list[str]()
     jobs = {"a": Stuck("a", running), "b": FakeJob("b", running)}
-    agents = AgentJobs(
-        lambda name, _: jobs[name], lease_seconds=1, startup_seconds=1, max_restarts=1, on_event=events.append
-    )
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
+    agents = AgentJobs(lambda name, _: jobs[name], config, on_event=events.append)
     agents.start(jobs)
     agents.stop()
     assert jobs["b"].terminated == 1
