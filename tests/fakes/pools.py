@@ -10,13 +10,9 @@ from pools.protocol import LoadReport, ProxyStatus
 class InferencePool(inference.InferencePool):
     """The product's pool, used by its owner's session."""
 
-    _loaded: str | None = None
-
     def load(self, name: str) -> tuple[RunningModel, LoadReport]:
-        """Requests a single checkpoint, withdraws the request before, and waits; returns as `PoolSession.load` does."""
-        if self._loaded is not None:
-            self.session.unwant(self._loaded)
-        self._loaded = name
+        """Requests a single checkpoint, withdraws all other requests, and waits; returns as `PoolSession.load` does."""
+        self.session._wants.clear()
         return self.session.load(name)
 
     @property
