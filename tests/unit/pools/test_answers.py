@@ -190,10 +190,6 @@ def test_judge_answer_cut_anywhere_gives_none() -> None:
     assert [cut for cut in range(len(body)) if judge(JSON, body[:cut]) is not None] == []
 
 
-def test_judge_stream_asked_for_and_not_given_gives_none() -> None:
-    assert judge(JSON, whole(), stream=True) is None
-
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["choices", "error", "index"]), inner),

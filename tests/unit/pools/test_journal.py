@@ -312,12 +312,6 @@ async def test_file_stays_within_its_bound_and_keeps_the_newest(path: Path) -> N
     assert path.stat().st_size < 1_600_000
 
 
-async def test_answer_larger_than_the_bound_allows_is_not_kept(path: Path) -> None:
-    async with opened(path, max_bytes=400_000) as (journal, _):
-        await answer(journal, asked("a"), bytes(200_000))
-        assert replayed(journal, asked("a")) is None
-
-
 async def test_log_is_moved_into_the_file_next_to_the_loop(path: Path) -> None:
     async with opened(path) as (journal, _):
         await answer(journal, asked("a"), os.urandom(100_000))

@@ -63,18 +63,6 @@ async def test_open_a_file_of_another_version_sets_it_aside(path: Path, version:
     assert len(warnings) == 1 and len(list(path.parent.glob("*.corrupt-*"))) == 1
 
 
-async def test_open_a_truncated_file_ends_in_a_journal_that_works(path: Path) -> None:
-    async with opened(path) as (journal, _):
-        for number in range(300):
-            await answer(journal, asked(str(number)), os.urandom(900))
-    os.truncate(path, path.stat().st_size // 2)
-    async with opened(path) as (journal, warnings):
-        for number in range(300):
-            await claim_and_answer(journal, str(number), b"again")
-        assert all(replayed(journal, asked(str(number))) for number in range(300))
-    assert len(warnings) == 1 and "corrupt" in warnings[0]
-
-
 BODIES = [b'{"n": %d, "text": "%b"}' % (number, b"word " * number**2) for number in range(16)]
 FILES = 240
 PAGE_BYTES = 4096

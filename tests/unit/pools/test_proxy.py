@@ -507,21 +507,6 @@ async def test_stream_of_malformed_answers_is_broken_off(
     assert _error(body.rsplit(b"data: ", 1)[1])["code"] == 502
 
 
-async def test_answers_of_different_checkpoints_are_never_exchanged(
-    tmp_path: Path, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession
-) -> None:
-    engine.label, other_engine.label = "weights of m", "weights of n"
-    other = replica_of(other_engine, digest="d2")
-    with running_proxy(tmp_path, journal=tmp_path / "journal.sqlite") as proxy:
-        proxy.tell(PoolState({"m": "d1", "n": "d2"}, (replica_of(engine, digest="d1"), other)))
-        first = await _ask(http, proxy, "m", temperature=0, logprobs=1)
-        proxy.tell(PoolState({"m": "d2"}, (other,)))  # the same name, now for other weights
-        second = await _ask(http, proxy, "m", temperature=0, logprobs=1)
-    assert first[0] == second[0] == 200
-    assert first[1] != second[1]
-    assert (engine.stats.requests, other_engine.stats.requests) == (1, 1)
-
-
 async def test_samples_given_while_the_journal_is_locked_are_not_given_again_after_a_kill(
     tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
@@ -643,24 +628,6 @@ async def test_engine_error_that_stays_is_passed_through_after_three_attempts(
     assert _results(proxy, model) == {"server_errors": 1, "retried": 2}
 
 
-async def test_all_replicas_gone_and_back_loses_no_request(
-    proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
-) -> None:
-    proxy.tell(state_of(model, engine, other_engine))
-    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 600  # no answer before the engines stop
-    asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(40)]
-    await until(lambda: engine.stats.in_flight + other_engine.stats.in_flight == 40)
-    await engine.stop()
-    await other_engine.stop()
-    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 0
-    asked += [asyncio.create_task(_ask(http, proxy, model)) for _ in range(40)]
-    await until(lambda: proxy.client.status().held == 80)
-    async with engine, other_engine:
-        answers = await asyncio.gather(*asked)
-    assert {status for status, _ in answers} == {200}
-    assert len({body for _, body in answers}) == 1
-
-
 async def test_replica_declared_dead_gives_up_its_requests_to_others(
     proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
@@ -779,19 +746,6 @@ async def test_storm_of_clients_that_time_out_blocks_no_request(
     assert {status for status, _ in answers} == {200}
     await until(lambda: engine.stats.aborted == 50)
     assert _results(proxy, model) == {"answered": 20, "cancelled": 50}
-
-
-async def test_health_answers_while_200_requests_hang(
-    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
-) -> None:
-    proxy.tell(state_of(model, engine))
-    engine.faults.hang = 200
-    asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(200)]
-    await until(lambda: engine.stats.in_flight == 200)
-    assert proxy.client.status().status == "ready"
-    for task in asked:
-        task.cancel()
-    await until(lambda: engine.stats.in_flight == 0)
 
 
 # --- Counting and logging --------------------------------------------------------------------------------------------

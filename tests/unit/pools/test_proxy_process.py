@@ -18,7 +18,7 @@ from pools.config import InferencePoolConfig
 from pools.jobs import Restarts
 from pools.proxy.client import ProxyAddress, ProxySettings
 from pools.proxy.process import ProxyProcess, check_network
-from pools.proxy.standing_socket import borrowed, lent, standing_socket
+from pools.proxy.standing_socket import lent, standing_socket
 from pools.settings import ProxyKeys
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Command, JobStatus
@@ -118,15 +118,6 @@ def test_connections_wait_while_the_proxy_is_started_again_with_its_socket(tmp_p
                     assert httpx.get(f"{proxy.url}/v1/models", headers=headers).status_code == 200
                     proxy.process.kill()
     eventually(lambda: is_refused(host, port))
-
-
-def test_socket_without_a_borrower_leaves_nothing(tmp_path: Path) -> None:
-    with standing_socket("127.0.0.1", 0) as standing, lent(standing) as lender:
-        folder = lender.parent
-        assert folder.stat().st_mode & 0o077 == 0
-    assert not folder.exists()
-    with pytest.raises(OSError):
-        borrowed(lender)
 
 
 def is_refused(host: str, port: int) -> bool:

@@ -181,14 +181,6 @@ def test_announce_instance_of_the_same_start_replaces_a_gone_instance(how: str, 
     assert table.orders_of("a", "i1").refusal == "another instance has taken over the name a"
 
 
-def test_announce_of_a_returned_instance_keeps_its_name() -> None:
-    table = _table(a=_announcement())
-    table.hung_up("a", "i1")
-    table.announce("a", _announcement(sequence=1))
-    assert table.announce("a", _announcement(instance="i2")) == []
-    assert table.replicas["a"].announcement.instance == "i1"
-
-
 def test_announce_earlier_start_takes_nothing_over_from_a_later_start() -> None:
     table = _table(a=_announcement(instance="second", start=2))
     assert table.announce("a", _announcement("d2", instance="first", start=1)) == []

@@ -209,11 +209,6 @@ def test_stage_of_a_checkpoint_written_during_the_copy_is_refused(
     assert not (local / digests.checkpoint).exists()
 
 
-def test_stage_of_nothing_says_it_is_incomplete(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
-    with pytest.raises(IncompleteCheckpoint):
-        staging(local).stage(f"store:/{tmp_path}/absent", ModelDigests("a", "b", "c"))
-
-
 def test_stage_after_an_error_reads_no_range_twice(store: type[FolderStore], tmp_path: Path, local: Path) -> None:
     uri, digests = remote(tmp_path, 1, shards=2)
     store.log.write_text("")
@@ -519,12 +514,3 @@ def test_checkpoint_that_is_being_removed_is_gone(tmp_path: Path, held: bool, na
         (tmp_path / "step-1" / name).unlink()
         with pytest.raises(CheckpointGone, match="its folder is being removed"):
             check() if check else staging.stage(servable.uri, servable.digests)
-
-
-def test_small_files_of_a_checkpoint_that_is_being_removed_are_gone(
-    store: type[FolderStore], tmp_path: Path, local: Path
-) -> None:
-    uri, digests = remote(tmp_path, 1)
-    (tmp_path / "remote" / "step-1" / "config.json").unlink()
-    with pytest.raises(CheckpointGone, match="its folder is being removed"):
-        staging(local).stage_small_files(uri, digests)
