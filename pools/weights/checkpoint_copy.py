@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pools.weights.model_files import (
@@ -25,29 +25,32 @@ Progress = Callable[[int, int], None]
 """Called with the bytes of a checkpoint that are local, and their total. Called from several threads, in turn."""
 
 
-def copy_checkpoint(
-    uri: str,
-    digests: ModelDigests,
-    *,
-    partial: Path,
-    make_room: Callable[[int], None],
-    parallel_files: int,
-    range_bytes: int,
-    stopped: Callable[[], bool],
-    on_progress: Progress | None,
-) -> Path:
-    """Copies the served files, continuing an earlier call; returns the folder below `partial` with the model.
+@dataclass(frozen=True)
+class Filling:
+    """A planned checkpoint that is being copied or computed, continuing an earlier call, below `partial`.
 
-    No other call may use `partial`. `make_room` is called once with the size in bytes of the whole copy, `stopped`
-    before each range of a file. `digests` are those of the plan.
+    `digests` are those of the plan. No other call may use `partial`. `make_room` is called once with the size in bytes
+    of the whole, before the first byte; `stopped` before each range or block.
     """
+
+    uri: str
+    digests: ModelDigests
+    partial: Path
+    make_room: Callable[[int], None]
+    stopped: Callable[[], bool]
+    on_progress: Progress | None
+
+
+def copy_checkpoint(filling: Filling, *, parallel_files: int, range_bytes: int) -> Path:
+    """Copies the served files; returns the folder with the model."""
+    uri, digests, partial = filling.uri, filling.digests, filling.partial
     remote = inspect_model_folder(uri)
     remote.require_complete(planned=True)
     if all(remote.files[name].checksum for name in remote.weight_files):
         require_planned(uri, digest_model_folder(remote), digests)  # reads only checksums of the weights
     sources = served_files(remote)
     total_bytes = sum(source.size for source in sources.values())
-    make_room(total_bytes)
+    filling.make_room(total_bytes)
     content = partial / "content"
     for left in content.glob("*"):
         if left.name.removesuffix(".partial") not in sources:
@@ -58,8 +61,8 @@ def copy_checkpoint(
         sidecars=partial / "origins",
         parallel=parallel_files,
         range_bytes=range_bytes,
-        stopped=stopped,
-        on_bytes=counted(total_bytes, on_progress),
+        stopped=filling.stopped,
+        on_bytes=counted(total_bytes, filling.on_progress),
     )
     if _served_files_now(uri, sources) != sources:
         inspect_model_folder(uri).require_complete(planned=True)

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pools.weights.checkpoint_copy import Progress, changed_since_planned, counted, require_planned
+from pools.weights.checkpoint_copy import Filling, changed_since_planned, counted, require_planned
 from pools.weights.content import file_identity
 from pools.weights.merged_folder import KEPT, inspect_checkpoint
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
-    ModelDigests,
     ModelFolder,
     Tensor,
     digest_model_folder,
@@ -134,29 +133,19 @@ class Averager:
         np.bitwise_or(lower, upper, out=pairs)
 
 
-def merge_checkpoints(
-    uri: str,
-    digests: ModelDigests,
-    *,
-    partial: Path,
-    make_room: Callable[[int], None],
-    hold_copy: Callable[[ModelFolder], Hold],
-    stopped: Callable[[], bool],
-    on_progress: Progress | None,
-) -> Path:
-    """Computes a merged checkpoint, continuing after the last file that an earlier call finished.
+def merge_checkpoints(filling: Filling, *, hold_copy: Callable[[ModelFolder], Hold]) -> Path:
+    """Computes a merged checkpoint; returns the folder with the whole model.
 
-    Returns the folder below `partial` with the whole model. No other call may use `partial`. `uri` is its name, with
-    the folders of its input checkpoints; `digests` are those of the plan. `make_room` is called once with the size of
-    the whole in bytes, before the first byte; `hold_copy` copies an input from its store, and holds the copy; `stopped`
-    is called before every block.
+    `uri` is its name, with the folders of its input checkpoints; `hold_copy` copies an input from its store, and holds
+    the copy.
     """
+    uri = filling.uri
     merge = merge_of(uri)
     assert merge is not None, "only merged checkpoints are computed"
     folder = inspect_checkpoint(uri)
     folder.require_complete(planned=True)
     read = _identities(folder)
-    require_planned(uri, digest_model_folder(folder), digests)
+    require_planned(uri, digest_model_folder(folder), filling.digests)
 
     def require_unchanged() -> None:
         if _identities(folder) != read:
@@ -167,13 +156,13 @@ def merge_checkpoints(
         last = inputs[-1]
         sources = served_files(last)
         total_bytes = sum(source.size for source in sources.values())
-        make_room(total_bytes)
-        content = partial / "content"
+        filling.make_room(total_bytes)
+        content = filling.partial / "content"
         content.mkdir(parents=True, exist_ok=True)
         for left in content.glob("*"):
             if left.name not in sources:
                 left.unlink()
-        count = counted(total_bytes, on_progress)
+        count = counted(total_bytes, filling.on_progress)
         tensors = [read_tensors(each) for each in inputs]
         plain = merge.recipe == "mean"
         weights = None if plain else merge.weights(len(inputs))
@@ -183,7 +172,7 @@ def merge_checkpoints(
                 count(source.size)
             elif name in last.weight_files:
                 try:
-                    _write_average(source, target, tensors, weights, stopped, count, require_unchanged)
+                    _write_average(source, target, tensors, weights, filling.stopped, count, require_unchanged)
                 except (CheckpointError, StorageError):
                     require_unchanged()  # raises that error instead, if it is the cause
                     raise

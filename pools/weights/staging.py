@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from pools.weights.checkpoint_copy import (
+    Filling,
     Progress,
     copy_checkpoint,
     copy_small_files,
@@ -237,34 +238,18 @@ class Staging:
         return hold
 
     def _filled(self, planned: _PlannedCheckpoint, stopped: Callable[[], bool], on_progress: Progress | None) -> Path:
-        key, uri = planned.digests.checkpoint, planned.uri
+        key = planned.digests.checkpoint
         folder, make_room = self._copies.partial(key), partial(self._copies.make_room, key)
-        if merge_of(uri) is None:
-            return copy_checkpoint(
-                uri,
-                planned.digests,
-                partial=folder,
-                make_room=make_room,
-                parallel_files=self._parallel_files,
-                range_bytes=self._range_bytes,
-                stopped=stopped,
-                on_progress=on_progress,
-            )
+        filling = Filling(planned.uri, planned.digests, folder, make_room, stopped, on_progress)
+        if merge_of(planned.uri) is None:
+            return copy_checkpoint(filling, parallel_files=self._parallel_files, range_bytes=self._range_bytes)
         from pools.weights.merging import merge_checkpoints  # imports numpy, which few callers need
 
         def hold_copy(checkpoint: ModelFolder) -> Hold:
             copied = _PlannedCheckpoint(checkpoint.uri, digest_model_folder(checkpoint))
             return self._hold_copy(copied, alone=nullcontext(), stopped=stopped)
 
-        return merge_checkpoints(
-            uri,
-            planned.digests,
-            partial=folder,
-            make_room=make_room,
-            hold_copy=hold_copy,
-            stopped=stopped,
-            on_progress=on_progress,
-        )
+        return merge_checkpoints(filling, hold_copy=hold_copy)
 
     def _wait_for_copy(self, key: str, *, stopped: Callable[[], bool], on_progress: Progress | None) -> None:
         if stopped():
