@@ -16,7 +16,6 @@ from prefect.runtime import deployment, flow_run
 
 from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Servable, environment_name
-from pools.pool.access import PoolAccess
 from pools.pool.session import PoolSession
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
