@@ -18,9 +18,9 @@ from fakes.kubernetes_cluster import IMAGE, client_of, cluster_of
 from fakes.kubernetes_server import KubernetesServer, Refusal
 from fakes.polling import eventual_pid, eventually, is_alive
 from resources.backends.choice import client_from_url
-from resources.backends.kubernetes.attempts import Bounds
 from resources.backends.kubernetes.client import KubernetesClient
 from resources.backends.kubernetes.cluster import Cluster, Resource
+from resources.backends.kubernetes.manifests import Bounds
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, UnsatisfiableResources
 from resources.jobs.announcements import announce

@@ -9,12 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from resources.backends.kubernetes.devices import Placement
 from resources.backends.kubernetes.endings import end_attempt, keep_results
-from resources.backends.kubernetes.manifests import Owner, attempt_manifest, secret_manifest, service_manifest
+from resources.backends.kubernetes.manifests import Submission, attempt_manifest, secret_manifest, service_manifest
 from resources.backends.kubernetes.names import attempt_name, selector
 from resources.backends.kubernetes.pods import (
     GONE,
@@ -25,46 +24,23 @@ from resources.backends.kubernetes.pods import (
     without_collateral,
 )
 from resources.backends.kubernetes.records import Record, read_record, write_record
+from resources.backends.programs.attempts import Attempts
 from resources.backends.programs.run_in_pod import ORPHANED
-from resources.jobs.jobs import EnvironmentConfig, JobRequest, JobStatus
+from resources.jobs.jobs import JobStatus
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
 
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 60.0
 TERMINATED = "terminated"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Time limits for the start of an attempt."""
-
-    stuck_seconds: float = 300.0
-    """An image that cannot be pulled or a container that cannot be created fails the attempt after this time."""
-    gang_seconds: float = 600.0
-    """If some pods run while others still wait, all are ended after this time, which counts as a preemption."""
 
 
 class OwnedJob:
     """A job that this process owns and advances."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        record: Record,
-        request: JobRequest,
-        environment: EnvironmentConfig,
-        *,
-        image: str,
-        files: dict[str, bytes],
-        where: Placement,
-        owner: Owner,
-        bounds: Bounds,
-    ) -> None:
+    def __init__(self, cluster: Cluster, record: Record, submission: Submission) -> None:
         self._cluster = cluster
         self._record = record
-        self._request, self._environment = request, environment
-        self._image, self._files, self._where, self._owner, self._bounds = image, files, where, owner, bounds
+        self._submission = submission
         self._lock = threading.Lock()
         self._ends = False  # pods that disappear from now on are not preempted
         self._started: set[int] = set()
@@ -118,20 +94,12 @@ class OwnedJob:
 
     def _start(self) -> None:
         record = self._record
-        manifest = attempt_manifest(
-            self._request,
-            self._environment,
-            job_id=record.job_id,
-            attempt=record.attempts,
-            image=self._image,
-            where=self._where,
-            owner=self._owner,
-        )
+        manifest = attempt_manifest(self._submission, record.attempts)
         job = self._cluster.create(record.kind, manifest)
-        self._cluster.create("secrets", secret_manifest(self._files, job=job))
+        self._cluster.create("secrets", secret_manifest(self._submission.files, job=job))
         if record.pods > 1 and record.kind == "jobs":  # a JobSet creates its own
             self._cluster.create("services", service_manifest(job=job))
-        if self._owner.queue is None:
+        if self._submission.owner.queue is None:
             self._cluster.patch(record.kind, attempt_name(record.job_id, record.attempts), {"spec": {"suspend": False}})
         self._started.add(record.attempts)
         self._since = {}
@@ -147,7 +115,7 @@ class OwnedJob:
         self._started.add(record.attempts)
         if job is None:
             outcome: PodState | None = replace(GONE, reason="its Job was deleted")
-        elif self._owner.queue is not None and job["spec"].get("suspend"):
+        elif self._submission.owner.queue is not None and job["spec"].get("suspend"):
             outcome = self._queued(pods)
         else:
             outcome = self._outcome(job, pods, mine)
@@ -155,10 +123,10 @@ class OwnedJob:
             self._conclude(outcome, job)
 
     def _queued(self, pods: list[dict[str, Any]]) -> PodState | None:
+        queue = self._submission.owner.queue
         if pods or self._record.status == JobStatus.RUNNING:
-            return replace(GONE, reason=f"Kueue has given its place in the queue {self._owner.queue} to another")
-        waits = f"waits in the queue {self._owner.queue}: Kueue has not admitted it yet"
-        self._write(status=JobStatus.PENDING, reason=waits)
+            return replace(GONE, reason=f"Kueue has given its place in the queue {queue} to another")
+        self._write(status=JobStatus.PENDING, reason=f"waits in the queue {queue}: Kueue has not admitted it yet")
         return None
 
     def _outcome(self, job: dict[str, Any], pods: list[dict[str, Any]], mine: str) -> PodState | None:
@@ -184,21 +152,20 @@ class OwnedJob:
         # Kueue would admit a suspended Job again, and it would run in parallel to the next attempt.
         if (job is not None and job["spec"].get("suspend")) or not self._all_ended():
             end_attempt(self._cluster, record)
-        if outcome.standing == "succeeded":
-            self._write(status=JobStatus.SUCCEEDED, reason=None, counted=record.attempts)
-            return
-        failures = record.failures + (outcome.standing == "failed")
-        preemptions = record.preemptions + (outcome.standing == "preempted")
-        counts: dict[str, Any] = {"failures": failures, "preemptions": preemptions, "counted": record.attempts}
-        if failures > self._request.max_retries_failure:
-            self._write(**counts, status=JobStatus.FAILED, reason=f"failed {_times(failures)}; last: {outcome.reason}")
-        elif preemptions > self._request.max_retries_preemption:
-            ended = f"ended from outside {_times(preemptions)}; last: {outcome.reason}"
-            self._write(**counts, status=JobStatus.FAILED, reason=ended)
-        else:
-            pause = min(_FIRST_RETRY_SECONDS * 2 ** min(record.attempts - 1, 20), _LAST_RETRY_SECONDS)
-            self._begin_at = time.monotonic() + pause
-            self._write(**counts, status=JobStatus.PENDING, reason=f"to be tried again after: {outcome.reason}")
+        request = self._submission.request
+        before = Attempts(
+            request.max_retries_failure,
+            request.max_retries_preemption,
+            record.attempts,
+            record.failures,
+            record.preemptions,
+        )
+        assert outcome.outcome is not None
+        after, final = before.ended(outcome.outcome, outcome.reason)
+        if final is None:
+            self._begin_at = time.monotonic() + after.pause_seconds
+            final = JobStatus.PENDING, f"to be tried again after: {outcome.reason}"
+        self._write(**after.counts, counted=record.attempts, status=JobStatus(final[0]), reason=final[1])
 
     def _all_ended(self) -> bool:
         pods = self._cluster.list("pods", selector(job=self._record.job_id, attempt=self._record.attempts))
@@ -209,9 +176,9 @@ class OwnedJob:
     def _overdue(self, states: Sequence[PodState]) -> PodState | None:
         stuck = [state for state in states if state.standing == "stuck"]
         waiting = [state for state in states if state.standing in {"pending", "stuck"}]
-        if self._lasts("stuck", bool(stuck), self._bounds.stuck_seconds):
+        if self._lasts("stuck", bool(stuck), self._submission.bounds.stuck_seconds):
             return PodState("failed", stuck[0].reason)
-        if self._lasts("partial", 0 < len(waiting) < len(states), self._bounds.gang_seconds):
+        if self._lasts("partial", 0 < len(waiting) < len(states), self._submission.bounds.gang_seconds):
             running = len(states) - len(waiting)
             return PodState("preempted", f"only {running} of {len(states)} pods could start: {waiting[0].reason}")
         return None
@@ -235,7 +202,3 @@ def _progress(states: Sequence[PodState]) -> dict[str, Any]:
         return {"status": JobStatus.RUNNING, "reason": None}
     place = f"{len(states) - len(waiting)} of {len(states)} pods run; " if len(states) > 1 else ""
     return {"status": JobStatus.PENDING, "reason": f"{place}{waiting[0].reason}"}
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

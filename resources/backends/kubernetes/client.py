@@ -18,19 +18,22 @@ from urllib.parse import quote, urlencode
 
 import cloudpickle
 
-from resources.backends.kubernetes.attempts import Bounds, OwnedJob
+from resources.backends.kubernetes.attempts import OwnedJob
 from resources.backends.kubernetes.devices import placement, require_node
 from resources.backends.kubernetes.job import KubernetesJob
 from resources.backends.kubernetes.manifests import (
+    Bounds,
     Owner,
+    Submission,
     bounded,
     image_of,
     keeper_pod_manifest,
     secret_content,
     secret_manifest,
 )
-from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, new_job_id
+from resources.backends.kubernetes.names import heartbeat_name, new_job_id
 from resources.backends.kubernetes.records import (
+    BEATS_PER_LEASE,
     Record,
     all_records,
     beat,
@@ -45,7 +48,6 @@ from resources.errors import AssayError, BackendUnavailable, BadInput, Unsatisfi
 from resources.jobs.jobs import (
     Call,
     Command,
-    EnvironmentConfig,
     JobDetails,
     JobRequest,
     JobStatus,
@@ -55,8 +57,6 @@ from resources.jobs.waiting import while_running
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
-
-_BEATS_PER_LEASE = 10
 
 
 class KubernetesClient:
@@ -122,39 +122,32 @@ class KubernetesClient:
             self.check_resources(request.resources.model_copy(update={"replicas": request.replica_count}))
             environment = request.environment or create_environment()
             job_id = new_job_id(request.name)
-            where = placement(request.resources)
-            image = image_of(request, environment, default=self._image)
-            owner = self._owner_of(request, job_id)
+            owner = replace(self._owner, name=job_id) if request.outlives_parent else self._owner
+            vms = placement(request.resources).vms
+            files = secret_content(request, environment, job_id=job_id, vms=vms, owner=owner)
+            submission = Submission(
+                job_id=job_id,
+                request=replace(request, entrypoint=Command("true")),
+                environment=environment,
+                image=image_of(request, environment, default=self._image),
+                files=files,
+                owner=owner,
+                bounds=self._bounds,
+            )
             record = Record(
                 job_id=job_id,
                 name=request.name,
                 owner=owner.name,
                 submitted_at=time.time(),
                 replicas=request.replica_count,
-                vms=where.vms,
+                vms=vms,
                 grace_seconds=owner.grace_seconds,
                 lease_seconds=owner.lease_seconds,
                 outlives_parent=request.outlives_parent,
                 returns=isinstance(request.entrypoint, Call),
             )
-            files = secret_content(request, environment, job_id=job_id, vms=where.vms, owner=owner)
-            if request.outlives_parent:
-                handle = self._submit_with_keeper_pod(
-                    record, request, environment, image=image, files=files, owner=owner
-                )
-            else:
-                job = OwnedJob(
-                    self._cluster,
-                    record,
-                    request,
-                    environment,
-                    image=image,
-                    files=files,
-                    where=where,
-                    owner=owner,
-                    bounds=self._bounds,
-                )
-                handle = self._submit_owned(record, job)
+            submit = self._submit_with_keeper_pod if request.outlives_parent else self._submit_owned
+            handle = submit(record, submission)
             self._handles[request.name] = handle
         return handle
 
@@ -227,11 +220,8 @@ class KubernetesClient:
     def _handle(self, record: Record, *, step: Callable[[], Record] | None = None) -> KubernetesJob:
         return KubernetesJob(self._cluster, record, step=step, poll_seconds=self._poll_seconds)
 
-    def _owner_of(self, request: JobRequest, job_id: str) -> Owner:
-        mine = self._owner
-        return replace(mine, name=job_id) if request.outlives_parent else mine
-
-    def _submit_owned(self, record: Record, job: OwnedJob) -> KubernetesJob:
+    def _submit_owned(self, record: Record, submission: Submission) -> KubernetesJob:
+        job = OwnedJob(self._cluster, record, submission)
         self._start_beating()
         create_record(self._cluster, record)
         try:
@@ -244,27 +234,15 @@ class KubernetesClient:
         threading.Thread(target=self._look_after, args=(job,), name=record.job_id, daemon=True).start()
         return self._handle(record, step=job.step)
 
-    def _submit_with_keeper_pod(
-        self,
-        record: Record,
-        request: JobRequest,
-        environment: EnvironmentConfig,
-        *,
-        image: str,
-        files: dict[str, bytes],
-        owner: Owner,
-    ) -> KubernetesJob:
-        request = replace(request, entrypoint=Command("true"))  # the entrypoint is already in the files
-        content = {"keeper.pickle": cloudpickle.dumps((request, environment, image, files, owner, self._bounds))}
-        kept = bounded(content)
-        create_heartbeat(self._cluster, owner.name)
+    def _submit_with_keeper_pod(self, record: Record, submission: Submission) -> KubernetesJob:
+        files = bounded({"keeper.pickle": cloudpickle.dumps(submission)})
+        create_heartbeat(self._cluster, submission.owner.name)
         create_record(self._cluster, record)
-        name = keeper_pod_name(record.job_id)
-        python = str(environment.python) if environment.python else "python3"
-        manifest = keeper_pod_manifest(job_id=record.job_id, name=name, image=image, python=python)
+        manifest = keeper_pod_manifest(submission)
+        name = manifest["metadata"]["name"]
         try:
             job = self._cluster.create("jobs", manifest)
-            self._cluster.create("secrets", secret_manifest(kept, job=job))
+            self._cluster.create("secrets", secret_manifest(files, job=job))
             self._cluster.patch("jobs", name, {"spec": {"suspend": False}})
         except AssayError as error:
             with suppress(AssayError):
@@ -285,7 +263,7 @@ class KubernetesClient:
             atexit.register(self._end_at_exit)
 
     def _beat(self) -> None:
-        while not self._closing.wait(self._owner.lease_seconds / _BEATS_PER_LEASE):
+        while not self._closing.wait(self._owner.lease_seconds / BEATS_PER_LEASE):
             with suppress(AssayError):  # a cluster that is temporarily unavailable does not end the jobs
                 beat(self._cluster, self._owner.name)
 

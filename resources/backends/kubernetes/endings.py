@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from resources.backends.kubernetes.logs import stamp_of
+from resources.backends.kubernetes.logs import moment_of, stamp_of
 from resources.backends.kubernetes.manifests import ANNOUNCER, MAIN, config_map_manifest
 from resources.backends.kubernetes.names import attempt_name, labels, logs_name, result_name, selector
 from resources.backends.kubernetes.pods import pod_index
@@ -106,7 +106,7 @@ def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> Lo
         if time_of_last in times:
             start = times.index(time_of_last) + int(count)
         else:
-            start = sum(moment <= time_of_last for moment in times)
+            start = sum(moment_of(moment) <= moment_of(time_of_last) for moment in times)
             dropped = None if time_of_last and start < len(times) else dropped
         end = start
         while end < len(lines) and len(output) < PART_BYTES:

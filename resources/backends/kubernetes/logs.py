@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _OVERLAP = timedelta(minutes=1)
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class LogLine:
     """A line that a container wrote."""
 
@@ -67,17 +67,22 @@ def followed(
     while True:
         ended = has_ended()
         lines = [line for line in logs.read(job, since=since) if line not in seen]
-        yield from sorted(lines)
+        yield from sorted(lines, key=lambda line: (moment_of(line.at), line.pod, line.container))
         if ended:
             return
         if lines:
             # Clocks of nodes differ: lines of the last minute are read again.
-            newest = datetime.fromisoformat(max(line.at for line in lines)[:19] + "+00:00")
+            newest = datetime.fromisoformat(max(moment_of(line.at) for line in lines)[:19] + "+00:00")
             since = max(since or newest - _OVERLAP, newest - _OVERLAP)
-            seen = {line for line in seen.union(lines) if line.at >= stamp_of(since)}
+            seen = {line for line in seen.union(lines) if moment_of(line.at) >= moment_of(stamp_of(since))}
         time.sleep(pause_seconds)
 
 
 def stamp_of(moment: datetime) -> str:
     """Returns a time in the format of log lines, in whole seconds."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def moment_of(stamp: str) -> str:
+    """Returns a time of a log line without its Z, so that times with and without fractions compare in order."""
+    return stamp.removesuffix("Z")

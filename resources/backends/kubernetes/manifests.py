@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from resources.backends.kubernetes.devices import Placement
+from resources.backends.kubernetes.devices import Placement, placement
 from resources.backends.kubernetes.names import (
     JOBSET_LABEL,
     NAME_ANNOTATION,
@@ -24,6 +24,7 @@ from resources.backends.kubernetes.names import (
     SLICE_LABEL,
     attempt_name,
     heartbeat_name,
+    keeper_pod_name,
     labels,
 )
 from resources.backends.processes import device_variables
@@ -66,6 +67,39 @@ class Owner:
     """Time between SIGTERM and SIGKILL."""
     lease_seconds: float
     """Time after which pods end without a heartbeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Time limits for the start of an attempt."""
+
+    stuck_seconds: float = 300.0
+    """An image that cannot be pulled or a container that cannot be created fails the attempt after this time."""
+    gang_seconds: float = 600.0
+    """If some pods run while others still wait, all are ended after this time, which counts as a preemption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job as its owner needs it for attempts; a keeper pod reads it from a pickle."""
+
+    job_id: str
+    request: JobRequest
+    """Without its entrypoint, which is in the files."""
+    environment: EnvironmentConfig
+    image: str
+    files: Mapping[str, bytes]
+    """Content of the job folder of a pod."""
+    owner: Owner
+    bounds: Bounds = Bounds()
+
+    @property
+    def where(self) -> Placement:
+        return placement(self.request.resources)
+
+    @property
+    def python(self) -> str:
+        return str(self.environment.python) if self.environment.python else "python3"
 
 
 def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: str | None) -> str:
@@ -126,17 +160,11 @@ def bounded(files: dict[str, bytes]) -> dict[str, bytes]:
     return files
 
 
-def attempt_manifest(
-    request: JobRequest,
-    environment: EnvironmentConfig,
-    *,
-    job_id: str,
-    attempt: int,
-    image: str,
-    where: Placement,
-    owner: Owner,
-) -> dict[str, Any]:
+def attempt_manifest(job: Submission, attempt: int) -> dict[str, Any]:
     """Returns the Job or JobSet of an attempt, suspended until its Secret, which it owns, is created."""
+    request, environment, owner, where = job.request, job.environment, job.owner, job.where
+    job_id, image = job.job_id, job.image
+    program = [job.python, "-I", "-S", f"{_JOB}/run_in_pod.py"]
     name = attempt_name(job_id, attempt)
     tags = labels(job_id, "attempt", attempt=attempt)
     annotations = {NAME_ANNOTATION: request.name}
@@ -146,7 +174,7 @@ def attempt_manifest(
     container: dict[str, Any] = {
         "name": MAIN,
         "image": image,
-        "command": [*_program(environment), "run", _JOB, _RUN, _HEARTBEAT, _MESSAGE],
+        "command": [*program, "run", _JOB, _RUN, _HEARTBEAT, _MESSAGE],
         "resources": {"requests": where.limits, "limits": where.limits},
         "securityContext": _UNPRIVILEGED,
         "terminationMessagePath": _MESSAGE,
@@ -166,7 +194,7 @@ def attempt_manifest(
     announcer = {
         "name": ANNOUNCER,
         "image": image,
-        "command": [*_program(environment), "announce", _RUN],
+        "command": [*program, "announce", _RUN],
         "securityContext": _UNPRIVILEGED,
         "restartPolicy": "Always",  # makes it a sidecar: it starts first, and does not delay the pod's end
         "resources": {"requests": _ANNOUNCER_LIMITS, "limits": _ANNOUNCER_LIMITS},
@@ -196,7 +224,7 @@ def attempt_manifest(
         ],
     }
     pods = where.vms if slices > 1 else request.replica_count * where.vms
-    job = {
+    indexed = {
         "completionMode": "Indexed",
         "completions": pods,
         "parallelism": pods,
@@ -206,8 +234,8 @@ def attempt_manifest(
     rest: dict[str, Any] = {"suspend": True, "ttlSecondsAfterFinished": KEPT_SECONDS}
     metadata = {"name": name, "labels": {**tags, **queued}, "annotations": annotations}
     if slices == 1:
-        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": {**job, **rest}}
-    template = {"metadata": {"labels": tags, "annotations": annotations}, "spec": job}
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": {**indexed, **rest}}
+    template = {"metadata": {"labels": tags, "annotations": annotations}, "spec": indexed}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -220,13 +248,13 @@ def attempt_manifest(
     }
 
 
-def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> dict[str, Any]:
+def keeper_pod_manifest(job: Submission) -> dict[str, Any]:
     """Returns the Job of the keeper pod for a job that outlives its parent; a lost pod is replaced and continues."""
-    tags = labels(job_id, "keeper")
+    name, tags = keeper_pod_name(job.job_id), labels(job.job_id, "keeper")
     container = {
         "name": "keeper",
-        "image": image,
-        "command": [python, "-m", "resources.backends.kubernetes.keeper_pod", job_id, f"{_JOB}/keeper.pickle"],
+        "image": job.image,
+        "command": [job.python, "-m", "resources.backends.kubernetes.keeper_pod", f"{_JOB}/keeper.pickle"],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
         "securityContext": _UNPRIVILEGED,
         "volumeMounts": [{"name": "job", "mountPath": _JOB, "readOnly": True}],
@@ -288,11 +316,6 @@ def config_map_manifest(name: str, tags: Mapping[str, str], content: Mapping[str
         "metadata": {"name": name, "labels": dict(tags)},
         "data": dict(content),
     }
-
-
-def _program(environment: EnvironmentConfig) -> list[str]:
-    python = str(environment.python) if environment.python else "python3"
-    return [python, "-I", "-S", f"{_JOB}/run_in_pod.py"]
 
 
 def _of(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from resources.backends.kubernetes.manifests import MAIN
 from resources.backends.kubernetes.names import INDEX_LABEL, SLICE_LABEL
-from resources.backends.programs.attempts import Outcome
+from resources.backends.programs.attempts import Outcome, outcome_of
 from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause, classify_exit
 from resources.backends.programs.run_in_pod import ORPHANED
 
@@ -43,9 +43,9 @@ class PodState:
     reason: str | None = None
 
     @property
-    def ended(self) -> bool:
-        """Returns True if its replica does not run any more."""
-        return self.standing in {"succeeded", "failed", "preempted"}
+    def outcome(self) -> Outcome | None:
+        """Returns None until its replica has ended."""
+        return None if self.standing in ("pending", "stuck", "running") else self.standing
 
 
 def _end(cause: Cause, reason: str | None = None) -> PodState:
@@ -136,17 +136,12 @@ def _slice_index(manifest: Mapping[str, Any]) -> int:
 
 
 def attempt_outcome(states: Sequence[PodState]) -> PodState | None:
-    """Returns the end of an attempt from the states of its pods; None while it runs.
-
-    The loss of a replica can make the others fail an instant later, so preemption wins.
-    """
-    if all(state.standing == "succeeded" for state in states):
-        return _end("finished")
-    for standing in ("preempted", "failed"):
-        for index, state in enumerate(states):
-            if state.standing == standing:
-                return PodState(standing, f"pod {index}: {state.reason}" if len(states) > 1 else state.reason)
-    return None
+    """Returns the end of an attempt from the states of its pods; None while it runs."""
+    outcome = outcome_of(state.outcome for state in states)
+    if outcome is None:
+        return None
+    index, state = next((index, state) for index, state in enumerate(states) if state.standing == outcome)
+    return replace(state, reason=f"pod {index}: {state.reason}") if state.reason and len(states) > 1 else state
 
 
 def _main_state(status: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from resources.backends.kubernetes.manifests import config_map_manifest
@@ -29,38 +29,30 @@ if TYPE_CHECKING:
 
 _KEPT_JOBS = 200
 _KEPT_HEARTBEAT_SECONDS = 24 * 3600
+BEATS_PER_LEASE = 10
 _SILENT_LEASES = 2  # a heartbeat older than this many leases, by the local clock, counts as ended
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(JobDetails):
     """Complete state of a job."""
 
-    job_id: str
-    name: str
+    status: JobStatus = JobStatus.PENDING
+    replicas: int = 1
     owner: str
     """Name of the heartbeat of the job's owner."""
-    submitted_at: float
-    replicas: int
     vms: int
     """Pods per replica."""
     grace_seconds: float
     lease_seconds: float
     outlives_parent: bool
-    returns: bool | None = None
-    """True if it calls a callable."""
-    status: str = JobStatus.PENDING
-    reason: str | None = None
-    attempts: int = 0
     counted: int = 0
-    """The last attempt that the counts below include."""
-    failures: int = 0
-    preemptions: int = 0
+    """The last attempt that `failures` and `preemptions` include."""
 
     @property
     def finished(self) -> bool:
         """Returns True if the job has ended and no pod of it is left."""
-        return JobStatus(self.status).finished
+        return self.status.finished
 
     @property
     def kind(self) -> Literal["jobs", "jobsets"]:
@@ -72,18 +64,7 @@ class Record:
         return self.replicas * self.vms
 
     def details(self) -> JobDetails:
-        return JobDetails(
-            job_id=self.job_id,
-            name=self.name,
-            status=JobStatus(self.status),
-            reason=self.reason,
-            attempts=self.attempts,
-            failures=self.failures,
-            preemptions=self.preemptions,
-            submitted_at=self.submitted_at,
-            replicas=self.replicas,
-            returns=self.returns,
-        )
+        return JobDetails(**{field.name: getattr(self, field.name) for field in fields(JobDetails)})
 
 
 def create_record(cluster: Cluster, record: Record) -> None:
@@ -113,7 +94,8 @@ def read_record(cluster: Cluster, job_id: str) -> tuple[Record, bool] | None:
 
 def record_in(config_map: Mapping[str, Any]) -> Record:
     """Returns the record that a ConfigMap holds."""
-    return Record(**json.loads(config_map["data"]["record"]))
+    values = json.loads(config_map["data"]["record"])
+    return Record(**{**values, "status": JobStatus(values["status"])})
 
 
 def create_heartbeat(cluster: Cluster, owner: str) -> None:
@@ -138,7 +120,7 @@ def as_seen(record: Record, heartbeat: Mapping[str, Any] | None) -> Record:
     """Returns the record, as stopped if its owner has died: its pods have then ended, or are about to."""
     if record.finished or record.outlives_parent or not is_silent(heartbeat, lease_seconds=record.lease_seconds):
         return record
-    return Record(**{**asdict(record), "status": JobStatus.STOPPED, "reason": ORPHANED})
+    return replace(record, status=JobStatus.STOPPED, reason=ORPHANED)
 
 
 def all_records(cluster: Cluster) -> list[Record]:
@@ -146,7 +128,7 @@ def all_records(cluster: Cluster) -> list[Record]:
     beats = _heartbeats(cluster)
     records = [record_in(configmap) for configmap in cluster.list("configmaps", selector(part="record"))]
     seen = [as_seen(record, beats.get(heartbeat_name(record.owner))) for record in records]
-    return sorted(seen, key=lambda record: record.submitted_at, reverse=True)
+    return sorted(seen, key=lambda record: record.submitted_at or 0.0, reverse=True)
 
 
 def prune(cluster: Cluster) -> None:

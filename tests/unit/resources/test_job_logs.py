@@ -43,7 +43,7 @@ def test_cloud_logging_that_lets_us_read_nothing_says_what_to_do() -> None:
 
 
 class Growing:
-    """A log that grows by a line per read, and returns the last two lines again."""
+    """A log that grows by a line per read, and returns the last two lines again; some times have fractions."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -51,13 +51,28 @@ class Growing:
     def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
         self.looks += 1
         for number in range(max(0, self.looks - 2), self.looks):
-            yield LogLine(f"2026-11-20T12:00:0{number}Z", "pod", "eval", f"{job} {number}")
+            fraction = ".5" if number % 2 else ""
+            yield LogLine(f"2026-11-20T12:0{number}:00{fraction}Z", "pod", "eval", f"{job} {number}")
+
+
+class Moment:
+    """A log with lines of the same second, which every read returns."""
+
+    def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
+        for stamp in ("01:00", "01:00.5", "00:00.25", "00:00", "00:00.1"):
+            yield LogLine(f"2026-11-20T12:{stamp}Z", "pod", "eval", stamp)
 
 
 def test_followed_lines_come_once_each_and_end_with_the_job() -> None:
     log = Growing()
     lines = followed(log, "a", since=None, has_ended=lambda: log.looks >= 4, pause_seconds=0.0)
     assert [line.text for line in lines] == [f"a {number}" for number in range(5)]
+
+
+def test_followed_lines_with_fractions_of_a_second_come_once_and_in_order() -> None:
+    looks = iter((False, False, True))
+    lines = followed(Moment(), "a", since=None, has_ended=lambda: next(looks), pause_seconds=0.0)
+    assert [line.text for line in lines] == ["00:00", "00:00.1", "00:00.25", "01:00", "01:00.5"]
 
 
 def test_since_is_a_number_and_a_unit() -> None:

@@ -15,6 +15,7 @@ from resources.backends.kubernetes.entry import client_from_address
 from resources.backends.kubernetes.manifests import (
     LARGEST_SECRET_BYTES,
     Owner,
+    Submission,
     attempt_manifest,
     image_of,
     keeper_pod_manifest,
@@ -49,16 +50,23 @@ def manifest(
     request = JobRequest(
         "Eval_7B.step", Command("train", (SECRET_WORD,)), resources=resources, replicas=replicas, **options
     )
-    where = placement(resources)
-    return attempt_manifest(
-        request,
-        environment,
+    return attempt_manifest(submission(request, environment, owner=owner), 2)
+
+
+def submission(request: JobRequest, environment: EnvironmentConfig, *, owner: Owner = OWNER) -> Submission:
+    return Submission(
         job_id="eval-7b-step-1",
-        attempt=2,
+        request=request,
+        environment=environment,
         image="registry.example/a:1",
-        where=where,
+        files={},
         owner=owner,
     )
+
+
+def keeper_pod() -> dict[str, Any]:
+    request = JobRequest("job", Command("true"), resources=ResourceConfig())
+    return keeper_pod_manifest(submission(request, create_environment()))
 
 
 @pytest.mark.parametrize(
@@ -77,8 +85,7 @@ def manifest(
 def test_manifests_of_a_job_follow_the_published_schemas(resources: ResourceConfig, version: str) -> None:
     job = manifest(resources, working_directory=Path("/app"))
     owner = {**job, "metadata": {**job["metadata"], "uid": "123"}}
-    keeper_pod = keeper_pod_manifest(job_id="a-1", name="a-1-keeper", image="registry.example/a:1", python="python3")
-    for made in (job, secret_manifest({"pod.json": b"{}"}, job=owner), service_manifest(job=owner), keeper_pod):
+    for made in (job, secret_manifest({"pod.json": b"{}"}, job=owner), service_manifest(job=owner), keeper_pod()):
         validate(made, version)
     (job["spec"].get("replicatedJobs") or [job])[0]["typo"] = 1
     with pytest.raises(ValidationError, match="typo"):
@@ -90,9 +97,7 @@ def test_pods_have_no_privileges_and_only_programs_of_users_and_keepers_a_token_
     pods = [
         manifest(ResourceConfig())["spec"]["template"]["spec"],
         manifest(ResourceConfig(), environment=ours)["spec"]["template"]["spec"],
-        keeper_pod_manifest(job_id="a-1", name="a-1-keeper", image="image", python="python3")["spec"]["template"][
-            "spec"
-        ],
+        keeper_pod()["spec"]["template"]["spec"],
     ]
     for pod in pods:
         assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
