@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -190,20 +191,16 @@ class KubernetesClient:
     def shutdown(self) -> None:
         with self._lock:
             jobs = [self._handle(job.record, step=job.step) for job in self._owned if not job.record.finished]
-        problems: list[AssayError] = []
-        ending = [threading.Thread(target=_terminate, args=(job, problems)) for job in jobs]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
+        with ThreadPoolExecutor(max(1, len(jobs))) as threads:
+            endings = [threads.submit(job.terminate) for job in jobs]
         self._closing.set()
         if self._beater is not None:
             self._beater.join()
             self._cluster.delete("configmaps", heartbeat_name(self._owner.name))
             atexit.unregister(self._end_at_exit)
             self._beater = None
-        if problems:
-            raise problems[0]
+        for ending in endings:
+            ending.result()
 
     def _require_queue(self, queue: str) -> None:
         try:
@@ -285,10 +282,3 @@ class KubernetesClient:
             for job in jobs:
                 with suppress(AssayError):  # otherwise the lease ends it
                     stop(job)
-
-
-def _terminate(job: KubernetesJob, problems: list[AssayError]) -> None:
-    try:
-        job.terminate()
-    except AssayError as error:
-        problems.append(error)

@@ -79,15 +79,14 @@ class Cluster:
             options["gracePeriodSeconds"] = grace_seconds
         self._json("DELETE", resource, name, body=options)
 
-    def log(self, pod: str, container: str, *, max_lines: int, max_bytes: int) -> str | None:
-        """Returns a container's last lines so far; None if it has not started, or its pod is gone."""
-        query = {"container": container, "tailLines": str(max_lines), "limitBytes": str(max_bytes)}
-        answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404})
-        return None if answer is None else answer.data.decode(errors="replace")
+    def log(self, pod: str, container: str, *, since: str | None = None, max_lines: int | None = None) -> str | None:
+        """Returns a container's lines so far, each after its time; None if it has not started, or its pod is gone.
 
-    def stamped_log(self, pod: str, container: str, *, since: str | None = None) -> str | None:
-        """Returns a container's lines since a time (RFC 3339, whole seconds), each after its time; None as in `log`."""
-        query = {"container": container, "timestamps": "true", **({"sinceTime": since} if since else {})}
+        Only lines since a time (RFC 3339, whole seconds), and only the last `max_lines`.
+        """
+        chosen = {"sinceTime": since, "tailLines": max_lines}
+        query = {name: str(value) for name, value in chosen.items() if value is not None}
+        query |= {"container": container, "timestamps": "true"}
         answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404})
         return None if answer is None else answer.data.decode(errors="replace")
 

@@ -85,7 +85,8 @@ def log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str
         if remaining <= 0:
             break
         heading = [f"--- attempt {attempt} ---"] if attempt > 1 else []
-        lines = [*heading, *_lines_of(cluster, record, attempt=attempt, pod=pod, max_lines=remaining), *lines]
+        content = _text_of(cluster, record, attempt=attempt, pod=pod, max_lines=remaining)
+        lines = [*heading, *_without_times(content).splitlines()[-remaining:], *lines]
     text = "\n".join(lines[-max_lines:] if max_lines > 0 else [])
     return text.encode()[-LONGEST_LOG_BYTES:].decode(errors="ignore")
 
@@ -101,7 +102,9 @@ def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> Lo
     for number in range(int(attempt), record.attempts + 1):
         if number > int(attempt):
             output, time_of_last, count = output + b"--- attempt %d ---\n" % number, "", "0"
-        lines = _stamped_lines(cluster, record, attempt=number, pod=pod, since=time_of_last)
+        content = _text_of(cluster, record, attempt=number, pod=pod, since=time_of_last)
+        *lines, rest = content.encode().split(b"\n")
+        lines += [rest] if rest and (record.finished or number < record.attempts) else []
         times = [line.partition(b" ")[0].decode() for line in lines]
         if time_of_last in times:
             start = times.index(time_of_last) + int(count)
@@ -129,7 +132,7 @@ def pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> 
 
 
 def _result_in(cluster: Cluster, pod: str) -> str | None:
-    lines = cluster.log(pod, ANNOUNCER, max_lines=_RESULT_LINES, max_bytes=LONGEST_LOG_BYTES) or ""
+    lines = _without_times(cluster.log(pod, ANNOUNCER, max_lines=_RESULT_LINES) or "")
     pieces: dict[int, bytes] = {}
     expected = 0
     for line in lines.splitlines():
@@ -141,37 +144,21 @@ def _result_in(cluster: Cluster, pod: str) -> str | None:
     return base64.b64encode(whole).decode() if pieces and len(pieces) == expected else None
 
 
-def _lines_of(cluster: Cluster, record: Record, *, attempt: int, pod: int, max_lines: int) -> list[str]:
+def _text_of(
+    cluster: Cluster, record: Record, *, attempt: int, pod: int, since: str = "", max_lines: int | None = None
+) -> str:
     # The end of an attempt deletes the pods before it stores the logs: in between, callers must read again.
     name = pod_name_of(cluster, record, attempt=attempt, pod=pod)
-    text = _tail(cluster, name, max_lines) if name else None
+    since_second = f"{since[:19]}Z" if since else None
+    text = cluster.log(name, MAIN, since=since_second, max_lines=max_lines) if name else None
     if text is None:
         kept = cluster.get("configmaps", logs_name(record.job_id, attempt)) or {}
-        text = _without_times(kept.get("data", {}).get(f"pod-{pod}", ""))
-    return text.splitlines()[-max_lines:]
-
-
-def _stamped_lines(cluster: Cluster, record: Record, *, attempt: int, pod: int, since: str) -> list[bytes]:
-    name = pod_name_of(cluster, record, attempt=attempt, pod=pod)
-    text = cluster.stamped_log(name, MAIN, since=f"{since[:19]}Z" if since else None) if name else None
-    if text is not None:
-        *lines, rest = text.encode().split(b"\n")
-        return [*lines, rest] if rest and (record.finished or attempt < record.attempts) else lines
-    kept = cluster.get("configmaps", logs_name(record.job_id, attempt)) or {}
-    text = kept.get("data", {}).get(f"pod-{pod}", "")
-    return text.encode().removesuffix(b"\n").split(b"\n") if text else []
+        text = kept.get("data", {}).get(f"pod-{pod}", "")
+    return text
 
 
 def _without_times(text: str) -> str:
     return "\n".join(line.partition(" ")[2] for line in text.split("\n"))
-
-
-def _tail(cluster: Cluster, pod: str, max_lines: int) -> str | None:
-    while True:
-        text = cluster.log(pod, MAIN, max_lines=max_lines, max_bytes=LONGEST_LOG_BYTES)
-        if text is None or max_lines <= 1 or len(text.encode()) < LONGEST_LOG_BYTES:
-            return text
-        max_lines //= 2
 
 
 class _Follower:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _TERMINATE_MARGIN_SECONDS = 180.0  # more than `end_attempt` waits for a lost node
 _OWNER_POLL_SECONDS = 0.5
-_ANNOUNCEMENT_BYTES = 64 * 1024
 
 
 class KubernetesJob:
@@ -111,8 +110,8 @@ class KubernetesJob:
         """Returns the announcement of a replica; of a slice of several VMs, that of its first VM."""
         record = self._now()
         pod = pod_name_of(self._cluster, record, attempt=record.attempts, pod=replica * record.vms)
-        text = pod and self._cluster.log(pod, ANNOUNCER, max_lines=1, max_bytes=_ANNOUNCEMENT_BYTES)
-        line = json.loads(text) if text and text.strip() else None
+        text = pod and self._cluster.log(pod, ANNOUNCER, max_lines=1)
+        line = json.loads(text.partition(" ")[2]) if text and text.strip() else None
         return line if isinstance(line, str) else None  # pieces of a result are not announcements
 
     def terminate(self) -> None:

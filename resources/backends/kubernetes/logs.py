@@ -49,7 +49,7 @@ class PodLogs:
         for pod in self._pods(job):
             name, spec = pod["metadata"]["name"], pod["spec"]
             for container in (part["name"] for part in [*spec.get("initContainers", ()), *spec["containers"]]):
-                text = self._cluster.stamped_log(name, container, since=stamp_of(since) if since else None)
+                text = self._cluster.log(name, container, since=stamp_of(since) if since else None)
                 for line in (text or "").splitlines():
                     at, _, words = line.partition(" ")
                     yield LogLine(at, name, container, words)

@@ -25,7 +25,7 @@ class Cluster:
         pod = {"metadata": {"name": "pod", "labels": {INDEX_LABEL: "0"}}}
         return [pod] if self.text is not None else []
 
-    def stamped_log(self, pod: str, container: str, *, since: str | None = None) -> str | None:
+    def log(self, pod: str, container: str, *, since: str | None = None, max_lines: int | None = None) -> str | None:
         lines = (self.text or "").splitlines(keepends=True)
         return "".join(line for line in lines if since is None or line >= since.removesuffix("Z"))
 
