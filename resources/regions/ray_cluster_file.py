@@ -1,6 +1,6 @@
 """A region's cluster file for Ray's cluster launcher: the allowed machines, and the setup of each.
 
-`render` writes the files in `deployments/ray/` from `deployments/regions.yaml`. Node types have the resource
+`render` gives the file from `deployments/regions.yaml`. Node types have the resource
 `TPU-<type>-head` and the labels for claiming slices. Machines get the pinned lists; jobs bring their own code.
 """
 

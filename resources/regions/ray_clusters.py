@@ -20,6 +20,7 @@ from resources.backends.local.client import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BackendUnavailable, BadInput
 from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, create_environment
+from resources.regions.ray_cluster_file import render
 from resources.regions.region_table import Region
 from resources.regions.regions import where_to_write
 from resources.settings import settings
@@ -114,16 +115,20 @@ def start_local_command(ports: Mapping[str, int], *, folder: Path, cpus: int | N
     ]
 
 
-def checked_cluster_file(region: Region, file: Path) -> Path:
-    """Returns the cluster file, after checking that a cluster can be started from it."""
-    if (line := region.unwritten().get("project")) is not None:
+def cluster_file(region: Region, *, dry_run: bool = False) -> Path:
+    """Returns a region's file for Ray's launcher, written into the cache as the regions file describes it now.
+
+    Without `dry_run`, the region must name the project that pays for the cluster.
+    """
+    if not dry_run and (line := region.unwritten().get("project")) is not None:
         raise BadInput(
             expected=f"the Google Cloud project that pays for the cluster in {region.name}",
             found="no project",
-            remedy=f"{where_to_write(region.name, line)}; then run assay cluster write",
+            remedy=where_to_write(region.name, line),
         )
-    if not file.is_file():
-        raise BadInput(expected=f"the cluster file {file}", found="no such file", remedy="run assay cluster write")
+    text, file = render(region), _folder() / f"{region.name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(file, text)
     return file
 
 
@@ -214,7 +219,11 @@ def _end(cluster: LocalCluster) -> None:
 
 
 def _record() -> Path:
-    return settings().cache_dir / "clusters" / f"{LOCAL}.json"
+    return _folder() / f"{LOCAL}.json"
+
+
+def _folder() -> Path:
+    return settings().cache_dir / "clusters"
 
 
 def _free_ports(count: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flows.console.console import ERR, OUT
-from resources.errors import BackendUnavailable, BadInput
+from resources.errors import BackendUnavailable
 
 cluster_app = typer.Typer(help="Ray clusters of regions, and a local cluster.", no_args_is_help=True)
 
@@ -25,7 +25,7 @@ def cluster_up(
     cpus: Annotated[int | None, typer.Option(help="CPUs of a local cluster; the machine's when left out.")] = None,
     dry_run: _DryRun = False,
 ) -> None:
-    """Start a region's Ray cluster from its file, or update it; `local` starts a cluster on this machine."""
+    """Start a region's Ray cluster, or update it; `local` starts a cluster on this machine."""
     from resources.regions.ray_clusters import LOCAL, start_local, up_command
 
     if region != LOCAL:
@@ -98,7 +98,7 @@ def cluster_write(
         bool, typer.Option("--check", help="Change nothing; exit code 1 if a file is out of date.")
     ] = False,
 ) -> None:
-    """Write the cluster files of all regions from the regions file."""
+    """Write the cluster files of all regions, for Ray's own launcher; `assay cluster up` needs none."""
     from resources.regions.ray_cluster_file import render
     from resources.regions.regions import known_regions, regions_file
 
@@ -120,18 +120,10 @@ def cluster_write(
 
 
 def _file(region: str, *, dry_run: bool) -> Path:
-    from resources.regions.ray_clusters import checked_cluster_file
-    from resources.regions.regions import known_regions, regions_file
+    from resources.regions.ray_clusters import cluster_file
+    from resources.regions.regions import known_regions
 
-    known = known_regions().named(region)
-    if known.ray_cluster is None:
-        raise BadInput(
-            expected=f"ray_cluster of {known.name} in the regions file",
-            found="none",
-            remedy="Name its zone and its file there, then run `assay cluster write`.",
-        )
-    file = regions_file().parent / known.ray_cluster.file
-    return file if dry_run else checked_cluster_file(known, file)
+    return cluster_file(known_regions().named(region), dry_run=dry_run)
 
 
 def _run(command: Sequence[str], *, dry_run: bool) -> None:
@@ -140,7 +132,7 @@ def _run(command: Sequence[str], *, dry_run: bool) -> None:
         OUT.print(shown, highlight=False, soft_wrap=True)
         return
     ERR.print(f"$ {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    root = Path(__file__).parents[2]  # the cluster files name the pinned lists relative to this folder
+    root = Path(__file__).parents[3]  # the cluster files name the pinned lists relative to this folder
     ended = subprocess.run(command, cwd=root, check=False)
     if ended.returncode:
         raise BackendUnavailable(
