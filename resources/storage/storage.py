@@ -97,6 +97,12 @@ def _open(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
     return filesystem, path
 
 
+def _fresh(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    filesystem, path = _open(uri)
+    filesystem.invalidate_cache()
+    return filesystem, path
+
+
 @contextmanager
 def reported(uri: str, doing: str) -> Iterator[None]:
     """Turns an `OSError` inside the block into a `StorageError`."""
@@ -112,8 +118,7 @@ def reported(uri: str, doing: str) -> Iterator[None]:
 
 def exists(uri: str) -> bool:
     """Returns True if a file or folder exists."""
-    filesystem, path = _open(uri)
-    filesystem.invalidate_cache()
+    filesystem, path = _fresh(uri)
     return filesystem.exists(path)
 
 
@@ -224,12 +229,11 @@ def check_writable(uri: str) -> None:
     probe = join(uri, f".assay-write-probe-{os.getpid()}-{threading.get_ident()}")
     try:
         write_bytes(probe, b"")
-        filesystem, path = _open(probe)
-        filesystem.rm_file(path)
-    except (StorageError, OSError) as error:
+        delete(probe)
+    except StorageError as error:
         raise BadInput(
             expected=f"a folder that can be written at {uri}",
-            found=error.found if isinstance(error, StorageError) else str(error),
+            found=error.found,
             remedy="choose another folder, or make this folder writable",
         ) from error
 
@@ -251,8 +255,7 @@ def list_files(uri: str, *, within: str | None = None) -> list[FileInfo]:
     It uses a single listing of the store, and leaves out temporary files of active writes. `within` is the local folder
     that links may lead into: the location itself if None; other links count as irregular.
     """
-    filesystem, path = _open(uri)
-    filesystem.invalidate_cache()
+    filesystem, path = _fresh(uri)
     with reported(uri, "list"):
         try:
             if isinstance(filesystem, LocalFileSystem) and Path(path).is_dir():
@@ -276,8 +279,7 @@ def matching_files(pattern: str) -> list[str]:
     Raises:
         StorageError: the location cannot be listed.
     """
-    filesystem, path = _open(pattern)
-    filesystem.invalidate_cache()
+    filesystem, path = _fresh(pattern)
     with reported(pattern, "list"):
         names = [str(name) for name in filesystem.glob(path)]
         files = {below for name in names for below in filesystem.find(name)}
@@ -315,8 +317,7 @@ def etag_is_md5(uri: str) -> bool:
 
 def is_folder(uri: str) -> bool:
     """Returns True if a location is a folder (in an object store: a prefix with something below it)."""
-    filesystem, path = _open(uri)
-    filesystem.invalidate_cache()
+    filesystem, path = _fresh(uri)
     return filesystem.isdir(path)
 
 

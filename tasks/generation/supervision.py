@@ -13,8 +13,7 @@ from pools.endpoint import RunningModel
 from pools.jobs import Restarts, placed_with, pool_environment
 from pools.pool.session import PoolSession
 from pools.settings import POOL_KEY_VARIABLE
-from resources.actors.actor_handle import ActorHandle
-from resources.actors.actors import actor_variables, create_actor
+from resources.actors.actors import ActorHandle, actor_variables, create_actor
 from resources.errors import ActorCallLost, ActorDied, BackendUnavailable, JobFailed
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus
 from tasks.errors import TooManyErrors

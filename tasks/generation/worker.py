@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pools.endpoint import RunningModel
 from pools.proxy.client import ProxyAddress, ProxyClient
 from pools.settings import POOL_KEY_VARIABLE
-from resources.actors.actor_handle import ActorHandle
+from resources.actors.actors import ActorHandle
 from resources.actors.leased_queue import Lease
 from resources.errors import AssayError, BadInput, ProxyFailed, ProxyRefused
 from resources.settings import variable

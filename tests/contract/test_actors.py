@@ -17,8 +17,7 @@ import pytest
 
 from fakes.clients import CLIENTS
 from fakes.polling import eventually
-from resources.actors.actor_handle import ActorHandle
-from resources.actors.actors import actor_variables, create_actor, create_actor_group, get_actor
+from resources.actors.actors import ActorHandle, actor_variables, create_actor, create_actor_group, get_actor
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.errors import ActorDied, ActorMethodFailed, ActorRestarted, BadInput, JobTimeout

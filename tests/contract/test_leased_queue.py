@@ -12,8 +12,7 @@ import pytest
 
 from fakes.clients import CLIENTS
 from fakes.polling import eventually
-from resources.actors.actor_handle import ActorHandle
-from resources.actors.actors import actor_variables, create_actor
+from resources.actors.actors import ActorHandle, actor_variables, create_actor
 from resources.actors.leased_queue import LeasedQueue, LeaseLost
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Client, Entrypoint, JobRequest, JobStatus, create_environment

@@ -1,37 +1,59 @@
-"""The owner's side of a Kubernetes job: starts attempts and counts their ends, with a budget for each kind of end.
+"""The owner's side of a Kubernetes job: starts attempts, counts their ends, and keeps their logs and results.
 
 Each step reads the cluster's state and takes at most a single action. All persistent state is in the record, written
-before each action, so that a restarted owner continues where the last owner stopped.
+before each action, so that a restarted owner continues where the last owner stopped. Kubernetes deletes logs and
+results together with the pods, so the end of an attempt stores them in ConfigMaps.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from resources.backends.kubernetes.endings import end_attempt, keep_results
-from resources.backends.kubernetes.manifests import Submission, attempt_manifest, secret_manifest, service_manifest
-from resources.backends.kubernetes.names import attempt_name, selector
+from resources.backends.kubernetes.logs import stamp_of, without_times
+from resources.backends.kubernetes.manifests import (
+    ANNOUNCER,
+    MAIN,
+    Submission,
+    attempt_manifest,
+    config_map_manifest,
+    secret_manifest,
+    service_manifest,
+)
+from resources.backends.kubernetes.names import attempt_name, labels, logs_name, result_name, selector
 from resources.backends.kubernetes.pods import (
     GONE,
     PodState,
     attempt_outcome,
     given_up,
+    pod_index,
     states_by_index,
     without_collateral,
 )
 from resources.backends.kubernetes.records import Record, read_record, write_record
 from resources.backends.programs.attempts import Attempts
 from resources.backends.programs.run_in_pod import ORPHANED
+from resources.errors import BackendUnavailable, JobTimeout
 from resources.jobs.jobs import JobStatus
+from resources.jobs.waiting import growing_pauses
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
 
 TERMINATED = "terminated"
+_KEPT_LOGS_BYTES = 900_000  # over all pods of an attempt: a ConfigMap holds 1 MiB
+_KEPT_LINES = 20_000
+_RESULT_LINES = 100  # the largest result has 87 lines, plus the last announcement
+_LAST_WORDS_SECONDS = 1.0
+_NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace time is gone
 
 
 class OwnedJob:
@@ -148,7 +170,7 @@ class OwnedJob:
     def _conclude(self, outcome: PodState, job: dict[str, Any] | None) -> None:
         record = self._record
         if record.returns and outcome.standing != "preempted":
-            keep_results(self._cluster, record)
+            _keep_results(self._cluster, record)
         # Kueue would admit a suspended Job again, and it would run in parallel to the next attempt.
         if (job is not None and job["spec"].get("suspend")) or not self._all_ended():
             end_attempt(self._cluster, record)
@@ -202,3 +224,94 @@ def _progress(states: Sequence[PodState]) -> dict[str, Any]:
         return {"status": JobStatus.RUNNING, "reason": None}
     place = f"{len(states) - len(waiting)} of {len(states)} pods run; " if len(states) > 1 else ""
     return {"status": JobStatus.PENDING, "reason": f"{place}{waiting[0].reason}"}
+
+
+def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> None:
+    """Ends the current attempt, stores the last lines of its logs, and returns when none of its pods is left."""
+    name = attempt_name(record.job_id, record.attempts)
+    pods = selector(job=record.job_id, attempt=record.attempts)
+    present = cluster.list("pods", pods) if keep_logs else []
+    followers = [_Follower(cluster, pod["metadata"]["name"], pod_index(pod, vms=record.vms)) for pod in present]
+    cluster.delete(record.kind, name)
+    force_at = time.monotonic() + record.grace_seconds + _NODE_SECONDS
+    give_up_at = force_at + _NODE_SECONDS
+    pauses = growing_pauses()
+    while (left := cluster.list("pods", pods)) or cluster.get(record.kind, name):
+        if time.monotonic() > give_up_at:
+            raise JobTimeout(
+                expected=f"the pods of {name} to be gone, {2 * _NODE_SECONDS + record.grace_seconds:g} s after the end",
+                found=f"{len(left)} left: {', '.join(pod['metadata']['name'] for pod in left)}",
+                remedy="See `kubectl describe pod` for a finalizer, or for a node that is gone.",
+            )
+        if time.monotonic() > force_at:
+            for pod in left:
+                cluster.delete("pods", pod["metadata"]["name"], grace_seconds=0)
+        time.sleep(next(pauses))
+    share = _KEPT_LOGS_BYTES // max(1, len(followers))
+    kept = {f"pod-{follower.index}": follower.text(share) for follower in followers}
+    if kept:
+        tags = labels(record.job_id, "logs", attempt=record.attempts)
+        cluster.create("configmaps", config_map_manifest(logs_name(record.job_id, record.attempts), tags, kept))
+
+
+def _keep_results(cluster: Cluster, record: Record) -> None:
+    """Stores the results of the current attempt's replicas, while their pods still exist."""
+    for pod in cluster.list("pods", selector(job=record.job_id, attempt=record.attempts)):
+        replica, vm = divmod(pod_index(pod, vms=record.vms), record.vms)
+        with suppress(BackendUnavailable):  # a job must end even if its result is rejected
+            if vm == 0 and (text := _result_in(cluster, pod["metadata"]["name"])):
+                tags = labels(record.job_id, "result", attempt=record.attempts)
+                name = result_name(record.job_id, record.attempts, replica)
+                cluster.create("configmaps", config_map_manifest(name, tags, {"result": text}))
+
+
+def _result_in(cluster: Cluster, pod: str) -> str | None:
+    lines = without_times(cluster.log(pod, ANNOUNCER, max_lines=_RESULT_LINES) or "")
+    pieces: dict[int, bytes] = {}
+    expected = 0
+    for line in lines.splitlines():
+        with suppress(ValueError, TypeError, KeyError):  # announcements, or the traceback of a killed program
+            piece = json.loads(line)
+            pieces[piece["piece"]] = base64.b64decode(piece["result"])
+            expected = piece["pieces"]
+    whole = b"".join(pieces[index] for index in sorted(pieces))
+    return base64.b64encode(whole).decode() if pieces and len(pieces) == expected else None
+
+
+class _Follower:
+    def __init__(self, cluster: Cluster, pod: str, index: int) -> None:
+        self.index = index
+        self._cluster, self._pod = cluster, pod
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+        self._lock = threading.Lock()
+        self._connected = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+        self._connected.wait(_NODE_SECONDS)  # otherwise the pod might be deleted before its last lines are read
+
+    def text(self, max_bytes: int) -> str:
+        self._thread.join(_LAST_WORDS_SECONDS)
+        with self._lock:  # the thread keeps running if the pod's node is gone, and its connection stays open
+            content = b"".join(self._chunks)
+        is_whole = len(content) <= max_bytes and content.count(b"\n") < _KEPT_LINES
+        if len(content) > max_bytes:
+            content = content[-max_bytes:].partition(b"\n")[2]
+        text = content.decode(errors="replace").replace("\0", "")
+        return text if is_whole else f"{text.partition(' ')[0]} (earlier lines of this log are not kept)\n{text}"
+
+    def _follow(self) -> None:
+        try:
+            for chunk in self._cluster.follow_log(self._pod, MAIN, max_lines=_KEPT_LINES, connected=self._connected):
+                with self._lock:
+                    self._chunks.append(chunk)
+                    self._size += len(chunk)
+                    while self._size - len(self._chunks[0]) > _KEPT_LOGS_BYTES:
+                        self._size -= len(self._chunks.popleft())
+        except BackendUnavailable as error:
+            with self._lock:
+                self._chunks.append(
+                    f"{stamp_of(datetime.now(UTC))} (the rest of this log could not be read: {error.found})\n".encode()
+                )
+        finally:
+            self._connected.set()

@@ -1,21 +1,23 @@
-"""Handle on a job in a cluster: reads its record, and requests its end from its owner."""
+"""Handle on a job in a cluster: reads its record, its logs and its results, and requests its end from its owner."""
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from resources.backends.kubernetes.attempts import TERMINATED
-from resources.backends.kubernetes.endings import end_attempt, log_of, part_of_log, pod_name_of, result_of_replica
-from resources.backends.kubernetes.manifests import ANNOUNCER
-from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, selector
+from resources.backends.kubernetes.attempts import TERMINATED, end_attempt
+from resources.backends.kubernetes.logs import moment_of, without_times
+from resources.backends.kubernetes.manifests import ANNOUNCER, MAIN
+from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, logs_name, result_name, selector
+from resources.backends.kubernetes.pods import pod_index
 from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
-from resources.jobs.logs import LogPart, check_replica, part_of_hosts
+from resources.jobs.logs import PART_BYTES, LogPart, check_replica, part_of_hosts
 from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import wait_until_finished
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _TERMINATE_MARGIN_SECONDS = 180.0  # more than `end_attempt` waits for a lost node
 _OWNER_POLL_SECONDS = 0.5
+_LONGEST_LOG_BYTES = 1 << 20
+_SHOWN_ATTEMPTS = 10
 
 
 class KubernetesJob:
@@ -78,7 +82,7 @@ class KubernetesJob:
         return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def _left(self, replica: int) -> bytes | None:
-        return result_of_replica(self._cluster, self._read(), replica)
+        return _result_of_replica(self._cluster, self._read(), replica)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """Returns the last lines; a replica on a slice of several VMs has a section per VM."""
@@ -88,11 +92,11 @@ class KubernetesJob:
         replicas = range(record.replicas) if replica is None else [replica]
         parts = [(index, vm, index * record.vms + vm) for index in replicas for vm in range(record.vms)]
         if len(parts) == 1:
-            return log_of(self._cluster, record, pod=parts[0][2], max_lines=max_lines)
+            return _log_of(self._cluster, record, pod=parts[0][2], max_lines=max_lines)
         sections: list[str] = []
         for index, vm, pod in parts:
             place = f"replica {index}" + (f" worker {vm}" if record.vms > 1 else "")
-            sections.append(f"==> {place} <==\n{log_of(self._cluster, record, pod=pod, max_lines=max_lines)}")
+            sections.append(f"==> {place} <==\n{_log_of(self._cluster, record, pod=pod, max_lines=max_lines)}")
         return "\n".join(sections)
 
     def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
@@ -109,7 +113,7 @@ class KubernetesJob:
     def announced(self, replica: int = 0) -> str | None:
         """Returns the announcement of a replica; of a slice of several VMs, that of its first VM."""
         record = self._now()
-        pod = pod_name_of(self._cluster, record, attempt=record.attempts, pod=replica * record.vms)
+        pod = _pod_name_of(self._cluster, record, attempt=record.attempts, pod=replica * record.vms)
         text = pod and self._cluster.log(pod, ANNOUNCER, max_lines=1)
         line = json.loads(text.partition(" ")[2]) if text and text.strip() else None
         return line if isinstance(line, str) else None  # pieces of a result are not announcements
@@ -177,3 +181,76 @@ class KubernetesJob:
             return record
         reason = f"its keeper pod failed, which needs an image with Assay: see `kubectl logs job/{name}`"
         return replace(record, status=JobStatus.FAILED, reason=reason)
+
+
+def _result_of_replica(cluster: Cluster, record: Record, replica: int) -> bytes | None:
+    """Returns the stored result of a replica in the last attempt, or None."""
+    kept = cluster.get("configmaps", result_name(record.job_id, record.attempts, replica))
+    return base64.b64decode(kept["data"]["result"]) if kept is not None else None
+
+
+def _log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str:
+    """Returns a pod's last lines over the last 10 attempts, at most 1 MiB, with headings from the second attempt on."""
+    lines: list[str] = []
+    for attempt in range(record.attempts, max(0, record.attempts - _SHOWN_ATTEMPTS), -1):
+        remaining = max_lines - len(lines)
+        if remaining <= 0:
+            break
+        heading = [f"--- attempt {attempt} ---"] if attempt > 1 else []
+        content = _text_of(cluster, record, attempt=attempt, pod=pod, max_lines=remaining)
+        lines = [*heading, *without_times(content).splitlines()[-remaining:], *lines]
+    text = "\n".join(lines[-max_lines:] if max_lines > 0 else [])
+    return text.encode()[-_LONGEST_LOG_BYTES:].decode(errors="ignore")
+
+
+def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> LogPart:
+    """Returns the lines of a pod after a position, over all attempts.
+
+    A position is an attempt, the time of the last line, and the number of lines at that time: a log has no offsets.
+    Only complete lines are returned. The number of lines that a node has removed, beyond 10 MB, is unknown.
+    """
+    attempt, time_of_last, count = after.split("/") if after else ("1", "", "0")
+    output, dropped = b"", 0
+    for number in range(int(attempt), record.attempts + 1):
+        if number > int(attempt):
+            output, time_of_last, count = output + b"--- attempt %d ---\n" % number, "", "0"
+        content = _text_of(cluster, record, attempt=number, pod=pod, since=time_of_last)
+        *lines, rest = content.encode().split(b"\n")
+        lines += [rest] if rest and (record.finished or number < record.attempts) else []
+        times = [line.partition(b" ")[0].decode() for line in lines]
+        if time_of_last in times:
+            start = times.index(time_of_last) + int(count)
+        else:
+            start = sum(moment_of(moment) <= moment_of(time_of_last) for moment in times)
+            dropped = None if time_of_last and start < len(times) else dropped
+        end = start
+        while end < len(lines) and len(output) < PART_BYTES:
+            output += lines[end].partition(b" ")[2] + b"\n"
+            end += 1
+        if end > start:
+            time_of_last, count = times[end - 1], str(times[:end].count(times[end - 1]))
+        attempt = str(number)
+        if end > start or number == record.attempts:
+            break
+    return LogPart(output, f"{attempt}/{time_of_last}/{count}", dropped)
+
+
+def _pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> str | None:
+    """Returns the name of an existing pod, or None."""
+    for manifest in cluster.list("pods", selector(job=record.job_id, attempt=attempt)):
+        if pod_index(manifest, vms=record.vms) == pod:
+            return manifest["metadata"]["name"]
+    return None
+
+
+def _text_of(
+    cluster: Cluster, record: Record, *, attempt: int, pod: int, since: str = "", max_lines: int | None = None
+) -> str:
+    # The end of an attempt deletes the pods before it stores the logs: in between, callers must read again.
+    name = _pod_name_of(cluster, record, attempt=attempt, pod=pod)
+    since_second = f"{since[:19]}Z" if since else None
+    text = cluster.log(name, MAIN, since=since_second, max_lines=max_lines) if name else None
+    if text is None:
+        kept = cluster.get("configmaps", logs_name(record.job_id, attempt)) or {}
+        text = kept.get("data", {}).get(f"pod-{pod}", "")
+    return text

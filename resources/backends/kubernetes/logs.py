@@ -86,3 +86,8 @@ def stamp_of(moment: datetime) -> str:
 def moment_of(stamp: str) -> str:
     """Returns a time of a log line without its Z, so that times with and without fractions compare in order."""
     return stamp.removesuffix("Z")
+
+
+def without_times(text: str) -> str:
+    """Returns lines of a log without the time that each begins with."""
+    return "\n".join(line.partition(" ")[2] for line in text.split("\n"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from resources.backends.kubernetes.endings import part_of_log
+from resources.backends.kubernetes.job import part_of_log
 from resources.backends.kubernetes.names import INDEX_LABEL, logs_name
 from resources.backends.kubernetes.records import Record
 from resources.jobs.jobs import JobStatus
@@ -33,7 +33,7 @@ class Cluster:
         return {"data": {"pod-0": self.kept[name]}} if name in self.kept else None
 
 
-def record(attempts: int = 1, status: str = JobStatus.RUNNING) -> Record:
+def record(attempts: int = 1, status: JobStatus = JobStatus.RUNNING) -> Record:
     return Record(
         job_id="job-1", name="job", owner="us", submitted_at=0.0, replicas=1, vms=1, grace_seconds=1.0,
         lease_seconds=1.0, outlives_parent=False, status=status, attempts=attempts,
