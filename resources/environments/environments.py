@@ -24,7 +24,7 @@ from threading import TIMEOUT_MAX, Timer
 
 import uv
 
-from resources.errors import BadInput, EnvironmentBuildFailed
+from resources.errors import EnvironmentBuildFailed, not_there
 from resources.settings import pip_find_links, process_environment, settings
 from resources.storage.regular_files import is_own
 
@@ -172,11 +172,7 @@ def as_listed(spec: EnvironmentSpec) -> EnvironmentSpec:
     if other is None:
         return spec
     if not other.is_file():
-        raise BadInput(
-            expected=f"a pinned list for {spec.name} on this machine",
-            found=f"no file {other}",
-            remedy="correct ASSAY_PINNED_LISTS",
-        )
+        raise not_there(f"a pinned list for {spec.name} on this machine", other, "correct ASSAY_PINNED_LISTS")
     overrides = other.with_name(f"{other.stem}-overrides.in")
     return replace(spec, requirements=other, overrides=overrides if overrides.is_file() else spec.overrides)
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from resources.backends.local.client import LocalClient
 from resources.config import Config, ResourceConfig
-from resources.errors import BackendUnavailable, BadInput
+from resources.errors import BackendUnavailable, BadInput, not_there
 from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, create_environment
 from resources.regions.ray_cluster_file import render
 from resources.regions.region_table import Region
@@ -63,11 +63,7 @@ def ray_command() -> str:
     """Returns the path of Ray's own command in the environment of this process."""
     command = Path(sys.executable).with_name("ray")
     if not command.exists():
-        raise BadInput(
-            expected=f"Ray's command at {command}",
-            found="nothing there",
-            remedy="Install the extra: pip install 'assay-evals[ray]'",
-        )
+        raise not_there("Ray's command", command, "install the extra: pip install 'assay-evals[ray]'")
     return str(command)
 
 

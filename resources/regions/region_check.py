@@ -149,18 +149,10 @@ def find_gcs_paths(obj: Any, place: str = "") -> list[GcsPath]:
 def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> Elsewhere | None:
     """Returns the mismatch, if any, of the using region and a bucket's region (regions file, else the bucket)."""
     known = regions or known_regions()
-    described = known.of_bucket(path.bucket)
     all_names = ({entry.name, *entry.aliases} for entry in known.regions)
     aliases = next((names for names in all_names if region in names), {region})
-    if described is not None:
-        locations: tuple[str, ...] = (described.name,)
-    else:
-        try:
-            locations = bucket_location(path.bucket)
-        except (PermissionError, FileNotFoundError) as error:
-            _log.warning("The region of gs://%s, used at %s, cannot be looked up: %s", path.bucket, path.place, error)
-            return None
-    if any(_covers(location, name) for location in locations for name in aliases):
+    locations = _locations(path, known)
+    if not locations or any(_covers(location, name) for location in locations for name in aliases):
         return None
     region_name = known.named(region).name if len(aliases) > 1 else region
     return Elsewhere(path, " and ".join(locations), known.egress_price(locations[0], region_name))
@@ -205,14 +197,17 @@ def region_of_data(uri: str, regions: Regions | None = None) -> str | None:
     """Returns the region or multi-region of a location: of its bucket, or of this machine for a local path; or None."""
     if not uri.startswith("gs://"):
         return None if "://" in uri and not uri.startswith("file://") else region_of_this_machine()
-    bucket = GcsPath("", uri).bucket
-    if described := (regions or known_regions()).of_bucket(bucket):
-        return described.name
+    return next(iter(_locations(GcsPath("the command line", uri), regions or known_regions())), None)
+
+
+def _locations(path: GcsPath, known: Regions) -> tuple[str, ...]:
+    if described := known.of_bucket(path.bucket):
+        return (described.name,)
     try:
-        return bucket_location(bucket)[0]
+        return bucket_location(path.bucket)
     except (PermissionError, FileNotFoundError) as error:
-        _log.warning("The region of gs://%s cannot be looked up: %s", bucket, error)
-        return None
+        _log.warning("The region of gs://%s, used at %s, cannot be looked up: %s", path.bucket, path.place, error)
+        return ()
 
 
 def _found(obj: Any, place: str, above: set[int]) -> Iterator[GcsPath]:

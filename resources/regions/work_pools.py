@@ -1,4 +1,4 @@
-"""Choice of the Prefect work pool for a `ResourceConfig`; a pure function of its arguments."""
+"""Choice of the Prefect work pool for a `ResourceConfig`, and its job variables; pure functions of their arguments."""
 
 from __future__ import annotations
 
@@ -7,14 +7,58 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from resources.config import ResourceConfig, TpuConfig
+from resources.backends.kubernetes.devices import GPU_RESOURCE, TPU_RESOURCE, placement, tpu_shape
+from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import NoUsableWorkPool, UnsatisfiableResources
-from resources.regions.region_table import Region, Regions
-from resources.regions.regions import known_regions, price_per_hour, regions_for
-from resources.regions.work_pool_variables import job_variables
+from resources.regions.region_table import ADDRESS_LINE, ImageKind, Region, Regions, gpu_model, tpu_generation
+from resources.regions.regions import known_regions, price_per_hour, regions_for, where_to_write
 from resources.settings import MAX_EGRESS_VARIABLE, REGION_VARIABLE
+from resources.tpu import largest_single_vm_slice
 
-_GB = 10**9
+_GB, _GIB = 10**9, 2**30
+_COORDINATOR_CORES, _COORDINATOR_MEMORY = 4, 16 * _GIB
+
+_IMAGE_KINDS: dict[str, ImageKind] = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+_CLOUD_RUN_CORES = (1, 2, 4, 8)
+_CLOUD_RUN_MEMORY = 32 * _GIB
+_CLOUD_RUN_GPU_CORES, _CLOUD_RUN_GPU_MEMORY = 4, 16 * _GIB
+
+
+@dataclass(frozen=True)
+class _Machine:
+    name: str
+    cores: int
+    memory_gib: int
+
+
+_CPU_MACHINES = tuple(
+    _Machine(f"n2-{family}-{cores}", cores, cores * per_core)
+    for cores in (2, 4, 8, 16, 32, 48, 64, 80, 96, 128)
+    for family, per_core in (("standard", 4), ("highmem", 8))
+    if (family, cores) != ("highmem", 128)  # has less memory per core than the rest of its family
+)
+# By model and number of GPUs; cores and memory are fixed.
+_GPU_MACHINES: dict[str, dict[int, _Machine]] = {
+    "A100": {
+        **{count: _Machine(f"a2-highgpu-{count}g", 12 * count, 85 * count) for count in (1, 2, 4, 8)},
+        16: _Machine("a2-megagpu-16g", 96, 1360),
+    },
+    "A100-80GB": {count: _Machine(f"a2-ultragpu-{count}g", 12 * count, 170 * count) for count in (1, 2, 4, 8)},
+    "H100": {count: _Machine(f"a3-highgpu-{count}g", 26 * count, 234 * count) for count in (1, 2, 4, 8)},
+    "L4": {count: _Machine(f"g2-standard-{12 * count}", 12 * count, 48 * count) for count in (1, 2, 4, 8)},
+    "T4": {count: _Machine(f"n1-standard-{8 * count}", 8 * count, 30 * count) for count in (1, 2, 4)},
+}
+_GPU_TYPES = {
+    "A100": "NVIDIA_TESLA_A100",
+    "A100-80GB": "NVIDIA_A100_80GB",
+    "H100": "NVIDIA_H100_80GB",
+    "L4": "NVIDIA_L4",
+    "T4": "NVIDIA_TESLA_T4",
+}
+_TPU_MACHINES: dict[str, dict[int, str]] = {
+    "v5litepod": {1: "ct5lp-hightpu-1t", 4: "ct5lp-hightpu-4t", 8: "ct5lp-hightpu-8t"},
+    "v6e": {1: "ct6e-standard-1t", 4: "ct6e-standard-4t", 8: "ct6e-standard-8t"},
+}
 
 
 @dataclass(frozen=True)
@@ -153,3 +197,162 @@ def _device_text(resources: ResourceConfig) -> str:
     described = resources.device.model_dump(exclude_none=True, exclude={"alternatives"})
     described |= {"variant": " or ".join(resources.device.types)} if isinstance(resources.device, TpuConfig) else {}
     return " ".join(str(value) for value in described.values())
+
+
+def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
+    """Returns the variables that give a flow run the resources of a replica; its pool runs on the same machine.
+
+    A job of a work pool cannot hold a slice of several VMs: if the region has a cluster, the flow run gets a machine
+    without accelerators, and submits its replicas to the cluster. Of several TPU types, the first that the region
+    offers is taken. Several replicas of a single machine share it.
+
+    Raises:
+        UnsatisfiableResources: jobs of that type cannot provide it; the message has the nearest possible request.
+    """
+    resources = region.offered(resources) or resources.choices[0]
+    if _needs_a_cluster(resources):
+        if region.backend_url is None:
+            raise _too_large(resources, region)
+        coordinator = resources.model_copy(
+            update={
+                "device": CpuConfig(),
+                "cpu": _COORDINATOR_CORES,
+                "ram": f"{_COORDINATOR_MEMORY // _GIB}g",
+                "replicas": 1,
+                "preemptible": False,
+            }
+        )
+        return _on_single_machine(coordinator, region, "orchestrator") | {"env": {"ASSAY_JOBS": region.backend_url}}
+    return _on_single_machine(resources, region, _IMAGE_KINDS[resources.device.kind])
+
+
+def _needs_a_cluster(resources: ResourceConfig) -> bool:
+    match resources.device:
+        case TpuConfig() as tpu:
+            return tpu.slice.vms > 1 or resources.replicas > 1
+        case _:
+            return resources.hosts > 1
+
+
+def _on_single_machine(resources: ResourceConfig, region: Region, kind: ImageKind) -> dict[str, Any]:
+    named = resources.image or region.images.get(kind)
+    image = {"image": named} if named else {}
+    match region.work_pool_type:
+        case "process":
+            return {}
+        case "kubernetes":
+            return image | _kubernetes(resources.model_copy(update={"regions": (region.name,)}))
+        case "cloud-run-v2":
+            return image | {"region": region.name} | _cloud_run(resources)
+        case "vertex-ai":
+            return image | {"region": region.name} | _vertex_ai(resources)
+
+
+def _kubernetes(resources: ResourceConfig) -> dict[str, Any]:
+    placed = placement(resources)
+    share = resources.replicas  # engines that share a node
+    variables: dict[str, Any] = {
+        "cpu": str(resources.cpu * share),
+        "memory": str(size_in_bytes(resources.ram) * share),
+        "disk": str(size_in_bytes(resources.disk) * share),
+        "node_selector": placed.node_selector,
+        "affinity": placed.affinity,
+        "tolerations": placed.tolerations,
+    }
+    if GPU_RESOURCE in placed.limits:
+        variables["gpus"] = int(placed.limits[GPU_RESOURCE]) * share
+    if TPU_RESOURCE in placed.limits:
+        variables["tpu_chips"] = int(placed.limits[TPU_RESOURCE])
+    return {name: value for name, value in variables.items() if value}
+
+
+def _cloud_run(resources: ResourceConfig) -> dict[str, Any]:
+    cores, memory = resources.cpu * resources.replicas, size_in_bytes(resources.ram) * resources.replicas
+    variables: dict[str, Any] = {}
+    match resources.device:
+        case TpuConfig(variant=variant):
+            raise _beyond("Cloud Run", variant, "1 L4, or no accelerator")
+        case GpuConfig(variant=variant, count=count):
+            if gpu_model(variant) not in ("L4", "AUTO") or count * resources.replicas != 1:
+                raise _beyond("Cloud Run", f"{count * resources.replicas} x {variant}", "1 L4")
+            cores, memory = max(cores, _CLOUD_RUN_GPU_CORES), max(memory, _CLOUD_RUN_GPU_MEMORY)
+            variables = {"gpus": "1", "node_selector": {"accelerator": "nvidia-l4"}}
+        case CpuConfig():
+            pass
+    fitting = [size for size in _CLOUD_RUN_CORES if size >= cores]
+    if not fitting or memory > _CLOUD_RUN_MEMORY:
+        request = f"{cores} cores and {memory / _GIB:g} GiB"
+        raise _beyond("Cloud Run", request, f"{_CLOUD_RUN_CORES[-1]} cores and {_CLOUD_RUN_MEMORY // _GIB} GiB")
+    return variables | {"cpu": f"{fitting[0] * 1000}m", "memory": f"{max(1, -(-memory // _GIB))}Gi"}
+
+
+def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
+    share = resources.replicas
+    cores, memory = resources.cpu * share, size_in_bytes(resources.ram) * share
+    variables: dict[str, Any] = {"boot_disk_size_gb": max(100, -(-size_in_bytes(resources.disk) * share // 10**9))}
+    if resources.preemptible:
+        variables["scheduling"] = {"strategy": "SPOT"}
+    match resources.device:
+        case CpuConfig():
+            fitting = [
+                machine for machine in _CPU_MACHINES if machine.cores >= cores and machine.memory_gib * _GIB >= memory
+            ]
+            if not fitting:
+                largest = max(_CPU_MACHINES, key=lambda machine: machine.memory_gib)
+                request = f"{cores} cores and {memory / _GIB:g} GiB"
+                raise _beyond("Vertex AI", request, f"{largest.name}, {largest.cores} cores, {largest.memory_gib} GiB")
+            smallest = min(fitting, key=lambda machine: (machine.memory_gib, machine.cores))
+            return variables | {"machine_type": smallest.name}
+        case GpuConfig(variant=variant, count=count):
+            model, gpus = "T4" if variant == "auto" else gpu_model(variant), count * share
+            machines = _GPU_MACHINES.get(model, {})
+            fitting_count = next(
+                (
+                    size
+                    for size, machine in machines.items()
+                    if size >= gpus and machine.cores >= cores and machine.memory_gib * _GIB >= memory
+                ),
+                None,
+            )
+            if fitting_count is None:
+                nearest = [
+                    f"{size} x {name} with {machine.cores} cores and {machine.memory_gib} GiB"
+                    for name, sizes in _GPU_MACHINES.items()
+                    for size, machine in [max(sizes.items())]
+                    if name == model or not machines
+                ]
+                request = f"{gpus} x {variant} with {cores} cores and {memory / _GIB:g} GiB"
+                raise _beyond("Vertex AI", request, ", ".join(nearest))
+            return variables | {
+                "machine_type": machines[fitting_count].name,
+                "accelerator_type": _GPU_TYPES[model],
+                "accelerator_count": fitting_count,
+            }
+        case TpuConfig(variant=variant) as tpu:
+            machines = _TPU_MACHINES.get(tpu_generation(variant), {})
+            chips = tpu.slice.chips
+            if chips not in machines:
+                nearest = [f"{name}-{size}" for name, sizes in _TPU_MACHINES.items() for size in sizes]
+                raise _beyond("Vertex AI", variant, ", ".join(nearest))
+            return variables | {"machine_type": machines[chips], "tpu_topology": tpu_shape(tpu)}
+
+
+def _beyond(service: str, request: str, nearest: str) -> UnsatisfiableResources:
+    return UnsatisfiableResources(
+        expected=f"resources that a job of {service} can have",
+        found=request,
+        remedy=f"nearest: {nearest}; or use a work pool of type kubernetes",
+    )
+
+
+def _too_large(resources: ResourceConfig, region: Region) -> UnsatisfiableResources:
+    tpu, machines = resources.device, resources.hosts_per_replica
+    kind, nearest = ("replicas", "1 machine for each")
+    if isinstance(tpu, TpuConfig):
+        kind, nearest = tpu.variant, f"1 {largest_single_vm_slice(tpu.variant)}"
+    return UnsatisfiableResources(
+        expected=f"replicas that a job of the work pool {region.work_pool} can hold, or a cluster in {region.name}",
+        found=f"{resources.replicas} x {kind}, {machines} {'VMs' if isinstance(tpu, TpuConfig) else 'machines'} each, "
+        f"and no ray_address or iris_address for {region.name}",
+        remedy=f"nearest: {nearest}; or {where_to_write(region.name, ADDRESS_LINE)}",
+    )

@@ -112,14 +112,7 @@ async def nodes_of(placement: Placement) -> list[tuple[str, int]]:
     def where() -> str:
         return ray.get_runtime_context().get_node_id()
 
-    options = [
-        {"num_cpus": host.num_cpus, "memory": host.memory, "resources": dict(host.resources)}
-        for host in placement.hosts
-    ]
-    asked = [
-        where.options(scheduling_strategy=host.strategy, **each).remote()
-        for host, each in zip(placement.hosts, options, strict=True)
-    ]
+    asked = [where.options(**host.options).remote() for host in placement.hosts]
     async with asyncio.timeout(60):
         ids = await asyncio.gather(*asked)
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
@@ -138,9 +131,9 @@ async def test_two_claimants_get_whole_slices_in_order_and_a_third_waits(
             [("first", 0), ("first", 1)],
             [("second", 0), ("second", 1)],
         ]
-        assert [(host.replica, host.host, host.resources, host.env_vars["TPU_WORKER_ID"]) for host in first.hosts] == [
-            (0, worker, {"TPU": 4.0}, str(worker)) for worker in range(2)
-        ]
+        assert [
+            (host.replica, host.host, host.options["resources"], host.env_vars["TPU_WORKER_ID"]) for host in first.hosts
+        ] == [(0, worker, {"TPU": 4.0}, str(worker)) for worker in range(2)]
         third = Waiting(V4_16)
         assert await third.reason() == "waits for 1 × v4-16: 2 slices in the cluster, both taken"
         second.release()

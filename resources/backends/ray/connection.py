@@ -9,7 +9,8 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -94,7 +95,7 @@ class RayConnection:
     def controllers(self, *, detached_only: bool = False) -> list[Any]:
         """Returns all controllers of the cluster, this process's own first."""
         self._probe()
-        with _unavailable(self._ray, self._asked):
+        with _reported(self._ray, self._asked):
             actors = self._ray.util.list_named_actors(all_namespaces=True)
         names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
         prefix = DETACHED if detached_only else "controller-"
@@ -125,18 +126,18 @@ class RayConnection:
             except self._ray.exceptions.GetTimeoutError as error:
                 self._probe()
                 if time.monotonic() > deadline:
-                    raise self._unavailable("its controller does not answer") from error
+                    raise unavailable(self._asked, "its controller does not answer") from error
             except self._ray.exceptions.ActorUnavailableError as error:  # lost connection: the controller may be alive
                 self._probe()
                 if time.monotonic() > deadline:
-                    raise self._unavailable(str(error)) from error
+                    raise unavailable(self._asked, str(error)) from error
                 reference = None
                 time.sleep(0.2)
             except self._ray.exceptions.ActorDiedError as error:
                 self._probe()
                 raise self._gone(_first_line(error)) from error
             except (ConnectionError, RuntimeError, self._ray.exceptions.RayError) as error:
-                raise self._unavailable(f"{classify_ray(error)[1]}"[:500]) from error
+                raise unavailable(self._asked, f"{classify_ray(error)[1]}"[:500]) from error
         if isinstance(answer, AssayError):
             raise answer
         return answer
@@ -147,7 +148,7 @@ class RayConnection:
         self._probe()
         self._ray.cloudpickle.register_pickle_by_value(ray_workers)
         code = own_code()
-        with _unavailable(self._ray, self._asked):
+        with _reported(self._ray, self._asked):
             return (
                 self._ray.remote(ray_workers.ControllerShell)
                 .options(
@@ -173,7 +174,7 @@ class RayConnection:
             set_process_environment_defaults(_NOT_WITH_THE_HEAD)
             terminate = _handler_of_sigterm()
             try:
-                with _unavailable(self._ray, self._asked):
+                with _reported(self._ray, self._asked):
                     self._init()
             finally:
                 _restore_sigterm(terminate)
@@ -203,7 +204,7 @@ class RayConnection:
     def _bootstrap_address(self) -> str:
         address = self._asked
         if address == "auto":
-            with _unavailable(self._ray, address):
+            with _reported(self._ray, address):
                 address = self._ray._private.services.get_ray_address_from_environment(address, None)
         if address.startswith("ray://"):
             return address.removeprefix("ray://")
@@ -215,7 +216,7 @@ class RayConnection:
 
     def _probe(self) -> None:
         if not self._ray.is_initialized():
-            raise self._unavailable("this process is not connected to it any more")
+            raise unavailable(self._asked, "this process is not connected to it any more")
         _probe(self._asked.removeprefix("ray://") if self._through_client else self._gcs_address, self._asked)
         if self.is_replaced():
             raise self._gone("the head was restarted")
@@ -226,9 +227,6 @@ class RayConnection:
             found=f"it has ended, and its jobs with it: {reason}",
             remedy="Submit the job again.",
         )
-
-    def _unavailable(self, problem: str) -> BackendUnavailable:
-        return unavailable(self._asked, problem)
 
 
 def unavailable(address: str, problem: str) -> BackendUnavailable:
@@ -249,17 +247,14 @@ def _probe(host_and_port: str, asked: str) -> None:
         raise unavailable(asked, f"nothing answers at {host_and_port}: {error}") from error
 
 
-class _unavailable:  # called like a function
-    def __init__(self, ray: Any, address: str) -> None:
-        self._kinds = (ConnectionError, RuntimeError, TimeoutError, ray.exceptions.RayError)
-        self._address = address
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: object) -> None:
-        if error is not None and isinstance(error, self._kinds) and not isinstance(error, AssayError):
-            raise unavailable(self._address, f"{type(error).__name__}: {_first_line(error)}") from error
+@contextmanager
+def _reported(ray: Any, address: str) -> Iterator[None]:
+    try:
+        yield
+    except AssayError:
+        raise
+    except (ConnectionError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
+        raise unavailable(address, f"{type(error).__name__}: {_first_line(error)}") from error
 
 
 @cache

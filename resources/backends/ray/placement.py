@@ -38,15 +38,10 @@ _DECISION_LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlace:
-    """Place of a process of a job: the options of its Ray task."""
+    """Place of a process of a job."""
 
-    strategy: Any
-    """Scheduling strategy: a bundle of the job's placement group."""
-    resources: Mapping[str, float]
-    num_cpus: float
-    num_gpus: float
-    memory: int | None
-    """In bytes."""
+    options: Mapping[str, Any]
+    """Options of its Ray task: its resources, and its bundle of the job's placement group."""
     env_vars: Mapping[str, str]
     """Variables for the device; variables of the job override them."""
     replica: int
@@ -237,11 +232,13 @@ class _Claim:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         hosts = [
             HostPlace(
-                strategy=strategy(self._group, placement_group_bundle_index=index),
-                resources={"TPU": bundle.share["TPU"]} if "TPU" in bundle.share else {},
-                num_cpus=bundle.share["CPU"],
-                num_gpus=bundle.share.get("GPU", 0.0),
-                memory=int(bundle.share["memory"]),
+                options={
+                    "scheduling_strategy": strategy(self._group, placement_group_bundle_index=index),
+                    "resources": {"TPU": bundle.share["TPU"]} if "TPU" in bundle.share else {},
+                    "num_cpus": bundle.share["CPU"],
+                    "num_gpus": bundle.share.get("GPU", 0.0),
+                    "memory": int(bundle.share["memory"]),
+                },
                 env_vars=bundle.env_vars,
                 replica=bundle.replica,
                 host=bundle.host,

@@ -61,15 +61,7 @@ class ControllerShell:
         code = [ray.put(content)]  # in a list, Ray fetches the object only on demand
 
         def start(place: Any, order: bytes, sent: Mapping[str, Any]) -> Any:
-            task = ray.remote(ray_workers.run_on_node).options(
-                num_cpus=place.num_cpus,
-                num_gpus=place.num_gpus,
-                memory=place.memory,
-                resources=dict(place.resources),
-                scheduling_strategy=place.strategy,
-                max_retries=0,
-                name="assay",
-            )
+            task = ray.remote(ray_workers.run_on_node).options(**place.options, max_retries=0, name="assay")
             return task.remote(digest, code, order, dict(sent), ray.get_runtime_context().current_actor)
 
         self._controller = Controller(ray, start=start)

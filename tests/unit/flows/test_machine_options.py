@@ -28,7 +28,7 @@ from resources.config import GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import Command, JobRequest
 from resources.regions.regions import known_regions, price_per_hour
-from resources.regions.work_pool_variables import job_variables
+from resources.regions.work_pools import job_variables
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.records.cost import Cost
 from tasks.records.provenance import hardware
