@@ -108,20 +108,6 @@ def test_stranger_that_speaks_a_byte_at_a_time_has_no_more_time_than_others(
     assert ended() is None
 
 
-def test_caller_notices_that_an_actor_does_not_know_the_key(pair: tuple[socket.socket, socket.socket]) -> None:
-    caller, impostor = pair
-
-    def answer_anything() -> None:
-        impostor.sendall(bytes(32))
-        impostor.recv(64)
-        impostor.sendall(bytes(32))
-
-    ended = in_background(answer_anything)
-    with pytest.raises(WrongKey, match="does not know"):
-        greet_actor(caller, KEY, actor="job-1")
-    assert ended() is None
-
-
 def test_connection_that_ends_inside_a_frame_gives_none(pair: tuple[socket.socket, socket.socket]) -> None:
     caller, actor = greeted(pair)
     send(caller, Frame(1, Kind.CALL, "add", b"1234"))

@@ -61,17 +61,6 @@ def test_lease_that_ran_out_is_worth_nothing_and_its_item_is_lent_again(clock: C
         queue.done(second)
 
 
-def test_renewed_lease_holds_until_its_new_end(clock: Clock) -> None:
-    queue = LeasedQueue(clock=clock)
-    queue.push("a")
-    lease = popped(queue, 10)
-    clock.now += 9
-    queue.renew(lease, 10)
-    clock.now += 9
-    assert queue.pop() is None
-    queue.done(lease)
-
-
 @pytest.mark.parametrize("ending", ["released", "its lease ran out"])
 def test_unusable_item_starves_no_other_and_is_set_aside(clock: Clock, ending: str) -> None:
     queue = LeasedQueue(max_deliveries=3, clock=clock)
