@@ -35,7 +35,7 @@ BACKENDS: dict[str, Backend] = {
     "ray": Backend("resources.backends.ray.client", "ray://auto, ray://host:10001", package="ray"),
     "iris": Backend("resources.backends.iris.entry", "iris://host:port", package="iris"),
     "kubernetes": Backend(
-        "resources.backends.kubernetes.entry",
+        "resources.backends.kubernetes.client",
         "kubernetes://context/namespace?queue=name",
         package="kubernetes",
         options=frozenset({"queue"}),

@@ -74,7 +74,7 @@ class BoundedFolder:
 
     def hold(self, key: str) -> Hold:
         """Protects an existing or future entry from eviction."""
-        with self._reported("use"):
+        with storage.reported(str(self.folder), "use"):
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = self._locked(key, fcntl.LOCK_SH)
         assert lock is not None, "a lock that waits is always got"
@@ -94,7 +94,7 @@ class BoundedFolder:
 
     def make_room(self, key: str, planned_bytes: int) -> None:
         """Evicts unused entries, the least recently used first, until `key` fits, and reserves its room."""
-        with self._reported("make room in"), self._accounting(), ExitStack() as locks:
+        with storage.reported(str(self.folder), "make room in"), self._accounting(), ExitStack() as locks:
             idle: list[_Entry] = []
             held: list[_Entry] = []
             to_come = planned_bytes - tree_bytes(self.partial(key))
@@ -132,7 +132,7 @@ class BoundedFolder:
 
     def publish(self, key: str, content: Path, *, note: bytes = b"") -> None:
         """Turns `content`, a folder inside the partial entry, into the entry. Only for the filling process."""
-        with self._reported("complete a copy in"):
+        with storage.reported(str(self.folder), "complete a copy in"):
             _sync_folder(content)
             storage.write_bytes(str(self.folder / f"{key}.note"), note)
             content.rename(self.entry(key))
@@ -141,7 +141,7 @@ class BoundedFolder:
 
     def discard(self, key: str) -> None:
         """Removes a damaged entry. Only for the filling process."""
-        with self._reported("remove a damaged copy from"), self._accounting():
+        with storage.reported(str(self.folder), "remove a damaged copy from"), self._accounting():
             self._remove_tree(key)
 
     @contextmanager
@@ -197,15 +197,6 @@ class BoundedFolder:
             f"and in use: {named or 'nothing'}",
             remedy="raise the bound, free the disk, use a folder on a larger disk, or wait until entries are released",
         )
-
-    @contextmanager
-    def _reported(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StorageError(
-                expected=f"to {doing} {self.folder}", found=str(error), remedy="check that it is yours, and not full"
-            ) from error
 
 
 def size_text(size_bytes: int) -> str:

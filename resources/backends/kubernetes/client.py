@@ -14,12 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode
 
 import cloudpickle
 
 from resources.backends.kubernetes.attempts import OwnedJob
+from resources.backends.kubernetes.cluster import Cluster, connect
 from resources.backends.kubernetes.devices import placement, require_node
 from resources.backends.kubernetes.job import KubernetesJob
 from resources.backends.kubernetes.manifests import (
@@ -55,9 +55,11 @@ from resources.jobs.jobs import (
     create_environment,
 )
 from resources.jobs.waiting import while_running
+from resources.settings import job_id as own_job_id
+from resources.settings import settings
 
-if TYPE_CHECKING:
-    from resources.backends.kubernetes.cluster import Cluster
+LEAST_LEASE_SECONDS = 180.0
+"""A kubelet checks about once a minute, on a copy up to a minute old; the owner sends ten heartbeats per lease."""
 
 
 class KubernetesClient:
@@ -282,3 +284,17 @@ class KubernetesClient:
             for job in jobs:
                 with suppress(AssayError):  # otherwise the lease ends it
                     stop(job)
+
+
+def client_from_address(host: str, path: str, *, queue: str | None = None) -> KubernetesClient:
+    """Returns a client with the settings of this machine; for further errors see `connect`."""
+    lease_seconds = settings().job_lease_seconds
+    if lease_seconds < LEAST_LEASE_SECONDS and not own_job_id():  # inside a job the submitter's lease applies
+        raise BadInput(
+            expected=f"ASSAY_JOB_LEASE_SECONDS of {LEAST_LEASE_SECONDS:g} or more",
+            found=f"{lease_seconds:g}: a pod may see a sign of life two minutes late, and would end itself meanwhile",
+            remedy="set more, or leave it out for 300",
+        )
+    return KubernetesClient(
+        connect(host, path.strip("/")), image=settings().job_image, queue=queue, lease_seconds=lease_seconds
+    )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fakes.kubernetes_schemas import ValidationError, validate
+from resources.backends.kubernetes.client import client_from_address
 from resources.backends.kubernetes.devices import placement
-from resources.backends.kubernetes.entry import client_from_address
 from resources.backends.kubernetes.manifests import (
     LARGEST_SECRET_BYTES,
     Owner,
