@@ -99,7 +99,7 @@ def cluster_write(
     ] = False,
 ) -> None:
     """Write the cluster files of all regions, for Ray's own launcher; `assay cluster up` needs none."""
-    from resources.regions.ray_cluster_file import render
+    from resources.regions.ray_clusters import render
     from resources.regions.regions import known_regions, regions_file
 
     changed: list[Path] = []

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from flows.cli.app import app
 from resources.errors import BadInput
-from resources.regions.ray_cluster_file import render, slices_in
+from resources.regions.ray_clusters import render, slices_in
 from resources.regions.region_table import Region
 from resources.regions.regions import load_regions, regions_file
 from resources.settings import settings
