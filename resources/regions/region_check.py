@@ -149,13 +149,12 @@ def find_gcs_paths(obj: Any, place: str = "") -> list[GcsPath]:
 def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> Elsewhere | None:
     """Returns the mismatch, if any, of the using region and a bucket's region (regions file, else the bucket)."""
     known = regions or known_regions()
-    all_names = ({entry.name, *entry.aliases} for entry in known.regions)
-    aliases = next((names for names in all_names if region in names), {region})
+    using = known.find(region)
+    names = (using.name, *using.aliases) if using else (region,)
     locations = _locations(path, known)
-    if not locations or any(_covers(location, name) for location in locations for name in aliases):
+    if not locations or any(_covers(location, name) for location in locations for name in names):
         return None
-    region_name = known.named(region).name if len(aliases) > 1 else region
-    return Elsewhere(path, " and ".join(locations), known.egress_price(locations[0], region_name))
+    return Elsewhere(path, " and ".join(locations), known.egress_price(locations[0], names[0]))
 
 
 def region_of_this_machine(metadata_address: str = _METADATA) -> str | None:

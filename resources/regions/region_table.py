@@ -195,26 +195,29 @@ class Regions(Config):
                 raise ValueError(f"the {kind} {twice[0]} names two regions")
         return self
 
+    def find(self, name: str) -> Region | None:
+        """Returns the region with a name or alias, or None."""
+        return next((region for region in self.regions if name in (region.name, *region.aliases)), None)
+
     def named(self, name: str) -> Region:
         """Returns the region with a name or alias.
 
         Raises:
             BadInput: no region has the name; the message offers the nearest names.
         """
-        known = {alias: region for region in self.regions for alias in (region.name, *region.aliases)}
-        if name in known:
-            return known[name]
+        if (region := self.find(name)) is not None:
+            return region
         expected = "a region that deployments/regions.yaml describes, or the file in ASSAY_REGIONS"
-        raise unknown(expected, name, known, "correct the name, or add it there")
+        names = [known for region in self.regions for known in (region.name, *region.aliases)]
+        raise unknown(expected, name, names, "correct the name, or add it there")
 
     def of_bucket(self, bucket: str) -> Region | None:
         return next((region for region in self.regions if bucket in region.buckets), None)
 
     def continent_of(self, region: str) -> str | None:
         """Returns the continent of a region, or None; of an unlisted region, from the start of its name."""
-        for known in self.regions:
-            if region in (known.name, *known.aliases):
-                return known.continent
+        if (known := self.find(region)) is not None:
+            return known.continent
         beginnings = {"us": "north-america", "northamerica": "north-america", "europe": "europe", "asia": "asia"}
         return beginnings.get(region.partition("-")[0])
 

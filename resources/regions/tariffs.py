@@ -77,7 +77,7 @@ def _tariff_here(resources: ResourceConfig, known: Regions) -> Tariff:
         return Tariff(why_unknown="this machine is in no region that has prices")
     if zone is not None and (told := vm_metadata("scheduling/preemptible")) is not None:
         preemptible = told.upper() == "TRUE"
-    region = next((region for region in known.regions if name in (region.name, *region.aliases)), None)
+    region = known.find(name)
     if region is None:
         return Tariff(zone=zone, why_unknown=f"the price list has no region {name}")
     asked = resources if preemptible is None else resources.model_copy(update={"preemptible": preemptible})
