@@ -41,8 +41,7 @@ from pools.protocol import ProxyStatus, ServedModel
 from pools.proxy.client import ProxyAddress, wait_for_address
 from pools.proxy.process import check_network
 from pools.settings import ProxyKeys, proxy_keys
-from resources.backends.choice import client_from_url
-from resources.backends.current import current_client
+from resources.backends.current import client_from_url, current_client
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, ProxyFailed

@@ -168,7 +168,7 @@ class ActorHandle:
 
 
 def _attached(url: str, job_id: str, name: str) -> ActorHandle:
-    from resources.backends.choice import client_from_url  # importing it here keeps this module free of backends
+    from resources.backends.current import client_from_url  # importing it here keeps this module free of backends
 
     client = client_from_url(url)
     return ActorHandle(client, client.attach(job_id), name=name)

@@ -18,7 +18,7 @@ from typing import Any
 
 from side_by_side import give_up, say
 
-from resources.backends.choice import client_from_url
+from resources.backends.current import client_from_url
 from resources.jobs.jobs import Client
 
 START_SECONDS = 120.0

@@ -21,7 +21,7 @@ from flows.cli.app import app
 from pools.engine.launch import Servable
 from pools.pool.kept import require
 from pools.pool.session import PoolSession
-from resources.backends.choice import client_from_url
+from resources.backends.current import client_from_url
 from resources.settings import process_environment, settings
 from tasks.records.record import read_records
 

@@ -17,7 +17,7 @@ import pytest
 from fakes.kubernetes_cluster import IMAGE, client_of, cluster_of
 from fakes.kubernetes_server import KubernetesServer, Refusal
 from fakes.polling import eventual_pid, eventually, is_alive
-from resources.backends.choice import client_from_url
+from resources.backends.current import client_from_url
 from resources.backends.kubernetes.client import KubernetesClient
 from resources.backends.kubernetes.cluster import Cluster, Resource
 from resources.backends.kubernetes.manifests import Bounds

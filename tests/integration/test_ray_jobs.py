@@ -26,7 +26,7 @@ from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import free_port
 from fakes.ray_cluster import add_node, client_of, connected, ray_cluster
 from faults.scenarios.processes import command_line, descendants, send
-from resources.backends.choice import client_from_url
+from resources.backends.current import client_from_url
 from resources.backends.ray.client import RayClient, RayJob
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, JobFailed, UnsatisfiableResources

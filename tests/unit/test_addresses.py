@@ -9,7 +9,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from pools.config import InferencePoolConfig
-from resources.backends.choice import client_from_url
+from resources.backends.current import client_from_url
 from resources.config import Config
 from resources.errors import BadInput
 from resources.regions.region_table import Region

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from flows.cli.options.groups import tpu_asked
-from resources.backends.choice import client_from_url
-from resources.backends.current import current_client
+from resources.backends.current import client_from_url, current_client
 from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput
 from resources.jobs.jobs import Client, Entrypoint, JobRequest, create_environment

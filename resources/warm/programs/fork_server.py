@@ -219,25 +219,23 @@ class Subreaper:
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    descriptors: list[int] = []
-    received = b""
     try:
         received, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
-        while len(received) < 4:
-            if not (more := connection.recv(4 - len(received))):
-                return None, []
-            received += more
-        (length,) = struct.unpack("!I", received)
+        (length,) = struct.unpack("!I", _received(connection, 4, received))
         if length > _LARGEST_REQUEST or len(descriptors) != 3:
             return None, []
-        content = bytearray()
-        while len(content) < length:
-            if not (more := connection.recv(min(length - len(content), 1 << 20))):
-                return None, []
-            content += more
-        return json.loads(content), descriptors
+        return json.loads(_received(connection, length)), descriptors
     except OSError:
         return None, []
+
+
+def _received(connection: socket.socket, length: int, start: bytes = b"") -> bytearray:
+    content = bytearray(start)
+    while len(content) < length:
+        if not (more := connection.recv(min(length - len(content), 1 << 20))):
+            raise ConnectionError("the requester is gone")
+        content += more
+    return content
 
 
 def _wake_pipe() -> tuple[int, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from resources.backends.choice import BACKENDS, Backend, client_from_url
+from resources.backends.current import BACKENDS, Backend, client_from_url
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.jobs.jobs import Entrypoint, JobRequest, JobStatus

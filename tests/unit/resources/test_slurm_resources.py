@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resources.backends.choice import client_from_url
+from resources.backends.current import client_from_url
 from resources.backends.slurm.resources import (
     Node,
     check_nodes,
