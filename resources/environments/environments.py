@@ -126,8 +126,7 @@ def ensure_environment(
     tell = on_progress or (lambda line: None)
     spec = as_listed(spec)
     parent = environments_dir or settings().environments_dir
-    interpreter = _interpreter(spec)
-    environment = _planned(spec, interpreter, parent)
+    environment = _planned(spec, parent)
     identity, directory = environment.identity, environment.directory
     if _is_complete(environment):
         return environment
@@ -137,7 +136,7 @@ def ensure_environment(
             return environment
         links = tuple(pip_find_links() if find_links is None else find_links)
         binary = uv_binary or Path(uv.find_uv_bin())
-        source = _install(spec, environment, binary=binary, interpreter=interpreter, links=links, tell=tell)
+        source = _install(spec, environment, binary=binary, links=links, tell=tell)
         if spec.alias_distribution:
             write_alias_distribution(directory, spec.alias_distribution)
         _smoke_import(spec, environment, tell=tell)
@@ -145,7 +144,8 @@ def ensure_environment(
             if source_list is not None:
                 shutil.copyfile(source_list, directory / kept)
         unfinished = directory / f"{_MANIFEST}.unfinished"
-        unfinished.write_text(json.dumps({"identity": identity, "torch_source": source, "interpreter": interpreter}))
+        manifest = {"identity": identity, "torch_source": source, "interpreter": _interpreter(spec)}
+        unfinished.write_text(json.dumps(manifest))
         unfinished.replace(directory / _MANIFEST)
     tell(f"{spec.name}: ready in {directory}")
     return environment
@@ -153,14 +153,12 @@ def ensure_environment(
 
 def is_built(spec: EnvironmentSpec) -> bool:
     """Returns True if this machine already has the environment of `spec`."""
-    spec = as_listed(spec)
-    return _is_complete(_planned(spec, _interpreter(spec), settings().environments_dir))
+    return _is_complete(_planned(as_listed(spec), settings().environments_dir))
 
 
 def planned_identity(spec: EnvironmentSpec) -> str:
     """Returns the name of the environment that `ensure_environment` would build with this machine's interpreter."""
-    spec = as_listed(spec)
-    return _planned(spec, _interpreter(spec), settings().environments_dir).identity
+    return _planned(as_listed(spec), settings().environments_dir).identity
 
 
 def as_listed(spec: EnvironmentSpec) -> EnvironmentSpec:
@@ -194,8 +192,8 @@ def _interpreter(spec: EnvironmentSpec) -> str:
     return spec.python or str(settings().python or sys.executable)
 
 
-def _planned(spec: EnvironmentSpec, interpreter: str, parent: Path) -> Environment:
-    identity = f"{spec.name}-{_digest(spec, interpreter)}"
+def _planned(spec: EnvironmentSpec, parent: Path) -> Environment:
+    identity = f"{spec.name}-{_digest(spec)}"
     folders = [folder / identity for folder in (settings().built_environments, parent) if folder is not None]
     planned = [Environment(folder / "bin" / "python", folder, identity) for folder in folders]
     chosen = next((environment for environment in planned if _is_complete(environment)), planned[-1])
@@ -257,7 +255,6 @@ def _install(
     environment: Environment,
     *,
     binary: Path,
-    interpreter: str,
     links: tuple[str, ...],
     tell: Progress,
 ) -> str:
@@ -265,10 +262,10 @@ def _install(
     attempts = install_attempts(spec, uv_binary=binary, python=environment.python, find_links=links)
     for attempt in attempts:
         shutil.rmtree(environment.directory, ignore_errors=True)
-        venv = (str(binary), "venv", "--no-project", "--python", interpreter, str(environment.directory))
+        venv = (str(binary), "venv", "--no-project", "--python", _interpreter(spec), str(environment.directory))
         returncode, lines = _run(venv, env={}, tell=lambda line: None)
         if returncode != 0:
-            raise _build_failed(spec, f"uv found no Python {interpreter}:\n{lines}", argv=venv, env={})
+            raise _build_failed(spec, f"uv found no Python {_interpreter(spec)}:\n{lines}", argv=venv, env={})
         tell(f"{spec.name}: installing from {attempt.source} into {environment.directory}")
         returncode, lines = _run(attempt.argv, env=attempt.env, tell=lambda line: tell(f"{spec.name}: {line}"))
         if returncode == 0:
@@ -332,12 +329,12 @@ def _is_complete(environment: Environment) -> bool:
     return (environment.directory / _MANIFEST).is_file() and environment.python.exists()
 
 
-def _digest(spec: EnvironmentSpec, interpreter: str) -> str:
+def _digest(spec: EnvironmentSpec) -> str:
     parts = [
         spec.requirements.read_text(),
         spec.overrides.read_text() if spec.overrides else "",
         repr(spec.alias_distribution),
-        spec.python or _python_version(interpreter),
+        spec.python or _python_version(_interpreter(spec)),
         f"{sys.platform}-{platform.machine()}",
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

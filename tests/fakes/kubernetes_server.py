@@ -234,7 +234,6 @@ class KubernetesServer:
         if since := query.get("sinceTime"):
             stamped = [line for line in stamped if line.decode(errors="replace") >= since.removesuffix("Z")]
         tail = b"".join(stamped[-int(query["tailLines"]) :] if "tailLines" in query else stamped)
-        tail = tail[: int(query["limitBytes"])] if "limitBytes" in query else tail
         return (
             self._following(running, container, tail, lines, began) if query.get("follow") == "true" else iter([tail])
         )
