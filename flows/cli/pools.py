@@ -48,7 +48,7 @@ def pool_up(
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be requested by name."""
     options = EvaluationOptions(model=model, name=run_name, **asdict(engines), **asdict(machine))
-    from pools.pool.published import places
+    from pools.pool.access import places
 
     pool_config = _from_options(options, longest_wait) if config is None else _from_file(config, options, longest_wait)
     pool = start_pool(pool_config, pool_name=name, idle_minutes=idle_minutes)
@@ -66,8 +66,8 @@ def pool_up(
 @pool_app.command("ls")
 def pool_ls(as_json: Json = False) -> None:
     """Show the pools that are kept up on this machine, or published in ASSAY_POOLS."""
+    from pools.pool.access import places
     from pools.pool.kept import list_kept
-    from pools.pool.published import places
 
     rows = [state_of(state) for state in list_kept()]
     if as_json:

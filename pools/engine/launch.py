@@ -24,7 +24,7 @@ from pools.engine.engines import (
 )
 from pools.protocol import ServedModel
 from pools.settings import ENGINE_KEY_VARIABLE
-from pools.weights.merged_folder import inspect_checkpoint
+from pools.weights.layouts import inspect_checkpoint
 from pools.weights.merges import locations_of, with_each_location
 from pools.weights.model_files import (
     IGNORED_CONFIG_KEYS,

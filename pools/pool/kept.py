@@ -25,18 +25,20 @@ from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Launcher, Servable
 from pools.engine.parallelism import require_divisible
 from pools.jobs import labelled, placed_with, pool_environment
-from pools.pool.access import PoolAccess, access_at, described
-from pools.pool.inference import InferencePool
-from pools.pool.published import (
+from pools.pool.access import (
     KeptPool,
+    PoolAccess,
     PublishedPool,
+    access_at,
     all_published,
+    described,
     places,
     publish,
     published_as,
     require_name,
     withdraw,
 )
+from pools.pool.inference import InferencePool
 from pools.protocol import ProxyStatus, ServedModel
 from pools.proxy.client import ProxyAddress, wait_for_address
 from pools.proxy.process import check_network

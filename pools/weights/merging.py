@@ -20,7 +20,7 @@ import numpy as np
 
 from pools.weights.checkpoint_copy import Filling, changed_since_planned, counted, require_planned
 from pools.weights.content import file_identity
-from pools.weights.merged_folder import KEPT, inspect_checkpoint
+from pools.weights.layouts import KEPT, inspect_checkpoint
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     ModelFolder,

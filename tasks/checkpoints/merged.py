@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pools.engine.launch import staging
-from pools.weights.merged_folder import merged_folder
+from pools.weights.layouts import merged_folder
 from pools.weights.merges import Merge, Source, merge_of, with_each_location
 from pools.weights.model_files import CONFIG_FILES, digest_model_folder
 from resources.errors import BadInput, IncompleteCheckpoint

@@ -16,7 +16,7 @@ import fsspec
 import orjson
 
 from pools.weights.content import SETTLED_SECONDS, file_identity
-from pools.weights.merged_folder import inspect_checkpoint
+from pools.weights.layouts import Exports, inspect_checkpoint, inspect_native_folder
 from pools.weights.merges import merge_of
 from pools.weights.model_files import (
     INDEX_NAME,
@@ -28,7 +28,6 @@ from pools.weights.model_files import (
     may_pass,
     small_files,
 )
-from pools.weights.native_files import Exports, inspect_native_folder
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
 from resources.storage import storage

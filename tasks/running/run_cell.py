@@ -18,9 +18,9 @@ from prefect.runtime import flow_run
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from pools.weights.checkpoint_copy import require_planned
+from pools.weights.layouts import inspect_again
 from pools.weights.merges import with_each_location
 from pools.weights.model_files import digest_model_folder
-from pools.weights.native_files import inspect_again
 from resources.backends.local.client import local_client
 from resources.errors import AssayError, EndpointUnusable
 from resources.storage import storage

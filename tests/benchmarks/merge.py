@@ -34,7 +34,7 @@ from benchmarks.side_by_side import BENCH, Comparison, print_comparisons, say
 
 from fakes.models import write_checkpoint
 from pools.weights import merging
-from pools.weights.merged_folder import inspect_checkpoint
+from pools.weights.layouts import inspect_checkpoint
 from pools.weights.merges import Merge
 from pools.weights.model_files import ModelDigests, digest_model_folder
 from pools.weights.staging import Staging

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.stores import FolderStore, folder_store
-from pools.weights.merged_folder import inspect_checkpoint
+from pools.weights.layouts import inspect_checkpoint
 from pools.weights.merges import Merge
 from pools.weights.merging import Averager
 from pools.weights.model_files import ModelDigests, digest_model_folder, inspect_model_folder, read_tensors

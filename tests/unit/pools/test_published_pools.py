@@ -14,9 +14,8 @@ from pydantic import SecretStr
 
 from fakes.conditional_store import conditional_store
 from pools.config import InferencePoolConfig
-from pools.pool.access import PoolAccess
+from pools.pool.access import KeptPool, PoolAccess, all_published, publish, published_as, withdraw
 from pools.pool.kept import find, list_kept, require, take_down
-from pools.pool.published import KeptPool, all_published, publish, published_as, withdraw
 from pools.proxy.client import ProxyAddress
 from resources.errors import BackendUnavailable, BadInput
 from resources.settings import settings
