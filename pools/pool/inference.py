@@ -32,6 +32,15 @@ _PREEMPTIONS = 100
 _DIRECTOR_SECONDS = 3.0  # an established listening socket still accepts connections for a proxy that has ended
 
 
+def require_startable(config: InferencePoolConfig, checkpoints: Sequence[Servable], client: Client) -> None:
+    """Refuses a pool that its network, its resources or the regions of its checkpoints do not allow."""
+    check_network(config, is_local=client.is_local)
+    require_place(config.resource_config, is_local=client.is_local)
+    require_divisible(config, checkpoints)
+    locations = [location for checkpoint in checkpoints for location in checkpoint.locations]
+    check_reads(locations, config.resource_config, backend=None if client.is_local else client.url)
+
+
 class InferencePool:
     """Engine replicas behind a proxy; all their processes end with the block.
 
@@ -81,14 +90,7 @@ class InferencePool:
         self._ending.close()
 
     def _start(self, ending: ExitStack) -> None:
-        check_network(self.config, is_local=self._client.is_local)
-        require_place(self.config.resource_config, is_local=self._client.is_local)
-        require_divisible(self.config, self._checkpoints)
-        check_reads(
-            [location for checkpoint in self._checkpoints for location in checkpoint.locations],
-            self.config.resource_config,
-            backend=None if self._client.is_local else self._client.url,
-        )
+        require_startable(self.config, self._checkpoints, self._client)
         own = None if self._is_foreign else ENVIRONMENTS[environment_name(self.config)]
         build = self._build_engine()
         if self._launcher is not None and self._client.is_local:  # imported once for all replicas of this machine

@@ -23,7 +23,6 @@ from pydantic import SecretStr
 from pools.config import InferencePoolConfig, is_address
 from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Launcher, Servable
-from pools.engine.parallelism import require_divisible
 from pools.jobs import labelled, placed_with, pool_environment
 from pools.pool.access import (
     KeptPool,
@@ -38,10 +37,9 @@ from pools.pool.access import (
     require_name,
     withdraw,
 )
-from pools.pool.inference import InferencePool
+from pools.pool.inference import InferencePool, require_startable
 from pools.protocol import ProxyStatus, ServedModel
 from pools.proxy.client import ProxyAddress, wait_for_address
-from pools.proxy.process import check_network
 from pools.settings import ProxyKeys, proxy_keys
 from resources.backends.current import client_from_url, current_client
 from resources.backends.local.client import LocalClient
@@ -49,7 +47,6 @@ from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, ProxyFailed
 from resources.jobs.announcements import announce
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest
-from resources.regions.region_check import check_reads
 from resources.settings import settings
 
 _STATUS_SECONDS = 5.0
@@ -88,12 +85,9 @@ def keep_up(
     """
     client, config, keys = current_client(), with_engine_variables(config), ProxyKeys.new()
     require_name(name)
-    check_network(config, is_local=client.is_local)
-    require_divisible(config, checkpoints)
+    require_startable(config, checkpoints, client)
     if (standing := find(name)) is not None:
         raise _is_up(standing)
-    uris = [location for checkpoint in checkpoints for location in checkpoint.locations]
-    check_reads(uris, config.resource_config, backend=None if client.is_local else client.url)
     models = {checkpoint.name: checkpoint.served for checkpoint in checkpoints}
     allowed = {"ASSAY_INSECURE": "1"} if settings().insecure else {}
     job = client.submit(
