@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict, SecretStr
 
 from resources.jobs import inheritance
 from resources.settings import process_environment
 from tasks.errors import SinkFailed
-from tasks.spec.sinks import Sink, sink_kinds
+from tasks.spec.sinks import Access, Sink, sink_kinds
 
 # A user's training job sets these for itself; in Assay they would send results into that job's run.
 _NOT_OURS = re.compile(
@@ -30,28 +29,15 @@ _DEFAULTS = {
 }
 
 
-class Credentials(BaseModel):
-    """Secrets and variables for the process of a sink. `variables` is its whole environment, `arguments` are further
-    arguments of the sink's `send`."""
-
-    model_config = ConfigDict(frozen=True)
-
-    variables: dict[str, str]
-    arguments: dict[str, Any] = {}
-    secrets: tuple[SecretStr, ...] = ()
-    """Texts that must not occur in the process's output."""
-
-
-def credentials_of(sink: Sink) -> Credentials:
-    """Returns the credentials of a sink."""
+def credentials_of(sink: Sink) -> Access:
+    """Returns the access to a sink with the whole environment of its sender process and every secret in it."""
     names = (*inheritance.SENDER, *sink.variables, *sink.secret_variables)
     environment = process_environment(inherited=names)
     inherited = {name: value for name, value in environment.items() if not _NOT_OURS.fullmatch(name)}
     access = sink.access()
     variables = {**_DEFAULTS, **inherited, **access.variables}
     keys = [variables.get(name) for kind in sink_kinds() for name in kind.secret_variables]
-    secrets = tuple(SecretStr(value) for value in (*keys, *access.secrets) if value)
-    return Credentials(variables=variables, arguments=access.arguments, secrets=secrets)
+    return replace(access, variables=variables, secrets=tuple(key for key in (*keys, *access.secrets) if key))
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:

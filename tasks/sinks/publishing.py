@@ -19,7 +19,6 @@ from threading import Event
 from typing import Any
 
 import yaml
-from pydantic import SecretStr
 
 from resources.config import Config
 from resources.errors import AssayError, BadInput, StorageError, exclusive, not_there
@@ -34,7 +33,7 @@ from tasks.sinks.senders import POLL_SECONDS, Senders
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.loading import build_config, load_config
 from tasks.spec.names import how_many
-from tasks.spec.sinks import Sink, Sinks
+from tasks.spec.sinks import Access, Sink, Sinks
 from tasks.verdicts.alert_files import KnownAlert, read_alerts
 
 _log = logging.getLogger(__name__)
@@ -127,25 +126,21 @@ def _publish(announcement: Announcement, sinks: Sequence[Sink], senders: Senders
 
 
 def _state(announcement: Announcement, sink: Sink, senders: Senders, stop: Event) -> SinkState:
-    secrets: tuple[SecretStr, ...] = ()
-
-    def scrubbed(text: str) -> str:
-        return scrub(text, [secret.get_secret_value() for secret in secrets])
+    access = Access()
 
     def limit() -> Callable[[], bool]:
         deadline = time.monotonic() + sink.timeout_seconds
         return lambda: stop.is_set() or time.monotonic() > deadline
 
     try:
-        credentials = credentials_of(sink)
-        secrets = credentials.secrets
+        access = credentials_of(sink)
         with _turn(announcement, sink, over=limit()):  # the wait for a turn has its own time limit
-            where = senders.send(announcement, sink, credentials, over=limit())
-        return SinkState(status="published", where=scrubbed(where) if where else None, at=now())
+            where = senders.send(announcement, sink, access, over=limit())
+        return SinkState(status="published", where=scrub(where, access.secrets) if where else None, at=now())
     except AssayError as error:
-        reason = scrubbed(str(error))
+        reason = scrub(str(error), access.secrets)
     except Exception as error:  # noqa: BLE001 - the boundary: however a sink fails, the cell has its record
-        reason = scrubbed(f"{type(error).__name__}: {error}")
+        reason = scrub(f"{type(error).__name__}: {error}", access.secrets)
     return SinkState(status="failed", reason=reason[:_REASON_CHARACTERS], at=now())
 
 

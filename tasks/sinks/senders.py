@@ -27,8 +27,7 @@ from pydantic import BaseModel
 from resources.errors import AssayError, error_of
 from tasks.errors import SinkFailed
 from tasks.sinks.announcement import Announcement
-from tasks.sinks.credentials import Credentials
-from tasks.spec.sinks import SINKS, Sink
+from tasks.spec.sinks import SINKS, Access, Sink
 
 POLL_SECONDS = 0.1
 # New objects before a collection; at Python's 700, collections take a tenth of the import of a tracker's client.
@@ -57,9 +56,7 @@ class Senders:
         while self._idle:
             self._idle.pop().end()
 
-    def send(
-        self, announcement: Announcement, sink: Sink, credentials: Credentials, *, over: Callable[[], bool]
-    ) -> str | None:
+    def send(self, announcement: Announcement, sink: Sink, access: Access, *, over: Callable[[], bool]) -> str | None:
         """Sends through an idle or new process and returns the address at the sink; None if the sink ignores it.
 
         After an error, a crash, or once `over` returns True, the process is killed with its children.
@@ -67,7 +64,7 @@ class Senders:
         Raises:
             AssayError: the sink does not have the announcement.
         """
-        process = self._take(sink, credentials) or _Process(sink, credentials)
+        process = self._take(sink, access) or _Process(sink, access)
         answer: dict[str, Any] = {}
         try:
             answer = process.answer_to(announcement, over)
@@ -80,9 +77,9 @@ class Senders:
             raise error_of(answer)
         return answer["where"]
 
-    def _take(self, sink: Sink, credentials: Credentials) -> _Process | None:
+    def _take(self, sink: Sink, access: Access) -> _Process | None:
         with self._lock:
-            same = (process for process in self._idle if (process.sink, process.credentials) == (sink, credentials))
+            same = (process for process in self._idle if (process.sink, process.access) == (sink, access))
             if (process := next(same, None)) is None:
                 return None
             self._idle.remove(process)
@@ -93,9 +90,9 @@ class Senders:
 
 
 class _Process:
-    def __init__(self, sink: Sink, credentials: Credentials) -> None:
+    def __init__(self, sink: Sink, access: Access) -> None:
         self.sink = sink
-        self.credentials = credentials
+        self.access = access
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  not a pipe: what a library leaves running would hold it
         self._process = subprocess.Popen(
             # -P: modules are not imported from the working folder.
@@ -103,7 +100,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=credentials.variables,
+            env=access.variables,
             text=True,
             start_new_session=True,
         )
@@ -148,7 +145,7 @@ class _Process:
             module=SINKS[self.sink.kind],
             sink=self.sink.model_dump(mode="json"),
             announcement=announcement,
-            arguments=self.credentials.arguments,
+            arguments=self.access.arguments,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):

@@ -41,12 +41,12 @@ _REMEDY = (
 class Access:
     """Keys and addresses from outside the configuration."""
 
-    variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the sender process."""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables of the sender process; in `credentials_of` its whole environment."""
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)
     """Further arguments of the sink's `send`, as JSON."""
-    secrets: tuple[str, ...] = ()
-    """Secrets in the arguments, to be removed from outputs."""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """Texts that must not occur in outputs."""
 
 
 class SinkConfig(Config):

@@ -1,4 +1,5 @@
-"""Processes that send a series to a sink: kept while they succeed and nothing changes, ended with the series."""
+"""Processes that send a series to a sink, here a module outside of the repository: kept while they succeed and nothing
+changes, ended with the series."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ import pytest
 from fakes.cells import make_cell
 from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import running_program
+from resources.errors import BadInput
 from tasks.records.record import SinkState
 from tasks.sinks.publishing import publish_record, publish_report
 from tasks.sinks.senders import Senders
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.loading import build_config
 from tasks.spec.sinks import SINKS, Sink
 
 MODULE = '''"""A folder with a file for each announcement, which names its sender; its file `order` is obeyed first."""
@@ -52,8 +56,9 @@ class DiarySink(SinkConfig):
         return f"diary:{self.path}"
 
     def access(self):
-        """Return the folder of this module."""
-        return Access(variables={"PYTHONPATH": os.path.dirname(__file__)})
+        """Return the folder of this module, and a word that is a secret."""
+        variables = {"PYTHONPATH": os.path.dirname(__file__)}
+        return Access(variables=variables, arguments={"word": "open sesame"}, secrets=("open sesame",))
 
 
 class OneLetterSink(DiarySink):
@@ -65,7 +70,7 @@ class OneLetterSink(DiarySink):
 CONFIG = DiarySink
 
 
-def send(announcement, sink):
+def send(announcement, sink, *, word):
     """Obeys, and writes a file."""
     folder = Path(sink.path)
     order = folder / "order"
@@ -85,7 +90,7 @@ def send(announcement, sink):
     record = announcement.record
     name = f"{announcement.series.evaluator}-{record.checkpoint.step}" if record else "report"
     (folder / f"{name}.json").write_text(json.dumps(letter))
-    return name
+    return f"{name} {word}"
 '''
 
 
@@ -129,6 +134,19 @@ def diary_sink(name: str = "DiarySink") -> Any:
     return getattr(import_module("diary_sink"), name)
 
 
+def test_external_sink_is_read_with_its_options_and_offered_in_forms(diary: Diary, tmp_path: Path):
+    content = {"model_path": str(tmp_path), "base_url": "http://127.0.0.1:9/v1", "evals": [{"name": "demo_facts"}]}
+    sink = {"kind": "diary", "path": "diary", "timeout_seconds": 30}
+    config = build_config({**content, "sinks": [sink]}, EvaluationConfig, source="a test")
+    assert config.sinks[0].model_dump(exclude={"tags"}) == sink
+    for wrong, about in (({"paths": "x"}, "did you mean path"), ({"api_key": "x"}, "the field api_key")):
+        with pytest.raises(BadInput, match=about):
+            build_config({**content, "sinks": [{**sink, **wrong}]}, EvaluationConfig, source="a test")
+    form = EvaluationConfig.model_json_schema()
+    assert form["$defs"]["DiarySink"]["properties"]["path"]["description"] == "The folder."
+    assert {"$ref": "#/$defs/DiarySink"} in form["properties"]["sinks"]["items"]["anyOf"]
+
+
 def test_series_is_sent_by_a_single_process_that_ends_with_it(diary: Diary):
     with Senders() as senders:
         record, cell = make_cell(diary.evaluations, step=300)
@@ -136,9 +154,9 @@ def test_series_is_sent_by_a_single_process_that_ends_with_it(diary: Diary):
         states = [diary.send(100, senders), diary.send(200, senders)]
         states += publish_report(record, str(cell), (diary.sink,), senders=senders).values()
         assert [(state.status, state.where) for state in states] == [
-            ("published", "helm-100"),
-            ("published", "helm-200"),
-            ("published", "report"),
+            ("published", "helm-100 ***"),
+            ("published", "helm-200 ***"),
+            ("published", "report ***"),
         ]
         assert len(set(diary.processes())) == 1 and is_alive(diary.processes()[0])
     letters = [diary.letter(name) for name in ("helm-100", "helm-200", "report")]
