@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from uuid import UUID
 
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelling
@@ -93,36 +94,27 @@ def cancel(
     if cells is not None:
         return len(ended), []
     runs = {claim.holder.flow_run for claim in ended if claim.holder is not None and claim.holder.flow_run}
-    return len(ended), [*_cancel_flow_runs(sorted(runs)), *_cancel_dispatches(policy, besides=runs)]
+    return len(ended), _cancel_flow_runs(policy, sorted(runs))
 
 
-def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
+def _cancel_flow_runs(policy: Policy, ids: Sequence[str]) -> list[str]:
+    if server_address() is None:
+        return []
+    at_work_pools: list[str] = []
+    if policy.dispatch == "work_pools":
+        try:
+            at_work_pools = [str(dispatch.id) for dispatch in read_dispatches(policy).at_work]
+        except AssayError as error:
+            report_event(f"flow runs at work pools could not be cancelled, and find nothing to do: {error}")
     cancelled: list[str] = []
-    if not ids or server_address() is None:
-        return cancelled
-    for flow_run_id in ids:
+    for flow_run_id in dict.fromkeys([*ids, *at_work_pools]):
         try:
             with prefect_client() as client:
-                client.set_flow_run_state(flow_run_id, state=Cancelling(message=CANCELLED_BY_COMMAND))
+                client.set_flow_run_state(UUID(flow_run_id), state=Cancelling(message=CANCELLED_BY_COMMAND))
         except (AssayError, PrefectException) as error:
             report_event(f"flow run {flow_run_id} could not be cancelled: {error}")
         else:
             cancelled.append(flow_run_id)
-    return cancelled
-
-
-def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]:
-    cancelled: list[str] = []
-    if policy.dispatch == "here" or server_address() is None:
-        return cancelled
-    try:
-        with prefect_client() as client:
-            for dispatch in read_dispatches(policy).at_work:
-                if str(dispatch.id) not in besides:
-                    client.set_flow_run_state(dispatch.id, Cancelling(message=CANCELLED_BY_COMMAND))
-                    cancelled.append(str(dispatch.id))
-    except (AssayError, PrefectException) as error:
-        report_event(f"flow runs at work pools could not be cancelled, and find nothing to do: {error}")
     return cancelled
 
 

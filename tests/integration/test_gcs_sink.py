@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fakes.broken_servers import broken_server
 from fakes.cells import make_cell
 from fakes.gcs import FakeGcs, fake_gcs
 from resources.errors import BadInput
@@ -151,22 +149,3 @@ def test_place_that_cannot_be_is_reported(tmp_path: Path, url: str, about: str):
     sink = ObjectStoreSink(url=url or str(tmp_path))
     state = publish_record(record, str(cell), (sink,))[sink.name]
     assert state.status == "failed" and state.reason is not None and about in state.reason
-
-
-def test_sink_that_hangs_is_given_up_in_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    record, cell = make_cell(tmp_path)
-    with broken_server("hanging") as address:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-        sink = SINK.model_copy(update={"timeout_seconds": 3.0})
-        state = publish_record(record, str(cell), (sink,))[sink.name]
-    assert state.reason is not None and "within 3 s" in state.reason
-
-
-def test_many_files_and_cells_at_once_all_arrive(store: FakeGcs, senders: Senders, tmp_path: Path):
-    cells = [make_cell(tmp_path, step=step) for step in (100, 200, 300)]
-    with ThreadPoolExecutor(3) as threads:
-        for record, cell in cells:
-            threads.submit(publish_record, record, str(cell), (SINK,), senders=senders)
-    assert [name for name in store.names("bucket") if name.endswith("record.json")] == [
-        f"{place_of(record)}/record.json" for record, _ in cells
-    ]
