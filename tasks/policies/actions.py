@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections import defaultdict
 from collections.abc import Sequence
-from uuid import UUID
 
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelling
@@ -110,7 +109,7 @@ def _cancel_flow_runs(policy: Policy, ids: Sequence[str]) -> list[str]:
     for flow_run_id in dict.fromkeys([*ids, *at_work_pools]):
         try:
             with prefect_client() as client:
-                client.set_flow_run_state(UUID(flow_run_id), state=Cancelling(message=CANCELLED_BY_COMMAND))
+                client.set_flow_run_state(flow_run_id, state=Cancelling(message=CANCELLED_BY_COMMAND))
         except (AssayError, PrefectException) as error:
             report_event(f"flow run {flow_run_id} could not be cancelled: {error}")
         else:
