@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from resources.config import AnyOfInForms, Config
 from tasks.spec.registered import OneOfTheRegistered
@@ -172,6 +174,11 @@ def _option_kinds() -> tuple[type[EvaluatorOptions], ...]:
     return tuple(options_kind(name) for name in EVALUATORS)
 
 
+class _RegisteredNames:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "enum": list(EVALUATORS)}
+
+
 def _registered(name: str) -> str:
     if name not in EVALUATORS:
         raise ValueError(f"expected one of {', '.join(EVALUATORS)}, found {name!r}")
@@ -182,9 +189,7 @@ AnyEvaluator = Annotated[
     EvaluatorOptions, OneOfTheRegistered(_option_kinds, tag="name", spelled_out=spelled_out), AnyOfInForms()
 ]
 """The options of an evaluator, discriminated by `name`; a bare name means that evaluator's defaults."""
-EvaluatorName = Annotated[
-    str, AfterValidator(_registered), WithJsonSchema({"type": "string", "enum": list(EVALUATORS)})
-]
+EvaluatorName = Annotated[str, AfterValidator(_registered), _RegisteredNames()]
 """Name of a registered evaluator."""
 
 

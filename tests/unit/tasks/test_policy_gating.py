@@ -1,17 +1,21 @@
-"""Verdicts of a gate on a policy's runs: the selected checkpoints, by their current records."""
+"""Verdicts of a gate on a policy's runs by the current records of its checkpoints, and views of open cells."""
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from fakes.records import make_metric, make_record, publish
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.gate import judged_of
 from tasks.policies.policy import Policy, WantedEvaluation
-from tasks.policies.reconciliation import RunListing
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.policies.views import gaps_table
 from tasks.records.index import RunRecords
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.verdicts.gate import Gate
@@ -62,3 +66,21 @@ def test_record_of_a_checkpoint_as_it_was_before_does_not_count(tmp_path: Path):
     recorded(tmp_path, 100, "facts")
     [newest] = judged(tmp_path, LATEST, [seen(100, digest="another")], [wanted_evaluation("facts")])
     assert newest.records == () and newest.without_record == 1
+
+
+def test_gaps_show_a_reason_with_brackets_as_it_is():
+    cell = OpenCell("run", seen(1), wanted_evaluation("facts"), "failed", "no such file: [/data/x], [bold]")
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(gaps_table(Reconciliation({}, [], [cell], 0)))
+    assert "no such file: [/data/x], [bold]" in shown.getvalue()
+
+
+def test_gaps_on_a_narrow_terminal_show_whole_names_and_all_of_the_reason():
+    checkpoint = seen(120000, name="llama-1b-120000")
+    cell = OpenCell(
+        "run", checkpoint, wanted_evaluation("facts"), "waiting", "tokenizer_config_of_the_run.json is missing"
+    )
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(gaps_table(Reconciliation({}, [], [cell], 0)))
+    assert "llama-1b-120000" in shown.getvalue()
+    assert "…" not in shown.getvalue()

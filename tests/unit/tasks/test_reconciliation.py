@@ -536,22 +536,6 @@ def test_verdict_of_planning_is_that_of_discovery_and_its_cells_are_those_of_eva
     ]
 
 
-def test_index_of_records_follows_what_is_written_changed_removed_and_lost(watched: Path):
-    folder = str(watched.parent / "out" / "run")
-    assert indexed_records(folder).done == {}
-    assert not Path(folder).exists(), "looking leaves no trace"
-    first, second = publish(watched, 100), publish(watched, 200, "failed")
-    rows = indexed_records(folder)
-    assert list(rows.done) == ["run-100"] and [row.checkpoint for row in rows.others] == ["run-200"]
-    (first / "record.json").unlink()
-    assert indexed_records(folder).done == {}
-    publish(watched, 200)
-    for name in ("summary.json", "records.json"):
-        (Path(folder) / "index" / name).write_text("{cut off")
-    assert list(indexed_records(folder).done) == ["run-200"]
-    assert second.exists()
-
-
 def test_index_that_is_believed_hears_news_and_is_compared_when_asked(watched: Path):
     folder = str(watched.parent / "out" / "run")
     publish(watched, 100)
