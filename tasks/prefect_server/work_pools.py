@@ -84,8 +84,9 @@ def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = False) ->
         for change in changes if not dry_run else ():
             spec = change.spec
             if change.action == "create":
-                content = {"name": spec.name, "type": spec.type, "description": _ABOUT}
-                client.create_work_pool(WorkPoolCreate(**content, base_job_template=spec.base_job_template))
+                template = spec.base_job_template
+                created = WorkPoolCreate(name=spec.name, type=spec.type, description=_ABOUT, base_job_template=template)
+                client.create_work_pool(created)
             elif change.action == "update":
                 client.update_work_pool(spec.name, WorkPoolUpdate(base_job_template=spec.base_job_template))
     return changes

@@ -103,13 +103,16 @@ def with_results(card: str, record: Record, announcement: Announcement, *, task_
         metadata = load_yaml(front.group(1)) if front else {}
     except yaml.YAMLError:
         metadata = None
-    models = (metadata.get("model-index") or [{}]) if isinstance(metadata, dict) else None
+    invalid = SinkFailed(
+        expected=f"a model card with metadata in YAML at {uri}, and a list of models in its model-index if any",
+        found="something else",
+        remedy="mend or remove it",
+    )
+    if not isinstance(metadata, dict):
+        raise invalid
+    models = metadata.get("model-index") or [{}]
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
-        raise SinkFailed(
-            expected=f"a model card with metadata in YAML at {uri}, and a list of models in its model-index if any",
-            found="something else",
-            remedy="mend or remove it",
-        )
+        raise invalid
     model = models[0]
     ours = [_result(record, announcement, benchmark, task_type) for benchmark in _benchmarks(record)]
     replaced = {_identity(result) for result in ours}
