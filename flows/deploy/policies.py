@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
@@ -43,7 +43,6 @@ _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
 _EVENT = "prefect.flow-run."
 
 Action = Literal["create", "update", "unchanged", "remove"]
-_Wanted = TypeVar("_Wanted")
 
 
 @dataclass(frozen=True)
