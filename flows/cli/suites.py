@@ -110,7 +110,7 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
             benchmarks_path=benchmarks,
         )
         evaluator = evaluator_of(config)
-        evaluator.check(config, python=ensure_environment(evaluator.environment(config)).python)
+        evaluator.check(config, ensure_environment(evaluator.environment(config)).python)
     return len({(evaluation.evaluator.name, task.name) for _, evaluation in evaluations for task in evaluation.evals})
 
 

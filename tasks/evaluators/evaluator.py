@@ -1,23 +1,31 @@
-"""The protocol of evaluators: a command to run against an endpoint, and the parsing of its output."""
+"""Evaluators: a program to run against an endpoint, and the readers of its output."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments.environments import EnvironmentSpec
+from resources.storage import storage
 from tasks.evaluators.isolation import ModelCode
+from tasks.evaluators.reading import Unanswered
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
 from tasks.records.verdicts import EarlyScore
+from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks, named_elsewhere
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.spec.evaluators import EVALUATORS
+from tasks.spec.evaluators import EVALUATORS, CodeOptions
+
+FETCH_OPTION = "--fetch"
+"""Makes a program only fetch its data."""
+_JOB_FILE = "job.json"
 
 EvaluatedModel = RunningModel | LocalCheckpoint
 """A served model, or, for evaluators that need no endpoint, a checkpoint's files."""
@@ -47,15 +55,6 @@ class Progress:
     done: int
     total: int
 
-    @classmethod
-    def last_in(cls, log: str, lines: re.Pattern[str]) -> Progress | None:
-        """Returns the progress in the last match, by its groups `stage`, `done` and `total`; None without a match."""
-        *_, match = None, *lines.finditer(log)
-        if match is None:
-            return None
-        total = int(match["total"])
-        return cls(match["stage"], min(int(match["done"]), total), total)
-
 
 @dataclass(frozen=True)
 class Parsed:
@@ -69,55 +68,48 @@ class Parsed:
     details: Mapping[str, BenchmarkDetails] = field(default_factory=dict)
     """Details of each benchmark that has questions itself, by the name it is published under."""
     asking: Asking = field(default_factory=Asking)
-    endpoint_failure: str | None = None
-    """Formatted count of requests that an endpoint failed in all tries; None without any, or if it refused some."""
-    endpoint_refusal: str | None = None
-    """Formatted count of requests that an endpoint refused, with its first message; None without any."""
+    unanswered: Unanswered = field(default_factory=Unanswered)
     samples: int | None = None  # questions written to `samples.jsonl.gz`; set by the runner
     samples_digest: str | None = None  # SHA-256 of that file; set by the runner
     early: tuple[EarlyScore, ...] = ()
     """Verdicts reached before all questions were requested, in place of metrics; set by the runner."""
 
 
-class Evaluator(Protocol):
-    """A harness that sends questions to an endpoint and scores the answers."""
+@dataclass(frozen=True)
+class Evaluator:
+    """A harness: its program, the program's input, and the readers of its output and its log.
 
-    @property
-    def name(self) -> str:
-        """Name in configs and records."""
-        ...
+    `job` makes the content of the program's job file from the model (a `RunningModel` if `needs_endpoint`, else a
+    `LocalCheckpoint`), the evaluation, the output folder and the judge's endpoint. It is deterministic and has no side
+    effects. `read` returns the results in the output folder with prompt, answer and scores of each question. `bar`
+    matches a line of progress, by its groups `stage`, `done` and `total`, and perhaps `before` and `all`. `check`
+    raises early for settings that the harness would reject late.
+    """
 
-    @property
-    def environments(self) -> tuple[EnvironmentSpec, ...]:
-        """Every environment that it may run in; a machine that only plans uses the first."""
-        ...
+    name: str
+    environments: tuple[EnvironmentSpec, ...]  # a machine that only plans uses the first
+    program: Path
+    job: Callable[[Any, EvaluationConfig, Path, RunningModel | None], Mapping[str, Any]]
+    read: Callable[[Path, EvaluationConfig], tuple[Parsed, Iterable[Sample]]]
+    bar: re.Pattern[str]
+    check: Callable[[EvaluationConfig, Path], None]
+    needs_endpoint: bool = True
+    """False if it loads a `LocalCheckpoint` itself.
+
+    Then, without arguments, the program reads paths of job files from standard input, and after each evaluation prints
+    a line `evaluated`, a space, and the path.
+    """
+    preloads: bool = True
+    """True if the program has `preload` and `main`, so that a fork server can keep it imported."""
+    preload_arguments: Callable[[EvaluationConfig], tuple[str, ...]] = lambda config: ()
+    """Arguments of the program's `preload`: the data that it reads before it is forked."""
+    import_variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the program reads when it is imported."""
+    environment_of: Callable[[EvaluationConfig], EnvironmentSpec] | None = None
+    """Returns the environment for an evaluation; None if there is only one."""
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        """Returns the environment for an evaluation."""
-        ...
-
-    @property
-    def needs_endpoint(self) -> bool:
-        """True if it uses a served model; else it loads a `LocalCheckpoint` itself."""
-        ...
-
-    @property
-    def program(self) -> Path | None:
-        """Our program that runs it, which a fork server can keep imported; None if there is none.
-
-        Without arguments, the program of an evaluator that loads checkpoints itself reads paths of job files from
-        standard input, and after each evaluation prints a line `evaluated`, a space, and the path.
-        """
-        ...
-
-    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """Returns arguments of the program's `preload`: the data that it reads before it is forked."""
-        ...
-
-    @property
-    def import_variables(self) -> Mapping[str, str]:
-        """Variables that the program reads when it is imported; the same for every cell."""
-        ...
+        return self.environment_of(config) if self.environment_of else self.environments[0]
 
     def command(
         self,
@@ -128,24 +120,71 @@ class Evaluator(Protocol):
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        """Returns the command that writes its results into `output`; deterministic and without side effects."""
-        ...
-
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Parses the results of the command in `output`."""
-        ...
-
-    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """Yields prompt, answer and scores of each question; called after `parse`."""
-        ...
+        """Returns the command that writes its results into `output`, isolated if it may run model-written code."""
+        program, keys, code = (str(python), "-I", "-u", str(self.program)), {}, None
+        if isinstance(model, RunningModel):
+            keys = {"OPENAI_API_KEY": model.api_key}
+            if judge is not None and not is_same_endpoint(judge, model):
+                keys["ASSAY_JUDGE_API_KEY"] = judge.api_key
+            if isinstance(config.evaluator, CodeOptions) and config.evaluator.allow_code_execution:
+                code = _model_code(model, config, program)
+        content = {
+            "benchmarks": benchmarks_of(config),
+            "benchmarks_path": benchmarks_here(config),
+            "limit": config.max_eval_instances,
+            "output": str(output),
+            **self.job(model, config, output, judge),
+        }
+        return HarnessCommand(
+            argv=(*program, _JOB_FILE),
+            arguments=(_JOB_FILE,),
+            variables={**keys, **self.import_variables},
+            files={_JOB_FILE: json.dumps(content, indent=2, sort_keys=True)},
+            copies=copied_benchmarks(config),
+            model_code=code,
+        )
 
     def progress(self, log: str) -> Progress | None:
-        """Returns its progress, from the last lines of its log; None while it sends no requests."""
-        ...
+        """Returns the progress in the last lines of its log; None while it sends no requests."""
+        *_, bar = None, *self.bar.finditer(log)
+        if bar is None:
+            return None
+        groups = bar.groupdict()
+        total = int(groups.get("all") or bar["total"])
+        done = int(groups.get("before") or 0) + int(bar["done"])
+        return Progress(bar["stage"] or "requests", min(done, total), total)
 
-    def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Raises early for settings that the harness would reject late."""
-        ...
+
+def benchmarks_of(config: EvaluationConfig) -> list[dict[str, Any]]:
+    """Returns the benchmarks of an evaluation as programs read them."""
+    plain = ("name", "num_fewshot", "force_fewshot", "cluster_by", "task_kwargs")
+    return [{"key": task.metric_key, **{name: getattr(task, name) for name in plain}} for task in config.evals]
+
+
+def is_same_endpoint(judge: RunningModel, model: RunningModel) -> bool:
+    """Returns True if a judge answers where the model does, with the same key."""
+    return (judge.base_url, judge.api_key) == (model.base_url, model.api_key)
+
+
+def endpoint_of(model: RunningModel) -> dict[str, Any]:
+    """Returns the endpoint of a model as programs with OpenAI's client read it."""
+    return {
+        "base_url": model.base_url.rstrip("/"),
+        "model": model.model,
+        "capacity": model.capacity,
+        "timeout": model.request_timeout_seconds,
+    }
+
+
+def _model_code(model: RunningModel, config: EvaluationConfig, program: tuple[str, ...]) -> ModelCode:
+    named = [str(storage.local_path(place)) for place in sorted(named_elsewhere(config)) if storage.is_local(place)]
+    tokenizer = [model.tokenizer] if Path(model.tokenizer).is_absolute() else []
+    return ModelCode(
+        endpoint=model.base_url,
+        prepare=(*program, FETCH_OPTION, _JOB_FILE),
+        reads=(str(Path(program[-1]).parent), str(Path(__file__).parent / "programs"), *tokenizer, *named),
+        scratch=() if copied_benchmarks(config) else (benchmarks_here(config),),
+    )
 
 
 def evaluator_named(name: str) -> Evaluator:

@@ -131,10 +131,10 @@ def run_harness(
         late = time.monotonic() > deadline
         raise refusal_in(output) or job_failure(job, evaluator, config, log=log, remedy=remedy, late=late)
     if early is not None and early.scores and (answered := early.stopped_after(output)) is not None:
-        parsed = replace(evaluator.parse(output, config), early=scores_decided(answered, early))
+        parsed = replace(evaluator.read(output, config)[0], early=scores_decided(answered, early))
     else:
         parsed = read_output(evaluator, config, output, samples=output / SAMPLES_NAME)
-    notes = (*parsed.asking.notes, *([left] if left else []))
+    notes = (*parsed.asking.notes, *parsed.unanswered.notes, *([left] if left else []))
     return replace(parsed, asking=parsed.asking.model_copy(update={"notes": notes}))
 
 
@@ -142,8 +142,8 @@ def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *,
     """Parses the results of an evaluator in a folder, and writes its samples to a new file."""
     try:
         with span("score"):
-            parsed = evaluator.parse(output, config)
-            return with_samples(parsed, evaluator.samples(output, config), samples)
+            parsed, read_samples = evaluator.read(output, config)
+            return with_samples(parsed, read_samples, samples)
     except (ValueError, ArithmeticError, RecursionError) as error:  # model-written code can cause it
         raise invalid_results(evaluator.name, output, f"{type(error).__name__} where they are read") from error
 
@@ -153,7 +153,7 @@ def warmed(
     evaluator: Evaluator, configs: Sequence[EvaluationConfig], *, python: Path, client: Client
 ) -> Iterator[ForkServer | None]:
     """Keeps the evaluator's program imported for `run_harness` while the block lasts; does not wait for the import."""
-    if evaluator.program is None:
+    if not evaluator.preloads:
         yield None
         return
     with ForkServer(
@@ -175,12 +175,13 @@ def verify_counts(parsed: Parsed) -> None:
     summary = f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored"
     if counts.judge_errors:
         summary += f"; the judge gave no usable verdict on {counts.judge_errors}"
-    if parsed.endpoint_refusal is not None:
-        summary += f"; {parsed.endpoint_refusal}"
-    if parsed.endpoint_failure is not None:
+    unanswered = parsed.unanswered
+    if unanswered.endpoint_refusal is not None:
+        summary += f"; {unanswered.endpoint_refusal}"
+    if unanswered.endpoint_failure is not None:
         raise EndpointUnusable(
             expected="the endpoint to answer every request within all tries",
-            found=f"{parsed.endpoint_failure}; {summary}",
+            found=f"{unanswered.endpoint_failure}; {summary}",
             remedy="There is no score. See to the endpoint, and evaluate again",
         )
     raise CountsDisagree(

@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from resources.storage.regular_files import open_regular
 from tasks.errors import HarnessOutputInvalid
-from tasks.records.details import Asking
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
 
@@ -29,10 +28,10 @@ class Unanswered(BaseModel):
     first_refusal: str = ""
     replaced: int = 0  # answers with halves of surrogate pairs
 
-    def noted(self, asking: Asking) -> Asking:
-        """Returns `asking` with a note on changed answers."""
+    @property
+    def notes(self) -> list[str]:
         note = f"In {self.replaced} of the endpoint's answers U+FFFD replaces halves of surrogate pairs."
-        return asking.model_copy(update={"notes": (*asking.notes, note)}) if self.replaced else asking
+        return [note] if self.replaced else []
 
     @property
     def endpoint_failure(self) -> str | None:

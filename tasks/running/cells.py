@@ -123,7 +123,7 @@ def _look_at_request(config: EvaluationConfig) -> None:
     evaluator = evaluator_of(config)
     elsewhere = config.native and not current_client().is_local  # its own is built remotely, maybe for another device
     spec = evaluator.environments[0] if elsewhere else evaluator.environment(config)
-    evaluator.check(config, python=ensure_environment(spec).python)
+    evaluator.check(config, ensure_environment(spec).python)
 
 
 def _check_together(configs: Sequence[EvaluationConfig]) -> None:

@@ -53,7 +53,7 @@ from resources.environments.environments import ensure_environment
 from tasks.checkpoints.discovery import discover
 from tasks.evaluators.harness import run_harness
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.records.record import find_records
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.running.cells import plan_cells
@@ -103,7 +103,7 @@ def unchanged() -> Comparison:
         def requests(name: str, early: Any = None) -> tuple[int, Any]:
             before = sum(stub.counts())
             given = {"output": WORK / name, "python": ensure_environment(LM_EVAL).python, "client": client}
-            parsed = run_harness(LmEval(), model, config, early=early, **given)
+            parsed = run_harness(EVALUATOR, model, config, early=early, **given)
             return sum(stub.counts()) - before, parsed
 
         whole, _ = requests("whole")

@@ -54,7 +54,7 @@ from resources.environments.environments import ensure_environment
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.harness import run_harness, warmed
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
@@ -137,7 +137,7 @@ def our_cell(engine: NotingEngine, tokenizer: Path, output: Path, *, server: For
         max_model_len=_CONTEXT_TOKENS,
     )
     python = ensure_environment(LM_EVAL).python
-    parsed = run_harness(LmEval(), running, evaluation(), output=output, python=python, client=client, server=server)
+    parsed = run_harness(EVALUATOR, running, evaluation(), output=output, python=python, client=client, server=server)
     return our_scores({0: {"metrics": [metric.model_dump() for metric in parsed.metrics]}})
 
 
@@ -164,7 +164,7 @@ def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
     """Runs both sides in turns; returns them and the seconds of the warm runner's own start."""
     starts: dict[str, list[Start]] = {side: [] for side in SIDES}
     client = LocalClient(WORK / "jobs")
-    evaluator, config = LmEval(), evaluation()
+    evaluator, config = EVALUATOR, evaluation()
     tokenizer = write_byte_tokenizer(WORK / "tokenizer")
     python = ensure_environment(LM_EVAL).python
     began = time.monotonic()

@@ -54,7 +54,7 @@ from resources.backends.current import set_current_client
 from resources.environments.environments import ensure_environment
 from resources.settings import settings
 from tasks.evaluators.harness import cache_variables, prepare
-from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.levanter.evaluator import EVALUATOR
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.native import NativeEvaluation, NativeProgram
 from tasks.running.native_jobs import NativeJobs
@@ -67,7 +67,7 @@ _LIMIT_SECONDS = 600.0
 _CLOSE = 0.05
 _BENCHMARK = "demo_facts"
 _ALL_COMPILED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
-_LEVANTER = Levanter()
+_LEVANTER = EVALUATOR
 
 
 def configured() -> EvaluationConfig:

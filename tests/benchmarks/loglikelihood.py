@@ -58,7 +58,7 @@ from resources.config import size_in_bytes
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import settings
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.spec.evaluation import EvaluationConfig
 
 WORK = BENCH / "loglikelihood"
@@ -106,7 +106,7 @@ class Bench:
         python = ensure_environment(LM_EVAL).python
         opened = self.session.open(_MODEL, cell=folder.name, attempt="attempt-1")
         try:
-            command = LmEval().command(opened.running, config, folder, python=python)
+            command = EVALUATOR.command(opened.running, config, folder, python=python)
             folder.mkdir(parents=True)
             for name, content in command.files.items():
                 (folder / name).write_text(content)

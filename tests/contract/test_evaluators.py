@@ -124,12 +124,12 @@ def test_command_follows_what_it_is_given(
 
 def test_parse_of_an_empty_folder_is_invalid_output(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
     with pytest.raises(HarnessOutputInvalid):
-        evaluator.parse(tmp_path, config)
+        evaluator.read(tmp_path, config)
 
 
 def test_parse_of_no_folder_is_invalid_output(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
     with pytest.raises(HarnessOutputInvalid):
-        evaluator.parse(tmp_path / "missing", config)
+        evaluator.read(tmp_path / "missing", config)
 
 
 @pytest.mark.parametrize("log", ["", "\r\r\n", "100%", "Requesting API", "\x00" * 1000, "1/2 [", "(a; 1 before, 2"])
@@ -139,4 +139,4 @@ def test_progress_of_any_log_is_none_or_sensible(evaluator: Evaluator, log: str)
 
 
 def test_check_accepts_the_benchmarks_that_come_with_assay(evaluator: Evaluator, config: EvaluationConfig):
-    evaluator.check(config, python=PYTHON)
+    evaluator.check(config, PYTHON)

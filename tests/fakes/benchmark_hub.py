@@ -26,7 +26,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, create_environment
 from resources.settings import settings
 from tasks.evaluators.harness import run_harness, verify_counts
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.records.details import BenchmarkDetails
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of
@@ -171,7 +171,7 @@ def ask(
     )
     client = LocalClient(output.with_name(f"{output.name}-jobs"), grace_seconds=5.0)
     try:
-        parsed = run_harness(LmEval(), model, config, output=output, python=python, client=client)
+        parsed = run_harness(EVALUATOR, model, config, output=output, python=python, client=client)
     finally:
         client.shutdown()
     verify_counts(parsed)

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from resources.environments.environments import ensure_environment
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Evaluator
 from tasks.evaluators.harness import Parsed, run_harness, warmed
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.evaluators.lm_eval.index import PROGRAM as PROGRAM
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
@@ -56,7 +56,7 @@ class Harness:
     python: Path
     client: LocalClient
     server: ForkServer | None = None
-    evaluator: Evaluator = field(default_factory=LmEval)
+    evaluator: Evaluator = EVALUATOR
 
     async def evaluate(self, model: RunningModel, config: EvaluationConfig, output: Path, **options: Any) -> Parsed:
         """Runs the harness in a thread, since the engine lives in this loop."""

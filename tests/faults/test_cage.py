@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from fakes import cage_attacks
-from fakes.attacked import Attacked
+from fakes.attacked import attacked
 from fakes.polling import eventually
 from fakes.processes import commands
 from pools.endpoint import RunningModel
@@ -105,7 +105,7 @@ def attack(folder: Path, *arguments: str, python: Path = Path(sys.executable), t
     config = EvaluationConfig(
         model_path="checkpoint", evals=(EvalTaskConfig(name="b"),), timeout_seconds=timeout_seconds
     )
-    evaluator = Attacked(attack=PROGRAM, arguments=(str(folder / "outside"), *arguments), code=code)
+    evaluator = attacked(attack=PROGRAM, arguments=(str(folder / "outside"), *arguments), code=code)
     try:
         return run_harness(
             evaluator, model, config, output=folder / "attempt", python=python, client=client, poll_seconds=0.1

@@ -24,7 +24,7 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
 from tasks.errors import CountsDisagree
-from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
+from tasks.evaluators.alpaca_eval.evaluator import EVALUATOR
 from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS
 from tasks.evaluators.harness import Parsed, Progress, verify_counts, warmed
 from tasks.records.record import Counts
@@ -369,7 +369,7 @@ async def test_official_instructions_are_read_from_the_staged_files_and_length_c
     config = make_config(evals=(EvalTaskConfig(name="alpaca_eval"),))
     async with FakeEngine(models=("m",)) as engine:
         given = {"python": harness.python, "client": harness.client}
-        with warmed(AlpacaEval(), [config], **given) as server:  # the server has read these variables
+        with warmed(EVALUATOR, [config], **given) as server:  # the server has read these variables
             run = Runner(replace(harness, server=server), tmp_path)
             model = make_model(f"{engine.url}/v1", tokenizer)
             with pytest.raises(BadInput, match="assay stage"):
@@ -404,7 +404,7 @@ async def test_several_sets_with_own_judge_configurations_get_separate_scores(
         benchmarks_path=str(own),
         max_eval_instances=8,
     )
-    AlpacaEval().check(config, python=Path("/environment/bin/python"))
+    EVALUATOR.check(config, Path("/environment/bin/python"))
     async with FakeEngine(models=("m",)) as engine:
         parsed = await run(make_model(f"{engine.url}/v1", tokenizer), config)
         asked_to_judge = [json.loads(body) for body in engine.bodies if b"structured_outputs" in body]

@@ -18,7 +18,7 @@ from fakes.vllm import KEY, vllm_engine
 from pools.endpoint import RunningModel, Scoring
 from pools.engine.engines import ENGINES
 from tasks.evaluators.harness import verify_counts
-from tasks.evaluators.helm.evaluator import Helm
+from tasks.evaluators.helm.evaluator import EVALUATOR
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
@@ -107,7 +107,7 @@ async def test_choices_from_the_cache_weigh_what_they_weigh_in_echoes(tmp_path: 
     [listed] = httpx.get(f"{url}/models", headers={"Authorization": f"Bearer {KEY}"}).json()["data"]
     able = Scoring(scores_from_cache=True, engine=str(tmp_path), architecture="a", dtype="float32")
     ways = {}
-    with kept_imported(tmp_path / "helm", Helm(), config) as harness:
+    with kept_imported(tmp_path / "helm", EVALUATOR, config) as harness:
         for name, scoring in (("echo", Scoring()), ("cache", able)):
             model = RunningModel(
                 base_url=url,

@@ -29,7 +29,7 @@ from resources.settings import process_environment
 from tasks.errors import CountsDisagree, GraderFailed, HarnessFailed, UnknownBenchmark
 from tasks.evaluators.evaluator import Progress
 from tasks.evaluators.harness import LOG_NAME, verify_counts
-from tasks.evaluators.helm.evaluator import Helm
+from tasks.evaluators.helm.evaluator import EVALUATOR
 from tasks.records.record import begin_scope, end_scope
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -436,9 +436,9 @@ async def test_file_of_run_entries_is_filtered_and_its_models_are_replaced(
     }
     joint = {"method": "multiple_choice_joint"}
     config = make_config("simple_mcqa", shapes(task_kwargs={}), shapes(task_kwargs=joint, task_alias="joint"), **given)
-    Helm().check(config, python=python)
+    EVALUATOR.check(config, python)
     with pytest.raises(UnknownBenchmark, match="simple_mcqa"):
-        Helm().check(make_config("simple_mcq", evaluator=options), python=python)
+        EVALUATOR.check(make_config("simple_mcq", evaluator=options), python)
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         parsed = await evaluate(model, config, tmp_path / "output")
@@ -462,14 +462,14 @@ async def test_file_that_is_not_there_is_refused_with_its_path(tmp_path: Path, e
 
 
 def test_check_finds_what_comes_with_helm_and_refuses_what_does_not(python: Path):
-    Helm().check(make_config("simple_mcqa", shapes(), NATURAL), python=python)
+    EVALUATOR.check(make_config("simple_mcqa", shapes(), NATURAL), python)
     subject = {"subject": "anatomy", "data_augmentation": "canonical"}
-    Helm().check(make_config(EvalTaskConfig(name="mmlu", task_kwargs=subject)), python=python)
+    EVALUATOR.check(make_config(EvalTaskConfig(name="mmlu", task_kwargs=subject)), python)
     for config in load_suite("helm").evaluations_of(SuiteRequest(model_path="run")):
-        Helm().check(config, python=python)
+        EVALUATOR.check(config, python)
     with pytest.raises(UnknownBenchmark, match="did you mean simple_mcqa"):
-        Helm().check(make_config("simple_mcqaa"), python=python)
+        EVALUATOR.check(make_config("simple_mcqaa"), python)
     with pytest.raises(BadInput, match="did you mean path"):
-        Helm().check(make_config(shapes(task_kwargs={"path": "shapes.jsonl", "pathh": "x"})), python=python)
+        EVALUATOR.check(make_config(shapes(task_kwargs={"path": "shapes.jsonl", "pathh": "x"})), python)
     with pytest.raises(BadInput, match="none for path"):
-        Helm().check(make_config("custom_mcqa"), python=python)
+        EVALUATOR.check(make_config("custom_mcqa"), python)

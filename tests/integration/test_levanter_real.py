@@ -28,7 +28,7 @@ from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_ch
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import read_output, verify_counts, warmed
 from tasks.evaluators.levanter.environment import LEVANTER
-from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.levanter.evaluator import EVALUATOR
 from tasks.evaluators.native import NativeEvaluation, NativeProgram
 from tasks.records.samples import SAMPLES_NAME, Sample
 from tasks.running.native_jobs import NativeJobs
@@ -166,7 +166,7 @@ def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(python: Path, client: LocalClient) -> Iterator[ForkServer]:
-    with warmed(Levanter(), [make_config("demo_facts")], python=python, client=client) as server:
+    with warmed(EVALUATOR, [make_config("demo_facts")], python=python, client=client) as server:
         assert server is not None
         yield server
 
@@ -184,7 +184,7 @@ class Runner:
     """Evaluates in local jobs with a program that is kept imported, each into a separate folder."""
 
     def __init__(self, python: Path, client: LocalClient, server: ForkServer | None, folder: Path) -> None:
-        self._program = NativeProgram(Levanter(), python, server.warm if server else None)
+        self._program = NativeProgram(EVALUATOR, python, server.warm if server else None)
         self._client = client
         self._folder = folder
         self.progress: list[Progress] = []
@@ -207,7 +207,7 @@ class Runner:
                 check=lambda: None,
             )
         outcome.raise_failure()
-        return read_output(Levanter(), config, self.output, samples=self.output / SAMPLES_NAME)
+        return read_output(EVALUATOR, config, self.output, samples=self.output / SAMPLES_NAME)
 
     @property
     def scored_before(self) -> int:
@@ -215,7 +215,7 @@ class Runner:
         return json.loads((self.output / "levanter.json").read_text())["requests_scored_before"]
 
     def samples(self, config: EvaluationConfig) -> list[Sample]:
-        return list(Levanter().samples(self.output, config))
+        return list(EVALUATOR.read(self.output, config)[1])
 
 
 def digests_of(checkpoint: LocalCheckpoint) -> ModelDigests:

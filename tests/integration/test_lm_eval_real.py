@@ -36,7 +36,7 @@ from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
 from tasks.errors import UnknownBenchmark
 from tasks.evaluators.harness import Progress, verify_counts
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.evaluators.lm_eval.index import listed_benchmarks
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.reading import tokens_to_ask
@@ -77,7 +77,7 @@ async def test_bundled_benchmarks_give_metrics_equal_counts_and_samples(
 ):
     seen: list[Progress] = []
     config = make_config(*DEMO, max_eval_instances=None)
-    LmEval().check(config, python=lm_eval.python)
+    EVALUATOR.check(config, lm_eval.python)
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, tokenizer)
         output = tmp_path / "output"
@@ -491,7 +491,7 @@ async def test_answers_at_the_length_limit_are_counted_by_question(tmp_path: Pat
 
 
 def test_check_finds_what_comes_with_lm_eval(lm_eval: Harness):
-    LmEval().check(make_config("hellaswag", "mmlu"), python=lm_eval.python)
+    EVALUATOR.check(make_config("hellaswag", "mmlu"), lm_eval.python)
     assert {"gsm8k", "mmlu_anatomy"} <= set(listed_benchmarks(lm_eval.python))
     with pytest.raises(UnknownBenchmark, match="hellaswag"):
-        LmEval().check(make_config("hellaswagg"), python=lm_eval.python)
+        EVALUATOR.check(make_config("hellaswagg"), lm_eval.python)

@@ -17,7 +17,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed
 from tasks.errors import GraderFailed, HarnessFailed
 from tasks.evaluators.harness import verify_counts
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.records.record import Counts
 from tasks.records.samples import SAMPLES_NAME, read_samples
@@ -316,8 +316,8 @@ async def test_benchmark_that_is_allowed_by_name_runs_code(
 def test_check_knows_which_benchmarks_of_lm_eval_run_code(lm_eval: Harness):
     for name in ("humaneval", "mbpp_instruct", "cruxeval_input"):
         with pytest.raises(BadInput, match=f"allow_code_execution to name {name}"):
-            LmEval().check(make_config(name), python=lm_eval.python)
-    LmEval().check(
+            EVALUATOR.check(make_config(name), lm_eval.python)
+    EVALUATOR.check(
         make_config("humaneval", evaluator=LmEvalOptions(allow_code_execution=("humaneval",))), python=lm_eval.python
     )
 
@@ -459,7 +459,7 @@ async def test_environment_without_its_packages_is_to_be_deleted(tmp_path: Path,
     error = await refused(broken, make_config(DEMO[1]), tmp_path / "output", tokenizer, kind=EnvironmentBuildFailed)
     assert "lm_eval" in error.found and f"Delete the folder {folder}" in error.remedy
     with pytest.raises(EnvironmentBuildFailed, match=f"Delete the folder {folder}"):
-        LmEval().check(make_config("hellaswag"), python=broken.python)
+        EVALUATOR.check(make_config("hellaswag"), broken.python)
 
 
 async def test_environment_without_its_interpreter_is_refused_with_a_rebuild_as_remedy(

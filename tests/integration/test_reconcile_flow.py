@@ -23,19 +23,20 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 from typer.testing import CliRunner
 
+from fakes import evaluators
 from fakes.alerts import known_alert
 from fakes.endpoints import Endpoint, endpoint
+from fakes.evaluators import Commanded
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
 from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
-from resources.environments.environments import EnvironmentSpec, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import CheckpointError
 from tasks.errors import EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
-from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot
@@ -266,29 +267,22 @@ def test_cancelled_reconciler_publishes_nothing(tmp_path: Path):
         assert run.missing() == {"work": 1}
 
 
-@dataclass(frozen=True)
-class Unreadable(Levanter):
-    """A harness that ends at once, with results that make Assay's code fail."""
+def _ends_at_once(*_: object) -> HarnessCommand:
+    return HarnessCommand(argv=(sys.executable, "-c", "pass"), variables={}, files={})
 
-    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        return LM_EVAL
 
-    def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        return None
-
-    def command(self, *_: Any, **__: Any) -> HarnessCommand:
-        return HarnessCommand(argv=(sys.executable, "-c", "pass"), variables={}, files={})
-
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        raise TypeError
+def _unreadable(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterator[Any]]:
+    raise TypeError
 
 
 @pytest.fixture
 def _evaluators_travel() -> Iterator[None]:
     # Pickles the classes of this file by value: jobs do not have the file.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for module in (sys.modules[__name__], evaluators):
+        cloudpickle.register_pickle_by_value(module)
     yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    for module in (sys.modules[__name__], evaluators):
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 @pytest.mark.usefixtures("_evaluators_travel")
@@ -296,7 +290,9 @@ def test_cell_that_our_own_code_breaks_is_given_up_after_the_retries_of_the_poli
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     levanter = "levanter_lm_evaluation_harness"
-    monkeypatch.setattr("tasks.evaluators.levanter.evaluator.EVALUATOR", Unreadable(program=None))
+    given = {"name": levanter, "environments": (LM_EVAL,), "needs_endpoint": False}
+    unreadable = Commanded(made=_ends_at_once, read=_unreadable, **given)
+    monkeypatch.setattr("tasks.evaluators.levanter.evaluator.EVALUATOR", unreadable)
     with watched(tmp_path) as run:
         run.write_checkpoint(1)
         evaluation = {"label": "facts", "evaluator": levanter, "evals": ["demo_facts"]}

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,17 @@ def folder_of(output: Path, key: str, config: EvaluationConfig) -> Path:
     return output if len(config.evals) == 1 else output / key
 
 
-def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """Reads the metrics and counts of the run in `output`."""
-    plan, results = _read_both(output, config)
+def read_results(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterable[Sample]]:
+    """Reads metrics and counts of the run in `output`, and a sample for each instruction, answered or not."""
+    plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
+    require_plan_of(plan.sets, config, harness=_HARNESS, output=output)
+    results = read_result(_HARNESS, output / RESULTS_NAME, _Results)
+    judged_sets = {key: _judged(folder_of(output, key, config)) for key in plan.sets}
     requested = answered = scored = errors = left_out = 0
     metrics: list[Metric] = []
     details: dict[str, BenchmarkDetails] = {}
     for key, questions in plan.sets.items():
-        judged = _judged(folder_of(output, key, config))
+        judged = judged_sets[key]
         answers = sum(answer.output is not None for answer in judged)
         usable = sum(answer.preference is not None for answer in judged)
         numbers = results.metrics.get(key, {})
@@ -85,23 +88,21 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         raise invalid_results(_HARNESS, output, "no usable win rate")
     # Outputs that max_judge_errors leaves out of the win rate do not count as requested.
     counts = Counts(requested=requested - left_out, answered=answered - left_out, scored=scored, judge_errors=errors)
-    return Parsed(
+    parsed = Parsed(
         metrics=tuple(metrics),
         counts=counts,
         versions=results.versions,
         details=details,
-        asking=results.unanswered.noted(plan.asking),
-        endpoint_failure=results.unanswered.endpoint_failure,
-        endpoint_refusal=results.unanswered.endpoint_refusal,
+        asking=plan.asking,
+        unanswered=results.unanswered,
     )
+    return parsed, _samples(judged_sets)
 
 
-def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """Yields a sample for each instruction, answered or not."""
-    plan, _ = _read_both(output, config)
-    for key in plan.sets:
+def _samples(judged_sets: dict[str, list[_Judged]]) -> Iterator[Sample]:
+    for key, judged in judged_sets.items():
         seen: Counter[str] = Counter()
-        for answer in _judged(folder_of(output, key, config)):
+        for answer in judged:
             digest = hashlib.sha256(answer.instruction.encode()).hexdigest()[:12]
             seen[digest] += 1
             before = max(answer.prompt.rfind(answer.instruction), 0)
@@ -180,9 +181,3 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         return []
     rows = content if isinstance(content, list) else []
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("instruction"), str)]
-
-
-def _read_both(output: Path, config: EvaluationConfig) -> tuple[_Plan, _Results]:
-    plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
-    require_plan_of(plan.sets, config, harness=_HARNESS, output=output)
-    return plan, read_result(_HARNESS, output / RESULTS_NAME, _Results)

@@ -37,7 +37,7 @@ class _Known(BaseModel):
     expanders: list[str]
 
 
-def check_entries(config: EvaluationConfig, *, python: Path) -> None:
+def check_entries(config: EvaluationConfig, python: Path) -> None:
     """Looks up every benchmark with its arguments."""
     _check_folder(config)
     path = config.options(HelmOptions).run_specs_path

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from tasks.evaluators.reading import PLAN_NAME, Unanswered, finish_of, read_result, require_plan_of
+from tasks.evaluators.reading import Unanswered, finish_of, read_result, require_plan_of
 from tasks.records.details import Asking, PathPart
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -181,11 +181,6 @@ class Run:
         split = self.splits.get(key.instance)
         of_split = {name for name, stat in self.published.items() if stat.name.split == split and not key.perturbation}
         return {name: score for name, score in self.scores(key).items() if name in of_split}
-
-
-def read_plan(output: Path) -> Plan:
-    """Reads the plan of the runs in `output`."""
-    return read_result(HARNESS, output / PLAN_NAME, Plan)
 
 
 def planned_runs(output: Path, plan: Plan, config: EvaluationConfig) -> Iterator[Run]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -82,9 +82,11 @@ class _Row(BaseModel):
     metadata: dict[str, str]
 
 
-def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """Reads the metrics and counts of the run in `output`."""
-    plan, results = _read_both(output, config)
+def read_results(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterable[Sample]]:
+    """Reads metrics and counts of the run in `output`, and a sample for each question in each epoch."""
+    plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
+    require_plan_of(plan.questions, config, harness=_HARNESS, output=output)
+    results = read_result(_HARNESS, output / "results.json", _Results)
     rows, better = _rows(output), config.options(InspectOptions).higher_is_better
     details: dict[str, BenchmarkDetails] = {}
     answered = scored = errors = 0
@@ -100,7 +102,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     if requested == answered == scored and not all(results.metrics.get(key) for key in plan.questions):
         problem = "; ".join(f"{key}: {why}" for key, why in results.problems.items())
         raise invalid_results(_HARNESS, output, problem or "no usable number")
-    return Parsed(
+    parsed = Parsed(
         metrics=tuple(
             _metric(key, number, better, rows[key]) for key, numbers in results.metrics.items() for number in numbers
         ),
@@ -108,22 +110,17 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         versions=results.versions,
         links={f"Inspect log of {key}": f"{LOGS}/{log}" for key, log in results.logs.items()},
         details=details,
-        asking=results.unanswered.noted(plan.asking),
-        endpoint_failure=results.unanswered.endpoint_failure,
-        endpoint_refusal=results.unanswered.endpoint_refusal,
+        asking=plan.asking,
+        unanswered=results.unanswered,
     )
+    return parsed, _samples(results, {key: rows[key] for key in plan.questions}, config)
 
 
-def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-    """Yields a sample for each question in each epoch, answered or not.
-
-    A score is named after each metric that is its mean, else after the scorer. Questions are clustered by the metadata
-    field that the benchmark or the task's own error names; else the epochs of a question are a cluster.
-    """
-    plan, results = _read_both(output, config)
-    rows = _rows(output)
+def _samples(results: _Results, rows: Mapping[str, Sequence[_Row]], config: EvaluationConfig) -> Iterator[Sample]:
+    # A score is named after each metric that is its mean, else after the scorer. Questions are clustered by the
+    # metadata field that the benchmark or the task's own error names; else the epochs of a question are a cluster.
     fields = {task.metric_key: task.cluster_by for task in config.evals}
-    for key in plan.questions:
+    for key in rows:
         numbers = results.metrics.get(key, [])
         behind = {number.name: _behind(number, rows[key]) for number in numbers}
         means = {number.name: number.score for number in numbers if _is_mean(number, behind[number.name])}
@@ -187,9 +184,3 @@ def _rows(output: Path) -> dict[str, list[_Row]]:
     except ValidationError as error:
         raise invalid_results(_HARNESS, output, f"a line of {path.name} that is not what our program writes") from error
     return rows
-
-
-def _read_both(output: Path, config: EvaluationConfig) -> tuple[_Plan, _Results]:
-    plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
-    require_plan_of(plan.questions, config, harness=_HARNESS, output=output)
-    return plan, read_result(_HARNESS, output / "results.json", _Results)

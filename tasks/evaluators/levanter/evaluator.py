@@ -2,143 +2,81 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from pools.endpoint import LocalCheckpoint, RunningModel
+from pools.endpoint import LocalCheckpoint
 from resources.config import ResourceConfig, TpuConfig
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput
 from resources.settings import settings
 from resources.storage import storage
 from resources.tpu import largest_single_vm_slice
-from tasks.errors import HarnessOutputInvalid
-from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.evaluator import Evaluator, Parsed
 from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.options import LevanterOptions
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import check_benchmarks, preload_arguments
+from tasks.evaluators.lm_eval.files import RESULTS_FOLDER
 from tasks.evaluators.lm_eval.index import local_benchmarks
-from tasks.evaluators.lm_eval.results import RESULTS_FOLDER, read_results
-from tasks.evaluators.lm_eval.samples import read_samples
+from tasks.evaluators.lm_eval.results import read_results
+from tasks.evaluators.reading import read_result
 from tasks.records.samples import Sample
-from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
-
-_PROGRAM = Path(__file__).parent / "programs" / "run_levanter.py"
-_JOB_FILE = "job.json"
-_FACTS_NAME = "levanter.json"
-_LM_EVAL = LmEval()
-_SCORING = re.compile(r"^Scoring \((?P<stage>.*)\): (?P<done>\d{1,15})/(?P<total>\d{1,15})$", re.MULTILINE)
 
 
 class _Facts(BaseModel):
     versions: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Levanter:
-    """lm-eval's benchmarks on a model that Levanter loads."""
+def _environment_of(config: EvaluationConfig) -> EnvironmentSpec:
+    return LEVANTER[(config.resource_config or ResourceConfig()).device.kind]
 
-    name: str = "levanter_lm_evaluation_harness"
-    needs_endpoint: bool = False
-    environments: tuple[EnvironmentSpec, ...] = tuple(LEVANTER.values())
-    program: Path | None = _PROGRAM
-    import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
-    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        return LEVANTER[(config.resource_config or ResourceConfig()).device.kind]
+def _job(model: LocalCheckpoint, config: EvaluationConfig, output: Path, _: object) -> dict[str, Any]:
+    options = config.options(LevanterOptions)
+    return {
+        "max_truncated": config.max_truncated,
+        "apply_chat_template": config.asks_in_chat,
+        "prompt_logprobs": True,
+        "conversations": False,
+        "long_prompts": options.long_prompts,
+        "allow_code_execution": list(options.allow_code_execution),
+        "device": (config.resource_config or ResourceConfig()).device.kind,
+        "max_length": options.max_length,
+        "precision": options.precision,
+        "rows": options.rows_per_device,
+        "checkpoint": {
+            "name": model.name,
+            "uri": model.uri,
+            "kind": model.kind,
+            "reference": model.tokenizer or model.uri,
+        },
+        "compiled": str(settings().jax_cache_dir),
+        "results_folder": RESULTS_FOLDER,
+    }
 
-    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        return _LM_EVAL.preload_arguments(config)
 
-    def command(
-        self,
-        model: EvaluatedModel,
-        config: EvaluationConfig,
-        output: Path,
-        *,
-        python: Path,
-        judge: RunningModel | None = None,
-    ) -> HarnessCommand:
-        assert isinstance(model, LocalCheckpoint), "Levanter is given a checkpoint"
-        options = config.options(LevanterOptions)
-        resources = config.resource_config or ResourceConfig()
-        job = {
-            "benchmarks": [
-                {
-                    "name": task.name,
-                    "num_fewshot": task.num_fewshot,
-                    "force_fewshot": task.force_fewshot,
-                    "cluster_by": task.cluster_by,
-                    "key": task.metric_key,
-                    "task_kwargs": task.task_kwargs,
-                }
-                for task in config.evals
-            ],
-            "benchmarks_path": benchmarks_here(config),
-            "limit": config.max_eval_instances,
-            "max_truncated": config.max_truncated,
-            "apply_chat_template": config.asks_in_chat,
-            "prompt_logprobs": True,
-            "conversations": False,
-            "long_prompts": options.long_prompts,
-            "allow_code_execution": list(options.allow_code_execution),
-            "device": resources.device.kind,
-            "max_length": options.max_length,
-            "precision": options.precision,
-            "rows": options.rows_per_device,
-            "checkpoint": {
-                "name": model.name,
-                "uri": model.uri,
-                "kind": model.kind,
-                "reference": model.tokenizer or model.uri,
-            },
-            "compiled": str(settings().jax_cache_dir),
-            "output": str(output),
-            "results_folder": RESULTS_FOLDER,
-        }
-        return HarnessCommand(
-            argv=(str(python), "-I", "-u", str(_PROGRAM), _JOB_FILE),
-            variables=self.import_variables,
-            arguments=(_JOB_FILE,),
-            files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
-            copies=copied_benchmarks(config),
+def _read(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterable[Sample]]:
+    parsed, samples = read_results(output, config)
+    facts = read_result("Levanter", output / "levanter.json", _Facts)
+    return replace(parsed, versions={**parsed.versions, **facts.versions}), samples
+
+
+def _check(config: EvaluationConfig, python: Path) -> None:
+    _check_single_vm(config.resource_config or ResourceConfig())
+    check_benchmarks(config, python)
+    writing = [task.name for task in config.evals if task.name in _known_to_generate(config)]
+    if writing:  # some are refused only in the program
+        raise BadInput(
+            expected="benchmarks that compare log-probabilities, which is all that Levanter evaluates",
+            found=f"{', '.join(writing)}, which lets the model write",
+            remedy="Send generation to the endpoint: evaluate it with lm_evaluation_harness",
         )
-
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        parsed = read_results(output, config)
-        try:
-            facts = _Facts.model_validate_json((output / _FACTS_NAME).read_bytes())
-        except (OSError, ValidationError) as error:
-            raise HarnessOutputInvalid(
-                expected=f"{_FACTS_NAME} in {output}, with versions",
-                found=str(error).splitlines()[0],
-                remedy="Read harness.log next to the record, then evaluate again",
-            ) from error
-        return replace(parsed, versions={**parsed.versions, **facts.versions})
-
-    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        return read_samples(output, config)
-
-    def progress(self, log: str) -> Progress | None:
-        return Progress.last_in(log, _SCORING)
-
-    def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Looks up every benchmark as for lm-eval; refuses benchmarks that generate, some only in the program."""
-        _check_single_vm(config.resource_config or ResourceConfig())
-        _LM_EVAL.check(config, python=python)
-        writing = [task.name for task in config.evals if task.name in _known_to_generate(config)]
-        if writing:
-            raise BadInput(
-                expected="benchmarks that compare log-probabilities, which is all that Levanter evaluates",
-                found=f"{', '.join(writing)}, which lets the model write",
-                remedy="Send generation to the endpoint: evaluate it with lm_evaluation_harness",
-            )
 
 
 def _check_single_vm(resources: ResourceConfig) -> None:
@@ -166,4 +104,17 @@ def _known_to_generate(config: EvaluationConfig) -> set[str]:
     return names
 
 
-EVALUATOR = Levanter()
+EVALUATOR = Evaluator(
+    name="levanter_lm_evaluation_harness",
+    environments=tuple(LEVANTER.values()),
+    environment_of=_environment_of,
+    program=Path(__file__).parent / "programs" / "run_levanter.py",
+    job=_job,
+    read=_read,
+    bar=re.compile(r"^Scoring \((?P<stage>.*)\): (?P<done>\d{1,15})/(?P<total>\d{1,15})$", re.MULTILINE),
+    check=_check,
+    needs_endpoint=False,
+    preload_arguments=preload_arguments,
+    import_variables={"TOKENIZERS_PARALLELISM": "false"},
+)
+"""lm-eval's benchmarks on a model that Levanter loads."""

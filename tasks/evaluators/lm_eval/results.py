@@ -1,129 +1,75 @@
-"""Reads lm-eval's files, any of which may be incomplete.
+"""Reads the metrics and counts of lm-eval's runs.
 
 Questions are counted in our plan, written before the first request; answers and scores in the samples.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
-
-from pydantic import BaseModel
+from typing import Any
 
 from tasks.evaluators.evaluator import Parsed
-from tasks.evaluators.lm_eval.asked import Asked, read_asked
-from tasks.evaluators.reading import PLAN_NAME, invalid_results, read_result, require_plan_of
-from tasks.records.details import BenchmarkDetails
+from tasks.evaluators.lm_eval.files import (
+    HARNESS,
+    NO_ANSWER,
+    Asked,
+    PlannedTask,
+    Results,
+    is_finite,
+    is_number,
+    read_asked,
+    read_plan,
+    read_run,
+    results_in,
+    split,
+)
+from tasks.evaluators.lm_eval.samples import read_samples
+from tasks.evaluators.reading import invalid_results, require_plan_of
 from tasks.records.record import Counts, Metric
-from tasks.records.samples import MOST_BYTES_OF_A_LINE
+from tasks.records.samples import Sample
 from tasks.records.verdicts import ANSWERED_NAME
 from tasks.spec.evaluation import EvaluationConfig
 
-_HARNESS = "lm-eval"
 
-RESULTS_FOLDER = "lm_eval"
-NO_ANSWER = "[[no answer came back]]"
-"""Placeholder for an answer without any text; the harness's own default would be scored as an empty answer."""
-
-
-class PlannedTask(BaseModel):
-    """Plan of a task of the harness, and findings before the first request."""
-
-    questions: int
-    output_type: str
-    skipped: int = 0
-    truncated: int = 0
-    truncated_questions: tuple[int, ...] = ()
-    contexts: dict[int, int] = {}  # characters before the question, by question
-    data: str | None = None
-    control: str | None = None
-    notes: tuple[str, ...] = ()
-    smooth: tuple[str, ...] = ()  # scores that our program adds to the task's own
-
-    @property
-    def details(self) -> BenchmarkDetails:
-        ours = {"output_type", "truncated_questions", "contexts", "smooth"}
-        return BenchmarkDetails.model_validate(self.model_dump(exclude=ours))
-
-
-class Plan(BaseModel):
-    """Tasks of the harness by benchmark, as our program found them before the first request."""
-
-    benchmarks: dict[str, dict[str, PlannedTask]]
-
-    @property
-    def tasks(self) -> dict[str, PlannedTask]:
-        return {name: task for tasks in self.benchmarks.values() for name, task in tasks.items()}
-
-
-class Results(BaseModel):
-    """The part of lm-eval's own results that is read."""
-
-    results: dict[str, dict[str, Any]]
-    higher_is_better: dict[str, dict[str, bool | None]] = {}
-    config: dict[str, Any] = {}
-    lm_eval_version: str = "unknown"
-    transformers_version: str = "unknown"
-
-    def metric_name(self, benchmark: str, name: str, filter_name: str) -> str:
-        """Returns a metric's name in records: with its filter if the benchmark has several."""
-        several = len({split(key)[1] for key in self.results[benchmark] if "," in key}) > 1
-        return f"{name},{filter_name}" if several and filter_name != "none" else name
-
-    def sizes(self, key: str) -> dict[str, int]:
-        """Returns the questions by benchmark, for benchmarks that have this metric and filter."""
-        return {name: row["sample_len"] for name, row in self.results.items() if key in row and "sample_len" in row}
-
-
-@dataclass(frozen=True)
-class _Counted:
-    answered: int
-    scored: int
-
-
-def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """Reads the metrics and counts of the run in `output`; no metrics where it stopped early."""
-    if (output / ANSWERED_NAME).exists() and not _results_in(output):
-        return _read_early(output)
-    plan, results, stamped = read_files(output)
-    require_plan_of(plan.benchmarks, config, harness=_HARNESS, output=output)
+def read_results(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterable[Sample]]:
+    """Reads metrics and counts of the run in `output`, and its questions; only counts where it stopped early."""
+    if (output / ANSWERED_NAME).exists() and not results_in(output):
+        return _read_early(output), ()
+    run = read_run(output)
+    tasks, results, asked = run.plan.tasks, run.results, run.asked
+    require_plan_of(run.plan.benchmarks, config, harness=HARNESS, output=output)
     answered = scored = 0
-    for name, task in plan.tasks.items():
+    for name, task in tasks.items():
         filters = {split(key)[1] for key in results.results[name] if "," in key}
-        counted = _count(stamped(name), task.output_type, filters)
-        answered += counted.answered
-        scored += counted.scored
+        of_task = _count(run.samples_of(name), task.output_type, filters)
+        answered, scored = answered + of_task[0], scored + of_task[1]
     counts = Counts(
-        requested=sum(task.questions for task in plan.tasks.values()),
+        requested=sum(task.questions for task in tasks.values()),
         answered=answered,
         scored=scored,
-        skipped=sum(task.skipped for task in plan.tasks.values()),
-        truncated=sum(task.truncated for task in plan.tasks.values()),
+        skipped=sum(task.skipped for task in tasks.values()),
+        truncated=sum(task.truncated for task in tasks.values()),
     )
-    asked = read_asked(output)
-    metrics = list(_metrics(results, asked, plan.tasks))
+    metrics = list(_metrics(results, asked, tasks))
     unusable = [f"{metric.benchmark} {metric.name}" for metric in metrics if not is_finite(metric.value)]
     if counts.requested == answered == scored and (unusable or not metrics):
-        raise invalid_results(_HARNESS, output, f"no usable number for {', '.join(unusable) or 'anything'}")
-    return Parsed(
+        raise invalid_results(HARNESS, output, f"no usable number for {', '.join(unusable) or 'anything'}")
+    versions = {"lm_eval": results.lm_eval_version, "transformers": results.transformers_version}
+    parsed = Parsed(
         metrics=tuple(metric for metric in metrics if is_finite(metric.value)),
         counts=counts,
-        details={name: asked.detailed(name, task.details) for name, task in plan.tasks.items()},
+        details={name: asked.detailed(name, task.details) for name, task in tasks.items()},
         asking=asked.way(results.config),
-        versions={
-            "lm_eval": results.lm_eval_version,
-            "transformers": results.transformers_version,
-            **asked.versions,
-        },
+        unanswered=asked.unanswered,
+        versions={**versions, **asked.versions},
     )
+    return parsed, read_samples(run, output, config)
 
 
 def _read_early(output: Path) -> Parsed:
-    plan, asked = read_result(_HARNESS, output / PLAN_NAME, Plan), read_asked(output)
+    plan, asked = read_plan(output), read_asked(output)
     answered = len((output / ANSWERED_NAME).read_text(encoding="utf-8").splitlines())
     return Parsed(
         metrics=(),
@@ -132,20 +78,9 @@ def _read_early(output: Path) -> Parsed:
         ),
         details={name: asked.detailed(name, task.details) for name, task in plan.tasks.items()},
         asking=asked.way({}),
+        unanswered=asked.unanswered,
         versions=asked.versions,
     )
-
-
-def read_files(output: Path) -> tuple[Plan, Results, Callable[[str], Path]]:
-    """Returns the plan, the results, and a function for the path of a task's samples."""
-    plan = read_result(_HARNESS, output / PLAN_NAME, Plan)
-    path = _newest_results(output)
-    results = read_result(_HARNESS, path, Results)
-    missing = [name for name in plan.tasks if name not in results.results]
-    if missing:
-        raise invalid_results(_HARNESS, output, f"results without {', '.join(missing)}, which was asked")
-    stamp = path.stem.removeprefix("results_")
-    return plan, results, lambda name: path.with_name(f"samples_{name}_{stamp}.jsonl")
 
 
 def _metrics(results: Results, asked: Asked, tasks: Mapping[str, PlannedTask]) -> Iterator[Metric]:
@@ -172,30 +107,11 @@ def _metrics(results: Results, asked: Asked, tasks: Mapping[str, PlannedTask]) -
             )
 
 
-def split(key: str) -> tuple[str, str]:
-    """Splits `exact_match,strict-match` into metric and filter."""
-    name, _, filter_name = key.rpartition(",")
-    return name, filter_name
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Returns True for a number that is no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_finite(number: float) -> bool:
-    """Returns True if a number fits into a float, and is neither infinite nor NaN."""
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an integer beyond all floats, which JSON allows
-        return False
-
-
-def _count(path: Path, output_type: str, filters: set[str]) -> _Counted:
+def _count(samples: Iterable[Mapping[str, Any]], output_type: str, filters: set[str]) -> tuple[int, int]:
     answered: set[Any] = set()
     unanswered: set[Any] = set()
     scored: dict[str, set[Any]] = {name: set() for name in filters}
-    for sample in sample_lines(path):
+    for sample in samples:
         question = sample.get("doc_id")
         if not isinstance(question, int):
             continue
@@ -204,22 +120,7 @@ def _count(path: Path, output_type: str, filters: set[str]) -> _Counted:
             scored.setdefault(str(sample.get("filter")), set()).add(question)
     answered -= unanswered
     in_all = set.intersection(*scored.values()) if scored else set()
-    return _Counted(len(answered), len(in_all & answered))
-
-
-def sample_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yields every line that is a whole sample; a lost line counts as a question without an answer."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            while line := lines.readline(MOST_BYTES_OF_A_LINE):  # the rest of a longer line is no sample either
-                try:
-                    sample = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(sample, dict):
-                    yield sample
-    except OSError:
-        return
+    return len(answered), len(in_all & answered)
 
 
 def _is_answered(sample: Mapping[str, Any], output_type: str) -> bool:
@@ -253,14 +154,3 @@ def _is_score(value: Any) -> bool:
     if isinstance(value, list):
         return all(_is_score(part) for part in value)
     return isinstance(value, str) or (isinstance(value, int | float) and is_finite(value))
-
-
-def _results_in(output: Path) -> list[Path]:
-    return sorted((output / RESULTS_FOLDER).glob("*/results_*.json"), key=lambda path: path.name)
-
-
-def _newest_results(output: Path) -> Path:
-    paths = _results_in(output)
-    if not paths:
-        raise invalid_results(_HARNESS, output, f"no {RESULTS_FOLDER}/*/results_*.json")
-    return paths[-1]

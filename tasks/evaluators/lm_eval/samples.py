@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tasks.evaluators.lm_eval.asked import Ends, read_asked
-from tasks.evaluators.lm_eval.clusters import clusters_of
-from tasks.evaluators.lm_eval.results import Results, is_finite, is_number, read_files, sample_lines
+from resources.storage.yaml_text import load_yaml
+from tasks.evaluators.lm_eval.files import Ends, Results, Run, is_finite, is_number, sample_lines
 from tasks.records.samples import Sample
+from tasks.spec.benchmark_sets import SUITE_DATA
 from tasks.spec.evaluation import EvaluationConfig
 
 SKIPPED_NAME = "skipped.jsonl"
@@ -23,15 +28,14 @@ _CONVERSATION, _TURN, _USERS_TURN = "['[{", '{"role": ', '{"role": "user"'
 _Arguments = list[list[Any]]
 
 
-def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+def read_samples(run: Run, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
     """Yields every question of the run in `output`, then the questions skipped because of too long prompts."""
-    plan, results, stamped = read_files(output)
-    ends = read_asked(output).ends
+    plan, results, ends = run.plan, run.results, run.asked.ends
     evals = {task.metric_key: task for task in config.evals}
     by_name = {name: evals[key] for key, tasks in plan.benchmarks.items() for name in tasks}
     for name, task in plan.tasks.items():
         by_question: dict[str, list[Mapping[str, Any]]] = {}
-        for line in sample_lines(stamped(name)):
+        for line in run.samples_of(name):
             by_question.setdefault(_id(line), []).append(line)
         docs = {number: lines[0].get("doc") for number, lines in by_question.items()}
         asked = by_name[name]
@@ -197,3 +201,38 @@ def _score(metric: str, value: Any) -> float | None:
     except (ArithmeticError, TypeError, IndexError):
         return None
     return float(value) if is_number(value) and is_finite(value) else None
+
+
+def clusters_of(names: Sequence[str], docs: Mapping[str, Any], *, cluster_by: str | None) -> dict[str, str]:
+    """Returns the clusters of a benchmark's questions, by question; leaves out questions that share none.
+
+    Args:
+        names: the harness's of the benchmark, and those it is published under.
+        docs: document of each question.
+        cluster_by: field that the configuration names.
+    """
+    fields = [cluster_by] if cluster_by else _fields(names)
+    for field in fields:
+        clusters = {name: _digest(doc[field]) for name, doc in docs.items() if isinstance(doc, dict) and doc.get(field)}
+        times = Counter(clusters.values())
+        if cluster_by or (len(times) > 1 and max(times.values()) > 1):
+            return {name: cluster for name, cluster in clusters.items() if times[cluster] > 1}
+    return {}
+
+
+@cache
+def _keys() -> dict[str, Any]:
+    return load_yaml((SUITE_DATA / "clusters.yaml").read_text())
+
+
+def _fields(names: Sequence[str]) -> list[str]:
+    patterns: dict[str, list[str]] = _keys()["benchmarks"]
+    for pattern, fields in patterns.items():
+        if any(fnmatchcase(name, pattern) for name in names):
+            return fields
+    return _keys()["shared"]
+
+
+def _digest(value: Any) -> str:
+    content = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:_HASH_DIGITS]

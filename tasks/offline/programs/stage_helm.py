@@ -138,9 +138,6 @@ def tried(key: str, run_entries: dict[str, Any], job: dict[str, Any]) -> tuple[l
     output.mkdir(parents=True, exist_ok=True)
     given = {**PLACEHOLDER_JOB, **run_entries, "output": str(output)}
     given |= {name: job[name] for name in ("benchmarks_path", "scenarios_path")}
-    if run_entries["run_specs"] is not None:
-        given["run_specs_path"] = str(output / "run_specs.conf")
-        Path(given["run_specs_path"]).write_text(run_entries["run_specs"])
     run_helm.keep_words(given)
     try:
         runs = run_helm.plan_runs(given, output)
@@ -178,7 +175,7 @@ PLACEHOLDER_JOB: dict[str, Any] = {
     "num_train_trials": 1,
     "prompt_logprobs": True,
     "results_folder": "helm",
-    "run_specs_path": None,
+    "run_specs": None,
     "site": False,
     "skip_completed_runs": False,
 }

@@ -15,7 +15,7 @@ from pools.endpoint import RunningModel
 from pools.engine.engines import engine_kwargs
 from resources.errors import BadInput
 from tasks.errors import CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
-from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
+from tasks.evaluators.alpaca_eval.evaluator import EVALUATOR
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.records.record import Counts
@@ -58,7 +58,7 @@ def make_model(**changes: Any) -> RunningModel:
 
 
 def job_of(config: EvaluationConfig, **changes: Any) -> dict[str, Any]:
-    command = AlpacaEval().command(make_model(**changes), config, Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(make_model(**changes), config, Path("/out"), python=PYTHON)
     return json.loads(command.files["job.json"])
 
 
@@ -99,7 +99,7 @@ def write_run(folder: Path, *, preferences: list[float | None], requested: int =
 
 
 def parse(folder: Path, **options: Any) -> Parsed:
-    return AlpacaEval().parse(folder, make_config(options=options))
+    return EVALUATOR.read(folder, make_config(options=options))[0]
 
 
 def test_sampling_is_the_references_then_the_models_then_the_options() -> None:
@@ -127,7 +127,7 @@ def test_stop_token_ids_are_for_requests_and_no_default_of_the_engine() -> None:
 
 def test_judge_elsewhere_has_a_key_of_its_own_and_a_judge_in_the_same_pool_has_not(tmp_path: Path) -> None:
     def variables(judge: RunningModel | None) -> dict[str, str]:
-        command = AlpacaEval().command(make_model(), make_config(), tmp_path, python=PYTHON, judge=judge)
+        command = EVALUATOR.command(make_model(), make_config(), tmp_path, python=PYTHON, judge=judge)
         assert KEY not in command.files["job.json"] and JUDGE_KEY not in command.files["job.json"]
         return {name: value for name, value in command.variables.items() if name.endswith("KEY")}
 
@@ -154,7 +154,7 @@ def test_file_that_is_not_there_is_refused_with_its_path_and_breaks_no_hash(name
     assert config.score_inputs() != make_config().score_inputs()
     assert config.score_inputs() != make_config(options={name: str(tmp_path / "nothing.json")}).score_inputs()
     with pytest.raises(BadInput, match=r"nowhere\.json"):
-        AlpacaEval().check(config, python=PYTHON)
+        EVALUATOR.check(config, PYTHON)
 
 
 @pytest.mark.timeout(20)
@@ -163,7 +163,7 @@ def test_pipe_is_refused_as_a_file_that_is_not_there(tmp_path: Path) -> None:
     config = make_config(options={"instructions_path": str(tmp_path / "pipe.json")})
     config.score_inputs()
     with pytest.raises(BadInput, match=r"pipe\.json"):
-        AlpacaEval().check(config, python=PYTHON)
+        EVALUATOR.check(config, PYTHON)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_check_knows_bundled_own_and_official_sets_and_suggests_a_name(tmp_path:
         make_config(EvalTaskConfig(name="alpaca_eval")),
         make_config(EvalTaskConfig(name="mine"), benchmarks_path=str(tmp_path)),
     ):
-        AlpacaEval().check(config, python=PYTHON)
+        EVALUATOR.check(config, PYTHON)
     with pytest.raises(UnknownBenchmark, match="did you mean demo_instructions"):
-        AlpacaEval().check(make_config(EvalTaskConfig(name="demo_instruction")), python=PYTHON)
+        EVALUATOR.check(make_config(EvalTaskConfig(name="demo_instruction")), PYTHON)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_check_refuses_instructions_that_cannot_be_used(tmp_path: Path, content:
     if content is not None:
         path.write_text(content)
     with pytest.raises(BadInput, match=problem) as refusal:
-        AlpacaEval().check(make_config(options={"instructions_path": str(path)}), python=PYTHON)
+        EVALUATOR.check(make_config(options={"instructions_path": str(path)}), PYTHON)
     assert "mine.json" in str(refusal.value)
 
 
@@ -223,9 +223,9 @@ def test_check_takes_outputs_to_compare_with_from_a_file_of_their_own(tmp_path: 
     both = write_set(tmp_path / "both.json", *({"instruction": f"Say {letter}.", "output": letter} for letter in "ba"))
     single = write_set(tmp_path / "one.json", {"instruction": "Say a.", "output": "a"})
     options = {"instructions_path": instructions, "reference_outputs_path": both}
-    AlpacaEval().check(make_config(options=options), python=PYTHON)
+    EVALUATOR.check(make_config(options=options), PYTHON)
     with pytest.raises(BadInput, match="none for 1 of 2"):
-        AlpacaEval().check(make_config(options={**options, "reference_outputs_path": single}), python=PYTHON)
+        EVALUATOR.check(make_config(options={**options, "reference_outputs_path": single}), PYTHON)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_check_takes_outputs_to_compare_with_from_a_file_of_their_own(tmp_path: 
 )
 def test_check_refuses_what_would_be_ignored(evals: tuple[EvalTaskConfig, ...], options: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
-        AlpacaEval().check(make_config(*evals, options=options), python=PYTHON)
+        EVALUATOR.check(make_config(*evals, options=options), PYTHON)
 
 
 def test_check_refuses_a_judges_configuration_that_is_nowhere(tmp_path: Path) -> None:
@@ -248,10 +248,10 @@ def test_check_refuses_a_judges_configuration_that_is_nowhere(tmp_path: Path) ->
     (theirs / "configs.yaml").write_text("{}")
     for known in ("theirs", "short_verdict", "demo_verdict"):
         config = make_config(options={"judge": {"annotator": known}})
-        AlpacaEval().check(config, python=tmp_path / "bin" / "python")
+        EVALUATOR.check(config, tmp_path / "bin" / "python")
     with pytest.raises(BadInput, match="did you mean short_verdict"):
         config = make_config(options={"judge": {"annotator": "short_verdicts"}})
-        AlpacaEval().check(config, python=tmp_path / "bin" / "python")
+        EVALUATOR.check(config, tmp_path / "bin" / "python")
 
 
 def test_parse_gives_shares_and_samples_of_each_instruction(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_parse_gives_shares_and_samples_of_each_instruction(tmp_path: Path) -> N
     verify_counts(parsed)
     numbers = {metric.name: (metric.value, metric.stderr, metric.n) for metric in parsed.metrics}
     assert numbers == {"win_rate": (0.4375, 0.1, 4), "avg_length": (1.0, None, 4)}
-    samples = list(AlpacaEval().samples(run, make_config()))
+    samples = list(EVALUATOR.read(run, make_config())[1])
     assert [sample.scores["win_rate"] for sample in samples] == [0.0, 1.0, 0.25, 0.5]
     assert (samples[1].prompt, samples[1].output, samples[1].target) == ("Say 1.", "1", "?")
     assert len({sample.id for sample in samples}) == 4
@@ -324,7 +324,7 @@ def test_answers_cut_or_with_open_reasoning_are_counted(tmp_path: Path) -> None:
     rows[1].update(finish_reason="stop")
     rows[2].update(output="<think>a", finish_reason="length")
     path.write_text(json.dumps(rows))
-    finishes = [sample.finish for sample in AlpacaEval().samples(folder, make_config())]
+    finishes = [sample.finish for sample in EVALUATOR.read(folder, make_config())[1]]
     assert finishes[:3] == ["length", "stop", "length"]
     [details] = parse(folder).details.values()
     assert (details.questions, details.unclosed) == (4, 1)
@@ -344,7 +344,7 @@ def test_instruction_that_occurs_twice_has_two_verdicts(tmp_path: Path) -> None:
         }
         for name, rows in files.items():
             write_set(run / name, *rows)
-        samples = list(AlpacaEval().samples(run, make_config()))
+        samples = list(EVALUATOR.read(run, make_config())[1])
         assert [sample.target for sample in samples] == ["a", "b"]
         assert parse(run).counts.scored == sum(preference is not None for preference in preferences)
         return [sample.scores.get("win_rate") for sample in samples]
@@ -354,8 +354,8 @@ def test_instruction_that_occurs_twice_has_two_verdicts(tmp_path: Path) -> None:
 
 
 def test_progress_counts_outputs_then_verdicts() -> None:
-    log = "answers (demo): 100%|###| 24/24 [00:01<00:00]\n"
-    assert AlpacaEval().progress(log) == Progress("demo, answers", 24, 24)
-    log += "Annotation chunk:   0%|  | 0/1 [00:00<?]\nverdicts (demo):  50%|#  | 12/24 [00:00<00:00]"
-    assert AlpacaEval().progress(log) == Progress("demo, verdicts", 12, 24)
-    assert AlpacaEval().progress("INFO nothing yet") is None
+    log = "demo, answers: 100%|###| 24/24 [00:01<00:00]\n"
+    assert EVALUATOR.progress(log) == Progress("demo, answers", 24, 24)
+    log += "Annotation chunk:   0%|  | 0/1 [00:00<?]\ndemo, verdicts:  50%|#  | 12/24 [00:00<00:00]"
+    assert EVALUATOR.progress(log) == Progress("demo, verdicts", 12, 24)
+    assert EVALUATOR.progress("INFO nothing yet") is None

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 import cloudpickle
 import pytest
 
+from fakes import evaluators
 from fakes.cells import cell_uri, of_cell
 from fakes.endpoints import endpoint
+from fakes.evaluators import Commanded
 from fakes.models import write_run, write_safetensors
 from fakes.polling import eventually, is_alive
 from fakes.proxy import JOIN_TOKEN, running_proxy, session_of
 from fakes.records import make_record, publish
-from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.weights.model_files import digest_model_folder
 from resources.backends.current import current_client, set_current_client
@@ -36,7 +37,7 @@ from resources.regions.regions import known_regions, price_per_hour
 from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.errors import BenchmarksChanged, EvaluationInterrupted, RecordUnwritten
-from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.prefect_server.progress import Notice, Update, listening
 from tasks.records.cost import Cost
 from tasks.records.details import BenchmarkDetails
@@ -69,70 +70,48 @@ PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"
 @pytest.fixture(scope="module", autouse=True)
 def _harnesses_travel() -> Iterator[None]:
     # Pickles the classes of this file by value: jobs do not have the file.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for module in (sys.modules[__name__], evaluators):
+        cloudpickle.register_pickle_by_value(module)
     yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    for module in (sys.modules[__name__], evaluators):
+        cloudpickle.unregister_pickle_by_value(module)
 
 
-@dataclass(frozen=True)
-class Hanging:
-    """A harness that loads the checkpoint itself and never ends; it writes its pids to a folder."""
+def hanging(folder: Path) -> Commanded:
+    """Returns a harness that loads the checkpoint itself and never ends; it writes its pids to a folder."""
 
-    folder: Path = Path()
-    name: str = "hanging"
-    needs_endpoint: bool = False
-    program: Path | None = None
+    def made(_: object, output: Path, python: Path) -> HarnessCommand:
+        return HarnessCommand(argv=(str(python), str(PROGRAM), "hang", str(folder)), variables={}, files={})
 
-    @property
-    def import_variables(self) -> Mapping[str, str]:
-        return {}
-
-    @property
-    def environments(self) -> tuple[EnvironmentSpec, ...]:
-        return (EnvironmentSpec(name="hanging", requirements=Path("hanging.txt"), smoke_import=None),)
-
-    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        return self.environments[0]
-
-    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        return ()
-
-    def command(
-        self,
-        model: EvaluatedModel,
-        config: EvaluationConfig,
-        output: Path,
-        *,
-        python: Path,
-        judge: RunningModel | None = None,
-    ) -> HarnessCommand:
-        return HarnessCommand(argv=(str(python), str(PROGRAM), "hang", str(self.folder)), variables={}, files={})
-
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        raise AssertionError("it never ends")
-
-    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        raise AssertionError("it never ends")
-
-    def progress(self, log: str) -> Progress | None:
-        return None
-
-    def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        return None
+    environment = EnvironmentSpec(name="hanging", requirements=Path("hanging.txt"), smoke_import=None)
+    return Commanded(made=made, name="hanging", environments=(environment,), needs_endpoint=False)
 
 
-@dataclass(frozen=True)
-class Crashing(Hanging):
-    """A harness that ends well, with results that make Assay's code fail."""
+def ending(results: Callable[[], Parsed], *, code: str = "pass", needs_endpoint: bool = False) -> Commanded:
+    """Returns a harness that runs Python code and ends well; `results` are read then."""
 
-    name: str = "crashing"
-    error: type[BaseException] = TypeError
+    def made(*_: object) -> HarnessCommand:
+        return HarnessCommand(argv=(sys.executable, "-c", code), variables={}, files={})
 
-    def command(self, model: EvaluatedModel, config: EvaluationConfig, output: Path, **_: Any) -> HarnessCommand:
-        return HarnessCommand(argv=(sys.executable, "-c", "pass"), variables={}, files={})
+    def read(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterable[Sample]]:
+        return results(), ()
 
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        raise self.error("the whole answer of the model")
+    return Commanded(made=made, name="ending", needs_endpoint=needs_endpoint, read=read)
+
+
+def crashing(error: BaseException | None = None, *, needs_endpoint: bool = False) -> Commanded:
+    """Returns a harness that ends well, with results that make Assay's code fail."""
+
+    def results() -> Parsed:
+        raise error or TypeError("the whole answer of the model")
+
+    return ending(results, needs_endpoint=needs_endpoint)
+
+
+def sound(change: Callable[[], object] = lambda: None) -> Parsed:
+    """Returns sound results, after a change."""
+    change()
+    return Parsed(metrics=(), counts=Counts(requested=1, answered=1, scored=1), versions={})
 
 
 def make_cell(folder: Path, **changes: Any) -> Cell:
@@ -164,7 +143,7 @@ def make_cell(folder: Path, **changes: Any) -> Cell:
 @pytest.mark.timeout(60)
 def test_interrupted_attempt_without_a_pool_ends_all_its_processes(tmp_path: Path):
     cell, interruption = make_cell(tmp_path), Interruption()
-    harness = Harness(Hanging(tmp_path), Path(sys.executable), None)
+    harness = Harness(hanging(tmp_path), Path(sys.executable), None)
     context = CellContext(1, 1, lambda _: harness, interruption=interruption)
 
     def pids() -> list[int]:
@@ -191,38 +170,6 @@ def test_interrupted_attempt_without_a_pool_ends_all_its_processes(tmp_path: Pat
     assert pids() == started
 
 
-@dataclass(frozen=True)
-class Killing(Crashing):
-    """A harness with sound results that kills a process at its end."""
-
-    name: str = "killing"
-    needs_endpoint: bool = True
-    pid: int = 0
-
-    def command(self, model: EvaluatedModel, config: EvaluationConfig, output: Path, **_: Any) -> HarnessCommand:
-        return HarnessCommand(argv=(sys.executable, "-c", f"import os; os.kill({self.pid}, 9)"), variables={}, files={})
-
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        return Parsed(metrics=(), counts=Counts(requested=1, answered=1, scored=1), versions={})
-
-    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        return iter(())
-
-
-@dataclass(frozen=True)
-class Changing(Killing):
-    """A harness with sound results, in spite of changes before or during its run."""
-
-    name: str = "changing"
-    needs_endpoint: bool = False
-    change: Callable[[], object] = lambda: None
-    command = Crashing.command
-
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        self.change()
-        return super().parse(output, config)
-
-
 @pytest.mark.parametrize("changed", ["benchmarks", "weights"])
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_attempt_at_what_was_changed_since_it_was_planned_does_not_succeed(
@@ -240,16 +187,16 @@ def test_attempt_at_what_was_changed_since_it_was_planned_does_not_succeed(
         else:
             write_safetensors(Path(cell.reference.uri) / "model.safetensors", seed=7)
 
-    def context(harness: Changing) -> CellContext:
+    def context(harness: Commanded) -> CellContext:
         return CellContext(1, 1, lambda _: Harness(harness, Path(sys.executable), None))
 
-    run_cell.fn(cell, None, context(Changing()))
+    run_cell.fn(cell, None, context(ending(sound)))
     if not meanwhile:
         change()
     again = cell.uri.replace("/out/", "/again/")
     kind: type[AssayError] = BenchmarksChanged if changed == "benchmarks" else CheckpointChanged
     with pytest.raises(kind, match="planned"):
-        run_cell.fn(replace(cell, uri=again), None, context(Changing(change=change)))
+        run_cell.fn(replace(cell, uri=again), None, context(ending(lambda: sound(change))))
     record = read_record(again)
     assert record is not None and (record.status, record.metrics) == (kind.record_status, ())
 
@@ -286,7 +233,7 @@ def recorded(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
 def test_cell_costs_the_chips_seconds_and_regional_price_of_its_replica(tmp_path: Path):
     first = make_cell(tmp_path, evaluator="lm_evaluation_harness", pool_config={"model": {"name": "run-a"}})
     checkpoint = Servable.from_uri(first.reference.name, first.reference.uri)
-    harness = Harness(Changing(needs_endpoint=True), Path(sys.executable), None)
+    harness = Harness(ending(sound, needs_endpoint=True), Path(sys.executable), None)
     prices = known_regions().prices
     several = {"device": {"kind": "tpu", "variant": "v5litepod-16"}}
     with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session:
@@ -317,22 +264,16 @@ def test_cell_costs_the_chips_seconds_and_regional_price_of_its_replica(tmp_path
     assert sum(each.served["replica_seconds"] for each in both) <= whole + 0.01, "none of its seconds is paid twice"
 
 
-@dataclass(frozen=True)
-class Planning(Killing):
-    """A harness that plans its tokens, and sends no request before a file allows it."""
+def planning(go: Path, plan: str) -> Commanded:
+    """Returns a harness that plans its tokens, and sends no request before a file allows it."""
 
-    name: str = "planning"
-    go: Path = Path()
-    plan: str = ""
+    def made(_: object, output: Path, python: Path) -> HarnessCommand:
+        wait = f"while not Path({str(go)!r}).exists(): time.sleep(0.02)"
+        write = f"Path({str(output / 'plan.json')!r}).write_text({plan!r})"
+        code = f"import time\nfrom pathlib import Path\n{write}\n{wait}"
+        return HarnessCommand(argv=(sys.executable, "-c", code), variables={}, files={})
 
-    def command(self, model: EvaluatedModel, config: EvaluationConfig, output: Path, **_: Any) -> HarnessCommand:
-        wait = f"while not Path({str(self.go)!r}).exists(): time.sleep(0.02)"
-        write = f"Path({str(output / 'plan.json')!r}).write_text({self.plan!r})"
-        return HarnessCommand(
-            argv=(sys.executable, "-c", f"import time\nfrom pathlib import Path\n{write}\n{wait}"),
-            variables={},
-            files={},
-        )
+    return Commanded(made=made)
 
 
 @pytest.mark.timeout(60)
@@ -359,7 +300,7 @@ def test_cell_of_a_benchmark_that_was_never_asked_says_what_its_plan_lets_expect
         note_record(f"{out}/run-a", publish(Path(out), before), before)
     asked = {"questions": 5, "generates": False, "prompt_tokens": 490, "answer_tokens": 10}
     planned = json.dumps({"benchmarks": {}, "to_be_asked": {"demo_facts": asked}})
-    harness = Harness(Planning(go=tmp_path / "go", plan=planned), Path(sys.executable), None)
+    harness = Harness(planning(tmp_path / "go", planned), Path(sys.executable), None)
     notices: list[str] = []
 
     def hear(update: Update) -> None:
@@ -389,9 +330,9 @@ def test_cell_of_a_benchmark_that_was_never_asked_says_what_its_plan_lets_expect
 def test_cell_that_loads_its_checkpoint_itself_costs_the_chips_of_its_job_and_those_of_failed_attempts(tmp_path: Path):
     cell = make_cell(tmp_path, resource_config=SLICES)
     records: list[Record] = []
-    for harness in (Crashing(), Crashing(), Changing()):
+    for harness, ends_well in ((crashing(), False), (crashing(), False), (ending(sound), True)):
         context = CellContext(1, 1, lambda _, harness=harness: Harness(harness, Path(sys.executable), None))
-        with nullcontext() if isinstance(harness, Changing) else pytest.raises(UnexpectedError):
+        with nullcontext() if ends_well else pytest.raises(UnexpectedError):
             run_cell.fn(cell, None, context)
         records.append(read_record(cell.uri) or make_record())
     for record in records:
@@ -404,13 +345,13 @@ def test_cell_that_loads_its_checkpoint_itself_costs_the_chips_of_its_job_and_th
 def test_cost_without_a_price_is_unknown_at_endpoints_and_on_machines(tmp_path: Path):
     cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", base_url="http://there/v1")
     name = cell.reference.name
-    harness = Harness(Changing(needs_endpoint=True), Path(sys.executable), None)
+    harness = Harness(ending(sound, needs_endpoint=True), Path(sys.executable), None)
     with endpoint(tmp_path, name) as engine:
         serving = EndpointServing(engine.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
         record = recorded(cell, serving, CellContext(1, 1, lambda _: harness))
     assert record.cost is not None and record.cost.usd is None and record.spent.price == "unknown"
     assert record.spent.chip_hours == "unknown" and "endpoint of another owner" in (record.cost.why_unknown or "")
-    itself = Harness(Changing(), Path(sys.executable), None)
+    itself = Harness(ending(sound), Path(sys.executable), None)
     own = recorded(make_cell(tmp_path / "own"), None, CellContext(1, 1, lambda _: itself))
     assert own.cost is not None and (own.cost.usd, own.spent.price) == (None, "unknown")
     assert own.spent.chip_hours == "0.000", "there are no chips"
@@ -437,7 +378,11 @@ def test_attempt_goes_on_when_the_proxy_is_killed_under_it(tmp_path: Path):
         session_of(first, checkpoint) as session,
         ThreadPoolExecutor(1) as threads,
     ):
-        harness = Harness(Killing(pid=first.process.pid), Path(sys.executable), None)
+        harness = Harness(
+            ending(sound, code=f"import os; os.kill({first.process.pid}, 9)", needs_endpoint=True),
+            Path(sys.executable),
+            None,
+        )
         attempt = threads.submit(run_cell.fn, cell, PoolServing(session), CellContext(1, 1, lambda _: harness))
         first.process.wait(60)
         with running_proxy(tmp_path, port=first.address.port):
@@ -457,7 +402,7 @@ def test_record_names_the_first_error_of_an_engine_that_died_meanwhile(tmp_path:
             proxy.client.announce("a", died, join_token=JOIN_TOKEN)
             raise EndpointUnusable(expected="answers", found="502", remedy="none")
 
-        harness = Harness(Changing(needs_endpoint=True, change=fail), Path(sys.executable), None)
+        harness = Harness(ending(lambda: sound(fail), needs_endpoint=True), Path(sys.executable), None)
         reasons = []
         for _ in range(2):
             with pytest.raises(EndpointUnusable):
@@ -484,7 +429,7 @@ def test_attempt_at_an_endpoint_that_exchanges_its_model_does_not_succeed(tmp_pa
             engines.enter_context(endpoint(tmp_path, name, label=label, port=urlsplit(first.url).port or 0))
 
         serving = EndpointServing(first.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
-        harness = Harness(Changing(needs_endpoint=True, change=restart), Path(sys.executable), None)
+        harness = Harness(ending(lambda: sound(restart), needs_endpoint=True), Path(sys.executable), None)
         with nullcontext() if label == "w0" else pytest.raises(EndpointUnusable, match="to be the same model"):
             run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness))
     record = read_record(cell.uri)
@@ -496,7 +441,7 @@ def test_attempt_uses_no_answers_of_an_attempt_at_another_model(tmp_path: Path):
     cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", base_url="http://there/v1")
     name = cell.reference.name
     scopes = []
-    harness = Harness(Crashing(needs_endpoint=True), Path(sys.executable), None)
+    harness = Harness(crashing(needs_endpoint=True), Path(sys.executable), None)
     for label in ("w0", "w0", "later", "later"):
         with endpoint(tmp_path, name, label=label) as engine:
             serving = EndpointServing(engine.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
@@ -508,7 +453,7 @@ def test_attempt_uses_no_answers_of_an_attempt_at_another_model(tmp_path: Path):
 
 def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_counted(tmp_path: Path):
     cell = make_cell(tmp_path)
-    context = CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None))
+    context = CellContext(1, 1, lambda _: Harness(crashing(), Path(sys.executable), None))
     for failures in (1, 2):
         with pytest.raises(UnexpectedError):
             run_cell.fn(cell, None, context)
@@ -520,13 +465,10 @@ def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_co
 
 
 def test_failure_with_unwritable_text_is_recorded(tmp_path: Path):
-    class Odd(Crashing):
-        def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-            raise BadInput(expected="a name", found=os.fsdecode(b"caf\xe9"), remedy="none")
-
+    odd = crashing(BadInput(expected="a name", found=os.fsdecode(b"caf\xe9"), remedy="none"))
     cell = make_cell(tmp_path)
     with pytest.raises(BadInput):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Odd(), Path(sys.executable), None)))
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(odd, Path(sys.executable), None)))
     record = read_record(cell.uri)
     assert record is not None and "caf?" in (record.reason or "")
 
@@ -544,24 +486,19 @@ def test_attempt_is_recorded_though_opening_it_breaks(tmp_path: Path):
 
 def test_attempt_that_a_person_interrupts_leaves_no_record(tmp_path: Path):
     cell = make_cell(tmp_path)
-    context = CellContext(1, 1, lambda _: Harness(Crashing(error=KeyboardInterrupt), Path(sys.executable), None))
+    context = CellContext(1, 1, lambda _: Harness(crashing(KeyboardInterrupt()), Path(sys.executable), None))
     with pytest.raises(KeyboardInterrupt):
         run_cell.fn(cell, None, context)
     assert read_record(cell.uri) is None
 
 
 def test_attempt_with_unwritable_results_is_recorded_without_them(tmp_path: Path):
-    class Odd(Crashing):
-        def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-            counts = Counts(requested=1, answered=1, scored=1)
-            return Parsed(metrics=(), counts=counts, versions={"odd": object()})  # pyright: ignore[reportArgumentType]
-
-        def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-            return iter(())
-
+    counts = Counts(requested=1, answered=1, scored=1)
+    unwritable = Parsed(metrics=(), counts=counts, versions={"odd": object()})  # pyright: ignore[reportArgumentType]
+    odd = ending(lambda: unwritable)
     cell = make_cell(tmp_path)
     with pytest.raises(UnexpectedError):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Odd(), Path(sys.executable), None)))
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(odd, Path(sys.executable), None)))
     record = read_record(cell.uri)
     assert record is not None and (record.status, record.counts) == ("infra_failed", None)
 
@@ -571,7 +508,7 @@ def test_attempt_with_an_unwritable_record_says_so(tmp_path: Path):
     Path(cell.uri).parent.mkdir(parents=True)
     Path(cell.uri).write_text("a file where the folder of the cell is to be")
     with pytest.raises(RecordUnwritten, match=r"run-a-100"):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None)))
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(crashing(), Path(sys.executable), None)))
 
 
 def with_fallback(cell: Cell) -> Cell:

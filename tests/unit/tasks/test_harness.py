@@ -7,16 +7,16 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from fakes.evaluators import Commanded
 from fakes.polling import eventually, is_alive
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
-from resources.environments.environments import EnvironmentSpec
 from resources.errors import AssayError, EngineDied, StorageError
 from resources.settings import process_environment
 from tasks.errors import (
@@ -47,65 +47,29 @@ MODEL = RunningModel(
 )
 
 
-@dataclass(frozen=True)
-class FakeEvaluator:
-    behaviour: str
-    copies: tuple[tuple[str, str], ...] = ()
-    name: str = "fake"
-    needs_endpoint: bool = True
+def fake(behaviour: str, copies: Mapping[str, str] | None = None) -> Commanded:
+    """Returns an evaluator whose program behaves as asked."""
 
-    @property
-    def program(self) -> Path | None:
-        return None
-
-    @property
-    def import_variables(self) -> Mapping[str, str]:
-        return {}
-
-    @property
-    def environments(self) -> tuple[EnvironmentSpec, ...]:
-        return (EnvironmentSpec(name="fake", requirements=Path("fake.txt"), smoke_import=None),)
-
-    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
-        return self.environments[0]
-
-    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        return ()
-
-    def command(
-        self,
-        model: EvaluatedModel,
-        config: EvaluationConfig,
-        output: Path,
-        *,
-        python: Path,
-        judge: RunningModel | None = None,
-    ) -> HarnessCommand:
+    def made(model: EvaluatedModel, output: Path, python: Path) -> HarnessCommand:
         assert isinstance(model, RunningModel)
         return HarnessCommand(
-            argv=(str(python), str(PROGRAM), self.behaviour, str(output)),
+            argv=(str(python), str(PROGRAM), behaviour, str(output)),
             variables={"OPENAI_API_KEY": model.api_key},
             files={"job.json": "{}"},
-            copies=dict(self.copies),
+            copies=copies or {},
         )
 
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        try:
-            counts = Counts.model_validate_json((output / "results.json").read_bytes())
-        except (OSError, ValueError) as error:
-            raise HarnessOutputInvalid(expected="results", found=str(error), remedy="run it again") from error
-        return Parsed(metrics=(), counts=counts, versions={})
+    return Commanded(made=made, read=read)
 
-    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        for number in range(2):
-            yield Sample(benchmark="b", id=str(number), prompt="?", output="!", target=None, scores={"acc": 1.0})
 
-    def progress(self, log: str) -> Progress | None:
-        counts = re.findall(r"asked (\d)/(\d)", log)
-        return Progress("asking", *map(int, counts[-1])) if counts else None
-
-    def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        return None
+def read(output: Path, config: EvaluationConfig) -> tuple[Parsed, Iterator[Sample]]:
+    try:
+        counts = Counts.model_validate_json((output / "results.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise HarnessOutputInvalid(expected="results", found=str(error), remedy="run it again") from error
+    sample = Sample(benchmark="b", id="0", prompt="?", output="!", target=None, scores={"acc": 1.0})
+    samples = (sample.model_copy(update={"id": str(number)}) for number in range(2))
+    return Parsed(metrics=(), counts=counts, versions={}), samples
 
 
 @pytest.fixture
@@ -126,7 +90,7 @@ def make_config(timeout_seconds: float = 60) -> EvaluationConfig:
 
 def run(behaviour: str, output: Path, client: LocalClient, **options) -> Parsed:
     config = make_config(options.pop("timeout_seconds", 60))
-    evaluator = FakeEvaluator(behaviour, copies=options.pop("copies", ()))
+    evaluator = fake(behaviour, options.pop("copies", None))
     return run_harness(
         evaluator, MODEL, config, output=output, python=Path(sys.executable), client=client, poll_seconds=0.1, **options
     )
@@ -141,7 +105,7 @@ def test_harness_asks_pools_past_the_proxy_and_endpoints_through_it(
     for name, direct in (("ours", True), ("others", False)):
         model = replace(MODEL, base_url="http://10.0.0.7:8000/v1", direct=direct)
         output, python = tmp_path / name, Path(sys.executable)
-        run_harness(FakeEvaluator("succeed"), model, make_config(), output=output, python=python, client=client)
+        run_harness(fake("succeed"), model, make_config(), output=output, python=python, client=client)
         past[name] = (output / "no_proxy.txt").read_text().split(",")
     assert past["others"] == ["intranet", "localhost", "127.0.0.1", "::1"]
     assert past["ours"] == ["intranet", "10.0.0.7", "localhost", "127.0.0.1", "::1"]
@@ -152,7 +116,7 @@ def test_harness_that_succeeds_is_parsed_and_keeps_log_and_files(tmp_path: Path,
     parsed = run("succeed", output, client, on_progress=seen.append)
     verify_counts(parsed)
     assert parsed.counts == Counts(requested=2, answered=2, scored=2)
-    assert seen[-1] == Progress("asking", 2, 2)
+    assert seen[-1] == Progress("asked", 2, 2)
     assert "asked 2/2" in (output / "harness.log").read_text()
     assert (output / "work" / "job.json").read_text() == "{}"
     assert (output / "work" / "here").exists()
@@ -190,7 +154,7 @@ def test_harness_remote_folders_are_copied_into_the_working_folder(tmp_path: Pat
     import fsspec
 
     fsspec.filesystem("memory").pipe_file("/harness-copies/benchmarks/one.yaml", b"task: own")
-    run("succeed", tmp_path / "output", client, copies=(("own", "memory://harness-copies/benchmarks"),))
+    run("succeed", tmp_path / "output", client, copies={"own": "memory://harness-copies/benchmarks"})
     assert (tmp_path / "output" / "work" / "own" / "one.yaml").read_text() == "task: own"
 
 
@@ -314,6 +278,6 @@ def test_answers_cut_during_an_early_decision_count_as_asked():
 
 
 def test_harness_command_does_not_show_its_variables():
-    command = FakeEvaluator("succeed").command(MODEL, make_config(), Path("out"), python=Path(sys.executable))
+    command = fake("succeed").command(MODEL, make_config(), Path("out"), python=Path(sys.executable))
     assert KEY not in repr(command)
     assert "PATH" in process_environment() and json.loads(command.files["job.json"]) == {}

@@ -15,12 +15,12 @@ import pytest
 from pools.endpoint import RunningModel, Scoring
 from resources.errors import BadInput
 from tasks.errors import HarnessOutputInvalid
-from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
+from tasks.evaluators.alpaca_eval.evaluator import EVALUATOR as ALPACA_EVAL
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.helm.entries import read_entries_file
-from tasks.evaluators.helm.evaluator import Helm
+from tasks.evaluators.helm.evaluator import EVALUATOR
 from tasks.evaluators.helm.options import HelmOptions
-from tasks.evaluators.inspect_ai.evaluator import Inspect
+from tasks.evaluators.inspect_ai.evaluator import EVALUATOR as INSPECT_AI
 from tasks.records.record import Counts
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -47,7 +47,7 @@ def make_model(**changes: Any) -> RunningModel:
 
 
 def parse(output: Path, *names: str) -> Parsed:
-    return Helm().parse(output, make_config(*names))
+    return EVALUATOR.read(output, make_config(*names))[0]
 
 
 def change(output: Path, name: str, edit: Callable[[Any], None], *, run: str = CHOICES) -> None:
@@ -58,7 +58,7 @@ def change(output: Path, name: str, edit: Callable[[Any], None], *, run: str = C
 
 
 def job_of(config: EvaluationConfig, **changes: Any) -> dict[str, Any]:
-    command = Helm().command(make_model(**changes), config, Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(make_model(**changes), config, Path("/out"), python=PYTHON)
     return json.loads(command.files["job.json"])
 
 
@@ -154,15 +154,15 @@ def test_answers_cut_or_with_open_reasoning_are_counted(output: Path):
             [completion] = state["result"]["completions"]
             completion.update(finish_reason={"reason": "length" if number == 0 else "stop"}, text="<think>a")
 
-    assert {sample.finish for sample in Helm().samples(output, make_config())} == {None}
+    assert {sample.finish for sample in EVALUATOR.read(output, make_config())[1]} == {None}
     change(output, "scenario_state.json", generate)
-    finishes = [sample.finish for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"]
+    finishes = [sample.finish for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"]
     assert sorted(map(str, finishes)) == ["length", "stop", "stop", "stop"]
     assert parse(output).details["demo_mcqa"].unclosed == 4
 
 
 def test_samples_say_what_was_asked_answered_and_right(output: Path):
-    samples = list(Helm().samples(output, make_config()))
+    samples = list(EVALUATOR.read(output, make_config())[1])
     assert len({(sample.benchmark, sample.id) for sample in samples}) == 12
     letters = [sample for sample in samples if sample.benchmark == "simple_mcqa"]
     assert {sample.target for sample in letters} <= {"A", "B"}
@@ -186,13 +186,13 @@ def test_questions_of_another_split_are_excluded_from_the_main_error(output: Pat
     [choices] = [metric for metric in parse(output).metrics if metric.benchmark == "demo_mcqa"]
     assert choices.n == 3
     assert parse(output).counts == Counts(requested=12, answered=12, scored=12)
-    scores = [sample.scores for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"]
+    scores = [sample.scores for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"]
     assert [len(sample_scores) for sample_scores in scores] == [1, 1, 1, 0]
 
 
 def test_sample_of_a_changed_question_is_another_sample(output: Path):
     def ids() -> set[str]:
-        return {sample.id for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"}
+        return {sample.id for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"}
 
     def turn_answers(state: dict[str, Any]) -> None:
         for asked in state["request_states"][:4]:
@@ -214,7 +214,7 @@ def test_sample_of_a_choice_tells_the_scored_choice(output: Path):
     change(output, "per_instance_stats.json", choose)
     states = json.loads(next(output.rglob("custom_mcqa*/scenario_state.json")).read_text())["request_states"]
     last = [state["instance"]["references"][3]["output"]["text"] for state in states[::4]]
-    outputs = [sample.output for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"]
+    outputs = [sample.output for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"]
     assert outputs == last
 
 
@@ -230,7 +230,7 @@ def test_choice_that_a_question_does_not_offer_is_left_out(output: Path):
 
     def first_choices() -> tuple[str, ...]:
         return next(
-            sample.choices for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"
+            sample.choices for sample in EVALUATOR.read(output, make_config())[1] if sample.benchmark == "demo_mcqa"
         )
 
     whole = first_choices()
@@ -253,15 +253,16 @@ def test_command_carries_benchmarks_and_a_file_of_run_entries(tmp_path: Path):
     config = make_config(
         evals=(benchmark,), evaluator={"name": "helm", "run_specs_path": str(entries)}, max_eval_instances=9
     )
-    command = Helm().command(make_model(), config, Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(make_model(), config, Path("/out"), python=PYTHON)
     job = json.loads(command.files["job.json"])
-    arguments = {"subject": "anatomy"}
-    assert job["benchmarks"] == [{"name": "mmlu", "key": "anatomy", "num_fewshot": 2, "arguments": arguments}]
+    [item] = job["benchmarks"]
+    assert (item["name"], item["key"], item["num_fewshot"]) == ("mmlu", "anatomy", 2)
+    assert item["arguments"] == {"subject": "anatomy"}
     assert (job["limit"], job["base_url"]) == (9, "http://127.0.0.1:9/v1")
-    assert command.files[job["run_specs_path"]] == "entries: []"
+    assert job["run_specs"] == "entries: []"
     entries.unlink()
     with pytest.raises(BadInput, match=r"mine\.conf"):
-        Helm().command(make_model(), config, Path("/out"), python=PYTHON)
+        EVALUATOR.command(make_model(), config, Path("/out"), python=PYTHON)
 
 
 def test_options_measure_what_is_asked_not_how_patiently(tmp_path: Path):
@@ -294,11 +295,11 @@ def test_data_that_an_entry_of_the_file_names_by_its_whole_path_can_change_a_sco
 
 def test_progress_is_that_of_the_last_line_about_it():
     log = "Answered 0 of 10 requests of simple_mcqa (1 of 2)\nINFO x\nAnswered 3 of 40 requests of demo_mcqa (2 of 2)\n"
-    assert Helm().progress(log) == Progress("demo_mcqa (2 of 2)", 3, 40)
-    assert Helm().progress("INFO     scenario.get_instances {") is None
+    assert EVALUATOR.progress(log) == Progress("demo_mcqa (2 of 2)", 3, 40)
+    assert EVALUATOR.progress("INFO     scenario.get_instances {") is None
     many = "9" * 5000
-    lines = (f"Answered {many} of {many} requests of x", f"Answered {many} of 1 samples", f"answers (x): {many}/1 [")
-    assert {kind().progress(line) for kind in (Helm, Inspect, AlpacaEval) for line in lines} == {
+    lines = (f"Answered {many} of {many} requests of x", f"Answered {many} of 1 samples", f"x, answers: {many}/1 [")
+    assert {kind.progress(line) for kind in (EVALUATOR, INSPECT_AI, ALPACA_EVAL) for line in lines} == {
         None,
         Progress("x, answers", 1, 1),
     }

@@ -11,7 +11,7 @@ import pytest
 from tasks.errors import CountsDisagree, HarnessOutputInvalid
 from tasks.evaluators import reading
 from tasks.evaluators.harness import read_output, verify_counts
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 CONFIG = EvaluationConfig(model_path="c", evals=(EvalTaskConfig(name="b"),))
@@ -35,7 +35,7 @@ def read(folder: Path, *, task: Any = TASK, row: Any = ROW, sample: Any = SAMPLE
     (folder / "plan.json").write_text(json.dumps({"benchmarks": {"b": {name: task}}}))
     (folder / "lm_eval" / "m" / "results_1.json").write_text(json.dumps({"results": {name: row}}))
     (folder / "lm_eval" / "m" / "samples_b_1.jsonl").write_text(json.dumps(sample) + "\n")
-    verify_counts(read_output(LmEval(), CONFIG, folder, samples=folder / "samples.jsonl.gz"))
+    verify_counts(read_output(EVALUATOR, CONFIG, folder, samples=folder / "samples.jsonl.gz"))
 
 
 def test_results_of_the_right_form_are_read(tmp_path: Path):

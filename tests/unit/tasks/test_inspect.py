@@ -17,7 +17,7 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput
 from tasks.errors import CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.harness import read_output, verify_counts
-from tasks.evaluators.inspect_ai.evaluator import Inspect
+from tasks.evaluators.inspect_ai.evaluator import EVALUATOR
 from tasks.evaluators.inspect_ai.options import InspectOptions
 from tasks.evaluators.inspect_ai.tasks import FoundTask, find_tasks
 from tasks.records.samples import read_samples
@@ -91,27 +91,25 @@ def test_task_that_is_nowhere_or_in_two_files_is_refused(
 ):
     (tmp_path / "environment" / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
     with pytest.raises(error, match=problem):
-        Inspect().check(
-            make_config(name, benchmarks_path=str(folder)), python=tmp_path / "environment" / "bin" / "python"
-        )
+        EVALUATOR.check(make_config(name, benchmarks_path=str(folder)), tmp_path / "environment" / "bin" / "python")
 
 
 def test_what_inspect_would_ignore_and_a_judge_that_isolated_code_cannot_reach_are_refused():
     with pytest.raises(BadInput, match="num_fewshot"):
-        Inspect().check(make_config(evals=[{"name": "demo_choices", "num_fewshot": 3}]), python=PYTHON)
+        EVALUATOR.check(make_config(evals=[{"name": "demo_choices", "num_fewshot": 3}]), PYTHON)
     both = {"judge": JUDGE, "allow_code_execution": ["demo_choices"]}
     with pytest.raises(BadInput, match=r"judge and evaluator\.allow"):
-        Inspect().check(make_config("demo_choices", options=both), python=PYTHON)
+        EVALUATOR.check(make_config("demo_choices", options=both), PYTHON)
 
 
 def test_judge_elsewhere_has_a_key_of_its_own_and_both_keys_are_in_variables_only(tmp_path: Path):
     judge = make_model(base_url="http://judge/v1", model="judge", api_key="judge-key")
-    command = Inspect().command(make_model(), make_config("demo_choices"), tmp_path, python=PYTHON, judge=judge)
+    command = EVALUATOR.command(make_model(), make_config("demo_choices"), tmp_path, python=PYTHON, judge=judge)
     assert command.variables == {"OPENAI_API_KEY": "model-key", "ASSAY_JUDGE_API_KEY": "judge-key"}
     assert (
         "-key" not in command.files["job.json"] and json.loads(command.files["job.json"])["judge"]["model"] == "judge"
     )
-    own = Inspect().command(make_model(), make_config("demo_choices"), tmp_path, python=PYTHON, judge=make_model())
+    own = EVALUATOR.command(make_model(), make_config("demo_choices"), tmp_path, python=PYTHON, judge=make_model())
     assert own.variables == {"OPENAI_API_KEY": "model-key"}
 
 
@@ -124,7 +122,7 @@ def test_engine_takes_tools_by_its_arguments_and_other_endpoints_are_unknown(
 ):
     pool = {"model": {"name": "m", "engine_kwargs": engine_kwargs}}
     configs = (make_config("demo_choices", base_url=None, pool_config=pool), make_config("demo_choices"))
-    commands = (Inspect().command(make_model(), config, tmp_path, python=PYTHON) for config in configs)
+    commands = (EVALUATOR.command(make_model(), config, tmp_path, python=PYTHON) for config in configs)
     assert [json.loads(command.files["job.json"])["takes_tools"] for command in commands] == [takes_tools, None]
 
 
@@ -165,7 +163,7 @@ def test_direction_of_a_metric_is_that_of_the_options_and_changes_no_hash(tmp_pa
     numbers = [{"name": name, "value": 0.5, "score": "match", "better": None} for name in ("mean", "other")]
     plain = make_config("demo_choices")
     directed = make_config("demo_choices", options={"higher_is_better": {"mean": False}})
-    parsed = Inspect().parse(written(tmp_path / "out", WHOLE, numbers), directed)
+    parsed = EVALUATOR.read(written(tmp_path / "out", WHOLE, numbers), directed)[0]
     assert [metric.higher_is_better for metric in parsed.metrics] == [False, None]
     assert evaluation_hash(directed) == evaluation_hash(plain)
 
@@ -202,7 +200,7 @@ WHOLE = [{"id": "1", "scores": {"match": 1.0}}, {"id": "2", "scores": {"match": 
 
 def test_score_is_published_with_an_interval_from_its_samples_and_inspects_own_log(tmp_path: Path):
     output = written(tmp_path / "out", WHOLE, [ACCURACY, {"name": "oddity", "value": 9.0, "score": "match"}])
-    parsed = read_output(Inspect(), make_config("demo_choices"), output, samples=tmp_path / "samples.jsonl.gz")
+    parsed = read_output(EVALUATOR, make_config("demo_choices"), output, samples=tmp_path / "samples.jsonl.gz")
     verify_counts(parsed)
     accuracy, oddity = parsed.metrics
     assert accuracy.recomputed and accuracy.low is not None and accuracy.low < 0.5
@@ -218,11 +216,11 @@ def test_rows_that_code_of_a_model_wrote_are_refused(tmp_path: Path, monkeypatch
     output = written(tmp_path / "out", WHOLE, [ACCURACY])
     monkeypatch.setattr("tasks.evaluators.inspect_ai.results.MOST_BYTES_OF_A_LINE", 64)
     with pytest.raises(HarnessOutputInvalid, match=r"a line of samples\.jsonl"):
-        Inspect().parse(output, make_config("demo_choices"))
+        EVALUATOR.read(output, make_config("demo_choices"))[0]
     (output / "samples.jsonl").unlink()
     os.mkfifo(output / "samples.jsonl")
     with pytest.raises(HarnessOutputInvalid, match=r"no readable samples\.jsonl"):
-        Inspect().parse(output, make_config("demo_choices"))
+        EVALUATOR.read(output, make_config("demo_choices"))[0]
 
 
 def test_grouped_metric_has_questions_of_its_group(tmp_path: Path):
@@ -238,7 +236,7 @@ def test_grouped_metric_has_questions_of_its_group(tmp_path: Path):
     ]
     output = written(tmp_path / "out", rows, numbers, questions=6)
 
-    parsed = read_output(Inspect(), make_config("demo_choices"), output, samples=tmp_path / "samples.jsonl.gz")
+    parsed = read_output(EVALUATOR, make_config("demo_choices"), output, samples=tmp_path / "samples.jsonl.gz")
 
     assert [(metric.name, metric.n) for metric in parsed.metrics] == [("in law", 2), ("in art", 4), ("all", 6)]
     assert [metric.recomputed for metric in parsed.metrics] == [True, True, True]
@@ -260,7 +258,7 @@ def test_question_without_an_answer_or_a_score_withholds_the_number(
     tmp_path: Path, second: dict[str, Any] | None, counts: tuple[int, ...]
 ):
     rows = [WHOLE[0], *([{"id": "2", **second}] if second is not None else [])]
-    parsed = Inspect().parse(written(tmp_path / "out", rows, [ACCURACY]), make_config("demo_choices"))
+    parsed = EVALUATOR.read(written(tmp_path / "out", rows, [ACCURACY]), make_config("demo_choices"))[0]
     parsed_counts = parsed.counts
     assert (parsed_counts.requested, parsed_counts.answered, parsed_counts.scored, parsed_counts.judge_errors) == counts
     with pytest.raises(CountsDisagree):
@@ -270,8 +268,8 @@ def test_question_without_an_answer_or_a_score_withholds_the_number(
 def test_whole_answers_without_a_number_and_lines_that_are_cut_are_invalid_output(tmp_path: Path):
     problems = {"demo_choices": "a metric that fails"}
     with pytest.raises(HarnessOutputInvalid, match="a metric that fails"):
-        Inspect().parse(written(tmp_path / "a", WHOLE, [], problems=problems), make_config("demo_choices"))
+        EVALUATOR.read(written(tmp_path / "a", WHOLE, [], problems=problems), make_config("demo_choices"))[0]
     output = written(tmp_path / "b", WHOLE, [ACCURACY])
     (output / "samples.jsonl").write_text((output / "samples.jsonl").read_text()[:-9])
     with pytest.raises(HarnessOutputInvalid, match=r"samples\.jsonl"):
-        Inspect().parse(output, make_config("demo_choices"))
+        EVALUATOR.read(output, make_config("demo_choices"))[0]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fakes.attacked import Attacked
+from fakes.attacked import attacked
 from fakes.attacker import main as attacker
 from fakes.polling import eventually
 from fakes.processes import commands
@@ -98,7 +98,7 @@ class Target:
         arguments = (host, *map(str, (*self.ports, os.getpid())), SECRET, *map(str, files))
         output = self.folder / "output"
         run_harness(
-            Attacked(attack=ATTACKER, arguments=arguments, code=code if isolated else None),
+            attacked(attack=ATTACKER, arguments=arguments, code=code if isolated else None),
             model,
             EvaluationConfig(model_path="checkpoint", evals=(EvalTaskConfig(name="b"),), timeout_seconds=60),
             output=output,

@@ -15,7 +15,7 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput
 from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.harness import Progress
-from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.levanter.evaluator import EVALUATOR
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
@@ -34,7 +34,7 @@ def levanter(**options: Any) -> dict[str, Any]:
 
 
 def job(config: EvaluationConfig, checkpoint: LocalCheckpoint) -> dict[str, Any]:
-    command = Levanter().command(checkpoint, config, Path("/output"), python=PYTHON)
+    command = EVALUATOR.command(checkpoint, config, Path("/output"), python=PYTHON)
     return json.loads(command.files["job.json"])
 
 
@@ -56,7 +56,7 @@ def test_levanter_command_names_device_checkpoint_and_reference() -> None:
 
 def test_levanter_takes_its_own_copy_of_benchmarks_in_a_store() -> None:
     config = make_config(benchmarks_path="gs://benchmarks/ours")
-    command = Levanter().command(LocalCheckpoint("a", "/runs/a"), config, Path("/output"), python=PYTHON)
+    command = EVALUATOR.command(LocalCheckpoint("a", "/runs/a"), config, Path("/output"), python=PYTHON)
     assert command.copies == {"benchmarks": "gs://benchmarks/ours"}
     assert json.loads(command.files["job.json"])["benchmarks_path"] == "benchmarks"
 
@@ -82,8 +82,8 @@ def test_levanter_precision_that_is_no_policy_is_refused(policy: str) -> None:
 
 def test_levanter_progress_is_that_of_the_last_line() -> None:
     log = "Scoring (a, b (c)): 3/90\nnoise\nScoring (a, b (c)): 64/90\n[evaluator] more"
-    assert Levanter().progress(log) == Progress("a, b (c)", 64, 90)
-    assert Levanter().progress("Scoring: 3/90") is None
+    assert EVALUATOR.progress(log) == Progress("a, b (c)", 64, 90)
+    assert EVALUATOR.progress("Scoring: 3/90") is None
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -91,7 +91,7 @@ def test_levanter_refuses_generation_that_its_file_tells_of(own: bool, tmp_path:
     (tmp_path / "writes.yaml").write_text("task: 'writes'\noutput_type: generate_until\n")
     config = make_config("writes", benchmarks_path=str(tmp_path)) if own else make_config("demo_backwards")
     with pytest.raises(BadInput, match="lets the model write") as caught:
-        Levanter().check(config, python=PYTHON)
+        EVALUATOR.check(config, PYTHON)
     assert "Send generation to the endpoint" in caught.value.remedy
 
 
@@ -100,9 +100,9 @@ def test_levanter_results_are_read_as_those_of_lm_eval_with_more_versions(tmp_pa
     shutil.copytree(RECORDED, output)
     config = make_config(*json.loads((RECORDED / "plan.json").read_text())["benchmarks"])
     with pytest.raises(HarnessOutputInvalid, match=r"levanter\.json"):
-        Levanter().parse(output, config)
+        EVALUATOR.read(output, config)[0]
     (output / "levanter.json").write_text(json.dumps({"versions": {"levanter": "0.2", "jax": "0.10"}, "devices": []}))
-    parsed = Levanter().parse(output, config)
+    parsed = EVALUATOR.read(output, config)[0]
     assert parsed.metrics and parsed.counts.requested == parsed.counts.scored > 0
     assert parsed.versions.items() >= {"levanter": "0.2", "jax": "0.10"}.items()
-    assert len(list(Levanter().samples(output, config))) == parsed.counts.requested
+    assert len(list(EVALUATOR.read(output, config)[1])) == parsed.counts.requested

@@ -23,10 +23,10 @@ from resources.errors import BadInput, EnvironmentBuildFailed
 from resources.settings import settings
 from tasks.errors import CountsDisagree, HarnessFailed, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
-from tasks.evaluators.lm_eval.clusters import clusters_of
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR
+from tasks.evaluators.lm_eval.files import NO_ANSWER
 from tasks.evaluators.lm_eval.options import LmEvalOptions
-from tasks.evaluators.lm_eval.results import NO_ANSWER
+from tasks.evaluators.lm_eval.samples import clusters_of
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 DATA = Path(__file__).parents[2] / "data" / "lm_eval"
@@ -65,7 +65,7 @@ def make_model(**changes: Any) -> RunningModel:
 
 
 def job_of(config: EvaluationConfig, model: RunningModel) -> dict[str, Any]:
-    command = LmEval().command(model, config, Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(model, config, Path("/out"), python=PYTHON)
     return json.loads(command.files["job.json"])
 
 
@@ -83,7 +83,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def parse(folder: Path) -> Parsed:
-    return LmEval().parse(folder, make_config())
+    return EVALUATOR.read(folder, make_config())[0]
 
 
 def edit_results(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -165,8 +165,8 @@ def test_harness_is_isolated_where_code_is_allowed_and_sees_the_files_that_its_b
     task = EvalTaskConfig(name="shape_words", task_kwargs={"dataset_kwargs": {"data_files": {"test": str(questions)}}})
     allowed = LmEvalOptions(allow_code_execution=("shape_words",))
     model = make_model()
-    assert LmEval().command(model, make_config(task), Path("/out"), python=PYTHON).model_code is None
-    command = LmEval().command(model, make_config(task, evaluator=allowed), Path("/out"), python=PYTHON)
+    assert EVALUATOR.command(model, make_config(task), Path("/out"), python=PYTHON).model_code is None
+    command = EVALUATOR.command(model, make_config(task, evaluator=allowed), Path("/out"), python=PYTHON)
     assert command.model_code is not None
     assert command.model_code.endpoint == model.base_url
     assert str(questions) in command.model_code.reads
@@ -174,7 +174,7 @@ def test_harness_is_isolated_where_code_is_allowed_and_sees_the_files_that_its_b
 
 
 def test_command_argv_is_our_program_run_by_the_environment():
-    command = LmEval().command(make_model(), make_config(), Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(make_model(), make_config(), Path("/out"), python=PYTHON)
     python, *_, program, job_file = command.argv
     assert python == str(PYTHON)
     assert Path(program).name == "run_lm_eval.py" and Path(program).is_file()
@@ -189,7 +189,7 @@ def test_command_takes_the_bundled_benchmarks_when_none_are_given():
 
 def test_command_copies_benchmarks_that_lie_in_a_store():
     config = make_config(benchmarks_path="memory://lm-eval-command/own")
-    command = LmEval().command(make_model(), config, Path("/out"), python=PYTHON)
+    command = EVALUATOR.command(make_model(), config, Path("/out"), python=PYTHON)
     [(name, uri)] = command.copies.items()
     assert uri == "memory://lm-eval-command/own"
     assert json.loads(command.files["job.json"])["benchmarks_path"] == name
@@ -276,7 +276,7 @@ def test_parse_tells_how_answers_ended_how_it_was_asked_and_what_groups_are_made
     }
     finish_by_id = {
         sample.id[0]: sample.finish
-        for sample in LmEval().samples(recorded, make_config())
+        for sample in EVALUATOR.read(recorded, make_config())[1]
         if "words" in sample.benchmark
     }
     assert (finish_by_id["0"], finish_by_id["1"], finish_by_id["2"]) == ("length", "stop", None)
@@ -288,7 +288,7 @@ def test_samples_of_texts_have_log_likelihood_and_length_and_say_if_their_prompt
     plan = json.loads((recorded / "plan.json").read_text())
     plan["benchmarks"]["shape_sides"]["shapes_few"]["truncated_questions"] = [0]
     (recorded / "plan.json").write_text(json.dumps(plan))
-    samples = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
+    samples = [sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few"]
     assert samples[0].ratios == {"word_perplexity": (-12.5, 5.0)} and not samples[1].ratios
     assert [sample.truncated for sample in samples] == [True, False, False, False, False]
 
@@ -323,7 +323,7 @@ def test_samples_of_questions_about_a_document_share_a_cluster(recorded: Path):
     for number, line in enumerate(lines):
         line["doc"]["passage"] = f"passage {number // 3}"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    samples = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
+    samples = [sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few"]
     assert len({sample.cluster for sample in samples[:3]}) == 1 and samples[0].cluster
     assert samples[3].cluster == samples[4].cluster != samples[0].cluster
 
@@ -331,7 +331,7 @@ def test_samples_of_questions_about_a_document_share_a_cluster(recorded: Path):
 def test_answers_of_a_question_that_names_its_choices_take_no_more_memory_than_the_choices(recorded: Path):
     def named(target: str) -> str:
         edit_sample(recorded, "shapes_few", lambda sample: sample.update(target=target))
-        sample = next(each for each in LmEval().samples(recorded, make_config()) if each.benchmark == "shapes_few")
+        sample = next(each for each in EVALUATOR.read(recorded, make_config())[1] if each.benchmark == "shapes_few")
         assert len(sample.choices) > 1
         return str(sample.target)
 
@@ -343,12 +343,12 @@ def test_answers_of_a_question_that_names_its_choices_take_no_more_memory_than_t
 def test_samples_of_a_perplexity_over_questions_have_their_log_likelihood(recorded: Path):
     weighed = {"metrics": ["perplexity"], "perplexity": -2.5, "doc_id": 0}
     edit_sample(recorded, "shapes_few", lambda sample: sample.update(weighed))
-    samples = [sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few"]
+    samples = [sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few"]
     assert samples[0].ratios == {"perplexity": (-2.5, 1.0)}
 
 
 def test_samples_recorded_run_gives_each_question_once_with_the_scores_of_all_filters(recorded: Path):
-    samples = list(LmEval().samples(recorded, make_config()))
+    samples = list(EVALUATOR.read(recorded, make_config())[1])
     assert len(samples) == 35 == len({(sample.benchmark, sample.id) for sample in samples})
     [words] = [sample for sample in samples if sample.benchmark == "shape_words" and sample.id.startswith("1-")]
     assert words.id == "1-8fdbcfe3e64d"
@@ -371,7 +371,7 @@ def test_sample_has_what_stood_before_its_question_as_far_as_the_plan_or_the_con
     plan = json.loads((recorded / "plan.json").read_text())
     plan["benchmarks"]["shape_sides"]["shapes_few"]["contexts"] = {0: 2}
     (recorded / "plan.json").write_text(json.dumps(plan))
-    by_question = {(sample.benchmark, sample.id[0]): sample for sample in LmEval().samples(recorded, make_config())}
+    by_question = {(sample.benchmark, sample.id[0]): sample for sample in EVALUATOR.read(recorded, make_config())[1]}
     first, chat = by_question["shapes_few", "0"], by_question["shape_words", "0"]
     assert (first.context, first.prompt, by_question["shapes_few", "1"].context) == ("A ", "triangle has", "")
     assert chat.asked == str([sent]) and chat.context.endswith('"none"}, ')
@@ -386,7 +386,7 @@ def test_samples_questions_left_out_have_no_score_and_are_counted_apart(recorded
     (recorded / "skipped.jsonl").write_text(json.dumps(line) + "\n")
     counts = parse(recorded).counts
     assert (counts.requested, counts.scored, counts.skipped, counts.truncated) == (35, 35, 1, 2)
-    *_, last = LmEval().samples(recorded, make_config())
+    *_, last = EVALUATOR.read(recorded, make_config())[1]
     assert (last.id, last.prompt, last.output, last.scores) == ("7-abababababab", "A long shape", "", {})
 
 
@@ -395,7 +395,7 @@ def test_samples_questions_left_out_have_no_score_and_are_counted_apart(recorded
 )
 def test_samples_of_a_damaged_line_are_read_as_far_as_possible(recorded: Path, damage: dict[str, Any]):
     edit_sample(recorded, "shapes_few", lambda sample: sample.update(damage))
-    assert len(list(LmEval().samples(recorded, make_config()))) == 35
+    assert len(list(EVALUATOR.read(recorded, make_config())[1])) == 35
 
 
 # Withheld
@@ -404,7 +404,7 @@ def test_samples_of_a_damaged_line_are_read_as_far_as_possible(recorded: Path, d
 def test_samples_perplexity_beyond_all_numbers_is_no_score(recorded: Path):
     weighed = {"metrics": ["perplexity", "acc"], "perplexity": -math.inf, "acc": 1.0, "doc_id": 0}
     edit_sample(recorded, "shapes_few", lambda sample: sample.update(weighed))
-    question = next(sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few")
+    question = next(sample for sample in EVALUATOR.read(recorded, make_config())[1] if sample.benchmark == "shapes_few")
     assert question.scores == {"acc": 1.0}
 
 
@@ -524,7 +524,7 @@ def test_parse_results_without_a_benchmark_that_was_asked_is_invalid_output(reco
 
 def test_parse_of_another_evaluations_folder_is_invalid_output(recorded: Path):
     with pytest.raises(HarnessOutputInvalid):
-        LmEval().parse(recorded, make_config(EvalTaskConfig(name="shape_words")))
+        EVALUATOR.read(recorded, make_config(EvalTaskConfig(name="shape_words")))[0]
 
 
 def test_parse_metric_that_is_no_number_though_all_was_scored_is_invalid_output(recorded: Path):
@@ -543,17 +543,17 @@ def test_progress_is_that_of_the_last_bar():
         "Requesting API (arc, piqa; 0 before, 580 in all): 100%|██████████| 480/480 [00:03<00:00, 150.00it/s]\n"
         "Requesting API (gsm8k; 480 before, 580 in all):   7%|▋         | 7/100 [00:00<?, ?it/s]\r"
     )
-    assert LmEval().progress(log) == Progress("gsm8k", 487, 580)
+    assert EVALUATOR.progress(log) == Progress("gsm8k", 487, 580)
 
 
 def test_progress_of_an_unlabelled_bar_counts_that_bar():
-    assert LmEval().progress("Requesting API:  37%|███▋ | 148/400 [00:01<00:02, 9it/s]") == Progress(
+    assert EVALUATOR.progress("Requesting API:  37%|███▋ | 148/400 [00:01<00:02, 9it/s]") == Progress(
         "requests", 148, 400
     )
 
 
 def test_progress_of_a_log_without_bar_is_none():
-    assert LmEval().progress("Tokenizing inputs: 100%|██████████| 480/480 [00:00<00:00, 20541.22it/s]") is None
+    assert EVALUATOR.progress("Tokenizing inputs: 100%|██████████| 480/480 [00:00<00:00, 20541.22it/s]") is None
 
 
 # Looking benchmarks up
@@ -570,21 +570,21 @@ def environment_python(tmp_path: Path) -> Path:
 
 
 def test_check_of_own_benchmarks_asks_no_environment(cache_dir: Path):
-    LmEval().check(make_config(), python=PYTHON)
+    EVALUATOR.check(make_config(), PYTHON)
     assert not cache_dir.exists()
 
 
 def test_check_benchmark_of_lm_eval_is_asked_for_once_per_environment(cache_dir: Path, environment_python: Path):
     for _ in range(2):
-        LmEval().check(make_config(EvalTaskConfig(name="hellaswag")), python=environment_python)
+        EVALUATOR.check(make_config(EvalTaskConfig(name="hellaswag")), environment_python)
     assert not environment_python.exists()
 
 
 def test_check_unknown_benchmark_says_what_may_have_been_meant(cache_dir: Path, environment_python: Path):
     with pytest.raises(UnknownBenchmark, match="did you mean hellaswag"):
-        LmEval().check(make_config(EvalTaskConfig(name="helaswag")), python=environment_python)
+        EVALUATOR.check(make_config(EvalTaskConfig(name="helaswag")), environment_python)
     with pytest.raises(UnknownBenchmark, match="did you mean shape_words"):
-        LmEval().check(make_config(EvalTaskConfig(name="shape_word")), python=environment_python)
+        EVALUATOR.check(make_config(EvalTaskConfig(name="shape_word")), environment_python)
 
 
 def test_check_names_files_it_could_not_read(cache_dir: Path, environment_python: Path, tmp_path: Path):
@@ -594,20 +594,20 @@ def test_check_names_files_it_could_not_read(cache_dir: Path, environment_python
     (folder / "deep.yaml").write_text("task: " + "[" * 2000)
     os.mkfifo(folder / "pipe.yaml")
     (folder / "good.yaml").write_text("task: good\nprocess_docs: !function functions.process\n")
-    LmEval().check(make_config(EvalTaskConfig(name="good"), benchmarks_path=str(folder)), python=environment_python)
+    EVALUATOR.check(make_config(EvalTaskConfig(name="good"), benchmarks_path=str(folder)), environment_python)
     with pytest.raises(UnknownBenchmark, match=r"broken\.yaml, deep\.yaml"):
-        LmEval().check(make_config(EvalTaskConfig(name="bad"), benchmarks_path=str(folder)), python=environment_python)
+        EVALUATOR.check(make_config(EvalTaskConfig(name="bad"), benchmarks_path=str(folder)), environment_python)
 
 
 def test_check_benchmarks_in_a_store_are_found(cache_dir: Path):
     fsspec.filesystem("memory").pipe_file("/lm-eval-check/own/one.yaml", b"task: one")
     config = make_config(EvalTaskConfig(name="one"), benchmarks_path="memory://lm-eval-check/own")
-    LmEval().check(config, python=PYTHON)
+    EVALUATOR.check(config, PYTHON)
 
 
 def test_check_folder_that_does_not_exist_is_bad_input(cache_dir: Path, tmp_path: Path):
     with pytest.raises(BadInput, match="benchmarks_path"):
-        LmEval().check(make_config(benchmarks_path=str(tmp_path / "missing")), python=PYTHON)
+        EVALUATOR.check(make_config(benchmarks_path=str(tmp_path / "missing")), PYTHON)
 
 
 def test_check_benchmark_that_runs_code_needs_permission(cache_dir: Path, environment_python: Path, tmp_path: Path):
@@ -617,20 +617,20 @@ def test_check_benchmark_that_runs_code_needs_permission(cache_dir: Path, enviro
     own = {"benchmarks_path": str(folder)}
     for name in ("mbpp", "mine"):
         with pytest.raises(BadInput, match=f"allow_code_execution to name {name}"):
-            LmEval().check(make_config(EvalTaskConfig(name=name), **own), python=environment_python)
+            EVALUATOR.check(make_config(EvalTaskConfig(name=name), **own), environment_python)
         allowed = LmEvalOptions(allow_code_execution=(name,))
-        LmEval().check(make_config(EvalTaskConfig(name=name), evaluator=allowed, **own), python=environment_python)
+        EVALUATOR.check(make_config(EvalTaskConfig(name=name), evaluator=allowed, **own), environment_python)
 
 
 def test_check_interpreter_that_is_gone_says_which_folder_to_delete(cache_dir: Path):
     with pytest.raises(EnvironmentBuildFailed, match=f"Delete the folder {PYTHON.parents[1]}"):
-        LmEval().check(make_config(EvalTaskConfig(name="hellaswag")), python=PYTHON)
+        EVALUATOR.check(make_config(EvalTaskConfig(name="hellaswag")), PYTHON)
 
 
 def test_check_listing_that_is_none_is_reported(cache_dir: Path, environment_python: Path):
     environment_python.write_text("#!/bin/sh\necho no JSON\n")
     with pytest.raises(HarnessFailed, match="by hand"):
-        LmEval().check(make_config(EvalTaskConfig(name="hellaswag")), python=environment_python)
+        EVALUATOR.check(make_config(EvalTaskConfig(name="hellaswag")), environment_python)
 
 
 def test_job_says_whether_choices_are_scored_from_the_cache_of_an_engine():

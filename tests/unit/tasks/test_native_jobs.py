@@ -18,7 +18,7 @@ from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
 from resources.jobs.jobs import JobStatus
 from tasks.errors import ClaimLost, HarnessFailed
-from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.levanter.evaluator import EVALUATOR
 from tasks.evaluators.native import OUTCOME_NAME, NativeEvaluation, NativeProgram, Outcome
 from tasks.running.native_jobs import NativeJobs
 from tasks.spec.evaluation import EvaluationConfig
@@ -68,7 +68,7 @@ class Cells:
         program = folder / "program"
         program.write_text(PROGRAM.format(python=sys.executable, gates=str(self._gates)))
         program.chmod(0o755)
-        self._program = NativeProgram(Levanter(), program)
+        self._program = NativeProgram(EVALUATOR, program)
 
     def start(self, *names: str, attempt: str = "attempt") -> list[Future[Outcome]]:
         """Starts evaluations that share a job in this order."""
@@ -101,7 +101,7 @@ class Cells:
         return sorted(file.name for file in output.glob("*") if file.is_dir() or file.stat().st_size)
 
     def _evaluate(self, name: str, position: int, attempt: str) -> Outcome:
-        content = {"evaluator": Levanter().name, "model_path": "run", "evals": [{"name": "demo_facts"}]}
+        content = {"evaluator": EVALUATOR.name, "model_path": "run", "evals": [{"name": "demo_facts"}]}
         output = self.folder / name
 
         def check() -> None:

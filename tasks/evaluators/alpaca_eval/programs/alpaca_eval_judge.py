@@ -95,7 +95,7 @@ class Judge:
         # Our client keeps connections, and makes a failed verdict a missing verdict instead of the end.
         alpaca_utils.get_all_clients = lambda *_, **__: [self._client]  # else a client per verdict, keys from a file
         openai_decoder._openai_completion_helper = self._verdict
-        openai_decoder.tqdm = LabelledBars(f"verdicts ({key})")
+        openai_decoder.tqdm = LabelledBars(f"{key}, verdicts")
         try:
             board, annotations = judge_outputs(
                 model_outputs=pd.DataFrame(outputs),

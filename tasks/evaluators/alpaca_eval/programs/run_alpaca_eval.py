@@ -155,7 +155,7 @@ async def generate(
     )
     fields = sampling_fields(job)
     free = asyncio.Semaphore(max(1, model["capacity"]))
-    bar = tqdm.tqdm(total=len(instructions), desc=f"answers ({key})")
+    bar = tqdm.tqdm(total=len(instructions), desc=f"{key}, answers")
 
     async def answer(row: dict[str, Any]) -> dict[str, Any]:
         prompt = row["instruction"].strip()  # as AlpacaEval's decoders do

@@ -46,6 +46,7 @@ DEPLOYMENT = "assay/checkpoint"
 TOKENIZER = "huggingface/checkpoint"
 COMPLETIONS_CLIENT = "helm.clients.openai_client.OpenAILegacyCompletionsClient"
 CHAT_CLIENT = "helm.clients.openai_client.OpenAIClient"
+ENTRIES_NAME = "run_specs.conf"
 ALL_ENTRIES = "all"
 OWN_FOLDER = "helm"
 """Folder of a user's own run entries inside the benchmarks folder, a JSON file each."""
@@ -238,17 +239,17 @@ def context_of(checkpoint: Path) -> int:
 
 def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
     """Returns HELM's runs, each with its benchmark; their names are unique, since they name folders."""
-    conf = read_run_entries([job["run_specs_path"]]).entries if job["run_specs_path"] else []
+    conf: list[RunEntry] | None = None
+    if job["run_specs"] is not None:
+        Path(ENTRIES_NAME).write_text(job["run_specs"])
+        conf = read_run_entries([ENTRIES_NAME]).entries
     runs: list[helm_asking.Run] = []
     for item in (with_own_run_entry(item, job) for item in job["benchmarks"]):
-        specs = [
-            changed(spec, entry, job)
-            for entry in (matching_entries(item, conf, job) if job["run_specs_path"] else [RunEntry(item["name"])])
-            for spec in constructed(entry, item, job, output)
-        ]
+        entries = [RunEntry(item["name"])] if conf is None else matching_entries(item, conf, job)
+        specs = [changed(spec, entry, job) for entry in entries for spec in constructed(entry, item, job, output)]
         specs = [spec for spec in specs if not job["groups"] or set(spec.groups) & set(job["groups"])]
         if not specs:
-            place = f"in {job['run_specs_path']}" if job["run_specs_path"] else "of the groups wanted"
+            place = f"in {ENTRIES_NAME}" if conf is not None else "of the groups wanted"
             refuse(
                 output,
                 kind="BadInput",
