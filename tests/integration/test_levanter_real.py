@@ -58,7 +58,7 @@ CONFIG = {
 }
 SAVE_NATIVELY = """
 import sys
-sys.path.append(sys.argv[1])
+sys.path += [sys.argv[1], f"{sys.argv[1]}/../../programs"]
 import levanter_model
 from levanter.checkpoint import save_checkpoint
 source, target, step = sys.argv[2:]

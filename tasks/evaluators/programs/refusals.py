@@ -5,16 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 REFUSAL_NAME = "refused.json"
 
 
-def refuse(output: Path, *, kind: str, expected: str, found: str, remedy: str) -> NoReturn:
-    """Ends the program; writes the reason to a file for the orchestrator and to standard error."""
-    write_json(output / REFUSAL_NAME, {"kind": kind, "expected": expected, "found": found, "remedy": remedy})
-    sys.exit(f"refused: expected {expected}, found {found}")
+class Refused(Exception):
+    """A job that cannot be done; `kind` is a class of Assay's errors."""
+
+    def __init__(self, expected: str, found: str, remedy: str, kind: str = "BadInput") -> None:
+        super().__init__(expected, found, remedy, kind)
+        self.expected, self.found, self.remedy, self.kind = expected, found, remedy, kind
+
+    def __str__(self) -> str:
+        return f"refused: expected {self.expected}, found {self.found}"
+
+
+@contextmanager
+def refusals_into(output: Path) -> Iterator[None]:
+    """Ends the program if the block refuses; writes the reason to a file for the orchestrator and to standard error."""
+    try:
+        yield
+    except Refused as refused:
+        write_json(output / REFUSAL_NAME, vars(refused))
+        sys.exit(str(refused))
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -40,15 +57,18 @@ def digest_of(text: str | None) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest() if text else None
 
 
-def chat_template_needed(job: dict[str, Any], output: Path) -> str | None:
+def chat_template_needed(job: dict[str, Any]) -> str | None:
     """Returns the chat template of a job's tokenizer, None without chat; refuses a chat job if there is no template."""
     template = chat_template(Path(job["tokenizer"])) if job["chat"] else None
     if job["chat"] and not template:
-        refuse(
-            output,
-            kind="BadInput",
-            expected="a tokenizer with a chat template, since apply_chat_template is set",
-            found=f"chat asked of a model without a template: none in {job['tokenizer']}",
-            remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
-        )
+        raise no_chat_template(job["tokenizer"])
     return template
+
+
+def no_chat_template(place: str) -> Refused:
+    """Returns the refusal of a tokenizer without a chat template."""
+    return Refused(
+        expected="a tokenizer with a chat template, since apply_chat_template is set",
+        found=f"chat asked of a model without a template: none in {place}",
+        remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
+    )

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
-sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "helm" / "programs"))
+sys.path += [str(Path(__file__).parents[2] / "evaluators" / place) for place in ("helm/programs", "programs")]
 
 gc.disable()  # collection would take a quarter of the time and find no garbage
 import helm.benchmark.runner as helm_runner
@@ -140,8 +140,8 @@ def tried(key: str, run_entries: dict[str, Any], job: dict[str, Any]) -> tuple[l
     given |= {name: job[name] for name in ("benchmarks_path", "scenarios_path")}
     run_helm.keep_words(given)
     try:
-        runs = run_helm.plan_runs(given, output)
-    except SystemExit as refused:
+        runs = run_helm.plan_runs(given)
+    except run_helm.Refused as refused:
         raise CannotBeHadError(str(refused)) from refused
     harness = helm_runs.Harness(given, runs, local_path=str(output))
     seen = Seen(Path(job["scenarios_path"]))
@@ -154,7 +154,7 @@ def tried(key: str, run_entries: dict[str, Any], job: dict[str, Any]) -> tuple[l
         except Exception as error:  # scenarios and metrics of HELM raise any exception
             reason = helm_asking.missing_data(error, run)
             if seen.last is None or reason:
-                raise CannotBeHadError(f"{name}: {reason['found'] if reason else shown(error)}") from error
+                raise CannotBeHadError(f"{name}: {reason.found if reason else shown(error)}") from error
             tell(f"{name}: its data are staged; placeholder answers cannot be scored ({type(error).__name__})")
     return [name_of(run) for run in runs], sorted(seen.scenarios)
 

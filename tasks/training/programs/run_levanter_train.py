@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-EXIT_CODE = [1]  # of an exception or `refuse`
+EXIT_CODE = [1]  # of an exception or of `refusals_into`
 
 
 def end_without_teardown() -> None:
@@ -46,7 +46,7 @@ import jax
 from fray import LocalClient
 from fray.current_client import set_current_client
 from levanter.main import train_lm
-from refusals import refuse
+from refusals import Refused, refusals_into
 
 gc.freeze()
 gc.enable()
@@ -72,14 +72,13 @@ def read(content: dict[str, Any]) -> train_lm.TrainLmConfig:
     """Returns the configuration, parsed as by Levanter's own command."""
     try:
         return draccus.decode(train_lm.TrainLmConfig, content)
-    except Exception as error:  # noqa: BLE001 - draccus and the checks of configurations raise any exception
-        refuse(
-            Path(),
-            kind="BadInput",
-            expected="a configuration that Levanter's train_lm reads",
-            found=f"{type(error).__name__}: {error}"[:LONGEST_REASON],
-            remedy="Correct train_config",
-        )
+    except Exception as error:
+        with refusals_into(Path()):
+            raise Refused(
+                expected="a configuration that Levanter's train_lm reads",
+                found=f"{type(error).__name__}: {error}"[:LONGEST_REASON],
+                remedy="Correct train_config",
+            ) from error
 
 
 def end_with_parent() -> None:

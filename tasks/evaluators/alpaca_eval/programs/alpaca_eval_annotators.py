@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 from alpaca_eval import constants
 from alpaca_eval_shared import SHOWN_CHARACTERS
-from refusals import refuse
+from refusals import Refused
 
 MOST_LOGPROBS = 20  # vLLM's default limit
 
 
-def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, Any], str]:
+def load_annotator(judge: dict[str, Any]) -> tuple[str, dict[str, Any], str]:
     """Returns name, configuration and prompt of the judge's annotator."""
     annotator = judge["annotator"]
     for parent in (*map(Path, judge["annotator_folders"]), Path(constants.EVALUATORS_CONFIG_DIR)):
@@ -25,16 +25,12 @@ def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, 
             prompt = (parent / config["prompt_template"]).read_text()
             return name, config, prompt
         except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-            refuse(
-                output,
-                kind="BadInput",
+            raise Refused(
                 expected=f"a single configuration with a prompt_template in {path}",
                 found=f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}",
                 remedy="Correct it; prompt_template is relative to the folder above",
-            )
-    refuse(
-        output,
-        kind="BadInput",
+            ) from error
+    raise Refused(
         expected="a configuration of a judge that comes with AlpacaEval or Assay, or a folder in benchmarks_path",
         found=repr(annotator),
         remedy="Correct evaluator.judge.annotator",
@@ -46,9 +42,7 @@ def complete_annotator(
 ) -> dict[str, Any]:
     """Returns the configuration completed with this judge, and writes it to `judge/NAME/` for AlpacaEval."""
     if config.get("fn_completions", "openai_completions") != "openai_completions" or config.get("batch_size", 1) != 1:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected="a configuration that asks an OpenAI-compatible endpoint for a single verdict per request",
             found=f"{name}, which uses {config.get('fn_completions')} with batches of {config.get('batch_size', 1)}",
             remedy="Choose another evaluator.judge.annotator",
@@ -63,7 +57,7 @@ def complete_annotator(
         "is_chat": in_chat,
     }
     if judge["constrained"]:
-        body = {**options.get("extra_body", {}), "structured_outputs": {"choice": verdicts(name, config, output)}}
+        body = {**options.get("extra_body", {}), "structured_outputs": {"choice": verdicts(name, config)}}
         options["extra_body"] = body
         if options.get("logprobs"):
             options["top_logprobs"] = MOST_LOGPROBS
@@ -75,7 +69,7 @@ def complete_annotator(
     return completed
 
 
-def verdicts(name: str, config: dict[str, Any], output: Path) -> list[str]:
+def verdicts(name: str, config: dict[str, Any]) -> list[str]:
     """Returns the texts that a configuration accepts as verdicts; refuses free-text verdicts."""
     given = config.get("completion_parser_kwargs") or {}
     patterns: list[str] = []
@@ -87,9 +81,7 @@ def verdicts(name: str, config: dict[str, Any], output: Path) -> list[str]:
     plain = [text.replace(r"\b", "") for text in patterns if isinstance(text, str)]
     texts = [text for text in dict.fromkeys(plain) if text.isalnum()]
     if len(texts) < 2:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected="a configuration with fixed verdicts, since evaluator.judge.constrained is set",
             found=f"{name}: its verdicts are free text",
             remedy="Set constrained to false, or choose another evaluator.judge.annotator",

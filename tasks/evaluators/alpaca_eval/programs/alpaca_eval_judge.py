@@ -19,7 +19,7 @@ from alpaca_eval.metrics import get_winrate, glm_winrate
 from alpaca_eval_annotators import complete_annotator, load_annotator
 from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, describe_error
 from huggingface_hub import hf_hub_download
-from refusals import refuse
+from refusals import Refused
 
 LENGTH_CONTROL = "df_gamed.csv"
 PROBE_SECONDS = 60.0
@@ -38,7 +38,7 @@ class Judge:
 
     def __init__(self, job: dict[str, Any], output: Path, unanswered: valid_answers.Unanswered) -> None:
         self._job, self._judge, self._output = job, job["judge"], output
-        self._name, config, prompt = load_annotator(self._judge, output)
+        self._name, config, prompt = load_annotator(self._judge)
         self._config = complete_annotator(self._name, config, prompt, judge=self._judge, output=output)
         self._prompt = prompt
         self._unanswered = unanswered
@@ -76,12 +76,11 @@ class Judge:
             self._unusable(f"its answers have no log-probabilities, which {self._name} needs")
 
     def _unusable(self, problem: str) -> NoReturn:
-        refuse(
-            self._output,
-            kind="EndpointUnusable",
+        raise Refused(
             expected=f"{self._judge['model']} at {self._judge['base_url']} to judge as {self._name} asks",
             found=problem,
             remedy="Correct evaluator.judge, or start the judge; its key is read from ASSAY_JUDGE_API_KEY",
+            kind="EndpointUnusable",
         )
 
     def compare(self, instruction_set: dict[str, Any]) -> dict[str, float | None]:

@@ -35,7 +35,7 @@ from alpaca_eval_shared import (
     SHOWN_CHARACTERS,
     describe_error,
 )
-from refusals import chat_template_needed, digest_of, refuse, write_json
+from refusals import Refused, chat_template_needed, digest_of, refusals_into, write_json
 
 PLAN_NAME = "plan.json"
 RESULTS_NAME = "results.json"
@@ -62,16 +62,14 @@ def main(arguments: list[str]) -> None:
     for noisy in ("httpx", "httpx2", "httpcore2", "openai"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     job = json.loads(Path(arguments[0]).read_text())
-    evaluate(job, Path(job["output"]))
+    with refusals_into(Path(job["output"])):
+        evaluate(job, Path(job["output"]))
 
 
 def evaluate(job: dict[str, Any], output: Path) -> None:
     """Generates the outputs of all sets, then judges the sets that have all outputs."""
-    template = chat_template_needed(job, output)
-    sets = {
-        instruction_set["key"]: load_set(instruction_set, limit=job["limit"], output=output)
-        for instruction_set in job["sets"]
-    }
+    template = chat_template_needed(job)
+    sets = {instruction_set["key"]: load_set(instruction_set, limit=job["limit"]) for instruction_set in job["sets"]}
     asking = {
         "seeds": {"outputs": "none: each is sampled without a seed"},
         "bos": f"as the endpoint's {'chat template' if job['chat'] else 'tokenizer'} does",
@@ -100,18 +98,16 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
     write_json(output / RESULTS_NAME, results)
 
 
-def load_set(instruction_set: dict[str, Any], *, limit: int | None, output: Path) -> list[dict[str, Any]]:
+def load_set(instruction_set: dict[str, Any], *, limit: int | None) -> list[dict[str, Any]]:
     """Returns instructions with their reference outputs, the first `limit` of them if there is a limit."""
-    path = Path(instruction_set["path"]) if instruction_set["path"] else official_set(output)
+    path = Path(instruction_set["path"]) if instruction_set["path"] else official_set()
     rows = json.loads(path.read_bytes())
     if instruction_set["references"]:
         given = {row["instruction"]: row for row in json.loads(Path(instruction_set["references"]).read_bytes())}
         rows = [{**row, **given.get(row["instruction"], {})} for row in rows]
     rows = rows[:limit]
     if missing := sum(not isinstance(row.get("output"), str) for row in rows):
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected=f"an output to compare with for each instruction of {instruction_set['key']}",
             found=f"none for {missing} of {len(rows)}",
             remedy="Name a file that has them as evaluator.reference_outputs_path",
@@ -127,18 +123,16 @@ def load_set(instruction_set: dict[str, Any], *, limit: int | None, output: Path
     ]
 
 
-def official_set(output: Path) -> Path:
+def official_set() -> Path:
     """Returns the file of AlpacaEval's own set: staged before, or downloaded now."""
     try:
         return Path(hf_hub_download(DATA_SET, OFFICIAL_SET, repo_type="dataset"))
     except (OSError, ValueError) as error:  # errors of hub, network and disk
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected=f"{OFFICIAL_SET} of the data set {DATA_SET}, staged or to be had from the hub",
             found=f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}",
             remedy="Run `assay stage` where there is a network, or name a file as evaluator.instructions_path",
-        )
+        ) from error
 
 
 async def generate(

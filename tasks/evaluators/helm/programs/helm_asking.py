@@ -7,17 +7,17 @@ without an answer, and continues; the score is withheld when answers are counted
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
+import helm_choices
 import openai
+import valid_answers
 from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec, Executor
@@ -28,13 +28,8 @@ from helm.clients import auto_client, openai_client
 from helm.common.hierarchical_logger import hlog, hwarn
 from helm.common.request import GeneratedOutput, RequestResult
 from helm.proxy.retry import get_retry_decorator, retry_if_request_failed
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
-import helm_choices
-import valid_answers
 from helm_smooth import scores_choices
-
-del sys.path[-2:]
+from refusals import Refused
 
 PROGRESS_SECONDS = 0.5
 NO_DATA = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "URLError", "gaierror")
@@ -51,14 +46,6 @@ class Run:
     key: str
     label: str
     spec: RunSpec
-
-
-class Refused(Exception):
-    """A job that cannot be done; `reason` holds kind, expected, found and remedy."""
-
-    def __init__(self, *, kind: str, expected: str, found: str, remedy: str) -> None:
-        super().__init__(found)
-        self.reason = {"kind": kind, "expected": expected, "found": found, "remedy": remedy}
 
 
 class Client(openai.OpenAI):
@@ -154,10 +141,10 @@ class Asking(Executor):
         if self.unanswered.refused:
             raise RuntimeError(problem)
         raise Refused(
-            kind="EndpointUnusable",
             expected=f"{self._job['base_url']} to answer every request",
             found=f"{problem}: {self.unanswered.first}",
             remedy="See to the endpoint, and evaluate again",
+            kind="EndpointUnusable",
         )
 
     def _show(self, every_seconds: float, *, more: int = 0) -> None:
@@ -180,7 +167,6 @@ def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) ->
     cut = {question(state) for state in states if state.prompt_truncated}
     if len(cut) > job["max_truncated"] * len(asked):
         raise Refused(
-            kind="BadInput",
             expected=f"prompts of {run.key} that the model has room for (max_truncated {job['max_truncated']:g})",
             found=f"{len(cut)} of {len(asked)} questions that do not, even without examples",
             remedy="Raise max_model_len in engine_kwargs if the model allows it, or raise max_truncated",
@@ -189,17 +175,16 @@ def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) ->
         return
     if job["apply_chat_template"]:
         raise Refused(
-            kind="BadInput",
             expected=f"to send {run.key} as plain text, since it weighs given texts",
             found="apply_chat_template, which gives no log-probabilities of them",
             remedy="Set apply_chat_template to false, or leave this benchmark out",
         )
     if not job["prompt_logprobs"]:
         raise Refused(
-            kind="EndpointUnusable",
             expected=f"an endpoint that returns log-probabilities of the prompt, which {run.key} needs",
             found="an endpoint without them (echo with logprobs)",
             remedy="Serve the model with vLLM, or leave this benchmark out: its score would be chance",
+            kind="EndpointUnusable",
         )
 
 
@@ -254,7 +239,7 @@ def leave_prompts_out_of_the_log() -> None:
     logging.getLogger("helm").addFilter(keep)
 
 
-def missing_data(error: BaseException, run: Run) -> dict[str, str] | None:
+def missing_data(error: BaseException, run: Run) -> Refused | None:
     """Returns the refusal for a run that failed for a missing file; None if it failed for another reason."""
     for cause in causes(error):
         problem = None
@@ -265,12 +250,8 @@ def missing_data(error: BaseException, run: Run) -> dict[str, str] | None:
         elif any(kind.__name__ in NO_DATA for kind in type(cause).__mro__):
             problem = f"no way to get them ({type(cause).__name__})"
         if problem:
-            return {
-                "kind": "BadInput",
-                "expected": f"the data that {run.spec.name} needs",
-                "found": problem,
-                "remedy": "Correct the path in task_kwargs, evaluate once where there is a network, or leave it out",
-            }
+            remedy = "Correct the path in task_kwargs, evaluate once where there is a network, or leave it out"
+            return Refused(f"the data that {run.spec.name} needs", problem, remedy)
     return None
 
 

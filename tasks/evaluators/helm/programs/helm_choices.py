@@ -12,18 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import openai
-from helm.benchmark.adaptation.request_state import RequestState
-from helm.common.request import GeneratedOutput, RequestResult, Token
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))  # -I leaves it out
 import valid_answers
 from choice_scoring import CACHED, ECHO, Choice, NotTakenError, Outcome, Row, Scorer, Trust, UnreadableAnswerError
-
-del sys.path[0]
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.common.request import GeneratedOutput, RequestResult, Token
 
 NOT_ABLE = "the engine does not score from its prefix cache"
 NOTHING_BEFORE = "choices have nothing in front of them"

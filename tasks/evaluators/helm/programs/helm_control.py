@@ -8,21 +8,16 @@ as answers in their prompts, or request their letters. No model is called.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.metrics.metric import PerInstanceStats
 from helm.common.hierarchical_logger import hwarn
 from helm.common.request import GeneratedOutput, RequestResult
-
-sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
-from helm_asking import Refused, Run, missing_data
-
-del sys.path[0]
+from helm_asking import Run, missing_data
+from refusals import Refused
 
 PASSED, NO_GOLD = "passed", "no control: no gold answers"
 NOT_IN_FORM = "no control: gold answers are not in the form that its metrics look for"
@@ -68,11 +63,11 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
         return NOT_IN_FORM
     if withhold:
         raise Refused(
-            kind="GraderFailed",
             expected=f"{run.key} to give its own right answers other scores than an empty answer",
             found=f"no difference for {len(known)} known answers, the first to question {known[0].instance.id}",
             remedy="The score is withheld, since every model would get it. Mend the run entry, or what its metrics need"
             " on this machine; if the control is wrong, set helm.failed_control to note",
+            kind="GraderFailed",
         )
     return f"failed for {len(known)} known answers"
 

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import shutil
-import sys
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import helm.benchmark.runner as helm_runner
+import helm_choices
 from helm.benchmark import server
 from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.adaptation.scenario_state import ScenarioState
@@ -25,14 +25,9 @@ from helm.benchmark.scenarios.scenario import Scenario, ScenarioMetadata, Scenar
 from helm.common.authentication import Authentication
 from helm.common.general import asdict_without_nones
 from helm.common.hierarchical_logger import hlog
-
-sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
-import helm_choices
 from helm_asking import Asking, Run, question
 from helm_control import control
 from helm_smooth import HIGHER_IS_BETTER
-
-del sys.path[0]
 
 PLAN_NAME = "plan.json"
 OUTPUT_FOLDER = "benchmark_output"

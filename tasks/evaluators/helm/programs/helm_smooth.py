@@ -6,9 +6,7 @@ Runs that request a choice's letter have none: the likelihoods of the other choi
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 from helm.benchmark.adaptation.adapter_spec import ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS, AdapterSpec
 from helm.benchmark.adaptation.request_state import RequestState
@@ -22,11 +20,7 @@ from helm.benchmark.metrics.statistic import Stat
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
 from helm.common.object_spec import get_class_by_name
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))  # -I leaves it out
 from smooth_scores import HIGHER_IS_BETTER, smooth_scores
-
-del sys.path[0]
 
 ASKED_ALONE = "original"
 """Request mode of a choice behind its question; in the other mode, calibration, there is no question."""

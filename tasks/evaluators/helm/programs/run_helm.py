@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import nltk
 from helm.benchmark.adaptation.adapter_spec import ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS
@@ -31,15 +31,13 @@ from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.common.hierarchical_logger import setup_default_logging
 from helm.common.object_spec import ObjectSpec, parse_object_spec
 
-sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 import helm_asking
 import helm_runs
 import helm_unpacking
 from helm_smooth import with_smooth_scores
+from refusals import Refused, no_chat_template, refusals_into
 
-del sys.path[0]
-
-REFUSAL_NAME = "refused.json"
 DEPLOYMENT_FOLDER = "prod_env"
 DEPLOYMENT = "assay/checkpoint"
 """Clients search this name for models of OpenAI; so it does not contain the checkpoint's own name."""
@@ -88,7 +86,9 @@ def main(arguments: list[str]) -> None:
     setup_default_logging()
     put_downloads_off()
     built_in()
-    evaluate(json.loads(Path(arguments[0]).read_text()))
+    job = json.loads(Path(arguments[0]).read_text())
+    with refusals_into(Path(job["output"])):
+        evaluate(job)
 
 
 def put_downloads_off() -> None:
@@ -119,11 +119,10 @@ def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
 
 def evaluate(job: dict[str, Any]) -> None:
     """Runs, scores and summarises a job; writes everything below `job["output"]`."""
-    output = Path(job["output"])
     keep_words(job)
-    job = {**job, "asking": write_deployment(job, output)}
+    job = {**job, "asking": write_deployment(job)}
     register_configs_from_directory(DEPLOYMENT_FOLDER)
-    runs = plan_runs(job, output)
+    runs = plan_runs(job)
     helm_asking.bound_retries()
     helm_asking.keep_ends()
     helm_asking.leave_prompts_out_of_the_log()
@@ -132,11 +131,11 @@ def evaluate(job: dict[str, Any]) -> None:
     for run in runs:
         try:
             with_words(harness, run)
-        except helm_asking.Refused as refused:
-            refuse(output, **refused.reason)
-        except Exception as error:  # noqa: BLE001 - the boundary to HELM's scenarios and metrics, which raise anything
-            if reason := helm_asking.missing_data(error, run):
-                refuse(output, **reason)
+        except Refused:
+            raise
+        except Exception as error:
+            if refusal := helm_asking.missing_data(error, run):
+                raise refusal from error
             helm_asking.log_failure(run, error)
             failed.append(run.spec.name)
             if job["exit_on_error"]:
@@ -146,20 +145,14 @@ def evaluate(job: dict[str, Any]) -> None:
     harness.summarize()
 
 
-def write_deployment(job: dict[str, Any], output: Path) -> dict[str, Any]:
+def write_deployment(job: dict[str, Any]) -> dict[str, Any]:
     """Writes HELM's three files on a model (JSON is YAML); returns the request settings for records."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     in_chat = job["apply_chat_template"]
     if in_chat and not tokenizer.chat_template:
-        refuse(
-            output,
-            kind="BadInput",
-            expected="a tokenizer with a chat template, since apply_chat_template is set",
-            found=f"none in {job['tokenizer']}",
-            remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
-        )
+        raise no_chat_template(job["tokenizer"])
     empty = tokenizer("")  # may hold a BOS, which the engine puts in front
     if in_chat:
         empty = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)
@@ -237,7 +230,7 @@ def context_of(checkpoint: Path) -> int:
         return DEFAULT_CONTEXT
 
 
-def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
+def plan_runs(job: dict[str, Any]) -> list[helm_asking.Run]:
     """Returns HELM's runs, each with its benchmark; their names are unique, since they name folders."""
     conf: list[RunEntry] | None = None
     if job["run_specs"] is not None:
@@ -246,13 +239,11 @@ def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
     runs: list[helm_asking.Run] = []
     for item in (with_own_run_entry(item, job) for item in job["benchmarks"]):
         entries = [RunEntry(item["name"])] if conf is None else matching_entries(item, conf, job)
-        specs = [changed(spec, entry, job) for entry in entries for spec in constructed(entry, item, job, output)]
+        specs = [changed(spec, entry, job) for entry in entries for spec in constructed(entry, item, job)]
         specs = [spec for spec in specs if not job["groups"] or set(spec.groups) & set(job["groups"])]
         if not specs:
             place = f"in {ENTRIES_NAME}" if conf is not None else "of the groups wanted"
-            refuse(
-                output,
-                kind="BadInput",
+            raise Refused(
                 expected=f"at least 1 run entry {place} for {item['key']}, after priority and groups",
                 found="none",
                 remedy="Correct name and task_kwargs in evals, or priority and groups in the options of HELM",
@@ -290,7 +281,7 @@ def matches(entry: ObjectSpec, item: dict[str, Any]) -> bool:
     return all(str(entry.args.get(name, value)) == str(value) for name, value in item["arguments"].items())
 
 
-def constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any], output: Path) -> list[RunSpec]:
+def constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any]) -> list[RunSpec]:
     """Returns the runs of an entry for our model, regardless of the model that it names."""
     parsed = parse_object_spec(entry.description)
     arguments = {name: located(value, job) for name, value in {**parsed.args, **item["arguments"]}.items()}
@@ -300,13 +291,11 @@ def constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any], outp
     try:
         return construct_run_specs(ObjectSpec(parsed.class_name, {**arguments, "model": model_name(job)}))
     except (TypeError, ValueError, KeyError, AssertionError) as error:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected=f"arguments of {parsed.class_name} that HELM accepts",
             found=f"{item['arguments']}: {type(error).__name__}: {error}",
             remedy="Correct task_kwargs in evals",
-        )
+        ) from error
 
 
 def located(value: Any, job: dict[str, Any]) -> Any:
@@ -344,13 +333,6 @@ def labels(names: list[str]) -> list[str]:
     candidates = [".".join(part for part in own if part not in common) for own in parts]
     times = Counter(candidates)
     return [label if times[label] == 1 else f"{label or 'run'}.{place}" for place, label in enumerate(candidates, 1)]
-
-
-def refuse(output: Path, *, kind: str, expected: str, found: str, remedy: str) -> NoReturn:
-    """Ends the program; writes the reason to a file for the orchestrator and to standard error."""
-    reason = {"kind": kind, "expected": expected, "found": found, "remedy": remedy}
-    (output / REFUSAL_NAME).write_text(json.dumps(reason, indent=2))
-    sys.exit(f"refused: expected {expected}, found {found}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from inspect_ai import Task, task_with
 from inspect_ai._eval.loader import load_task_spec, solver_from_spec
 from inspect_ai._util.registry import registry_params
 from inspect_ai.solver import SolverSpec
-from refusals import refuse
+from refusals import Refused
 
 SANDBOXED_TOOLS = {
     *("bash", "bash_session", "code_execution", "computer", "grep", "list_files", "python", "read_file", "skill"),
@@ -21,12 +21,12 @@ SANDBOXED_TOOLS = {
 SHOWN_CHARACTERS = 300
 
 
-def load_tasks(job: dict[str, Any], output: Path) -> dict[str, Task]:
+def load_tasks(job: dict[str, Any]) -> dict[str, Task]:
     """Returns the tasks, keyed and named by the names that their metrics are published under."""
     tasks = {}
     for benchmark in job["benchmarks"]:
-        task = _loaded(benchmark, job, output)
-        _check(task, benchmark["name"], job, output)
+        task = _loaded(benchmark, job)
+        _check(task, benchmark["name"], job)
         tasks[benchmark["key"]] = task_with(task, name=benchmark["key"])
     return tasks
 
@@ -37,7 +37,7 @@ def questions_of(task: Task, *, limit: int | None, epochs: int | None) -> int:
     return number * (epochs or task.epochs or 1)
 
 
-def load_solver(job: dict[str, Any], output: Path) -> SolverSpec | None:
+def load_solver(job: dict[str, Any]) -> SolverSpec | None:
     """Returns the solver that replaces the tasks' own, if any; refuses a solver that cannot be created."""
     if job["solver"] is None:
         return None
@@ -45,67 +45,60 @@ def load_solver(job: dict[str, Any], output: Path) -> SolverSpec | None:
     try:
         solver_from_spec(spec)
     except Exception as error:  # noqa: BLE001 - as with tasks
-        _unusable(job["solver"], error, output)
+        _unusable(job["solver"], error)
     return spec
 
 
-def _loaded(benchmark: dict[str, Any], job: dict[str, Any], output: Path) -> Task:
+def _loaded(benchmark: dict[str, Any], job: dict[str, Any]) -> Task:
     name, file = benchmark["name"], benchmark["file"]
     spec = f"{Path(job['benchmarks_path']).absolute() / file}@{benchmark['task']}" if file else benchmark["task"]
     working_directory = os.getcwd()  # noqa: PTH109 - Inspect leaves a folder that a task's file goes to
     try:
         tasks = load_task_spec(spec, benchmark["arguments"])
     except Exception as error:  # noqa: BLE001 - the code of a user's file may raise anything
-        _unusable(name, error, output)
+        _unusable(name, error)
     finally:
         os.chdir(working_directory)
     if len(tasks) != 1:
-        refuse(
-            output,
-            kind="UnknownBenchmark",
+        raise Refused(
             expected=f"a task {name} of Inspect, in the benchmarks folder or in a package of its environment",
             found=f"{len(tasks)} of that name",
             remedy="Correct its name in evals: task, file@task, or package@task",
+            kind="UnknownBenchmark",
         )
     return tasks[0]
 
 
-def _unusable(name: str, problem: str | Exception, output: Path) -> NoReturn:
+def _unusable(name: str, problem: str | Exception) -> NoReturn:
     if isinstance(problem, Exception):
         problem = f"{type(problem).__name__}: {str(problem)[:SHOWN_CHARACTERS]}"
-    refuse(
-        output,
-        kind="BadInput",
+    raise Refused(
         expected=f"a task or solver {name} that can be loaded, with its arguments",
         found=problem,
         remedy="Correct it, task_kwargs or evaluator.solver; `inspect eval` says more",
     )
 
 
-def _check(task: Task, name: str, job: dict[str, Any], output: Path) -> None:
+def _check(task: Task, name: str, job: dict[str, Any]) -> None:
     if task.sample_source is not None:
-        _unusable(name, "samples that are made while it runs, so their number is not known beforehand", output)
+        _unusable(name, "samples that are made while it runs, so their number is not known beforehand")
     if not len(task.dataset):
-        _unusable(name, "no samples", output)
+        _unusable(name, "no samples")
     tools = set(_tools_in(_params(task.solver), _params(task.setup)))
     sandboxes = {spec.type for spec in _sandboxes(task)}
     needs = {f"the sandbox {sandbox}" for sandbox in sandboxes}
     needs |= {f"the tool {tool}" for tool in tools & SANDBOXED_TOOLS}
     if needs and name not in job["allow_code_execution"]:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected=f"evaluator.allow_code_execution to name {name}, which lets the model act in a sandbox",
             found=f"it uses {', '.join(sorted(needs))}",
             remedy=f"Add {name} to evaluator.allow_code_execution (--allow-code {name}) if this machine may run what "
             "the model writes: it runs in Inspect's local sandbox, isolated as Assay isolates such code",
         )
     if needs and sandboxes != {"local"}:
-        _unusable(name, f"it uses {', '.join(sorted(needs))}, and Assay runs the sandbox `local` alone", output)
+        _unusable(name, f"it uses {', '.join(sorted(needs))}, and Assay runs the sandbox `local` alone")
     if tools and job["takes_tools"] is False and not job["emulate_tools"]:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected="an engine that takes requests with tools: enable_auto_tool_choice and tool_call_parser in "
             "engine_kwargs",
             found=f"{name} uses {', '.join(sorted(tools))}, and the pool's engine is started without them",
@@ -113,7 +106,7 @@ def _check(task: Task, name: str, job: dict[str, Any], output: Path) -> None:
             "model, or set evaluator.emulate_tools",
         )
     if tools and not job["chat"]:
-        _unusable(name, "tools, and no chat template: apply_chat_template is not set", output)
+        _unusable(name, "tools, and no chat template: apply_chat_template is not set")
 
 
 def _sandboxes(task: Task) -> Iterator[Any]:

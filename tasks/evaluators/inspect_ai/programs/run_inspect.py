@@ -32,7 +32,7 @@ from inspect_ai.solver import SolverSpec
 from inspect_asking import judge_of, model_of, nothing_but_ours, refused_tools
 from inspect_loading import load_solver, load_tasks, questions_of
 from inspect_rows import metrics_of, row_of
-from refusals import chat_template_needed, digest_of, refuse, write_json
+from refusals import Refused, chat_template_needed, digest_of, refusals_into, write_json
 
 PLAN_NAME, RESULTS_NAME, SAMPLES_NAME = "plan.json", "results.json", "samples.jsonl"
 LOGS = "inspect"
@@ -55,15 +55,21 @@ def preload(arguments: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Loads and runs the tasks, and writes results into the job's output folder."""
+    """Loads and runs the tasks of a job file, or only loads them."""
     job = json.loads(Path(arguments[-1]).read_text())
+    with refusals_into(Path(job["output"])):
+        run(job, only_fetch=FETCH_OPTION in arguments)
+
+
+def run(job: dict[str, Any], *, only_fetch: bool) -> None:
+    """Loads and runs the tasks, and writes results into the job's output folder."""
     output = Path(job["output"])
     keys = [os.environ.pop(name, "") for name in ("OPENAI_API_KEY", "ASSAY_JUDGE_API_KEY")]
     inspect_shuffles.repeat()  # same requests for each checkpoint, and for the journal after a kill
     nothing_but_ours()
-    template = chat_template_needed(job, output)
-    tasks, solver = load_tasks(job, output), load_solver(job, output)
-    if FETCH_OPTION in arguments:
+    template = chat_template_needed(job)
+    tasks, solver = load_tasks(job), load_solver(job)
+    if only_fetch:
         return
     asking = {
         "seeds": {"answers": "as the tasks say", "shuffles": 0},
@@ -75,13 +81,12 @@ def main(arguments: list[str]) -> None:
     unanswered = valid_answers.Unanswered()
     logs = asked(job, tasks, keys, solver=solver, unanswered=unanswered, total=sum(questions.values()))
     if tools := refused_tools(unanswered):
-        refuse(
-            output,
-            kind="EndpointUnusable",
+        raise Refused(
             expected="an engine that takes requests with tools: --engine enable_auto_tool_choice=true and --engine "
             "tool_call_parser=... with the parser of the model",
             found=f"it refused them: {tools}",
             remedy="Start the pool with these arguments, or set evaluator.emulate_tools",
+            kind="EndpointUnusable",
         )
     write_rows(output, logs)
     versions = {name: importlib.metadata.version(distribution) for name, distribution in DISTRIBUTIONS.items()}

@@ -28,6 +28,7 @@ from levanter.trainer import TrainerConfig
 from levanter.utils.fsspec_utils import exists
 from levanter.utils.jax_utils import leaf_key_paths, parameter_count
 from levanter.utils.tree_utils import inference_mode
+from refusals import Refused
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 ARCHITECTURES = {
@@ -48,14 +49,6 @@ ACCELERATED = "p=f32,c=bfloat16"
 PLAIN = "p=f32,c=f32"
 NATIVE = "levanter"
 LONGEST_REASON = 300  # Levanter names every array it found
-
-
-class UnusableCheckpointError(Exception):
-    """A checkpoint that cannot be evaluated, with a remedy."""
-
-    def __init__(self, *, expected: str, found: str, remedy: str) -> None:
-        super().__init__(f"expected {expected}, found {found}")
-        self.expected, self.found, self.remedy = expected, found, remedy
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ def load(checkpoint: dict[str, Any], *, max_length: int, precision: str | None, 
         rows: rows that a device computes at once.
 
     Raises:
-        UnusableCheckpointError: a part is missing, or Levanter does not support the architecture.
+        Refused: a part is missing, or Levanter does not support the architecture.
     """
     policy = precision or (PLAIN if jax.default_backend() == "cpu" else ACCELERATED)
     trainer = TrainerConfig(mp=jmp.get_policy(policy), require_accelerator=False, per_device_eval_parallelism=rows)
@@ -125,13 +118,13 @@ def read_config(folder: str) -> dict[str, Any]:
     """Returns the configuration of an architecture that Levanter supports, as transformers 4 reads it."""
     described = read_json(folder, "config.json")
     if described is None:
-        raise UnusableCheckpointError(
+        raise Refused(
             expected=f"config.json in {folder}",
             found="none that can be read",
             remedy="Set evaluator.reference to a Hugging Face folder of the same model",
         )
     if described.get("model_type") not in ARCHITECTURES:
-        raise UnusableCheckpointError(
+        raise Refused(
             expected=f"an architecture that Levanter evaluates: {', '.join(sorted(ARCHITECTURES))}",
             found=f"{described.get('model_type')!r} in {folder}",
             remedy="Evaluate this model with lm_evaluation_harness on an engine",
@@ -150,7 +143,7 @@ def as_transformers_4_reads(described: dict[str, Any]) -> dict[str, Any]:
     by_kind = rope if all(isinstance(part, dict) for part in rope.values()) else {"full_attention": rope}
     thetas = {part.get("rope_theta", 10000.0) for part in by_kind.values()}
     if len(thetas) > 1:
-        raise UnusableCheckpointError(
+        raise Refused(
             expected="a single rope_theta for all layers, as Levanter requires",
             found=", ".join(map(str, sorted(thetas))),
             remedy="Evaluate this model with lm_evaluation_harness on an engine",
@@ -172,7 +165,7 @@ def read_tokenizer(folder: str) -> Any:
     """Returns the tokenizer in a folder of any store."""
     settings = read_json(folder, "tokenizer_config.json")
     if settings is None:
-        raise UnusableCheckpointError(
+        raise Refused(
             expected=f"a tokenizer in {folder}",
             found="no tokenizer_config.json",
             remedy="Copy the tokenizer there, or set evaluator.reference to a Hugging Face folder that has it",
@@ -184,7 +177,7 @@ def read_tokenizer(folder: str) -> Any:
                 return PreTrainedTokenizerFast.from_pretrained(place)
             return AutoTokenizer.from_pretrained(place)
     except Exception as error:  # errors of damaged files have no common type
-        raise UnusableCheckpointError(
+        raise Refused(
             expected=f"a tokenizer in {folder} that loads",
             found=f"{type(error).__name__}: {error}"[:LONGEST_REASON],
             remedy="Put the tokenizer of the training run there, whole, or set evaluator.reference to a folder with it",
@@ -245,7 +238,7 @@ def load_native(uri: str, config: Any, vocabulary: int, trainer: TrainerConfig) 
     try:
         network = load_checkpoint(shape(stored), uri, subpath="model", axis_mapping=trainer.parameter_axis_mapping)
     except (FileNotFoundError, ValueError) as error:
-        raise UnusableCheckpointError(
+        raise Refused(
             expected=f"in {uri} the parameters that its reference's config.json describes",
             found=str(error).splitlines()[0][:LONGEST_REASON],
             remedy="Set evaluator.reference to a Hugging Face folder of the very same model",
@@ -278,7 +271,7 @@ def stored_shape(uri: str, path: str) -> tuple[int, ...]:
     try:
         return asyncio.run(read())
     except ValueError as error:
-        raise UnusableCheckpointError(
+        raise Refused(
             expected=f"the array {path} in {uri}",
             found=str(error).splitlines()[0][:LONGEST_REASON],
             remedy="Set evaluator.reference to a Hugging Face folder of the very same model",

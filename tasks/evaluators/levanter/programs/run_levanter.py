@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 sys.path += [str(Path(__file__).parents[2] / "lm_eval" / "programs"), str(Path(__file__).parents[2] / "programs")]
 import jax
 from levanter_journal import FOLDER, Journal
-from levanter_model import Model, UnusableCheckpointError, load
+from levanter_model import Model, load
 from levanter_scoring import LevanterLM
 from lm_eval import simple_evaluate
 from lm_eval.api.task import Task
@@ -40,7 +40,7 @@ from lm_eval_index import built_in_index, use_remembered_index
 from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
 from lm_eval_prompts import Questions, groups_in, means
 from lm_eval_smooth import weigh_in_groups
-from refusals import refuse, write_json
+from refusals import Refused, no_chat_template, refusals_into, write_json
 
 READ_AT_IMPORT = (
     "DISABLE_MULTIPROC",
@@ -79,7 +79,9 @@ def main(arguments: list[str]) -> None:
     for name in arguments or asked():
         path = Path(name).absolute()
         os.chdir(path.parent)
-        evaluate(json.loads(path.read_text()))
+        job = json.loads(path.read_text())
+        with refusals_into(Path(job["output"])):
+            evaluate(job)
         gc.collect()  # frees memory for the next model
         print(f"evaluated {name}", flush=True)
 
@@ -104,12 +106,12 @@ def asked() -> Iterator[str]:
 def evaluate(job: dict[str, Any]) -> None:
     """Evaluates a job, and writes results and samples below `job["output"]`."""
     output = Path(job["output"])
-    benchmarks = load_benchmarks(job, task_manager(job, {}), output)
+    benchmarks = load_benchmarks(job, task_manager(job, {}))
     tasks = {key: leaves(items) for key, items in benchmarks.items()}
-    check_kinds(tasks, output)
-    check_tasks(job, tasks, {"max_length": job["max_length"]}, output)
-    devices = use_devices(job, output)
-    model = load_model(job, output)
+    check_kinds(tasks)
+    check_tasks(job, tasks, {"max_length": job["max_length"]})
+    devices = use_devices(job)
+    model = load_model(job)
     facts = {
         "versions": {"levanter": version("marin-levanter"), "jax": version("jax")},
         "devices": sorted({device.device_kind for device in devices}),
@@ -144,20 +146,18 @@ def evaluate(job: dict[str, Any]) -> None:
         sys.exit("lm-eval could not write its results: see above")
 
 
-def check_kinds(tasks: dict[str, list[Task]], output: Path) -> None:
+def check_kinds(tasks: dict[str, list[Task]]) -> None:
     """Refuses benchmarks that generate: Levanter's generation is not reliable."""
     writing = [key for key, items in tasks.items() if any(task.OUTPUT_TYPE == "generate_until" for task in items)]
     if writing:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected="benchmarks that compare log-probabilities, which is all that Levanter evaluates",
             found=f"{', '.join(writing)}, which lets the model write",
             remedy="Send generation to the endpoint: evaluate it with lm_evaluation_harness",
         )
 
 
-def use_devices(job: dict[str, Any], output: Path) -> list[Any]:
+def use_devices(job: dict[str, Any]) -> list[Any]:
     """Returns the devices of the requested kind; by default, JAX would fall back to the CPU."""
     jax.config.update("jax_platforms", PLATFORMS[job["device"]])
     jax.config.update("jax_compilation_cache_dir", job["compiled"])
@@ -167,27 +167,18 @@ def use_devices(job: dict[str, Any], output: Path) -> list[Any]:
     try:
         return jax.devices()
     except RuntimeError as error:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected=f"a {job['device'].upper()} for JAX {jax.__version__}, since resource_config asks for it",
             found=str(error).splitlines()[0],
             remedy="Evaluate on a machine with this device, in an environment with JAX built for it, or ask for a CPU",
-        )
+        ) from error
 
 
-def load_model(job: dict[str, Any], output: Path) -> Model:
+def load_model(job: dict[str, Any]) -> Model:
     """Returns the model of a checkpoint, or refuses the checkpoint."""
-    try:
-        model = load(job["checkpoint"], max_length=job["max_length"], precision=job["precision"], rows=job["rows"])
-        if job["apply_chat_template"] and not model.tokenizer.chat_template:
-            raise UnusableCheckpointError(
-                expected="a tokenizer with a chat template, since apply_chat_template is set",
-                found=f"none in {job['checkpoint']['reference']}",
-                remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
-            )
-    except UnusableCheckpointError as error:
-        refuse(output, kind="BadInput", expected=error.expected, found=error.found, remedy=error.remedy)
+    model = load(job["checkpoint"], max_length=job["max_length"], precision=job["precision"], rows=job["rows"])
+    if job["apply_chat_template"] and not model.tokenizer.chat_template:
+        raise no_chat_template(job["checkpoint"]["reference"])
     return model
 
 

@@ -25,7 +25,7 @@ from lm_eval.api.task import Task
 from lm_eval.utils import handle_non_serializable, hash_string
 from lm_eval_loading import name_of
 from lm_eval_model import NO_ANSWER
-from refusals import refuse
+from refusals import Refused
 
 WANTED_NAME, ANSWERED_NAME = "early.json", "early.jsonl"
 ROUNDS = 2
@@ -92,13 +92,12 @@ class EarlyQuestions:
             try:
                 asking.take({place: self._scores[keys[place]] for place in places})
             except ValueError as error:
-                refuse(
-                    self._output,
-                    kind="CountsDisagree",
+                raise Refused(
                     expected="a score from 0 to what its metric can be for every question that was asked",
                     found=str(error),
                     remedy="There is no verdict. Read harness.log next to the record, or evaluate without --early",
-                )
+                    kind="CountsDisagree",
+                ) from error
             asked += len(places)
         if len(self._scores) < len(self._questions):
             raise DecidedEarlyError
@@ -116,9 +115,7 @@ class EarlyQuestions:
         )
         difference = difference or (f"{other} of {len(keys)} put in other words" if other else None)
         if difference is not None:
-            refuse(
-                self._output,
-                kind="BadInput",
+            raise Refused(
                 expected="the questions that the baseline was asked, to decide early",
                 found=difference,
                 remedy="Evaluate without --early, or the baseline again with these questions",

@@ -28,7 +28,7 @@ from lm_eval.tasks._index import Entry, Kind
 from lm_eval.utils import set_torch_seed
 from lm_eval_index import code_runners, is_complete
 from lm_eval_unloadable import refuse_unloadable
-from refusals import refuse
+from refusals import Refused
 
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
 """Allows the library that runs most model-written code to run it."""
@@ -85,17 +85,17 @@ def merged(content: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
     return result
 
 
-def load_benchmarks(job: dict[str, Any], manager: TaskManager, output: Path) -> dict[str, list[Task | Group]]:
+def load_benchmarks(job: dict[str, Any], manager: TaskManager) -> dict[str, list[Task | Group]]:
     """Returns every benchmark by key, with its number of examples set and its tasks renamed to be unique."""
     read_as_it_is()
     for item in job["benchmarks"]:
-        check_item(job, item, manager, output)
+        check_item(job, item, manager)
     allowed = set(job.get("allow_code_execution", ()))
     # Set here, not inherited: a variable of the user's is no permission for this evaluation.
     os.environ[CODE_VARIABLE] = "0"
     if any(code_runners(item["name"], manager.task_index) or item["name"] in allowed for item in job["benchmarks"]):
         os.environ[CODE_VARIABLE] = "1"
-    return {item["key"]: load(job, item, manager, output) for item in job["benchmarks"]}
+    return {item["key"]: load(job, item, manager) for item in job["benchmarks"]}
 
 
 def read_as_it_is() -> None:
@@ -127,47 +127,42 @@ def read_as_it_is() -> None:
     SourceFileLoader.path_stats = path_stats
 
 
-def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output: Path) -> None:
+def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager) -> None:
     """Refuses problems that are visible without reading questions."""
     name = item["name"]
     if name not in manager.task_index:
-        refuse(
-            output,
-            kind="UnknownBenchmark",
+        raise Refused(
             expected=f"a benchmark in {job['benchmarks_path']}, or in lm-eval itself",
             found=repr(name),
             remedy="Correct its name in evals, or set benchmarks_path to the folder with its YAML file",
+            kind="UnknownBenchmark",
         )
-    check_code(job, name, code_runners(name, manager.task_index), output)
+    check_code(job, name, code_runners(name, manager.task_index))
     known = {field.name for field in fields(TaskConfig)}
     for key in item.get("task_kwargs", {}):
         if key in NOT_FOR_OVERRIDES or key not in known:
             close = difflib.get_close_matches(key, known - NOT_FOR_OVERRIDES.keys(), n=1)
             field = NOT_FOR_OVERRIDES.get(key)
-            refuse(
-                output,
-                kind="BadInput",
+            raise Refused(
                 expected=f"task_kwargs of {name} with keys of a benchmark's own configuration",
                 found=f"{key}" + (f"; did you mean {close[0]}?" if close and not field else ""),
                 remedy=f"Use {field} for that" if field else "Correct it, or leave it out",
             )
 
 
-def check_code(job: dict[str, Any], name: str, runners: set[str], output: Path) -> None:
+def check_code(job: dict[str, Any], name: str, runners: set[str]) -> None:
     """Refuses to run model-written code unless that was allowed for this benchmark, or for each part that does."""
     allowed = set(job.get("allow_code_execution", ()))
     if name in allowed or runners <= allowed:
         return
-    refuse(
-        output,
-        kind="BadInput",
+    raise Refused(
         expected=f"evaluator.allow_code_execution to name {name}, which runs code the model writes on this machine",
         found=", ".join(sorted(allowed)) or "an empty list",
         remedy=f"Add {name} to evaluator.allow_code_execution if the machine may be put at risk, or leave it out",
     )
 
 
-def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output: Path) -> list[Task | Group]:
+def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager) -> list[Task | Group]:
     """Loads a benchmark, or refuses it."""
     name, key = item["name"], item["key"]
     # Some, such as gpqa, shuffle choices when they are loaded, so lm-eval seeds before. Here each gets the seeds of
@@ -178,15 +173,15 @@ def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output
         try:
             loaded = manager.load([name])
         except Exception as error:  # noqa: BLE001 - a benchmark is third-party code, and may fail in any way
-            refuse_unloadable(item, manager, error, output)
+            refuse_unloadable(item, manager, error)
     parts = set(loaded["groups"]) - {child for group in loaded["groups"].values() for child in group.child_names}
     inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
     top: list[Task | Group] = [loaded["groups"][part] for part in sorted(parts)]
     top += [task for task_name, task in loaded["tasks"].items() if task_name not in inside]
     tasks = list(loaded["tasks"].values())
-    check_code(job, name, {task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False)}, output)
-    check_effect(item, tasks, output)
-    check_clusters(item, tasks, output)
+    check_code(job, name, {task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False)})
+    check_effect(item, tasks)
+    check_clusters(item, tasks)
     for task in tasks:
         set_fewshot(task, item)
         generation = task.get_config("generation_kwargs")
@@ -217,21 +212,19 @@ def set_fewshot(task: Task, item: dict[str, Any]) -> None:
         task.set_config(key="num_fewshot", value=shots)
 
 
-def check_clusters(item: dict[str, Any], tasks: list[Task], output: Path) -> None:
+def check_clusters(item: dict[str, Any], tasks: list[Task]) -> None:
     """Refuses a cluster_by field that no document has."""
     field = item.get("cluster_by")
     documents = [document for task in tasks for document in islice(task.eval_docs, 1)] if field else []
     if field and not any(field in document for document in documents):
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected=f"cluster_by of {item['name']} to be a field of its documents",
             found=f"{field}; they have {', '.join(sorted({name for document in documents for name in document}))}",
             remedy="Name one of these, or leave it out",
         )
 
 
-def check_effect(item: dict[str, Any], tasks: list[Task], output: Path) -> None:
+def check_effect(item: dict[str, Any], tasks: list[Task]) -> None:
     """Refuses settings that would be ignored."""
     kinds = {task.OUTPUT_TYPE for task in tasks}
     ignored = []
@@ -240,9 +233,7 @@ def check_effect(item: dict[str, Any], tasks: list[Task], output: Path) -> None:
     if "generation_kwargs" in item.get("task_kwargs", {}) and "generate_until" not in kinds:
         ignored.append("generation_kwargs, though it generates nothing")
     if ignored:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected=f"settings of {item['name']} that have an effect",
             found=" and ".join(ignored),
             remedy="Leave them out",
@@ -279,15 +270,13 @@ def leaves(items: list[Task | Group]) -> list[Task]:
     return [task for item in items for task in (item.get_all_tasks() if isinstance(item, Group) else [item])]
 
 
-def check_tasks(job: dict[str, Any], tasks: dict[str, list[Task]], model_args: dict[str, Any], output: Path) -> None:
+def check_tasks(job: dict[str, Any], tasks: dict[str, list[Task]], model_args: dict[str, Any]) -> None:
     """Refuses tasks that lm-eval would score wrongly, or fail at with an obscure message."""
     max_length = model_args["max_length"]
     names = Counter(name_of(task) for items in tasks.values() for task in items)
     twice = [name for name, times in names.items() if times > 1]
     if twice:
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected="benchmarks that have no part in common",
             found=f"{', '.join(twice)} in more than one of {', '.join(tasks)}",
             remedy="Leave one of them out, or give it a task_alias",
@@ -295,26 +284,22 @@ def check_tasks(job: dict[str, Any], tasks: dict[str, list[Task]], model_args: d
     for task in (task for items in tasks.values() for task in items):
         generates = task.OUTPUT_TYPE == "generate_until"
         if not generates and job.get("conversations"):
-            refuse(
-                output,
-                kind="EndpointUnusable",
+            raise Refused(
                 expected=f"an endpoint with /completions, since {name_of(task)} needs log-probabilities of prompts",
                 found="lm_eval.endpoint=chat_completions, which returns none",
                 remedy="Set lm_eval.endpoint to completions if the endpoint has that, or leave this benchmark out",
+                kind="EndpointUnusable",
             )
         if not generates and not job["prompt_logprobs"]:
-            refuse(
-                output,
-                kind="EndpointUnusable",
+            raise Refused(
                 expected=f"an endpoint that returns log-probabilities of the prompt, which {name_of(task)} needs",
                 found="an endpoint without them (echo with logprobs)",
                 remedy="Serve the model with vLLM, or leave this benchmark out: its score would be chance",
+                kind="EndpointUnusable",
             )
         generated = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", 0)
         if generates and generated >= max_length - 1:
-            refuse(
-                output,
-                kind="BadInput",
+            raise Refused(
                 expected=f"room for a prompt in addition to the {generated} tokens that {name_of(task)} may generate",
                 found=f"a model that holds {max_length} tokens",
                 remedy="Raise max_model_len in engine_kwargs, lower max_gen_toks in task_kwargs, or leave it out",

@@ -23,7 +23,7 @@ from lm_eval_data import revision_of
 from lm_eval_lengths import TooLong, request_type, to_be_asked, too_long
 from lm_eval_loading import name_of, seed
 from lm_eval_smooth import add_smooth_scores
-from refusals import refuse, write_json
+from refusals import Refused, write_json
 
 PLAN_NAME = "plan.json"
 SKIPPED_NAME = "skipped.jsonl"
@@ -70,15 +70,13 @@ class Questions:
             known = dict(zip(numbers, lengths, strict=True)) if len(lengths) == len(asked) else {}
             self._contexts[name_of(task)] = {number: length for number, length in known.items() if length}
             add_smooth_scores(task, [doc for _, doc in asked])
-        except Exception as error:  # noqa: BLE001 - a benchmark is third-party code, and may fail in any way
+        except Exception as error:
             _log.error("%s cannot be asked", name_of(task), exc_info=error)
-            refuse(
-                self._output,
-                kind="BadInput",
+            raise Refused(
                 expected=f"a prompt for every question of {name_of(task)}",
                 found=f"{type(error).__name__}: {error}",
                 remedy="Mend its file or its data; harness.log has the whole error",
-            )
+            ) from error
         self._unbuilt -= 1
         if self._unbuilt == 0:
             self._settle()
@@ -134,14 +132,13 @@ class Questions:
         if failure is None or self._job["failed_control"] == "note":
             return outcome
         (self._output / CONTROL_NAME).write_text(evidence(name, failure), encoding="utf-8")
-        refuse(
-            self._output,
-            kind="GraderFailed",
+        raise Refused(
             expected=f"{name} to score its own right answers better than an empty answer",
             found=f"{outcome}, the first to question {failure.doc_id}: {failure.scores}, where an empty answer has"
             f" {failure.empty}; {CONTROL_NAME} next to the harness's log has all of it",
             remedy="The score is withheld, since every model would get it. Mend the benchmark, or what its code needs"
             " on this machine; if the control is wrong, set lm_eval.failed_control to note",
+            kind="GraderFailed",
         )
 
     def _check_truncated(self, task: Task, long: TooLong) -> None:
@@ -166,9 +163,7 @@ class Questions:
             "truncate_left": "set lm_eval.long_prompts to skip"
             + (": these cannot be cut" if questions == long.hopeless else f", or raise max_truncated above {most:g}"),
         }[policy]
-        refuse(
-            self._output,
-            kind="BadInput",
+        raise Refused(
             expected=f"prompts of {name_of(task)} that fit into the {self._model.max_length} tokens there are for them"
             f" and their answers (lm_eval.long_prompts is {policy}, max_truncated {most:g})",
             found=f"{len(questions)} of {asked} questions that do not, the longest with {longest} tokens",

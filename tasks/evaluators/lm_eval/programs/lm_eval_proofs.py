@@ -7,12 +7,11 @@ import logging
 import os
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from lm_eval_answers import TOKEN_ID
 from lm_eval_model import Completions
-from refusals import refuse
+from refusals import Refused
 
 PROBE = (
     "The quick brown fox jumps over 13 lazy dogs, 3.14159 times; def mean(xs): return sum(xs) / len(xs)\n\n"
@@ -22,7 +21,7 @@ PROBE = (
 _log = logging.getLogger("lm_eval")
 
 
-def prove_tokenizer(job: dict[str, Any], model: Completions, output: Path) -> None:
+def prove_tokenizer(job: dict[str, Any], model: Completions) -> None:
     """Refuses a tokenizer that is not the endpoint's, by three requests with a token per answer.
 
     The endpoint must count as many tokens in a text as we do, with or without a BOS, must take its token ids, also
@@ -47,16 +46,28 @@ def prove_tokenizer(job: dict[str, Any], model: Completions, output: Path) -> No
     if same is None:
         counts = " or ".join(str(count) for count in sorted({len(form) for form in forms}))
         problem = f"{counted} tokens there in a text that has {counts} here"
-        refuse(output, kind="BadInput", expected=expected, found=problem, remedy=remedy)
+        raise Refused(
+            expected=expected,
+            found=problem,
+            remedy=remedy,
+        )
     as_ids = _asked(model, [same, prompt], options)
     if "refused" in as_ids:
         problem = f"token ids refused there: {as_ids['refused']}"
-        refuse(output, kind="BadInput", expected=expected, found=problem, remedy=remedy)
+        raise Refused(
+            expected=expected,
+            found=problem,
+            remedy=remedy,
+        )
     read, meant = _tokens(as_ids)[: len(same)], _tokens(as_text)[: len(same)]
     if read and meant and read != meant:
         place = next(place for place, pair in enumerate(zip(read, meant, strict=False)) if pair[0] != pair[1])
         problem = f"token {same[place]} is read there as {read[place]!r}, where the text has {meant[place]!r}"
-        refuse(output, kind="BadInput", expected=expected, found=problem, remedy=remedy)
+        raise Refused(
+            expected=expected,
+            found=problem,
+            remedy=remedy,
+        )
     if options:
         named = _tokens(_asked(model, [same], {**options, "return_tokens_as_token_ids": True}))
         model.token_ids = bool(named) and all(token.startswith(TOKEN_ID) for token in named)

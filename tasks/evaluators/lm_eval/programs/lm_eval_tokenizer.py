@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.models.utils import resolve_max_length
-from refusals import refuse
+from refusals import Refused, no_chat_template
 
 DEFAULT_GENERATED = 256
 _log = logging.getLogger("lm_eval.models.api_models")
 
 
-def load_tokenizer(job: dict[str, Any], output: Path) -> Any:
+def load_tokenizer(job: dict[str, Any]) -> Any:
     """Returns the checkpoint's tokenizer; refuses if it is missing or damaged, or lacks a template that is needed."""
     from transformers import AutoTokenizer
 
@@ -24,23 +24,15 @@ def load_tokenizer(job: dict[str, Any], output: Path) -> Any:
             raise FileNotFoundError(f"no folder {folder}")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer("a")
-    except Exception as error:  # noqa: BLE001 - what damaged files lead to has no common type
+    except Exception as error:
         _log.error("the tokenizer cannot be loaded", exc_info=error)
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected=f"a tokenizer that loads in {folder}",
             found=f"{type(error).__name__}: {error}"[:1000],
             remedy="Put the tokenizer's files of the training run into the checkpoint, whole",
-        )
+        ) from error
     if job["apply_chat_template"] and not job["conversations"] and not tokenizer.chat_template:
-        refuse(
-            output,
-            kind="BadInput",
-            expected="a tokenizer with a chat template, since apply_chat_template is set",
-            found=f"none in {folder}",
-            remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
-        )
+        raise no_chat_template(folder)
     return tokenizer
 
 

@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Kind
 from lm_eval_index import BUILT_IN
-from refusals import refuse
+from refusals import Refused
 
 HUB_ERRORS = ("ConnectionError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout")
 NO_SCRIPT = "exist on the Hugging Face Hub either"  # in the metrics library's message if it cannot reach the hub
 _log = logging.getLogger("lm_eval")
 
 
-def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Exception, output: Path) -> NoReturn:
+def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Exception) -> NoReturn:
     """Refuses a benchmark that failed to load, with the cause: its data, the hub, or itself."""
     _log.error("%s cannot be loaded", item["name"], exc_info=error)
     name = item["name"]
@@ -29,30 +29,25 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
     message = f"{type(error).__name__}: {error}"
     if any(type(cause).__name__ in HUB_ERRORS or NO_SCRIPT in str(cause) for cause in chain):
         offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-        refuse(
-            output,
-            # Unless set offline, the hub should be reachable, and may be so the next time.
-            kind="BadInput" if offline else "StorageError",
+        # Unless set offline, the hub should be reachable, and may be so the next time.
+        raise Refused(
             expected=f"the data of {name} on this machine" + ("" if offline else ", or the hub that has it"),
             found=f"{message}{' (offline)' if offline else ''}",
             remedy=f"Run `assay stage` for {name} where the hub can be reached, or correct the name of its data set",
+            kind="BadInput" if offline else "StorageError",
         )
     contents = list(contents_of(name, manager))
     built_in = bool(contents) and all(path.is_relative_to(BUILT_IN) for path, _ in contents)
     missing = next((cause for cause in chain if isinstance(cause, ImportError)), None)
     if built_in and missing is not None:
         needed = f", but for those in the folders {importing(missing.name)}" if missing.name else ""
-        refuse(
-            output,
-            kind="BadInput",
+        raise Refused(
             expected="a benchmark that can run in the environment of lm-eval",
             found=f"{name} cannot: {missing}",
             remedy=f"Evaluate another benchmark: all that come with lm-eval do without that import{needed}",
         )
     damage = next((place for path, content in contents if (place := damaged_data(content, path)) is not None), None)
-    refuse(
-        output,
-        kind="BadInput",
+    raise Refused(
         expected=f"a benchmark {name} that lm-eval can load",
         found=damage or message,
         remedy=f"Correct task_kwargs, or take another benchmark; to undo changes in {sys.prefix}, delete that folder"

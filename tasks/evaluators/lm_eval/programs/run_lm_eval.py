@@ -23,20 +23,20 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 from lm_eval_answers import installed
-from refusals import refuse, write_json
+from refusals import Refused, refusals_into, write_json
 from valid_answers import Unanswered
 
 
 def _refuse_environment(arguments: list[str], error: BaseException) -> None:
     if not arguments or arguments[-1].startswith("-"):
         return
-    refuse(
-        Path(json.loads(Path(arguments[-1]).read_text())["output"]),
-        kind="EnvironmentBuildFailed",
-        expected=f"an environment with all that lm-eval imports in {sys.prefix}",
-        found=f"{type(error).__name__}: {error}",
-        remedy=f"Delete the folder {sys.prefix} and run again: it is built again",
-    )
+    with refusals_into(Path(json.loads(Path(arguments[-1]).read_text())["output"])):
+        raise Refused(
+            expected=f"an environment with all that lm-eval imports in {sys.prefix}",
+            found=f"{type(error).__name__}: {error}",
+            remedy=f"Delete the folder {sys.prefix} and run again: it is built again",
+            kind="EnvironmentBuildFailed",
+        ) from error
 
 
 LATE_MODULES = (
@@ -49,10 +49,10 @@ try:
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.utils import setup_logging
     from lm_eval_early import WANTED_NAME, DecidedEarlyError, EarlyQuestions
-    from lm_eval_index import RememberedIndex, built_in_index, listing, use_remembered_index
+    from lm_eval_index import built_in_index, listing, use_remembered_index
     from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
     from lm_eval_model import Completions, Conversations, EndpointFaultError, RefusedError, way_of_asking
-    from lm_eval_prompts import PLAN_NAME, Questions, few_of_each_kind, groups_in, label_progress, means, plan
+    from lm_eval_prompts import Questions, few_of_each_kind, groups_in, label_progress, means
     from lm_eval_proofs import prove_tokenizer
     from lm_eval_smooth import weigh_in_groups
     from lm_eval_tokenizer import complete_model_args, load_tokenizer
@@ -65,20 +65,6 @@ except (ImportError, OSError, SyntaxError) as error:
         _refuse_environment(sys.argv[1:], error)
     raise
 
-__all__ = [
-    "PLAN_NAME",
-    "READ_AT_IMPORT",
-    "RememberedIndex",
-    "check_tasks",
-    "leaves",
-    "load_benchmarks",
-    "plan",
-    "preload",
-    "refuse",
-    "task_manager",
-    "write_json",
-]
-"""Names that other programs for lm-eval import from here."""
 SAME_WARNINGS = 20
 RESAMPLES = 1000
 """Resamples for the errors of F1 and correlations, precise to 2 %; lm-eval's 100,000 take minutes."""
@@ -111,21 +97,19 @@ def main(arguments: list[str]) -> None:
     if arguments == ["--list"]:
         print(json.dumps(listing()))
         return
-    if arguments[0] == FETCH_OPTION:
-        load(json.loads(Path(arguments[1]).read_text()))
-        return
-    evaluate(json.loads(Path(arguments[0]).read_text()))
+    job = json.loads(Path(arguments[-1]).read_text())
+    with refusals_into(Path(job["output"])):
+        (load if arguments[0] == FETCH_OPTION else evaluate)(job)
 
 
 def load(job: dict[str, Any]) -> tuple[Any, ...]:
     """Returns benchmarks, tasks, tokenizer, model arguments and manager of a job, fetched and checked; or refuses."""
-    output = Path(job["output"])
-    tokenizer = load_tokenizer(job, output)
+    tokenizer = load_tokenizer(job)
     model_args = complete_model_args(job, tokenizer)
     manager = task_manager(job, model_args)
-    benchmarks = load_benchmarks(job, manager, output)
+    benchmarks = load_benchmarks(job, manager)
     tasks = {key: leaves(items) for key, items in benchmarks.items()}
-    check_tasks(job, tasks, model_args, output)
+    check_tasks(job, tasks, model_args)
     return benchmarks, tasks, tokenizer, model_args, manager
 
 
@@ -143,7 +127,7 @@ def evaluate(job: dict[str, Any]) -> None:
     def settle() -> None:
         weigh_in_groups(groups_in(benchmarks))
         if isinstance(model, Completions) and job["prove_tokenizer"]:
-            prove_tokenizer(job, model, output)
+            prove_tokenizer(job, model)
 
     def ask_early() -> None:
         if Path(WANTED_NAME).exists():
@@ -174,21 +158,19 @@ def evaluate(job: dict[str, Any]) -> None:
     except DecidedEarlyError:
         logging.getLogger("lm_eval").info("Decided early: the rest is not asked")
     except EndpointFaultError as error:
-        refuse(
-            output,
-            kind="EndpointUnusable",
+        raise Refused(
             expected=f"{model.model} at {model.base_url} to answer every request within {model.max_retries} tries",
             found=str(error),
             remedy="See to the endpoint, and evaluate again",
-        )
+            kind="EndpointUnusable",
+        ) from error
     except RefusedError as error:
-        refuse(
-            output,
-            kind="HarnessFailed",
+        raise Refused(
             expected=f"{model.model} at {model.base_url} to take what the benchmark asks",
             found=str(error),
             remedy="Ask for what the endpoint takes: see its words, and the benchmark's generation_kwargs",
-        )
+            kind="HarnessFailed",
+        ) from error
     if isinstance(model, Completions) and model.outcome is not None:
         asking["loglikelihood"] = asdict(model.outcome)
     unanswered = {"unanswered": Unanswered().as_values()}  # counts only changed answers: a failure ends the run
