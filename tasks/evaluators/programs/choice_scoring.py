@@ -6,6 +6,10 @@ computed from there, in the order of `choice_plan.py`. An engine returns no log-
 of a prompt, so token log-probs are aligned at the prompt's end; they count only behind the tokens that the answer
 reports as cached, and if they hold the token with a valid value. Choices that lack them are echoed. For harness
 programs: standard library only.
+
+Smooth scores of a question come from log-likelihoods that are requested anyway. While a small model learns, accuracy
+stays constant for long and moves by whole questions. These two scores move with each probability. Both are Marin's.
+Bytes are those of lm-eval's own `acc_bytes`: the choice without the text before it.
 """
 
 from __future__ import annotations
@@ -205,7 +209,7 @@ class Scorer:
             return None
         contexts = list(dict.fromkeys(choices[place].context for place in fitting))
         first = set(contexts[: max(0, FIRST_AUDITED - known["audited"])])
-        later = {context for context in contexts if context not in first and is_audited_later(context)}
+        later = {context for context in contexts if context not in first and _is_audited_later(context)}
         odd = sorted(set(range(len(choices))).difference(fitting))
         try:
             for part in (True, False):
@@ -300,7 +304,18 @@ class Scorer:
         self.trust.remember(self.outcome.audited - self._remembered, self.outcome.reason)
 
 
-def is_audited_later(context: Sequence[int]) -> bool:
-    """Returns True for the 1 % of contexts that are always scored both ways; the same in every run, by the tokens."""
+def _is_audited_later(context: Sequence[int]) -> bool:
     digest = hashlib.sha256(json.dumps(list(context)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % AUDITED_LATER == 0
+
+
+BITS, PROBABILITY = "bpb", "choice_prob_norm"
+HIGHER_IS_BETTER = {BITS: False, PROBABILITY: True}
+
+
+def smooth_scores(log_likelihoods: Sequence[float], texts: Sequence[str], right: int) -> dict[str, float]:
+    """Returns bits per byte of the right text, and its share of exp(-bits per byte) among all texts."""
+    sizes = [max(1, len(text.encode())) for text in texts]
+    bits = [-value / size / math.log(2) for value, size in zip(log_likelihoods, sizes, strict=True)]
+    weights = [math.exp(min(bits) - value) for value in bits]
+    return {BITS: bits[right], PROBABILITY: weights[right] / sum(weights)}

@@ -31,8 +31,24 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
-from isolation_bounds import bound_process, bound_tasks, enter, excess, make_group, pass_log_on, remove_group
-from kernel_calls import DEVICE, NEW_USER, NODEV, NOSUID, REC, WRITABLE, Kernel, NotIsolated, is_lasting
+from isolation_bounds import (
+    DEVICE,
+    NEW_USER,
+    NODEV,
+    NOSUID,
+    REC,
+    WRITABLE,
+    Kernel,
+    NotIsolated,
+    bound_process,
+    bound_tasks,
+    enter,
+    excess,
+    is_lasting,
+    make_group,
+    pass_log_on,
+    remove_group,
+)
 
 _NEW_NS, _NEW_UTS, _NEW_IPC = 0x20000, 0x4000000, 0x8000000
 _NEW_PID, _NEW_NET = 0x20000000, 0x40000000

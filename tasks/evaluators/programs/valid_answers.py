@@ -34,15 +34,15 @@ class Malformed(Exception):
 
 def hooks() -> dict[str, list[Any]]:
     """Returns event hooks for a synchronous HTTP client."""
-    return {"response": [lambda reply: check_reply(reply) if concerns(reply) and reply.read() else None]}
+    return {"response": [lambda reply: _check_reply(reply) if _concerns(reply) and reply.read() else None]}
 
 
 def later_hooks() -> dict[str, list[Any]]:
     """Returns event hooks for an asynchronous HTTP client."""
 
     async def check(reply: Any) -> None:
-        if concerns(reply) and await reply.aread():
-            check_reply(reply)
+        if _concerns(reply) and await reply.aread():
+            _check_reply(reply)
 
     return {"response": [check]}
 
@@ -106,13 +106,11 @@ def described(error: BaseException | str) -> str:
     return f"{type(error).__name__} {status}" if status else f"{type(cause or error).__name__}: {cause or error}"
 
 
-def concerns(reply: Any) -> bool:
-    """Returns True for a successful reply to a prompt or a conversation."""
+def _concerns(reply: Any) -> bool:
     return reply.status_code == 200 and reply.request.url.path.endswith("/completions")
 
 
-def check_reply(reply: Any) -> None:
-    """Raises the client's protocol error if the answer does not fit its request."""
+def _check_reply(reply: Any) -> None:
     try:
         answer, halves = parsed(reply.content)
         check(json.loads(reply.request.content), answer)
@@ -142,12 +140,12 @@ def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
             message = choice["message"]
             if not isinstance(message["content"], str) and not any(message.get(name) for name in IN_PLACE_OF_TEXT):
                 raise Malformed("no text")
-            check_values([token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or ()])
+            _check_values([token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or ()])
             continue
         if not isinstance(choice["text"], str):
             raise Malformed("no text")
         if asked.get("logprobs") is not None:
-            check_columns(choice["logprobs"], echo=bool(asked.get("echo")))
+            _check_columns(choice["logprobs"], echo=bool(asked.get("echo")))
         if asked.get("echo") and isinstance(asked["prompt"], str) and not choice["text"].startswith(asked["prompt"]):
             raise Malformed("not the prompt that was sent")
     usage = answer.get("usage")
@@ -158,20 +156,18 @@ def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
             raise Malformed("not a log-probability for each token")
 
 
-def check_columns(logprobs: dict[str, Any], *, echo: bool) -> None:
-    """Checks that each token has a log-probability that is finite and at most 0."""
+def _check_columns(logprobs: dict[str, Any], *, echo: bool) -> None:
     columns = [logprobs[name] for name in COLUMNS if logprobs.get(name) is not None]
     values = list(logprobs["token_logprobs"])
     if {len(column) for column in columns} != {len(values)}:
         raise Malformed("columns of different lengths")
     if echo and values.pop(0) is not None:
         raise Malformed("a log-probability of the first token, which has no context")
-    check_values(values)
+    _check_values(values)
     if echo and len(values) > 1 and not any(values):
         raise Malformed("log-probabilities that are all 0")
 
 
-def check_values(values: list[float]) -> None:
-    """Checks that all values are log-probabilities."""
+def _check_values(values: list[float]) -> None:
     if values and not (math.isfinite(sum(values)) and max(values) <= ROUNDING):
         raise Malformed("log-probabilities that are none")

@@ -33,7 +33,7 @@ from tasks.verdicts.qualification import qualify
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(tasks.__path__[0]) / "evaluators" / "programs")
-    program: Any = importlib.import_module("smooth_scores")
+    program: Any = importlib.import_module("choice_scoring")
 QUESTIONS = 60
 SMOOTH = {"bpb": False, "choice_prob_norm": True}
 

@@ -1,4 +1,7 @@
-"""The judge: probed first, then compares outputs through AlpacaEval's own `evaluate` with a client of ours."""
+"""The judge: probed first, then compares outputs through AlpacaEval's own `evaluate` with a client of ours.
+
+Its annotator configuration is completed with its endpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,105 @@ import openai
 import pandas as pd
 import tqdm
 import valid_answers
+import yaml
+from alpaca_eval import constants
 from alpaca_eval import evaluate as judge_outputs
 from alpaca_eval import utils as alpaca_utils
 from alpaca_eval.decoders import openai as openai_decoder
 from alpaca_eval.metrics import get_winrate, glm_winrate
-from alpaca_eval_annotators import complete_annotator, load_annotator
-from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, describe_error
 from huggingface_hub import hf_hub_download
 from refusals import Refused
+
+DATA_SET = "tatsu-lab/alpaca_eval"
+RETRIES = 2  # three attempts in all, as lm-eval makes
+CONNECT_SECONDS = 10.0
+SHOWN_CHARACTERS = 200
+NO_ANSWER = (openai.OpenAIError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""Exceptions of a failed request, or of a reply that is no answer."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Formats an error, with at most 200 characters of its message."""
+    status = getattr(error, "status_code", None)
+    return f"{type(error).__name__}{f' {status}' if status else ''}: {str(error)[:SHOWN_CHARACTERS]}"
+
+
+MOST_LOGPROBS = 20  # vLLM's default limit
+
+
+def _load_annotator(judge: dict[str, Any]) -> tuple[str, dict[str, Any], str]:
+    annotator = judge["annotator"]
+    for parent in (*map(Path, judge["annotator_folders"]), Path(constants.EVALUATORS_CONFIG_DIR)):
+        path = parent / annotator / "configs.yaml"
+        if not path.is_file():
+            continue
+        try:
+            [(name, config)] = yaml.safe_load(path.read_text()).items()
+            prompt = (parent / config["prompt_template"]).read_text()
+            return name, config, prompt
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+            raise Refused(
+                expected=f"a single configuration with a prompt_template in {path}",
+                found=f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}",
+                remedy="Correct it; prompt_template is relative to the folder above",
+            ) from error
+    raise Refused(
+        expected="a configuration of a judge that comes with AlpacaEval or Assay, or a folder in benchmarks_path",
+        found=repr(annotator),
+        remedy="Correct evaluator.judge.annotator",
+    )
+
+
+def _complete_annotator(
+    name: str, config: dict[str, Any], prompt: str, *, judge: dict[str, Any], output: Path
+) -> dict[str, Any]:
+    if config.get("fn_completions", "openai_completions") != "openai_completions" or config.get("batch_size", 1) != 1:
+        raise Refused(
+            expected="a configuration that asks an OpenAI-compatible endpoint for a single verdict per request",
+            found=f"{name}, which uses {config.get('fn_completions')} with batches of {config.get('batch_size', 1)}",
+            remedy="Choose another evaluator.judge.annotator",
+        )
+    in_chat = "<|im_start|>" in prompt
+    options = {
+        **(config.get("completions_kwargs") or {}),
+        "model_name": judge["model"],
+        "num_procs": max(2, judge["capacity"]),
+        "price_per_token": 0,
+        "requires_chatml": in_chat,
+        "is_chat": in_chat,
+    }
+    if judge["constrained"]:
+        body = {**options.get("extra_body", {}), "structured_outputs": {"choice": verdicts(name, config)}}
+        options["extra_body"] = body
+        if options.get("logprobs"):
+            options["top_logprobs"] = MOST_LOGPROBS
+    completed = {**config, "prompt_template": f"{name}/prompt.txt", "completions_kwargs": options}
+    folder = output / "judge" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompt.txt").write_text(prompt)
+    (folder / "configs.yaml").write_text(yaml.safe_dump({name: completed}))
+    return completed
+
+
+def verdicts(name: str, config: dict[str, Any]) -> list[str]:
+    """Returns the texts that a configuration accepts as verdicts; refuses free-text verdicts."""
+    given = config.get("completion_parser_kwargs") or {}
+    patterns: list[str] = []
+    match config.get("fn_completion_parser"):
+        case "logprob_parser":
+            patterns = [given.get("numerator_token"), *given.get("denominator_tokens", [])]
+        case "regex_parser" | None:
+            patterns = list((given.get("outputs_to_match") or {}).values())
+    plain = [text.replace(r"\b", "") for text in patterns if isinstance(text, str)]
+    texts = [text for text in dict.fromkeys(plain) if text.isalnum()]
+    if len(texts) < 2:
+        raise Refused(
+            expected="a configuration with fixed verdicts, since evaluator.judge.constrained is set",
+            found=f"{name}: its verdicts are free text",
+            remedy="Set constrained to false, or choose another evaluator.judge.annotator",
+        )
+    return texts
+
 
 LENGTH_CONTROL = "df_gamed.csv"
 PROBE_SECONDS = 60.0
@@ -38,8 +132,8 @@ class Judge:
 
     def __init__(self, job: dict[str, Any], output: Path, unanswered: valid_answers.Unanswered) -> None:
         self._job, self._judge, self._output = job, job["judge"], output
-        self._name, config, prompt = load_annotator(self._judge)
-        self._config = complete_annotator(self._name, config, prompt, judge=self._judge, output=output)
+        self._name, config, prompt = _load_annotator(self._judge)
+        self._config = _complete_annotator(self._name, config, prompt, judge=self._judge, output=output)
         self._prompt = prompt
         self._unanswered = unanswered
         self._lost = 0

@@ -26,13 +26,13 @@ from huggingface_hub import hf_hub_download
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 import valid_answers
-from alpaca_eval_judge import Judge
-from alpaca_eval_shared import (
+from alpaca_eval_judge import (
     CONNECT_SECONDS,
     DATA_SET,
     NO_ANSWER,
     RETRIES,
     SHOWN_CHARACTERS,
+    Judge,
     describe_error,
 )
 from refusals import Refused, chat_template_needed, digest_of, refusals_into, write_json
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
 def evaluate(job: dict[str, Any], output: Path) -> None:
     """Generates the outputs of all sets, then judges the sets that have all outputs."""
     template = chat_template_needed(job)
-    sets = {instruction_set["key"]: load_set(instruction_set, limit=job["limit"]) for instruction_set in job["sets"]}
+    sets = {instruction_set["key"]: _load_set(instruction_set, limit=job["limit"]) for instruction_set in job["sets"]}
     asking = {
         "seeds": {"outputs": "none: each is sampled without a seed"},
         "bos": f"as the endpoint's {'chat template' if job['chat'] else 'tokenizer'} does",
@@ -83,7 +83,7 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
     whole: list[dict[str, Any]] = []
     for instruction_set in job["sets"]:
         rows = asyncio.run(generate(job, instruction_set["key"], sets[instruction_set["key"]], unanswered))
-        write_outputs(Path(instruction_set["folder"]), rows, sets[instruction_set["key"]])
+        _write_outputs(Path(instruction_set["folder"]), rows, sets[instruction_set["key"]])
         missing = sum(row["output"] is None for row in rows)
         if missing:
             logging.error(
@@ -98,9 +98,8 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
     write_json(output / RESULTS_NAME, results)
 
 
-def load_set(instruction_set: dict[str, Any], *, limit: int | None) -> list[dict[str, Any]]:
-    """Returns instructions with their reference outputs, the first `limit` of them if there is a limit."""
-    path = Path(instruction_set["path"]) if instruction_set["path"] else official_set()
+def _load_set(instruction_set: dict[str, Any], *, limit: int | None) -> list[dict[str, Any]]:
+    path = Path(instruction_set["path"]) if instruction_set["path"] else _official_set()
     rows = json.loads(path.read_bytes())
     if instruction_set["references"]:
         given = {row["instruction"]: row for row in json.loads(Path(instruction_set["references"]).read_bytes())}
@@ -123,8 +122,7 @@ def load_set(instruction_set: dict[str, Any], *, limit: int | None) -> list[dict
     ]
 
 
-def official_set() -> Path:
-    """Returns the file of AlpacaEval's own set: staged before, or downloaded now."""
+def _official_set() -> Path:
     try:
         return Path(hf_hub_download(DATA_SET, OFFICIAL_SET, repo_type="dataset"))
     except (OSError, ValueError) as error:  # errors of hub, network and disk
@@ -147,7 +145,7 @@ async def generate(
         timeout=openai.Timeout(model["timeout"], connect=CONNECT_SECONDS),
         http_client=openai.DefaultAsyncHttpxClient(event_hooks=valid_answers.later_hooks()),
     )
-    fields = sampling_fields(job)
+    fields = _sampling_fields(job)
     free = asyncio.Semaphore(max(1, model["capacity"]))
     bar = tqdm.tqdm(total=len(instructions), desc=f"{key}, answers")
 
@@ -187,8 +185,7 @@ async def ask(
     return text, answer.choices[0].finish_reason, answer.usage.completion_tokens if answer.usage else None
 
 
-def sampling_fields(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sampling parameters as request fields; parameters of engines like vLLM go into `extra_body`."""
+def _sampling_fields(job: dict[str, Any]) -> dict[str, Any]:
     sampling = dict(job["sampling"])
     fields: dict[str, Any] = {"model": job["model"]["model"], "max_tokens": sampling.pop("max_new_tokens")}
     for_engines = {name: sampling.pop(name) for name in ENGINE_PARAMETERS if name in sampling}
@@ -197,8 +194,7 @@ def sampling_fields(job: dict[str, Any]) -> dict[str, Any]:
     return {**fields, **sampling}
 
 
-def write_outputs(folder: Path, rows: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
-    """Writes outputs and references in the format of AlpacaEval's own command."""
+def _write_outputs(folder: Path, rows: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "model_outputs.json", rows)
     write_json(folder / "reference_outputs.json", references)

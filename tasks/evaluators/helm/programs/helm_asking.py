@@ -88,7 +88,7 @@ class Asking(Executor):
     def execute(self, scenario_state: ScenarioState) -> ScenarioState:
         assert self._run is not None
         states = scenario_state.request_states
-        check_requests(self._run, states, self._job)
+        _check_requests(self._run, states, self._job)
         self._before(self._run, states)
         self._done, self._total = 0, len(states)
         self._show(0.0)
@@ -124,7 +124,7 @@ class Asking(Executor):
                 result = dead("too few completions came back")
         except Exception as error:  # noqa: BLE001 - the boundary to clients, which raise anything on odd answers
             result = dead(f"{type(error).__name__} in HELM's client")
-        if result.success and any(is_blocked(completion) for completion in result.completions):
+        if result.success and any(_is_blocked(completion) for completion in result.completions):
             result = dead("the endpoint refused the prompt")
         if not result.success:
             with self._lock:
@@ -161,8 +161,7 @@ def question(state: RequestState) -> tuple[Any, ...]:
     return state.instance.id, state.train_trial_index, repr(state.instance.perturbation), state.request.random
 
 
-def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) -> None:
-    """Refuses requests that would be scored at chance, and runs with too many cut prompts."""
+def _check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) -> None:
     asked = {question(state) for state in states}
     cut = {question(state) for state in states if state.prompt_truncated}
     if len(cut) > job["max_truncated"] * len(asked):
@@ -195,8 +194,7 @@ def dead(error: str) -> RequestResult:
     )
 
 
-def is_blocked(completion: GeneratedOutput) -> bool:
-    """Returns True if HELM replaced an error about policies by an empty answer."""
+def _is_blocked(completion: GeneratedOutput) -> bool:
     return str((completion.finish_reason or {}).get("reason", "")).startswith(BLOCKED)
 
 
@@ -241,7 +239,7 @@ def leave_prompts_out_of_the_log() -> None:
 
 def missing_data(error: BaseException, run: Run) -> Refused | None:
     """Returns the refusal for a run that failed for a missing file; None if it failed for another reason."""
-    for cause in causes(error):
+    for cause in _causes(error):
         problem = None
         if isinstance(cause, FileNotFoundError) and cause.filename:
             problem = f"no file {cause.filename}"
@@ -255,8 +253,7 @@ def missing_data(error: BaseException, run: Run) -> Refused | None:
     return None
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

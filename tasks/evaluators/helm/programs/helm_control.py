@@ -38,7 +38,7 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
     if any(state.request.echo_prompt for state in states) or run.spec.annotators:
         judged = "others judge its answers" if run.spec.annotators else "it does not only let the model write"
         return f"no control: {judged}"
-    first = {state.instance.id: state for state in reversed(states) if not is_varied(state) and gold(state)}
+    first = {state.instance.id: state for state in reversed(states) if not _is_varied(state) and gold(state)}
     known = [state for state in states if first.get(state.instance.id) is state][:QUESTIONS]
     if not known or not names:
         return NO_GOLD if names else "no control: no metric that counts is known beforehand"
@@ -72,8 +72,7 @@ def control(run: Run, states: list[RequestState], names: list[str], evaluate: Ev
     return f"failed for {len(known)} known answers"
 
 
-def is_varied(state: RequestState) -> bool:
-    """Returns True if a question is perturbed, or repeated with other examples."""
+def _is_varied(state: RequestState) -> bool:
     return bool(state.train_trial_index or state.instance.perturbation or state.request.random)
 
 

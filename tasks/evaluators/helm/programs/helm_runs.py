@@ -48,7 +48,7 @@ class Harness:
         self._plan = {run.spec.name: planned(run) for run in runs}
         self._folder.mkdir(parents=True, exist_ok=True)
         set_benchmark_output_path(str(self._folder))
-        share_scenarios(Path(job["scenarios_path"]))
+        _share_scenarios(Path(job["scenarios_path"]))
         # No cache: HELM's does not distinguish endpoints, and the pool keeps the checkpoint's answers.
         execution = ExecutionSpec(
             url=None, auth=Authentication(""), local_path=local_path, parallelism=job["num_threads"]
@@ -94,7 +94,7 @@ class Harness:
         lower = sorted(item.name for item in summarizer.get_metric_metadata() if item.lower_is_better)
         self._write_plan(lower_is_better=lower, unanswered=self._asking.unanswered.as_values())
         if self._job["site"]:
-            write_site(self._site)
+            _write_site(self._site)
 
     def _note_questions(self, run: Run, states: list[RequestState]) -> None:
         plan = self._plan[run.spec.name]
@@ -211,9 +211,7 @@ def planned(run: Run) -> dict[str, Any]:
     }
 
 
-def share_scenarios(folder: Path) -> None:
-    """Downloads data sets of scenarios once per machine, under a lock, not once per attempt."""
-
+def _share_scenarios(folder: Path) -> None:
     def path_of(output_path: str, scenario_name: str) -> str:
         (folder / scenario_name).mkdir(parents=True, exist_ok=True)
         return str(folder / scenario_name)
@@ -234,8 +232,7 @@ def share_scenarios(folder: Path) -> None:
     helm_runner.create_scenario = create_locked
 
 
-def write_site(folder: Path) -> None:
-    """Writes HELM's web site over the results below `folder`, as its server exports it, less 5 MB of pictures."""
+def _write_site(folder: Path) -> None:
     server.app.config.update(
         {"helm.outputurl": OUTPUT_FOLDER, "helm.suite": SUITE, "helm.release": None, "helm.project": "lite"}
     )

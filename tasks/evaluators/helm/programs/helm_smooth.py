@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from choice_scoring import HIGHER_IS_BETTER, smooth_scores
 from helm.benchmark.adaptation.adapter_spec import ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS, AdapterSpec
 from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.adaptation.scenario_state import ScenarioState
@@ -20,7 +21,6 @@ from helm.benchmark.metrics.statistic import Stat
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
 from helm.common.object_spec import get_class_by_name
-from smooth_scores import HIGHER_IS_BETTER, smooth_scores
 
 ASKED_ALONE = "original"
 """Request mode of a choice behind its question; in the other mode, calibration, there is no question."""

@@ -24,13 +24,12 @@ def unpack_archive(filename: str, extract_dir: str, format: str, *, filter: Any 
     folder = Path(extract_dir).resolve()
     with tarfile.open(filename) as archive:
         for entry in archive:
-            if not (entry.isfile() or entry.isdir() or entry.issym() or entry.islnk()) or not stays_in(folder, entry):
+            if not (entry.isfile() or entry.isdir() or entry.issym() or entry.islnk()) or not _stays_in(folder, entry):
                 raise tarfile.ExtractError(f"{entry.name} is no file, folder or link inside the archive {filename}")
             archive.extract(entry, folder, set_attrs=False)
 
 
-def stays_in(folder: Path, entry: tarfile.TarInfo) -> bool:
-    """Returns True if an entry, and its link target, lie in `folder`; follows links unpacked before it."""
+def _stays_in(folder: Path, entry: tarfile.TarInfo) -> bool:
     places = [Path(entry.name)]
     if entry.issym():
         places.append(Path(entry.name).parent / entry.linkname)

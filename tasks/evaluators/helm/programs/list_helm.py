@@ -21,11 +21,10 @@ def main(arguments: list[str]) -> None:
     if arguments:
         print(json.dumps([entry.description for entry in read_run_entries(arguments).entries]))
     else:
-        print(json.dumps(known_entries()))
+        print(json.dumps(_known_entries()))
 
 
-def known_entries() -> dict[str, Any]:
-    """Returns names of run entries with their arguments, and the arguments that all of them take."""
+def _known_entries() -> dict[str, Any]:
     discover_run_spec_functions()
     entries = {}
     for name, function in _REGISTERED_RUN_SPEC_FUNCTIONS.items():

@@ -120,7 +120,7 @@ def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
 def evaluate(job: dict[str, Any]) -> None:
     """Runs, scores and summarises a job; writes everything below `job["output"]`."""
     keep_words(job)
-    job = {**job, "asking": write_deployment(job)}
+    job = {**job, "asking": _write_deployment(job)}
     register_configs_from_directory(DEPLOYMENT_FOLDER)
     runs = plan_runs(job)
     helm_asking.bound_retries()
@@ -145,8 +145,7 @@ def evaluate(job: dict[str, Any]) -> None:
     harness.summarize()
 
 
-def write_deployment(job: dict[str, Any]) -> dict[str, Any]:
-    """Writes HELM's three files on a model (JSON is YAML); returns the request settings for records."""
+def _write_deployment(job: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
@@ -157,7 +156,7 @@ def write_deployment(job: dict[str, Any]) -> dict[str, Any]:
     if in_chat:
         empty = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)
     first = list(getattr(empty, "input_ids", empty))
-    length = (job["max_model_len"] or context_of(Path(job["tokenizer"]))) - len(first)
+    length = (job["max_model_len"] or _context_of(Path(job["tokenizer"]))) - len(first)
     client = {
         "base_url": job["base_url"],
         "openai_model_name": job["model"],
@@ -222,8 +221,7 @@ def model_name(job: dict[str, Any]) -> str:
     return f"assay/{re.sub(r'[^A-Za-z0-9._+@-]', '_', job['model'])}"
 
 
-def context_of(checkpoint: Path) -> int:
-    """Returns the tokens that the model holds, by its own configuration; 2048 without a configuration."""
+def _context_of(checkpoint: Path) -> int:
     try:
         return int(json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -237,9 +235,9 @@ def plan_runs(job: dict[str, Any]) -> list[helm_asking.Run]:
         Path(ENTRIES_NAME).write_text(job["run_specs"])
         conf = read_run_entries([ENTRIES_NAME]).entries
     runs: list[helm_asking.Run] = []
-    for item in (with_own_run_entry(item, job) for item in job["benchmarks"]):
-        entries = [RunEntry(item["name"])] if conf is None else matching_entries(item, conf, job)
-        specs = [changed(spec, entry, job) for entry in entries for spec in constructed(entry, item, job)]
+    for item in (_with_own_run_entry(item, job) for item in job["benchmarks"]):
+        entries = [RunEntry(item["name"])] if conf is None else _matching_entries(item, conf, job)
+        specs = [changed(spec, entry, job) for entry in entries for spec in _constructed(entry, item, job)]
         specs = [spec for spec in specs if not job["groups"] or set(spec.groups) & set(job["groups"])]
         if not specs:
             place = f"in {ENTRIES_NAME}" if conf is not None else "of the groups wanted"
@@ -255,8 +253,7 @@ def plan_runs(job: dict[str, Any]) -> list[helm_asking.Run]:
     return runs
 
 
-def with_own_run_entry(item: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
-    """Replaces a benchmark that a file in the benchmarks folder describes by the run entry that the file names."""
+def _with_own_run_entry(item: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     path = Path(job["benchmarks_path"]) / OWN_FOLDER / f"{item['name']}.json"
     if not path.is_file():
         return item
@@ -264,8 +261,7 @@ def with_own_run_entry(item: dict[str, Any], job: dict[str, Any]) -> dict[str, A
     return {**item, "name": own["run_entry"], "arguments": {**own["arguments"], **item["arguments"]}}
 
 
-def matching_entries(item: dict[str, Any], conf: list[RunEntry], job: dict[str, Any]) -> list[RunEntry]:
-    """Returns the file's entries for a benchmark: those of its name, with arguments that include its own."""
+def _matching_entries(item: dict[str, Any], conf: list[RunEntry], job: dict[str, Any]) -> list[RunEntry]:
     return [
         entry
         for entry in conf
@@ -281,10 +277,9 @@ def matches(entry: ObjectSpec, item: dict[str, Any]) -> bool:
     return all(str(entry.args.get(name, value)) == str(value) for name, value in item["arguments"].items())
 
 
-def constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any]) -> list[RunSpec]:
-    """Returns the runs of an entry for our model, regardless of the model that it names."""
+def _constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any]) -> list[RunSpec]:
     parsed = parse_object_spec(entry.description)
-    arguments = {name: located(value, job) for name, value in {**parsed.args, **item["arguments"]}.items()}
+    arguments = {name: _located(value, job) for name, value in {**parsed.args, **item["arguments"]}.items()}
     arguments.pop("model_deployment", None)
     if item["num_fewshot"] is not None:
         arguments["max_train_instances"] = item["num_fewshot"]
@@ -298,8 +293,7 @@ def constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any]) -> l
         ) from error
 
 
-def located(value: Any, job: dict[str, Any]) -> Any:
-    """Returns the path of an argument that names a file of the benchmarks folder; other arguments are unchanged."""
+def _located(value: Any, job: dict[str, Any]) -> Any:
     for folder in (Path(job["benchmarks_path"]), Path(job["benchmarks_path"]) / OWN_FOLDER):
         if isinstance(value, str) and value and (folder / value).is_file():
             return str((folder / value).absolute())

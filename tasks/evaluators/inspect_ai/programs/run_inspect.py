@@ -88,7 +88,7 @@ def run(job: dict[str, Any], *, only_fetch: bool) -> None:
             remedy="Start the pool with these arguments, or set evaluator.emulate_tools",
             kind="EndpointUnusable",
         )
-    write_rows(output, logs)
+    _write_rows(output, logs)
     versions = {name: importlib.metadata.version(distribution) for name, distribution in DISTRIBUTIONS.items()}
     judged = {"judge": job["judge"]["model"]} if job["judge"] else {}
     results = {
@@ -111,7 +111,7 @@ def asked(
     total: int,
 ) -> dict[str, EvalLog]:
     """Runs all tasks; returns their logs by the names that their metrics are published under."""
-    count_samples(total)
+    _count_samples(total)
     model, judge = model_of(job, keys[0], unanswered), judge_of(job, keys, unanswered)
     given = {name: job[name] for name in ("temperature", "top_p", "max_tokens") if job[name] is not None}
     logs = evaluate(
@@ -143,29 +143,25 @@ def asked(
     return dict(zip(tasks, logs, strict=True))
 
 
-def write_rows(output: Path, logs: dict[str, EvalLog]) -> None:
-    """Writes a row for each sample, log by log; prints the errors of the first 20 failed samples."""
+def _write_rows(output: Path, logs: dict[str, EvalLog]) -> None:
     failed = 0
     with (output / SAMPLES_NAME).open("w", encoding="utf-8", errors="replace") as rows:
         for key, log in logs.items():
-            for sample in samples_of(log):
+            for sample in _samples_of(log):
                 rows.write(json.dumps(row_of(key, sample), allow_nan=False) + "\n")
                 failed += sample.error is not None
                 if sample.error is not None and failed <= SHOWN_FAILURES:
                     print(f"sample {sample.id} of {key} failed: {sample.error.message[:SHOWN_CHARACTERS]}")
 
 
-def samples_of(log: EvalLog) -> Iterator[Any]:
-    """Yields the started samples of a log, with attachments resolved."""
+def _samples_of(log: EvalLog) -> Iterator[Any]:
     left_out = {"store", "timelines"}
     yield from read_eval_log_samples(
         log.location, all_samples_required=False, resolve_attachments="full", exclude_fields=left_out
     )
 
 
-def count_samples(total: int) -> None:
-    """Prints a line for each finished sample."""
-
+def _count_samples(total: int) -> None:
     @hooks(name="assay_progress", description="Counts samples.")
     class Progress(Hooks):
         done = 0

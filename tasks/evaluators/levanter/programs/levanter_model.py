@@ -93,30 +93,29 @@ def load(checkpoint: dict[str, Any], *, max_length: int, precision: str | None, 
     """
     policy = precision or (PLAIN if jax.default_backend() == "cpu" else ACCELERATED)
     trainer = TrainerConfig(mp=jmp.get_policy(policy), require_accelerator=False, per_device_eval_parallelism=rows)
-    described = read_config(checkpoint["reference"])
+    described = _read_config(checkpoint["reference"])
     hf_config = AutoConfig.for_model(**described)
     kind = ARCHITECTURES[described["model_type"]]
     config = LmConfig.get_known_choices()[kind].from_hf_config(hf_config)
-    tokenizer = read_tokenizer(checkpoint["reference"])
+    tokenizer = _read_tokenizer(checkpoint["reference"])
     with trainer.use_device_mesh():
         if checkpoint["kind"] == NATIVE:
-            network = load_native(checkpoint["uri"], config, hf_config.vocab_size, trainer)
+            network = _load_native(checkpoint["uri"], config, hf_config.vocab_size, trainer)
         else:
-            network = load_huggingface(checkpoint["uri"], config, hf_config, tokenizer, trainer)
+            network = _load_huggingface(checkpoint["uri"], config, hf_config, tokenizer, trainer)
     return Model(
         network=inference_mode(network, True),
         tokenizer=tokenizer,
         trainer=trainer,
-        max_length=min(max_length, config.max_seq_len, window_of(described) or config.max_seq_len),
+        max_length=min(max_length, config.max_seq_len, _window_of(described) or config.max_seq_len),
         packed=hasattr(config, "rope") and config.rope is not None,
         rows=trainer.eval_batch_size,
         precision=policy,
     )
 
 
-def read_config(folder: str) -> dict[str, Any]:
-    """Returns the configuration of an architecture that Levanter supports, as transformers 4 reads it."""
-    described = read_json(folder, "config.json")
+def _read_config(folder: str) -> dict[str, Any]:
+    described = _read_json(folder, "config.json")
     if described is None:
         raise Refused(
             expected=f"config.json in {folder}",
@@ -129,11 +128,10 @@ def read_config(folder: str) -> dict[str, Any]:
             found=f"{described.get('model_type')!r} in {folder}",
             remedy="Evaluate this model with lm_evaluation_harness on an engine",
         )
-    return as_transformers_4_reads(described)
+    return _as_transformers_4_reads(described)
 
 
-def as_transformers_4_reads(described: dict[str, Any]) -> dict[str, Any]:
-    """Renames keys that transformers 5 writes: version 4 ignores them and takes its own defaults."""
+def _as_transformers_4_reads(described: dict[str, Any]) -> dict[str, Any]:
     renamed = dict(described)
     if "num_experts" not in renamed and "num_local_experts" in renamed:
         renamed["num_experts"] = renamed["num_local_experts"]
@@ -153,17 +151,15 @@ def as_transformers_4_reads(described: dict[str, Any]) -> dict[str, Any]:
     return {**renamed, "rope_theta": thetas.pop(), "rope_scaling": scaling if scaled else None}
 
 
-def window_of(described: dict[str, Any]) -> int | None:
-    """Returns the tokens of an attention window that Levanter ignores or treats differently; else None."""
+def _window_of(described: dict[str, Any]) -> int | None:
     kind = described["model_type"]
     if kind == "olmo3" or (kind.startswith("qwen") and not described.get("use_sliding_window")):
         return None
     return described.get("sliding_window")
 
 
-def read_tokenizer(folder: str) -> Any:
-    """Returns the tokenizer in a folder of any store."""
-    settings = read_json(folder, "tokenizer_config.json")
+def _read_tokenizer(folder: str) -> Any:
+    settings = _read_json(folder, "tokenizer_config.json")
     if settings is None:
         raise Refused(
             expected=f"a tokenizer in {folder}",
@@ -172,7 +168,7 @@ def read_tokenizer(folder: str) -> Any:
         )
     try:
         with tempfile.TemporaryDirectory(prefix="tokenizer-", dir=".") as place:  # in this attempt's own folder
-            take_tokenizer(folder, place)
+            _take_tokenizer(folder, place)
             if settings.get("tokenizer_class") == "TokenizersBackend":  # the name that transformers 5 writes
                 return PreTrainedTokenizerFast.from_pretrained(place)
             return AutoTokenizer.from_pretrained(place)
@@ -184,8 +180,7 @@ def read_tokenizer(folder: str) -> Any:
         ) from error
 
 
-def take_tokenizer(folder: str, place: str) -> None:
-    """Links, or copies from a store, the tokenizer files directly in a folder."""
+def _take_tokenizer(folder: str, place: str) -> None:
     filesystem, path = fsspec.core.url_to_fs(folder)
     take = filesystem.get_file if "://" in folder else os.symlink
     # Deeper files are in no digest of the checkpoint: templates in `additional_chat_templates`, for example.
@@ -195,8 +190,7 @@ def take_tokenizer(folder: str, place: str) -> None:
             take(file["name"], f"{place}/{name.name}")
 
 
-def read_json(folder: str, name: str) -> dict[str, Any] | None:
-    """Returns an object in a JSON file of a folder in any store; None if it is missing."""
+def _read_json(folder: str, name: str) -> dict[str, Any] | None:
     try:
         with fsspec.open(f"{folder.rstrip('/')}/{name}") as file:
             content = json.load(file)
@@ -205,9 +199,7 @@ def read_json(folder: str, name: str) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def load_huggingface(uri: str, config: Any, hf_config: Any, tokenizer: Any, trainer: TrainerConfig) -> Any:
-    """Loads weights in safetensors from any store."""
-
+def _load_huggingface(uri: str, config: Any, hf_config: Any, tokenizer: Any, trainer: TrainerConfig) -> Any:
     # Has the configuration already: Levanter's own would read it again, and not from every store.
     class Described(HFCheckpointConverter):
         def hf_config_from_hf_checkpoint(self, ref: Any = None) -> Any:
@@ -228,13 +220,11 @@ def load_huggingface(uri: str, config: Any, hf_config: Any, tokenizer: Any, trai
     )
 
 
-def load_native(uri: str, config: Any, vocabulary: int, trainer: TrainerConfig) -> Any:
-    """Loads the model of a stored training state; its vocabulary may be longer than the tokenizer's."""
-
+def _load_native(uri: str, config: Any, vocabulary: int, trainer: TrainerConfig) -> Any:
     def shape(size: int) -> Any:
         return eqx.filter_eval_shape(config.build, hax.Axis("vocab", size), key=jax.random.PRNGKey(0))
 
-    stored = stored_vocabulary(uri, shape(vocabulary))
+    stored = _stored_vocabulary(uri, shape(vocabulary))
     try:
         network = load_checkpoint(shape(stored), uri, subpath="model", axis_mapping=trainer.parameter_axis_mapping)
     except (FileNotFoundError, ValueError) as error:
@@ -246,19 +236,17 @@ def load_native(uri: str, config: Any, vocabulary: int, trainer: TrainerConfig) 
     return trainer.mp.cast_to_compute(network)
 
 
-def stored_vocabulary(uri: str, network: Any) -> int:
-    """Returns the rows of the stored embedding: training rounds them up to a multiple for its devices."""
+def _stored_vocabulary(uri: str, network: Any) -> int:
     paths = jax.tree.leaves(leaf_key_paths(network, is_leaf=is_named_array), is_leaf=is_named_array)
     leaves = jax.tree.leaves(network, is_leaf=is_named_array)
     for path, leaf in zip(paths, leaves, strict=True):
         if is_named_array(leaf) and "vocab" in {axis.name for axis in leaf.axes}:
             place = [axis.name for axis in leaf.axes].index("vocab")
-            return stored_shape(uri, str(PurePosixPath("model", *path.split("."))))[place]
+            return _stored_shape(uri, str(PurePosixPath("model", *path.split("."))))[place]
     return network.Vocab.size
 
 
-def stored_shape(uri: str, path: str) -> tuple[int, ...]:
-    """Returns the shape of an array of a checkpoint, in either of the two formats that Levanter has written."""
+def _stored_shape(uri: str, path: str) -> tuple[int, ...]:
     if exists(f"{uri}/manifest.ocdbt"):
         spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": build_kvstore_spec(uri), "path": path}}
     else:

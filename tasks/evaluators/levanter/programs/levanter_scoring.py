@@ -1,14 +1,20 @@
 """Log-probabilities of a model in Levanter, as lm-eval requests them; for `run_levanter.py`.
 
 Uses Levanter's packing and compiled scoring only: its own harness model splits context and continuation elsewhere than
-lm-eval's do, adds no BOS, and packs requests for models with absolute positions too.
+lm-eval's do, adds no BOS, and packs requests for models with absolute positions too. Scores outlive the process, so
+that an interrupted evaluation resumes: a line of output announces each new file in the working folder, which the caller
+copies to durable storage, and back.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import haliax as hax
@@ -17,11 +23,65 @@ from levanter.data.loader import stack_batches
 from levanter.data.packing import PromptCompletion, greedy_pack_prompt_completions
 from levanter.eval_harness import _LmEvalHarnessWorker as Worker
 from levanter.models.lm_model import LmExample
-from levanter_journal import Journal, Scored
 from levanter_model import Model
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+FOLDER = "kept"
+AT_LEAST_EVERY_SECONDS = 20.0
+
+Scored = tuple[float, bool]
+"""A log-probability, and True if the continuation is the greedy choice."""
+
+
+class Journal:
+    """Scores of packed rows, by a digest of everything that they depend on."""
+
+    def __init__(self, folder: Path, subject: str) -> None:
+        self._folder = folder
+        self._subject = subject.encode()  # model, method and devices: part of every key
+        self._rows: dict[str, list[Scored]] = {}
+        self._new: dict[str, list[Scored]] = {}
+        self._kept_at = time.monotonic()
+        self.known = 0  # requests with scores reused from the folder
+        for file in sorted(folder.glob("*.json")):
+            try:
+                rows = json.loads(file.read_bytes())
+                self._rows |= {key: [(float(score), bool(greedy)) for score, greedy in rows[key]] for key in rows}
+            except (ValueError, TypeError, LookupError):
+                continue  # a damaged file
+
+    def key(self, *parts: np.ndarray) -> str:
+        digest = hashlib.blake2b(self._subject, digest_size=20)
+        for part in parts:
+            digest.update(f"{part.dtype.str} {part.shape} ".encode() + part.tobytes())
+        return digest.hexdigest()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._rows
+
+    def get(self, key: str) -> Sequence[Scored]:
+        """Returns the scores of a row's requests, in order; empty if it was not scored."""
+        scores = self._rows.get(key, ())
+        self.known += len(scores)
+        return scores
+
+    def add(self, key: str, scores: list[Scored]) -> None:
+        self._new[key] = scores
+
+    def keep(self, *, at_once: bool) -> None:
+        """Writes new scores to a file, at once, or at least 20 s after the last file."""
+        if not self._new or not (at_once or time.monotonic() - self._kept_at > AT_LEAST_EVERY_SECONDS):
+            return
+        self._folder.mkdir(exist_ok=True)
+        name = f"{next(iter(self._new))}.json"
+        aside = self._folder / f"{name}.new"
+        aside.write_text(json.dumps(self._new))
+        aside.replace(self._folder / name)
+        print(f"kept {name}", flush=True)
+        self._new, self._kept_at = {}, time.monotonic()
+
 
 SHORTEST_ROW = 256
 MOST_IN_A_ROW = 64
@@ -132,22 +192,22 @@ class LevanterLM(TemplateLM):
             max_segments_per_example=MOST_IN_A_ROW if self.model.packed else 1,
         )
         # Packing is the same in every run, so the remaining rows also give the same numbers.
-        keys = [key_of(self.journal, example) for example in packed]
+        keys = [_key_of(self.journal, example) for example in packed]
         left = [place for place, key in enumerate(keys) if key not in self.journal]
         yield {
             number: score
             for key, example in zip(keys, packed, strict=True)
-            for number, score in zip(members(example), self.journal.get(key), strict=False)
+            for number, score in zip(_members(example), self.journal.get(key), strict=False)
         }
         batch = hax.Axis("batch", self.model.rows)
-        worker = worker_for(batch, position, self.model)
+        worker = _worker_for(batch, position, self.model)
         batches = list(stack_batches((packed[place] for place in left), position, batch))  # enters its own mesh
         begins = range(0, len(left), self.model.rows)
         for first, examples in zip(begins, batches, strict=True):
             numbers, values, correct = (np.asarray(part.array) for part in worker.dispatch_loglikelihood(examples))
             scores = {int(n): (float(v), bool(g)) for n, v, g in zip(numbers, values, correct, strict=True) if n >= 0}
             for place in left[first : first + self.model.rows]:
-                self.journal.add(keys[place], [scores[number] for number in members(packed[place])])
+                self.journal.add(keys[place], [scores[number] for number in _members(packed[place])])
             self.journal.keep(at_once=any(min(scores) < end <= max(scores) + 1 for end in self._ends))
             yield scores
         self.journal.keep(at_once=True)
@@ -159,8 +219,7 @@ def ends(benchmarks: Sequence[str]) -> list[int]:
     return [number for number, (before, name) in enumerate(pairwise(benchmarks), start=1) if name != before]
 
 
-def members(example: LmExample) -> range:
-    """Returns the indexes of the requests in a row."""
+def _members(example: LmExample) -> range:
     numbers = segments(example)
     return range(int(numbers[0]), int(numbers.max()) + 1)
 
@@ -170,15 +229,13 @@ def segments(example: LmExample) -> np.ndarray:
     return np.asarray(example.attn_mask.segment_ids[0].array)
 
 
-def key_of(journal: Journal, example: LmExample) -> str:
-    """Returns the key of a row in the journal, by its tokens, their requests and loss weights."""
+def _key_of(journal: Journal, example: LmExample) -> str:
     numbers = segments(example)
     within = np.where(numbers < 0, -1, numbers - numbers[0])
     return journal.key(within, np.asarray(example.tokens.array), np.asarray(example.loss_weight.array))
 
 
-def worker_for(batch: hax.Axis, position: hax.Axis, model: Model) -> Worker:
-    """Returns Levanter's compiled scoring of rows of a length, shared by all models to compile only once."""
+def _worker_for(batch: hax.Axis, position: hax.Axis, model: Model) -> Worker:
     key = (batch, position, model.precision, str(model.mapping))
     if key not in WORKERS:
         WORKERS[key] = Worker(

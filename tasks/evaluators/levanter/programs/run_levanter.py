@@ -29,9 +29,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 sys.path += [str(Path(__file__).parents[2] / "lm_eval" / "programs"), str(Path(__file__).parents[2] / "programs")]
 import jax
-from levanter_journal import FOLDER, Journal
 from levanter_model import Model, load
-from levanter_scoring import LevanterLM
+from levanter_scoring import FOLDER, Journal, LevanterLM
 from lm_eval import simple_evaluate
 from lm_eval.api.task import Task
 from lm_eval.loggers import EvaluationTracker
@@ -39,7 +38,7 @@ from lm_eval.utils import setup_logging
 from lm_eval_index import built_in_index, use_remembered_index
 from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
 from lm_eval_prompts import Questions, groups_in, means
-from lm_eval_smooth import weigh_in_groups
+from lm_eval_scores import weigh_in_groups
 from refusals import Refused, no_chat_template, refusals_into, write_json
 
 READ_AT_IMPORT = (
@@ -108,10 +107,10 @@ def evaluate(job: dict[str, Any]) -> None:
     output = Path(job["output"])
     benchmarks = load_benchmarks(job, task_manager(job, {}))
     tasks = {key: leaves(items) for key, items in benchmarks.items()}
-    check_kinds(tasks)
+    _check_kinds(tasks)
     check_tasks(job, tasks, {"max_length": job["max_length"]})
-    devices = use_devices(job)
-    model = load_model(job)
+    devices = _use_devices(job)
+    model = _load_model(job)
     facts = {
         "versions": {"levanter": version("marin-levanter"), "jax": version("jax")},
         "devices": sorted({device.device_kind for device in devices}),
@@ -146,8 +145,7 @@ def evaluate(job: dict[str, Any]) -> None:
         sys.exit("lm-eval could not write its results: see above")
 
 
-def check_kinds(tasks: dict[str, list[Task]]) -> None:
-    """Refuses benchmarks that generate: Levanter's generation is not reliable."""
+def _check_kinds(tasks: dict[str, list[Task]]) -> None:
     writing = [key for key, items in tasks.items() if any(task.OUTPUT_TYPE == "generate_until" for task in items)]
     if writing:
         raise Refused(
@@ -157,8 +155,7 @@ def check_kinds(tasks: dict[str, list[Task]]) -> None:
         )
 
 
-def use_devices(job: dict[str, Any]) -> list[Any]:
-    """Returns the devices of the requested kind; by default, JAX would fall back to the CPU."""
+def _use_devices(job: dict[str, Any]) -> list[Any]:
     jax.config.update("jax_platforms", PLATFORMS[job["device"]])
     jax.config.update("jax_compilation_cache_dir", job["compiled"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # 68 small programs in a cell take 2 s
@@ -174,8 +171,7 @@ def use_devices(job: dict[str, Any]) -> list[Any]:
         ) from error
 
 
-def load_model(job: dict[str, Any]) -> Model:
-    """Returns the model of a checkpoint, or refuses the checkpoint."""
+def _load_model(job: dict[str, Any]) -> Model:
     model = load(job["checkpoint"], max_length=job["max_length"], precision=job["precision"], rows=job["rows"])
     if job["apply_chat_template"] and not model.tokenizer.chat_template:
         raise no_chat_template(job["checkpoint"]["reference"])

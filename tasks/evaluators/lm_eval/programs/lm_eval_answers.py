@@ -48,8 +48,7 @@ def choices_of(answer: Any, count: int) -> list[Choice]:
     return sorted(choices, key=lambda choice: choice["index"])
 
 
-def check_end(choice: Choice) -> None:
-    """Raises for a choice that was cut, or has no finish reason."""
+def _check_end(choice: Choice) -> None:
     if (end := choice.get("finish_reason")) not in ENDS:
         raise MalformedAnswerError(f"a finish_reason {str(end)[:40]!r}")
 
@@ -73,7 +72,7 @@ def weighed_rows(
         sent: tokens in the prompt; the last token of `asked` may have been forced instead.
         read: texts of tokens, with and without special tokens, for endpoints that echo texts.
     """
-    check_end(choice)
+    _check_end(choice)
     rows = choice.get("logprobs")
     columns = [rows.get(name) if isinstance(rows, dict) else None for name in COLUMNS]
     tokens, values, tops = [column if isinstance(column, list) else [] for column in columns]
@@ -123,7 +122,7 @@ def written(choice: Choice, *, prompt: str, stops: Sequence[str]) -> Written:
     text = "" if text is None and reasoned else text  # an answer that is all reasoning
     if not isinstance(text, str):
         return Written(None, end if isinstance(end, str) else None, closed=not reasoned)
-    check_end(choice)
+    _check_end(choice)
     places = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
     whole = _is_closed(text, prompt) and not (reasoned and not text)
     return Written(text[: min(places)], "stop", whole) if places else Written(text, end, whole)

@@ -153,7 +153,7 @@ class EarlyQuestions:
             for filters in task._filters:
                 filters.apply(requests)
             for key, question in zip(several, questions, strict=True):
-                self._scores[key] = dict(scores_of(question))
+                self._scores[key] = dict(_scores_of(question))
             for request in requests:  # lm-eval fills them again
                 request.resps, request.filtered_resps = [], {}
 
@@ -171,11 +171,10 @@ def questions_of(task: Task) -> dict[Key, Question]:
     for request in sorted(task.instances, key=lambda instance: instance.idx):
         number = request.doc_id or 0
         by_number.setdefault(number, Question(task, documents[number])).requests.append(request)
-    return {(name_of(task), name_in_samples(number, question)): question for number, question in by_number.items()}
+    return {(name_of(task), _name_in_samples(number, question)): question for number, question in by_number.items()}
 
 
-def name_in_samples(number: int, question: Question) -> str:
-    """Returns the id of a question: its number and a digest of its content."""
+def _name_in_samples(number: int, question: Question) -> str:
     content = json.dumps(question.requests[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
     return f"{number}-{hash_string(content)[:HASH_DIGITS]}"
 
@@ -188,9 +187,8 @@ def digest_of(request: Instance) -> str:
     return hashlib.sha256(prompt.encode(errors="replace")).digest()[:PROMPT_BYTES].hex()
 
 
-def scores_of(question: Question) -> Iterator[tuple[str, float]]:
-    """Yields scores of a question by metric, with the filter if there are several; nothing without an answer."""
-    if not all(is_answer(answer) for request in question.requests for answer in request.resps):
+def _scores_of(question: Question) -> Iterator[tuple[str, float]]:
+    if not all(_is_answer(answer) for request in question.requests for answer in request.resps):
         return
     filters = list(question.requests[0].filtered_resps)
     for name in filters:
@@ -200,8 +198,7 @@ def scores_of(question: Question) -> Iterator[tuple[str, float]]:
                 yield (f"{metric},{name}" if len(filters) > 1 and name != "none" else metric), float(value)
 
 
-def is_answer(answer: Any) -> bool:
-    """Returns True for a text, or a finite log-likelihood."""
+def _is_answer(answer: Any) -> bool:
     if isinstance(answer, str):
         return answer != NO_ANSWER
     return math.isfinite(answer[0] if isinstance(answer, tuple | list) else answer)

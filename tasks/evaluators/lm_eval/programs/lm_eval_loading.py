@@ -26,8 +26,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 from lm_eval.utils import set_torch_seed
-from lm_eval_index import code_runners, is_complete
-from lm_eval_unloadable import refuse_unloadable
+from lm_eval_index import code_runners, is_complete, refuse_unloadable
 from refusals import Refused
 
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
@@ -89,7 +88,7 @@ def load_benchmarks(job: dict[str, Any], manager: TaskManager) -> dict[str, list
     """Returns every benchmark by key, with its number of examples set and its tasks renamed to be unique."""
     read_as_it_is()
     for item in job["benchmarks"]:
-        check_item(job, item, manager)
+        _check_item(job, item, manager)
     allowed = set(job.get("allow_code_execution", ()))
     # Set here, not inherited: a variable of the user's is no permission for this evaluation.
     os.environ[CODE_VARIABLE] = "0"
@@ -127,8 +126,7 @@ def read_as_it_is() -> None:
     SourceFileLoader.path_stats = path_stats
 
 
-def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager) -> None:
-    """Refuses problems that are visible without reading questions."""
+def _check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager) -> None:
     name = item["name"]
     if name not in manager.task_index:
         raise Refused(
@@ -137,7 +135,7 @@ def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager) 
             remedy="Correct its name in evals, or set benchmarks_path to the folder with its YAML file",
             kind="UnknownBenchmark",
         )
-    check_code(job, name, code_runners(name, manager.task_index))
+    _check_code(job, name, code_runners(name, manager.task_index))
     known = {field.name for field in fields(TaskConfig)}
     for key in item.get("task_kwargs", {}):
         if key in NOT_FOR_OVERRIDES or key not in known:
@@ -150,8 +148,7 @@ def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager) 
             )
 
 
-def check_code(job: dict[str, Any], name: str, runners: set[str]) -> None:
-    """Refuses to run model-written code unless that was allowed for this benchmark, or for each part that does."""
+def _check_code(job: dict[str, Any], name: str, runners: set[str]) -> None:
     allowed = set(job.get("allow_code_execution", ()))
     if name in allowed or runners <= allowed:
         return
@@ -179,11 +176,11 @@ def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager) -> lis
     top: list[Task | Group] = [loaded["groups"][part] for part in sorted(parts)]
     top += [task for task_name, task in loaded["tasks"].items() if task_name not in inside]
     tasks = list(loaded["tasks"].values())
-    check_code(job, name, {task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False)})
-    check_effect(item, tasks)
-    check_clusters(item, tasks)
+    _check_code(job, name, {task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False)})
+    _check_effect(item, tasks)
+    _check_clusters(item, tasks)
     for task in tasks:
-        set_fewshot(task, item)
+        _set_fewshot(task, item)
         generation = task.get_config("generation_kwargs")
         if generation and "max_tokens" in generation:  # the same to an engine, but lm-eval leaves no room for it
             generation["max_gen_toks"] = generation.pop("max_tokens")
@@ -200,8 +197,7 @@ def seed() -> None:
     set_torch_seed(DEFAULT_OTHER_SEED)
 
 
-def set_fewshot(task: Task, item: dict[str, Any]) -> None:
-    """Sets the number of examples; as in lm-eval itself, a benchmark with 0 in its file keeps that, unless forced."""
+def _set_fewshot(task: Task, item: dict[str, Any]) -> None:
     shots = item["num_fewshot"]
     task.notes = []
     if shots and task.get_config("num_fewshot") == 0 and not item["force_fewshot"]:
@@ -212,8 +208,7 @@ def set_fewshot(task: Task, item: dict[str, Any]) -> None:
         task.set_config(key="num_fewshot", value=shots)
 
 
-def check_clusters(item: dict[str, Any], tasks: list[Task]) -> None:
-    """Refuses a cluster_by field that no document has."""
+def _check_clusters(item: dict[str, Any], tasks: list[Task]) -> None:
     field = item.get("cluster_by")
     documents = [document for task in tasks for document in islice(task.eval_docs, 1)] if field else []
     if field and not any(field in document for document in documents):
@@ -224,8 +219,7 @@ def check_clusters(item: dict[str, Any], tasks: list[Task]) -> None:
         )
 
 
-def check_effect(item: dict[str, Any], tasks: list[Task]) -> None:
-    """Refuses settings that would be ignored."""
+def _check_effect(item: dict[str, Any], tasks: list[Task]) -> None:
     kinds = {task.OUTPUT_TYPE for task in tasks}
     ignored = []
     if item["num_fewshot"] and kinds == {"loglikelihood_rolling"}:

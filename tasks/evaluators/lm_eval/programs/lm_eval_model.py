@@ -53,7 +53,7 @@ class Checked(LocalCompletionsAPI):
     async def get_batched_requests(
         self, requests: list[Any], cache_keys: list[Any], *, generate: bool = True, **options: Any
     ) -> list[Any]:
-        with endpoint_faults():
+        with _endpoint_faults():
             if not generate:
                 return await super().get_batched_requests(requests, cache_keys, generate=False, **options)
             # Sorted so that shared prefixes are in the engine's cache when needed; lm-eval sorts by length.
@@ -143,7 +143,7 @@ class Completions(Checked):
         # A prompt can omit the last token of a window if a pool is forced to generate it; others may not support that.
         self.longest_window = self.longest_prompt + 1 if self.pool else self.longest_prompt
         self.bos = self.tokenizer.decode(self.prefix_token_id) if self.prefix_token_id is not None else None
-        self.adds_bos = bos_of(self.tokenizer) is not None
+        self.adds_bos = _bos_of(self.tokenizer) is not None
 
     def tok_encode(
         self, string: Any, left_truncate_len: int | None = None, add_special_tokens: bool | None = None, **_: Any
@@ -263,7 +263,7 @@ class Completions(Checked):
                 on_weighed=bar.update,
                 outcome=self.outcome,
             )
-            with endpoint_faults(), bar:
+            with _endpoint_faults(), bar:
                 return await scorer.weigh(choices)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -288,8 +288,7 @@ class Conversations(Checked, LocalChatCompletion):
 
 
 @contextmanager
-def endpoint_faults() -> Iterator[None]:
-    """Converts failures of the endpoint after all tries to `EndpointFaultError`."""
+def _endpoint_faults() -> Iterator[None]:
     try:
         yield
     except ClientResponseError as error:
@@ -298,8 +297,7 @@ def endpoint_faults() -> Iterator[None]:
         raise EndpointFaultError(f"{type(error).__name__}: {error}"[:MOST_SHOWN]) from error
 
 
-def bos_of(tokenizer: Any) -> str | None:
-    """Returns the token that the tokenizer itself puts in front of a text; None if it puts none."""
+def _bos_of(tokenizer: Any) -> str | None:
     bos = tokenizer.bos_token_id
     return tokenizer.bos_token if bos is not None and tokenizer("a").input_ids[:1] == [bos] else None
 
@@ -309,7 +307,7 @@ def way_of_asking(job: dict[str, Any], model: Any, tokenizer: Any) -> dict[str, 
     asking: dict[str, Any] = {"seeds": {"generation": NO_SEED}, "notes": []}
     if job["conversations"]:
         return {**asking, "bos": "the endpoint's own, with its chat template"}
-    own = bos_of(tokenizer)
+    own = _bos_of(tokenizer)
     asking["bos"] = f"the tokenizer's own rule: {own or 'none'}"
     if short := model.max_length + 1 - model.longest_window:
         asking["notes"].append(

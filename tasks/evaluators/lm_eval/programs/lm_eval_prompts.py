@@ -17,12 +17,9 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.models import api_models
 from lm_eval.utils import handle_non_serializable, hash_string
-from lm_eval_contexts import noted_contexts
-from lm_eval_control import control, evidence
-from lm_eval_data import revision_of
-from lm_eval_lengths import TooLong, request_type, to_be_asked, too_long
 from lm_eval_loading import name_of, seed
-from lm_eval_smooth import add_smooth_scores
+from lm_eval_measures import TooLong, noted_contexts, request_type, revision_of, to_be_asked, too_long
+from lm_eval_scores import add_smooth_scores, control, evidence
 from refusals import Refused, write_json
 
 PLAN_NAME = "plan.json"

@@ -53,9 +53,8 @@ try:
     from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
     from lm_eval_model import Completions, Conversations, EndpointFaultError, RefusedError, way_of_asking
     from lm_eval_prompts import Questions, few_of_each_kind, groups_in, label_progress, means
-    from lm_eval_proofs import prove_tokenizer
-    from lm_eval_smooth import weigh_in_groups
-    from lm_eval_tokenizer import complete_model_args, load_tokenizer
+    from lm_eval_scores import weigh_in_groups
+    from lm_eval_tokenizer import complete_model_args, load_tokenizer, prove_tokenizer
 
     if __name__ == "__main__":
         for name in LATE_MODULES:

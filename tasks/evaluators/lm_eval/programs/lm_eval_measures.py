@@ -1,10 +1,17 @@
-"""Counts the tokens of prompts, for `lm_eval_prompts.py`: too long prompts, and the total of all requests."""
+"""Measures lm-eval's prompts before they are sent, for `lm_eval_prompts.py`.
+
+Counts their tokens and those of all requests, finds prompts that are too long, records where the question begins, which
+lm-eval's samples do not show, and names the revision of a benchmark's data.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,3 +152,84 @@ def _characters(instances: Sequence[Instance]) -> int:
 def request_type(task: Task) -> str:
     """Returns the request type of a task."""
     return REQUEST_TYPES.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
+
+
+QUESTIONS = ("doc_to_text", "doc_to_choice")
+"""Methods that make the question, and where each choice has its own context, all of them; the last call counts."""
+
+
+@contextmanager
+def noted_contexts(task: Task) -> Iterator[list[int]]:
+    """Yields characters of description and examples in the prompts that a task builds meanwhile; 0 if unknown."""
+    lengths: list[int] = []
+    shown: dict[str, Any] = {}
+    before = {name: vars(task).get(name) for name in ("fewshot_context", *QUESTIONS) if hasattr(task, name)}
+    build = task.fewshot_context
+
+    def noting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            shown[name] = text = make(*arguments, **options)
+            return text
+
+        return noted
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        shown.clear()
+        prompt = build(*arguments, **options)
+        lengths.append(_length_before(prompt, *map(shown.get, QUESTIONS)))
+        return prompt
+
+    for name in before.keys() - {"fewshot_context"}:
+        setattr(task, name, noting(name, getattr(task, name)))
+    task.fewshot_context = built
+    try:
+        yield lengths
+    finally:
+        for name, own in before.items():
+            delattr(task, name) if own is None else setattr(task, name, own)
+
+
+def _length_before(prompt: Any, question: Any, choices: Any) -> int:
+    prompts, questions = (prompt, choices) if isinstance(prompt, list) else ([prompt], [question])
+    if not isinstance(questions, list) or len(prompts) != len(questions):
+        return 0
+    places = {_place(*pair) for pair in zip(prompts, questions, strict=True)}
+    return places.pop() if len(places) == 1 else 0
+
+
+def _place(prompt: Any, question: Any) -> int:
+    if not isinstance(prompt, str) or not isinstance(question, str):
+        return 0
+    whole = prompt.rfind(question)  # chat templates may strip their input
+    return max(whole if whole >= 0 else prompt.rfind(question.strip()), 0) if question.strip() else 0
+
+
+COMMIT = re.compile(r"/([0-9a-f]{40})/[^/]+$")
+"""A commit of the hub in the path of a file in the cache of `datasets`."""
+DIGITS = 16
+
+
+def revision_of(task: Task) -> str | None:
+    """Returns the data set and its commit on the hub; else a digest over the rows of the splits in use."""
+    dataset = getattr(task, "dataset", None)
+    if dataset is None:
+        return None
+    config = task.config
+    examples = config.fewshot_config.split if config.fewshot_config else None
+    parts = (config.test_split or config.validation_split, examples or config.training_split)
+    rows = [dataset[name] for name in dict.fromkeys(parts) if name in dataset]
+    files = [file["filename"] for part in rows for file in getattr(part, "cache_files", ())]
+    commits = {match[1] for name in files if (match := COMMIT.search(name))}
+    if len(commits) == 1:
+        return f"{task.DATASET_PATH}@{commits.pop()}"
+    return f"sha256:{digest(rows)[:DIGITS]}"
+
+
+def digest(parts: Iterable[Iterable[Any]]) -> str:
+    """Returns a hex digest over rows, the same for the same content."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        for row in part:
+            hasher.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        hasher.update(b"\n")
+    return hasher.hexdigest()

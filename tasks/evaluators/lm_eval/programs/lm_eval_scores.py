@@ -1,9 +1,13 @@
-"""Scores known answers with a benchmark's own filters and metrics, for `run_lm_eval.py`, before the first request.
+"""Scores of ours by a benchmark's own code, for `run_lm_eval.py`: a control of its grader, and smooth scores.
 
 A grader that marks every answer wrong gives each model the same low score. So at least one of the benchmark's right
 answers, in one of several forms, must score better than an empty answer. Only benchmarks can fail that show gold
 answers as they are in prompts, have filters that leave them so, or have programs that solve their tasks. No model is
 called.
+
+Multiple-choice benchmarks get smooth scores. If choices are part of the context, as in winogrande, the text behind them
+is scored, the same for all, and its bytes count. Benchmarks have no such scores if a question does not have a single
+right choice, or if their own code scores.
 """
 
 from __future__ import annotations
@@ -13,18 +17,21 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from choice_scoring import HIGHER_IS_BETTER, smooth_scores
+from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import METRIC_REGISTRY
+from lm_eval.api.registry import METRIC_REGISTRY, get_aggregation
 from lm_eval.api.task import ConfigurableTask, Task
-from lm_eval_data import digest
+from lm_eval_measures import digest
 
 PASSED, NO_GOLD = "passed", "no control: no gold answers"
 NOT_IN_FORM = "no control: gold answers are not in the form that its filters look for"
@@ -178,3 +185,59 @@ def evidence(name: str, failure: Failure) -> str:
     """Formats a failure as JSON for people."""
     content = {"benchmark": name, **failure.__dict__}
     return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+WITHOUT = f"Without {' and '.join(HIGHER_IS_BETTER)}:"
+
+
+def add_smooth_scores(task: Task, docs: Sequence[Any]) -> None:
+    """Adds smooth scores to a task if they are defined for all of its documents; else adds a note with the reason."""
+    task.smooth = []
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return
+    if (
+        not isinstance(task, ConfigurableTask)
+        or type(task).process_results is not ConfigurableTask.process_results
+        or callable(task.config.process_results)
+    ):
+        task.notes.append(f"{WITHOUT} code of its own scores the choices, and may take several for right.")
+        return
+    several = sum(_right_choice(task, doc) is None for doc in docs)
+    if several:
+        task.notes.append(f"{WITHOUT} {several} of {len(docs)} questions do not have exactly 1 right choice.")
+        return
+    task.smooth = [name for name in HIGHER_IS_BETTER if name not in task.aggregation()]
+    for name in task.smooth:
+        task._aggregation_list[name] = get_aggregation("mean")
+        task._higher_is_better[name] = HIGHER_IS_BETTER[name]
+    task.process_results = partial(_scored, task, task.process_results)
+
+
+def weigh_in_groups(groups: Iterable[Group]) -> None:
+    """Adds means of smooth scores, weighted like its first metric, to each group with these scores in all parts."""
+    for group in groups:
+        if metrics := group.aggregate_metric_list:
+            parts = group.get_all_tasks()
+            names = [name for name in HIGHER_IS_BETTER if all(name in part.smooth for part in parts)]
+            group.aggregate_metric_list = [*metrics, *(replace(metrics[0], metric=name) for name in names)]
+
+
+def _right_choice(task: ConfigurableTask, doc: Any) -> int | None:
+    choices = task.doc_to_choice(doc)
+    given = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    match given if isinstance(given, list) else [given]:
+        case [int() as number] if 0 <= number < len(choices):
+            return number
+        case [str() as text] if text in choices:
+            return choices.index(text)
+    return None
+
+
+def _scored(
+    task: ConfigurableTask, process: Callable[..., dict[str, Any]], doc: Any, results: Sequence[Any]
+) -> dict[str, Any]:
+    choices = task.doc_to_choice(doc)
+    texts = [str(task.doc_to_target(doc))] * len(choices) if task.multiple_input else choices
+    weighed = [float(log_likelihood) for log_likelihood, _ in results[: len(choices)]]  # the rest has no context
+    scores = smooth_scores(weighed, texts, _right_choice(task, doc))
+    return {**process(doc, results), **{name: scores[name] for name in task.smooth}}
