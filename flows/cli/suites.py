@@ -125,7 +125,7 @@ def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks:
 
     from resources.environments.environments import ensure_environment
     from tasks.evaluators.lm_eval.environment import LM_EVAL
-    from tasks.evaluators.lm_eval.index import listed_benchmarks, own_benchmarks
+    from tasks.evaluators.lm_eval.evaluator import listed_benchmarks, own_benchmarks
     from tasks.spec.benchmark_sets import bundled_names
     from tasks.spec.evaluation import EvaluationConfig
 

@@ -14,7 +14,7 @@ from resources.errors import BadInput
 from tasks.eval_jobs.helm import HELM_CONFIGURATION, RunEntry, read_run_entries
 from tasks.eval_jobs.job_file import UNSET_MODEL, HelmRun, JobEvaluation, JobFile, JobSuite, only_here
 from tasks.eval_jobs.manifests import CONFIGS_FOLDER, JOB_CONFIGURATION, Origin, manifests, named, readable_name
-from tasks.evaluators.helm.entries import ALL_ENTRIES
+from tasks.evaluators.helm.evaluator import ALL_ENTRIES
 from tasks.records.provenance import git_output
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.loading import build_config, load_config

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
-from tasks.evaluators.helm.entries import read_entries_file
+from tasks.evaluators.helm.evaluator import read_entries_file
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.spec.benchmark_sets import bundled_names
 from tasks.spec.evaluation import digest_of

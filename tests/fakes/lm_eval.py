@@ -20,7 +20,7 @@ from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Evaluator
 from tasks.evaluators.harness import Parsed, run_harness, warmed
 from tasks.evaluators.lm_eval.evaluator import EVALUATOR
-from tasks.evaluators.lm_eval.index import PROGRAM as PROGRAM
+from tasks.evaluators.lm_eval.evaluator import PROGRAM as PROGRAM
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 KEY = "sk-a-key-that-nobody-may-see"

@@ -24,8 +24,7 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
 from tasks.errors import CountsDisagree
-from tasks.evaluators.alpaca_eval.evaluator import EVALUATOR
-from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS
+from tasks.evaluators.alpaca_eval.evaluator import BUNDLED_SETS, EVALUATOR
 from tasks.evaluators.harness import Parsed, Progress, verify_counts, warmed
 from tasks.records.record import Counts
 from tasks.records.samples import read_samples

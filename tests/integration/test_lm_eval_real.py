@@ -36,8 +36,7 @@ from resources.errors import BadInput, EndpointUnusable
 from resources.settings import process_environment
 from tasks.errors import UnknownBenchmark
 from tasks.evaluators.harness import Progress, verify_counts
-from tasks.evaluators.lm_eval.evaluator import EVALUATOR
-from tasks.evaluators.lm_eval.index import listed_benchmarks
+from tasks.evaluators.lm_eval.evaluator import EVALUATOR, listed_benchmarks
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.reading import tokens_to_ask
 from tasks.records.record import Counts

@@ -29,7 +29,7 @@ from resources.settings import deployment_data, settings
 from tasks.errors import UnknownBenchmark
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.evaluators.lm_eval.index import listed_benchmarks
+from tasks.evaluators.lm_eval.evaluator import listed_benchmarks
 from tasks.offline.texts import stage_texts, text_source
 from tasks.records.record import Record
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of

@@ -1,21 +1,165 @@
-"""HELM, driven by our program in its environment."""
+"""HELM, driven by our program in its environment, and checks of its run entries: its own, and those in a file."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from pools.endpoint import RunningModel
-from resources.settings import settings
+from resources.errors import BadInput, not_there, unknown
+from resources.jobs import inheritance
+from resources.settings import process_environment, settings
+from resources.storage import storage
+from resources.storage.regular_files import read_cached
+from tasks.errors import HarnessFailed, UnknownBenchmark
 from tasks.evaluators.evaluator import Evaluator, benchmarks_of
-from tasks.evaluators.helm.entries import check_entries, read_entries_file
 from tasks.evaluators.helm.environment import HELM
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.helm.results import read_results
 from tasks.evaluators.helm.runs import RESULTS_FOLDER
 from tasks.records.record import SCOPE_NAME
-from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.benchmarks import benchmarks_uri
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+
+ALL_ENTRIES = "all"  # the benchmark that means every entry of a file
+OWN_FOLDER = "helm"  # of a user's own run entries, inside the benchmarks folder
+_PROGRAM = Path(__file__).parent / "programs" / "list_helm.py"
+_LIST_SECONDS = 600  # 3 s on 2 cores; a network disk takes longer
+
+
+class _Arguments(BaseModel):
+    needed: list[str]
+    optional: list[str]
+    any: bool
+
+
+class _Known(BaseModel):
+    entries: dict[str, _Arguments]
+    expanders: list[str]
+
+
+def check_entries(config: EvaluationConfig, python: Path) -> None:
+    """Looks up every benchmark with its arguments."""
+    _check_folder(config)
+    path = config.options(HelmOptions).run_specs_path
+    own = _own_names(config) if path is None else set()
+    foreign = [task for task in config.evals if task.name not in own]
+    if not foreign:
+        return
+    known = _listed(python)
+    if path is None:
+        for task in foreign:
+            if task.name not in known.entries:
+                raise _unknown(
+                    task.name, {*own, *known.entries}, place=f"HELM, or a benchmark in {benchmarks_uri(config)}"
+                )
+            _check_arguments(task, known)
+            _check_needed(task, known)
+        return
+    present = _names_in(path, python)
+    for name in sorted(present - set(known.entries)):
+        raise _unknown(name, known.entries, place=f"HELM, as {path} has it")
+    for task in config.evals:
+        if task.name == ALL_ENTRIES:
+            continue
+        if task.name not in present:
+            raise _unknown(task.name, present, place=path)
+        _check_arguments(task, known)
+
+
+def read_entries_file(uri: str) -> bytes:
+    """Returns the content of a file of run entries."""
+    if storage.content_digest(uri) is None:
+        raise not_there("a file of run entries", f"run_specs_path={uri}", "Correct the path")
+    return storage.read_bytes(uri, within="/")
+
+
+def _check_folder(config: EvaluationConfig) -> None:
+    path = config.benchmarks_path
+    if path is not None and storage.is_local(path) and not storage.local_path(path).is_dir():
+        expected = "a folder with the files that task_kwargs name"
+        raise not_there(expected, f"benchmarks_path={path}", "Correct the path, or leave it out")
+
+
+def _own_names(config: EvaluationConfig) -> set[str]:
+    folder = storage.join(benchmarks_uri(config), OWN_FOLDER)
+    names = {storage.basename(file.uri) for file in storage.list_files(folder)}
+    return {name.removesuffix(".json") for name in names if name.endswith(".json")}
+
+
+def _check_needed(task: EvalTaskConfig, known: _Known) -> None:
+    needed = known.entries[task.name].needed
+    missing = [name for name in needed if name not in task.task_kwargs]
+    if missing:
+        raise BadInput(
+            expected=f"all arguments that {task.name} needs: {', '.join(needed)}",
+            found=f"none for {', '.join(missing)}",
+            remedy="Give them in task_kwargs",
+        )
+
+
+def _check_arguments(task: EvalTaskConfig, known: _Known) -> None:
+    entry = known.entries[task.name]
+    own = [*entry.needed, *entry.optional]
+    for name in [] if entry.any else sorted(set(task.task_kwargs) - {*own, *known.expanders}):
+        expected = f"arguments of {task.name} ({', '.join(own) or 'none'}) or of every run entry"
+        raise unknown(expected, name, [*own, *known.expanders], "Correct task_kwargs")
+
+
+def _unknown(name: str, known: Iterable[str], *, place: str) -> BadInput:
+    remedy = "Correct its name in evals; arguments belong into task_kwargs"
+    return unknown(f"a run entry of {place}", name, known, remedy, kind=UnknownBenchmark)
+
+
+def _names_in(uri: str, python: Path) -> set[str]:
+    content = read_entries_file(uri)
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / "run_specs.conf"
+        copy.write_bytes(content)
+        try:
+            descriptions: list[str] = json.loads(_last_line(python, str(copy)))
+        except HarnessFailed as error:
+            raise BadInput(
+                expected="run entries as HELM reads them: entries: [{description: ..., priority: 1}]",
+                found=error.found.splitlines()[-1],
+                remedy=f"Correct {uri}",
+            ) from error
+    return {description.partition(":")[0] for description in descriptions}
+
+
+def _listed(python: Path) -> _Known:
+    identity = python.absolute().parent.parent.name
+    remembered = settings().environments_dir / f"{identity}.entries.json"
+    try:
+        return _Known.model_validate_json(read_cached(remembered))
+    except (OSError, ValidationError):
+        pass
+    listed = _last_line(python)
+    storage.write_bytes(str(remembered), listed.encode())
+    return _Known.model_validate_json(listed)
+
+
+def _last_line(python: Path, *arguments: str) -> str:
+    argv = [str(python), "-I", str(_PROGRAM), *arguments]
+    variables = process_environment({"HF_HUB_OFFLINE": "1"}, inherited=inheritance.HARNESS)
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=variables)
+        return done.stdout.splitlines()[-1]
+    except (OSError, IndexError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or ""
+        raise HarnessFailed(
+            expected="HELM to list run entries",
+            found="\n".join([str(error), *str(output).splitlines()[-10:]]),
+            remedy=f"Run it by hand: {subprocess.list2cmdline(argv)}",
+        ) from error
+
 
 _MOST_THREADS = 64
 """HELM uses a thread per request; more than 64 slow each other down."""

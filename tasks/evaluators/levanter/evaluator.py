@@ -20,9 +20,8 @@ from resources.tpu import largest_single_vm_slice
 from tasks.evaluators.evaluator import Evaluator, Parsed
 from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.options import LevanterOptions
-from tasks.evaluators.lm_eval.evaluator import check_benchmarks, preload_arguments
+from tasks.evaluators.lm_eval.evaluator import check_benchmarks, local_benchmarks, preload_arguments
 from tasks.evaluators.lm_eval.files import RESULTS_FOLDER
-from tasks.evaluators.lm_eval.index import local_benchmarks
 from tasks.evaluators.lm_eval.results import read_results
 from tasks.evaluators.reading import read_result
 from tasks.records.samples import Sample

@@ -17,8 +17,7 @@ from resources.errors import BadInput
 from tasks.errors import HarnessOutputInvalid
 from tasks.evaluators.alpaca_eval.evaluator import EVALUATOR as ALPACA_EVAL
 from tasks.evaluators.evaluator import Parsed, Progress
-from tasks.evaluators.helm.entries import read_entries_file
-from tasks.evaluators.helm.evaluator import EVALUATOR
+from tasks.evaluators.helm.evaluator import EVALUATOR, read_entries_file
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.inspect_ai.evaluator import EVALUATOR as INSPECT_AI
 from tasks.records.record import Counts

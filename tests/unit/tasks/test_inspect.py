@@ -17,9 +17,8 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput
 from tasks.errors import CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.harness import read_output, verify_counts
-from tasks.evaluators.inspect_ai.evaluator import EVALUATOR
+from tasks.evaluators.inspect_ai.evaluator import EVALUATOR, FoundTask, find_tasks
 from tasks.evaluators.inspect_ai.options import InspectOptions
-from tasks.evaluators.inspect_ai.tasks import FoundTask, find_tasks
 from tasks.records.samples import read_samples
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
