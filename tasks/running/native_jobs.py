@@ -24,14 +24,15 @@ from resources.storage import storage
 from tasks.evaluators.evaluator import Progress
 from tasks.evaluators.harness import LOG_NAME, job_failure
 from tasks.evaluators.native import (
+    BEGINS,
     NativeEvaluation,
     NativeProgram,
     Outcome,
+    evaluate_there,
     give_up,
     read_outcome,
     with_benchmarks_there,
 )
-from tasks.evaluators.native_node import BEGINS, evaluate_there
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event
 

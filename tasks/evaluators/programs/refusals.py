@@ -1,10 +1,12 @@
-"""Files between harness programs and the orchestrator: refusals and chat templates. Standard library only."""
+"""Shared by harness programs: refusals for the orchestrator, chat templates, logs. Standard library only."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,3 +74,23 @@ def no_chat_template(place: str) -> Refused:
         found=f"chat asked of a model without a template: none in {place}",
         remedy="Add a chat template to the checkpoint, or set apply_chat_template to false",
     )
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and its causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def few_of_each_kind(same_warnings: int = 20) -> logging.Filter:
+    """Returns a filter for the first messages of a kind: harnesses log several per request, prompts included."""
+    seen: Counter[str] = Counter()
+
+    class Few(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            kind = str(record.msg)[:24]
+            seen[kind] += 1
+            return seen[kind] <= same_warnings
+
+    return Few()

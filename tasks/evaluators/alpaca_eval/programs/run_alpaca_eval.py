@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,12 @@ from alpaca_eval_judge import (
     Judge,
     describe_error,
 )
-from refusals import Refused, chat_template_needed, digest_of, refusals_into, write_json
+from refusals import Refused, chat_template_needed, digest_of, few_of_each_kind, refusals_into, write_json
 
 PLAN_NAME = "plan.json"
 RESULTS_NAME = "results.json"
 OFFICIAL_SET = "alpaca_eval_gpt4_baseline.json"
 """Downloaded as a file: current versions of datasets refuse to run the data set's own loading script."""
-SAME_WARNINGS = 20
 ENGINE_PARAMETERS = ("top_k", "min_p", "repetition_penalty", "stop_token_ids")
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "IS_ALPACA_EVAL_2", "OPENAI_MAX_CONCURRENCY", "OPENAI_CLIENT_CONFIG_PATH")
 """Prefixes of variables that a fork server must have been started with, too."""
@@ -203,19 +201,6 @@ def _write_outputs(folder: Path, rows: list[dict[str, Any]], references: list[di
 def versions() -> dict[str, str]:
     """Returns the versions of the harness and its client."""
     return {name: importlib.metadata.version(name) for name in ("alpaca_eval", "openai")}
-
-
-def few_of_each_kind() -> logging.Filter:
-    """Returns a filter for the first 20 messages of a kind: AlpacaEval logs several per verdict, answers included."""
-    seen: Counter[str] = Counter()
-
-    class Few(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            kind = str(record.msg)[:24]
-            seen[kind] += 1
-            return seen[kind] <= SAME_WARNINGS
-
-    return Few()
 
 
 if __name__ == "__main__":

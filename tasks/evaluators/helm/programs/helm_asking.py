@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ from helm.common.hierarchical_logger import hlog, hwarn
 from helm.common.request import GeneratedOutput, RequestResult
 from helm.proxy.retry import get_retry_decorator, retry_if_request_failed
 from helm_smooth import scores_choices
-from refusals import Refused
+from refusals import Refused, causes
 
 PROGRESS_SECONDS = 0.5
 NO_DATA = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "URLError", "gaierror")
@@ -239,7 +239,7 @@ def leave_prompts_out_of_the_log() -> None:
 
 def missing_data(error: BaseException, run: Run) -> Refused | None:
     """Returns the refusal for a run that failed for a missing file; None if it failed for another reason."""
-    for cause in _causes(error):
+    for cause in causes(error):
         problem = None
         if isinstance(cause, FileNotFoundError) and cause.filename:
             problem = f"no file {cause.filename}"
@@ -251,12 +251,6 @@ def missing_data(error: BaseException, run: Run) -> Refused | None:
             remedy = "Correct the path in task_kwargs, evaluate once where there is a network, or leave it out"
             return Refused(f"the data that {run.spec.name} needs", problem, remedy)
     return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def log_failure(run: Run, error: BaseException) -> None:

@@ -37,7 +37,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import setup_logging
 from lm_eval_index import built_in_index, use_remembered_index
 from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
-from lm_eval_prompts import Questions, groups_in, means
+from lm_eval_prompts import Questions, groups_in, means, save_results
 from lm_eval_scores import weigh_in_groups
 from refusals import Refused, no_chat_template, refusals_into, write_json
 
@@ -137,12 +137,7 @@ def evaluate(job: dict[str, Any]) -> None:
         )
     write_json(output / FACTS_NAME, {**facts, "requests_scored_before": journal.known})
     write_json(output / ASKED_NAME, {"asking": lm.asking, "groups": means(benchmarks)})
-    samples = results.pop("samples")
-    tracker.save_results_aggregated(results=results, samples=samples)
-    for name in results["configs"]:
-        tracker.save_results_samples(task_name=name, samples=samples[name])
-    if not list(output.glob(f"{job['results_folder']}/*/results_*.json")):
-        sys.exit("lm-eval could not write its results: see above")
+    save_results(results, tracker)
 
 
 def _check_kinds(tasks: dict[str, list[Task]]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks import manager as task_managers
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
-from refusals import Refused
+from refusals import Refused, causes
 
 BUILT_IN = Path(task_managers.__file__).parent
 INDEX_NAME = "benchmark-index.pickle"
@@ -132,7 +132,7 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
     """Refuses a benchmark that failed to load, with the cause: its data, the hub, or itself."""
     _log.error("%s cannot be loaded", item["name"], exc_info=error)
     name = item["name"]
-    chain = list(_causes(error))
+    chain = list(causes(error))
     message = f"{type(error).__name__}: {error}"
     if any(type(cause).__name__ in HUB_ERRORS or NO_SCRIPT in str(cause) for cause in chain):
         offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
@@ -161,13 +161,6 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
         if built_in
         else f"Mend {contents[0][0] if contents else 'its file'} or the data it names; see the error in harness.log",
     )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def _contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -232,14 +232,11 @@ def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request
     api_models.tqdm_asyncio = LabelledBar
 
 
-def few_of_each_kind(same_warnings: int) -> logging.Filter:
-    """Returns a filter for the first warnings of a kind: lm-eval logs a warning per request, prompts included."""
-    seen: Counter[str] = Counter()
-
-    class Few(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            kind = str(record.msg)[:24]
-            seen[kind] += 1
-            return seen[kind] <= same_warnings
-
-    return Few()
+def save_results(results: dict[str, Any], tracker: Any) -> None:
+    """Writes the results of lm-eval and the samples of each task."""
+    samples = results.pop("samples")
+    tracker.save_results_aggregated(results=results, samples=samples)
+    for name in results["configs"]:
+        tracker.save_results_samples(task_name=name, samples=samples[name])
+    if not list(Path(tracker.output_path).glob("*/results_*.json")):
+        sys.exit("lm-eval could not write its results: see above")

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 from lm_eval_answers import installed
-from refusals import Refused, refusals_into, write_json
+from refusals import Refused, few_of_each_kind, refusals_into, write_json
 from valid_answers import Unanswered
 
 
@@ -52,7 +52,7 @@ try:
     from lm_eval_index import built_in_index, listing, use_remembered_index
     from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
     from lm_eval_model import Completions, Conversations, EndpointFaultError, RefusedError, way_of_asking
-    from lm_eval_prompts import Questions, few_of_each_kind, groups_in, label_progress, means
+    from lm_eval_prompts import Questions, groups_in, label_progress, means, save_results
     from lm_eval_scores import weigh_in_groups
     from lm_eval_tokenizer import complete_model_args, load_tokenizer, prove_tokenizer
 
@@ -64,7 +64,6 @@ except (ImportError, OSError, SyntaxError) as error:
         _refuse_environment(sys.argv[1:], error)
     raise
 
-SAME_WARNINGS = 20
 RESAMPLES = 1000
 """Resamples for the errors of F1 and correlations, precise to 2 %; lm-eval's 100,000 take minutes."""
 ASKED_NAME = "asked.json"
@@ -135,7 +134,7 @@ def evaluate(job: dict[str, Any]) -> None:
 
     Questions(job, tasks, model, tokenizer, output=output, on_settled=settle, on_planned=ask_early)
     label_progress(tasks, model, prompts_per_request)
-    logging.getLogger("lm_eval.models.api_models").addFilter(few_of_each_kind(SAME_WARNINGS))
+    logging.getLogger("lm_eval.models.api_models").addFilter(few_of_each_kind())
     tracker = EvaluationTracker(output_path=str(output / job["results_folder"]))
     in_chat = job["apply_chat_template"] or job["conversations"]
     results = None
@@ -177,14 +176,8 @@ def evaluate(job: dict[str, Any]) -> None:
         output / ASKED_NAME,
         {"asking": asking, "ends": model.ends, "groups": means(benchmarks), "versions": installed(), **unanswered},
     )
-    if results is None:
-        return
-    samples = results.pop("samples")
-    tracker.save_results_aggregated(results=results, samples=samples)
-    for name in results["configs"]:
-        tracker.save_results_samples(task_name=name, samples=samples[name])
-    if not list(output.glob(f"{job['results_folder']}/*/results_*.json")):
-        sys.exit("lm-eval could not write its results: see above")
+    if results is not None:
+        save_results(results, tracker)
 
 
 if __name__ == "__main__":
