@@ -54,7 +54,7 @@ def _loaded(benchmark: dict[str, Any], job: dict[str, Any]) -> Task:
     spec = f"{Path(job['benchmarks_path']).absolute() / file}@{benchmark['task']}" if file else benchmark["task"]
     working_directory = os.getcwd()  # noqa: PTH109 - Inspect leaves a folder that a task's file goes to
     try:
-        tasks = load_task_spec(spec, benchmark["arguments"])
+        tasks = load_task_spec(spec, benchmark["task_kwargs"])
     except Exception as error:  # noqa: BLE001 - the code of a user's file may raise anything
         _unusable(name, error)
     finally:
